@@ -1,0 +1,20 @@
+# make demo: RL that visibly works, on CPU, in a few minutes.  make test: the tests.  Both make .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+
+demo: $(VENV)/installed
+	$(RUN) algos/bgpo.py --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 150
+
+test: $(VENV)/installed
+	$(RUN) -m pytest -q tests
+
+test-all: $(VENV)/installed
+	$(RUN) -m pytest -q tests --all
+
+$(VENV)/installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.PHONY: demo test test-all

@@ -1,0 +1,518 @@
+"""BGPO (arXiv 2510.11683): a lower bound of the ELBO policy objective that is a sum over mask draws, so memory is that of one.
+
+    d_j  = elbo_j - old_j, one-draw ELBOs of a sequence on the same masks;  g_j = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
+    loss = -mean over sequences and draws of g_j;  elbo_j = sum over blocks b of n_b / m_b sum of logps of the m_b masked of n_b tokens
+
+    python   algos/bgpo.py                                                               # tiny-sdar on CPU
+    torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b --data cd3 --gen-length 256 --denoising-steps 4
+"""
+
+# >>> shared: imports
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from evals import load_task
+from evals.rewards import load_reward
+from kernels.sampling import keyed_uniform
+from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
+from rollout import Trace, make_engine, rollout_sums
+from runlog import RunLog, Stopwatch, peak_memory_gb
+
+# B sequences, G generations per prompt, P prompt length, L completion length, T = P + L, V vocabulary
+# R rows: terms of the loss. K draws: forwards per row
+# <<< shared: imports
+
+
+@dataclass
+class Args:
+    # >>> shared: args
+    model: str = "tiny-sdar"
+    """key of models.MODELS, or a directory in HF layout"""
+    task: str = "countdown"
+    """module of evals/ that gives prompts and scores"""
+    data: str = "small"
+    """problems: preset of the task, file, or hub id; empty: the task's own"""
+    reward: str = ""
+    """name in evals/rewards.py; empty: the task's exact score"""
+    gen_length: int = 12
+    """tokens per completion; block models round up to whole blocks"""
+    block_length: int = 0
+    """tokens per denoising block; 0: the model's own"""
+    denoising_steps: int = 2
+    """denoising steps per block"""
+    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = "low_confidence_static"
+    """which masked tokens a step reveals"""
+    confidence_threshold: float = 0.9
+    """low_confidence_dynamic reveals every token above it"""
+    rollout_backend: Literal["auto", "block"] = "auto"
+    """sampler; auto: the one of the model's attention pattern"""
+    max_prompt_length: int = 1024
+    """tokens; problems with longer prompts are dropped and counted"""
+    prompts_per_step: int = 32
+    """prompts per rollout, over all ranks"""
+    micro_batch_size: int = 256
+    """rows per forward; does not change the gradient"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
+    schedule_steps: int = 0
+    """rollout steps of the schedule; 0: --max-steps"""
+    warmup_steps: int = 0
+    """linear warm-up of the learning rate, in rollout steps"""
+    activation_checkpointing: bool = False
+    """recompute every block in the backward pass: less memory, a third more compute"""
+    sync_every_backward: bool = False
+    """reduce gradients after every backward, not only the last: slower, but no rank holds full-size gradients"""
+    max_steps: int = 100
+    """rollouts"""
+    eval_every: int = 25
+    """steps between evaluations on the validation split, 0: never"""
+    eval_limit: int = 512
+    """held-out problems per evaluation; 0: no evaluation at all, not even before and after"""
+    eval_temperature: float = 0.0
+    """of evaluation completions; 0 is greedy"""
+    save_every: int = 0
+    """steps between saves of the weights, 0: only at the end"""
+    out: str = "runs"
+    """parent of the run directory"""
+    seed: int = 42
+    """every draw is keyed by (seed, step, sample, ...)"""
+    track: bool = False
+    """mirror the log to wandb"""
+    # <<< shared: args
+    # method
+    learning_rate: float = 5e-7
+    """AdamW (paper, Table 5: 5e-7)"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW (verl default)"""
+    weight_decay: float = 0.01
+    """AdamW (verl default: 0.01)"""
+    max_grad_norm: float = 1.0
+    """gradient norm clip (verl default: 1.0)"""
+    temperature: float = 1.0
+    """of the rollout (official recipes: LLaDA 0.6, SDAR 1.0)"""
+    num_generations: int = 8
+    """completions per prompt, G (paper, Table 5: 8)"""
+    num_iterations: int = 1
+    """updates per rollout (paper: 1)"""
+    beta: float = 0.0
+    """KL coefficient (paper: no KL; anything else is refused)"""
+    mc_num: int = 16
+    """mask draws per sequence, n (paper: 16, sudoku 32)"""
+
+
+# >>> shared: setup
+def setup_distributed():
+    """-> rank, world_size, device. A plain `python` run is one rank of the same code."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def parallelize(model, args):
+    """FSDP2: activation checkpointing -> shard each block -> shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
+    device_type = model.lm_head.weight.device.type
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
+    # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
+    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    model.activation_checkpointing = args.activation_checkpointing
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for name in ("logps", "logits"):
+        register_fsdp_forward_method(model, name)
+    return model
+
+
+def lr_at(step, args):
+    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
+    warm = min(1.0, (step + 1) / max(args.warmup_steps, 1))
+    progress = min(1.0, max(0, step - args.warmup_steps) / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1))
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.lr_schedule]
+    return args.learning_rate * warm * decay
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """{name: number or 0-d tensor} summed over ranks, or their maximum, in one collective. -> {name: float}"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    dist.all_reduce(tensor, op)
+    return dict(zip(values, tensor.tolist(), strict=True))
+# <<< shared: setup
+
+
+# >>> shared: batch
+@dataclass
+class Batch:
+    """What a rollout gives this rank: B sequences, all G generations of a prompt together. The completion is the last L columns."""
+
+    input_ids: torch.Tensor  # [B, T] prompt (padded on the left) + completion, clean
+    valid_mask: torch.Tensor  # [B, T] bool: no padding, and no column that the sampler did not denoise
+    completion_mask: torch.Tensor  # [B, L] bool, up to and with the first EOS
+    block_ids: torch.Tensor  # [B, L] likelihood block: tokens of one block are predicted jointly, given the blocks before it
+    sample_index: torch.Tensor  # [B] index of the sequence in this step, over all ranks: the key of its draws
+    trace: Trace  # step maps, canvas lengths, records
+    mask_token_id: int
+    seed: int  # of this step
+    num_tokens: float  # completion tokens of this step on all ranks
+    num_sequences: float  # sequences of this step on all ranks
+    advantages: torch.Tensor | None = None  # [B]
+
+    def uniform(self, iteration, draw):
+        """[B, T] fp64 in [0, 1), keyed by (seed, sample, iteration, draw, offset from the start of the completion)."""
+        T, L = self.input_ids.shape[1], self.completion_mask.shape[1]
+        offset = torch.arange(L - T, L, device=self.input_ids.device)  # padding moves no draw
+        return keyed_uniform(self.seed, "masks", self.sample_index[:, None], iteration, draw, offset)
+
+    def rows(self, masked, weights, index=None, input_ids=None, advantages=None, temperature=1.0):
+        """One row per term of the loss. masked [R, K, T], weights [R, K, L]; index [R]: the row's sequence, default one each."""
+        index = torch.arange(len(self.input_ids), device=masked.device) if index is None else index
+        return Rows(
+            input_ids=self.input_ids[index] if input_ids is None else input_ids,
+            valid_mask=self.valid_mask[index],
+            masked=masked,
+            weights=weights.float(),
+            completion_mask=self.completion_mask[index],
+            advantages=self.advantages[index] if advantages is None else advantages,
+            mask_token_id=self.mask_token_id,
+            temperature=temperature,
+            num_tokens=self.num_tokens,
+            num_sequences=self.num_sequences,
+        )
+
+
+@dataclass
+class Rows:
+    """The masks of one inner iteration. A row is one term of the loss, estimated with K forwards."""
+
+    input_ids: torch.Tensor  # [R, T] clean
+    valid_mask: torch.Tensor  # [R, T] bool
+    masked: torch.Tensor  # [R, K, T] bool: shown to the model as [MASK]
+    weights: torch.Tensor  # [R, K, L] fp32: weight of a token in the estimate or the loss; 0 is not scored
+    completion_mask: torch.Tensor  # [R, L] bool
+    advantages: torch.Tensor  # [R]
+    mask_token_id: int
+    temperature: float  # of the scored distribution
+    num_tokens: float
+    num_sequences: float
+    old: torch.Tensor | None = None  # estimates before the first update; None: now
+    ref: torch.Tensor | None = None  # estimates of the reference; None: no KL
+
+    def select(self, index):
+        """rows[index]: slice, bool or long index on every tensor; numbers and None stay."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value[index] for name, value in values.items() if isinstance(value, torch.Tensor)})
+
+    def split(self, size):
+        return [self.select(slice(i, i + size)) for i in range(0, len(self.input_ids), size)]
+
+
+def make_batch(trace, model, seed):
+    """Trace of a rollout -> Batch. Collective: the token and sequence counts are sums over ranks."""
+    device = trace.completion_ids.device
+    P, L = max(map(len, trace.prompt_ids)), trace.completion_ids.shape[1]
+    prompts = torch.tensor([[model.pad_token_id] * (P - len(ids)) + ids for ids in trace.prompt_ids], device=device)
+    in_prompt = torch.arange(P, device=device) >= torch.tensor([[P - len(ids)] for ids in trace.prompt_ids], device=device)
+    valid_mask = torch.cat([in_prompt, torch.arange(L, device=device) < trace.canvas_length[:, None]], 1)
+    counts = all_reduce({"tokens": trace.completion_mask.sum(), "sequences": len(prompts)})
+    return Batch(
+        input_ids=torch.cat([prompts, trace.completion_ids], 1),
+        valid_mask=valid_mask,
+        completion_mask=trace.completion_mask,
+        block_ids=model.grid(valid_mask)[1][:, P:],
+        sample_index=trace.sample_index,
+        trace=trace,
+        mask_token_id=model.mask_token_id,
+        seed=seed,
+        num_tokens=counts["tokens"],
+        num_sequences=counts["sequences"],
+    )
+# <<< shared: batch
+
+
+RECORDS = None  # what the rollout keeps besides tokens and step map
+USES_OLD = True  # policy_loss compares with the estimates before the first update
+USES_REF = False  # no KL in this method
+
+
+def sample_masks(batch, iteration, args):
+    """A row is (sequence, draw). Draw j masks m of the n scored tokens of each likelihood block, m stratified over 1..n
+    between the draws (floor form: each m is exactly uniform); weights n / m. After the EOS all is masked and nothing scored, so
+    that no later token tells where the end is. -> Rows, R = B mc_num, K = 1
+    """
+    c, first = batch.completion_mask, batch.block_ids.min()
+    block = batch.block_ids - first  # [B, L]
+    counts = torch.zeros(len(c), int(block.max()) + 1, device=c.device).scatter_add_(1, block, c.float())
+    n = counts.gather(1, block)  # [B, L], scored tokens in the block of each token
+    before = (counts.cumsum(1) - counts).gather(1, block)  # and in the blocks before it
+    head = torch.searchsorted(block, block)  # first column of the block: one stratification per block
+    u = batch.uniform(iteration, "count")[:, -c.shape[1] :].gather(1, head)
+    masked, weights = torch.zeros(args.mc_num, *batch.input_ids.shape, dtype=torch.bool, device=c.device), []
+    for j in range(args.mc_num):
+        m = ((u + j / args.mc_num) % 1 * n).floor() + 1
+        noise = batch.uniform(iteration, j)[:, -c.shape[1] :]
+        rank = torch.where(c, block + noise, torch.inf).argsort(1).argsort(1) - before  # random order within the block
+        chosen = c & (rank < m)
+        masked[j, :, -c.shape[1] :] = chosen | ~c
+        weights.append(chosen * n / m)
+    index = torch.arange(len(c), device=c.device).repeat(args.mc_num)
+    return batch.rows(masked.flatten(0, 1)[:, None], torch.cat(weights)[:, None], index=index)
+
+
+def estimate_logps(logps, rows, args):
+    """One-draw ELBO, the sum over tokens (Eq. 4). [R, 1, L] -> [R]"""
+    return (rows.weights * logps).sum((1, 2))
+
+
+def compute_advantages(rewards, args):
+    """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
+    groups = rewards.view(-1, args.num_generations)
+    std = groups.std(1, keepdim=True)
+    return torch.where(std > 1e-4, (groups - groups.mean(1, keepdim=True)) / (std + 1e-6), 0.0).flatten()
+
+
+def policy_loss(estimates, old, ref, rows, args):
+    """Linear bound for A >= 0 (Lemma 1), exponential bound for A < 0 (Lemma 2). estimates, old [R] -> loss, metrics"""
+    A, d, c = rows.advantages, estimates - old, 1 / (rows.num_sequences * args.mc_num)  # [R], [R]
+    g = torch.where(A >= 0, A * (1 + d), A * d.masked_fill(A >= 0, 0.0).exp())  # no overflow in the branch that is not taken
+    policy = -g.sum() * c
+    return policy, {
+        "loss/policy": policy,
+        "policy/elbo": estimates.sum() * c,
+        "policy/log_ratio": d.sum() * c,
+        "policy/weight": torch.ones_like(d).sum() * c,
+    }
+
+
+# >>> shared: inner
+def draw_logps(model, rows, k):
+    """The only forward in training: log-probabilities of the tokens that draw k scores. -> [R, L] fp32, 0 elsewhere"""
+    L = rows.weights.shape[2]
+    noisy_ids = torch.where(rows.masked[:, k], rows.mask_token_id, rows.input_ids)
+    score_mask = torch.zeros_like(rows.valid_mask)
+    score_mask[:, -L:] = rows.weights[:, k] != 0
+    return model.logps(rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature)[:, -L:]
+
+
+def micro_batches(rows, args):
+    """-> [(micro, is_real)], equally many on every rank: a rank that has run out repeats its last one without effect."""
+    micros = rows.split(args.micro_batch_size)
+    count = int(all_reduce({"count": len(micros)}, dist.ReduceOp.MAX)["count"])
+    return [(micros[min(i, len(micros) - 1)], i < len(micros)) for i in range(count)]
+
+
+@torch.no_grad()
+def frozen_estimates(model, rows, args):
+    """Estimates of all rows without a graph: the old and the reference values."""
+    parts = []
+    for micro, is_real in micro_batches(rows, args):
+        logps = torch.stack([draw_logps(model, micro, k) for k in range(micro.masked.shape[1])], 1)
+        parts += [estimate_logps(logps, micro, args)] if is_real else []
+    return torch.cat(parts)
+
+
+def backward(model, rows, scale, last, args):
+    """Exact gradient of scale * policy_loss with the graph of a single forward in memory. -> metrics
+
+    One draw: its graph is kept. Several: the loss may couple them, so first their values without a graph, then
+    d loss / d value, then the chain rule with one forward and backward per draw.
+    """
+    K = rows.masked.shape[1]
+    with torch.set_grad_enabled(K == 1):
+        draws = [draw_logps(model, rows, k) for k in range(K)]
+    values = torch.stack(draws, 1).detach().requires_grad_()  # [R, K, L]
+    estimates = estimate_logps(values, rows, args)
+    old = estimates.detach() if rows.old is None else rows.old  # with one update per rollout, old is the value itself
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    (slope,) = torch.autograd.grad(loss, values)
+    for k in range(K):
+        model.set_requires_gradient_sync(args.sync_every_backward or (last and k == K - 1))
+        logps = draws[k] if K == 1 else draw_logps(model, rows, k)
+        (scale * (slope[:, k] * logps).sum()).backward()
+    return {"loss/total": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
+# <<< shared: inner
+
+
+# >>> shared: evaluate
+def rollout_settings(args):
+    """What training and evaluation rollouts have in common."""
+    names = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold")
+    return {name: getattr(args, name) for name in names}
+
+
+def load_problems(task, split, tokenizer, args, limit=None):
+    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left."""
+    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, args.data, limit)]
+    kept = [problem for problem in problems if len(problem[1]) <= args.max_prompt_length]
+    if not kept:
+        shortest = min(len(ids) for _, ids in problems)
+        raise SystemExit(f"no {split} prompt fits --max-prompt-length {args.max_prompt_length}: the shortest has {shortest} tokens")
+    return kept, len(problems) - len(kept)
+
+
+def evaluate(engine, model, task, tokenizer, problems, args):
+    """Mean exact score of the model on held-out problems, which are dealt out over the ranks. -> float"""
+    engine.load_weights(export_weights(model))
+    share = math.ceil(len(problems) / dist.get_world_size())
+    first, score = dist.get_rank() * share, 0.0
+    if mine := problems[first : first + share]:
+        trace = engine.generate(
+            [ids for _, ids in mine], temperature=args.eval_temperature, seed=args.seed, sample_offset=first, **rollout_settings(args)
+        )
+        score = sum(task.score(trace.text(i, tokenizer), example) for i, (example, _) in enumerate(mine))
+    return all_reduce({"score": score})["score"] / len(problems)
+# <<< shared: evaluate
+
+
+def main(args):
+    # >>> shared: main_setup
+    rank, world_size, device = setup_distributed()
+    if args.prompts_per_step % world_size:
+        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} must divide by the {world_size} ranks")
+    if args.num_generations < 2:
+        raise SystemExit(f"--num-generations {args.num_generations}: a group needs at least 2 completions to compare")
+    if args.beta and not USES_REF:
+        raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
+    prompts_per_rank = args.prompts_per_step // world_size
+    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
+    reward = load_reward(args.reward, task)
+    problems, dropped = load_problems(task, "train", tokenizer, args)
+    held_out = {
+        split: load_problems(task, split, tokenizer, args, args.eval_limit)[0] if args.eval_limit else []
+        for split in ("validation", "test")
+    }
+    model = parallelize(load_model(args.model, device=device), args)
+    ref_model = parallelize(load_model(args.model, device=device).requires_grad_(False), args) if args.beta else None
+    engine = make_engine(args.model, backend=args.rollout_backend, device=device)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
+    name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
+    log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track)
+    log.say(f"{len(problems)} problems, {dropped} with prompts longer than {args.max_prompt_length} tokens dropped")
+
+    @lru_cache(2)
+    def problem_order(epoch):
+        return torch.randperm(len(problems), generator=torch.Generator().manual_seed((args.seed << 20) + epoch)).tolist()
+
+    # <<< shared: main_setup
+
+    # >>> shared: before
+    started = time.perf_counter()
+    before = evaluate(engine, model, task, tokenizer, held_out["test"], args) if args.eval_limit else None
+    if args.eval_limit:
+        log.write(0, {f"test/{args.task}": before})
+    # <<< shared: before
+
+    for step in range(args.max_steps):
+        # >>> shared: rollout
+        clock = Stopwatch()
+        with clock("sync"):
+            engine.load_weights(export_weights(model))
+        with clock("rollout"):
+            first = step * args.prompts_per_step + rank * prompts_per_rank
+            chosen = [problems[problem_order(i // len(problems))[i % len(problems)]] for i in range(first, first + prompts_per_rank)]
+            seed = (args.seed << 32) + step
+            trace = engine.generate(
+                [ids for _, ids in chosen],
+                num_samples=args.num_generations,
+                temperature=args.temperature,
+                seed=seed,
+                sample_offset=rank * prompts_per_rank * args.num_generations,
+                records=RECORDS,
+                **rollout_settings(args),
+            )
+        with clock("reward"):
+            owners = [example for example, _ in chosen for _ in range(args.num_generations)]
+            components = [reward(trace.text(i, tokenizer), example) for i, example in enumerate(owners)]
+            rewards = torch.tensor([sum(parts.values()) for parts in components], device=device)  # [B]
+        batch = make_batch(trace, model, seed)
+        # <<< shared: rollout
+        batch.advantages = compute_advantages(rewards, args)
+
+        # >>> shared: update
+        with clock("update"):
+            iterations = []
+            for iteration in range(args.num_iterations):  # masks, old and reference values of every update, before the first of them
+                rows = sample_masks(batch, iteration, args)
+                if rows is None:  # nothing random: the same rows again
+                    iterations.append(iterations[0])
+                    continue
+                if not args.beta:  # rows with advantage 0 have no gradient; one stays, because every rank must run
+                    live = rows.advantages != 0
+                    live[0] = True
+                    rows = rows.select(live)
+                if USES_OLD and args.num_iterations > 1:
+                    rows.old = frozen_estimates(model, rows, args)
+                if args.beta:
+                    rows.ref = frozen_estimates(ref_model, rows, args)
+                iterations.append(rows)
+            for rows in iterations:
+                micros, sums = micro_batches(rows, args), {}
+                for i, (micro, is_real) in enumerate(micros):
+                    scale = world_size if is_real else 0  # FSDP averages over ranks
+                    for name, value in backward(model, micro, scale, i == len(micros) - 1, args).items():
+                        sums[name] = sums.get(name, 0) + value * is_real
+                local_loss, sums = sums["loss/total"].item(), all_reduce(sums)
+                grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+                if not math.isfinite(sums["loss/total"] + grad_norm):
+                    raise SystemExit(
+                        f"not finite at step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}; stopped before"
+                        f" the optimizer step, earlier weights are in {log.run_dir / 'checkpoints'}"
+                    )
+                for group in optimizer.param_groups:
+                    group["lr"] = lr_at(step, args)
+                optimizer.step()
+                optimizer.zero_grad()
+            weight = sums.pop("policy/weight")
+            metrics = {name: value / weight if name.startswith("policy/") else value for name, value in sums.items()}  # last update
+        # <<< shared: update
+
+        # >>> shared: log_eval_save
+        sums = all_reduce(rollout_sums(trace, rewards, components, args.num_generations))
+        metrics |= {name: value / batch.num_sequences for name, value in sums.items()}
+        metrics["reward/std"] = max(metrics.pop("reward/square") - metrics["reward/mean"] ** 2, 0.0) ** 0.5
+        metrics |= {"optim/grad_norm": grad_norm, "optim/lr": lr_at(step, args)}
+        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+            with clock("eval"):
+                metrics[f"eval/{args.task}"] = evaluate(engine, model, task, tokenizer, held_out["validation"], args)
+        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
+        log.write(step + 1, metrics | clock | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)})
+        log.samples(step + 1, [trace.describe(i, tokenizer) | {"reward": rewards[i].item()} for i in range(args.num_generations)])
+        if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.max_steps:
+            save_model(model, log.run_dir / "checkpoints" / f"step-{step + 1:06d}", tokenizer)
+        # <<< shared: log_eval_save
+
+    # >>> shared: after
+    checkpoint = log.run_dir / "checkpoints" / f"step-{args.max_steps:06d}"
+    save_model(model, checkpoint, tokenizer)
+    if args.eval_limit:
+        after = evaluate(engine, model, task, tokenizer, held_out["test"], args)
+        log.write(args.max_steps, {f"test/{args.task}": after})
+        log.say(f"{args.task} on {len(held_out['test'])} held-out problems: {before:.1%} before, {after:.1%} after")
+    log.say(trace.draw(0, tokenizer))
+    log.say(f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {checkpoint}")
+    log.close()
+    dist.destroy_process_group()
+    # <<< shared: after
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,297 @@
+"""Supervised fine-tuning of block diffusion models: the weighted masked cross-entropy of SDAR (arXiv 2510.06303).
+
+    p    = (1 - eps) u + eps, u ~ U(0, 1) per sequence; every answer token is masked with probability p, prompt tokens never
+    loss = sum over masked tokens of -logps / p, divided by the number of answer tokens of the step
+    logps: one pass over [noisy | clean], in which every block sees its own noisy self and the clean blocks before it
+
+    python   algos/sft.py --model tiny-sdar --task countdown --data small            # CPU
+    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b --data FILE.jsonl       # docs/change.md
+"""
+
+# >>> shared: imports
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.sft import encode, read_rows
+from evals import load_task
+from kernels.sampling import keyed_uniform
+from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
+from rollout import make_engine
+from runlog import RunLog, Stopwatch, peak_memory_gb
+
+# B sequences, T tokens of a sequence, V vocabulary
+# <<< shared: imports
+
+
+@dataclass
+class Args:
+    # >>> shared: args
+    model: str = "tiny-sdar"
+    """key of models.MODELS, or a directory in HF layout"""
+    task: str = "countdown"
+    """module of evals/: held-out score, and training rows where --data names no file"""
+    data: str = "small"
+    """preset of the task, empty for its own (rows: its gold answers); or file or hub id of prompt/response or messages rows"""
+    max_length: int = 2048
+    """tokens of prompt + answer; longer rows are dropped and counted"""
+    batch_size: int = 64
+    """sequences per optimizer step, over all ranks"""
+    micro_batch_size: int = 64
+    """sequences per forward; does not change the gradient"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
+    schedule_steps: int = 0
+    """steps of the schedule; 0: --max-steps"""
+    warmup_steps: int = 0
+    """linear warm-up of the learning rate"""
+    activation_checkpointing: bool = False
+    """recompute every block in the backward pass: less memory, a third more compute"""
+    sync_every_backward: bool = False
+    """reduce gradients after every micro-batch, not only the last: slower, but no rank holds full-size gradients"""
+    max_steps: int = 100
+    """optimizer steps"""
+    eval_every: int = 0
+    """steps between evaluations on the validation split, 0: never"""
+    eval_limit: int = 512
+    """held-out problems per evaluation; 0: no evaluation at all, not even at the end"""
+    gen_length: int = 12
+    """evaluation: tokens generated per completion"""
+    denoising_steps: int = 2
+    """evaluation: denoising steps per block"""
+    save_every: int = 0
+    """steps between saves, 0: only at the end"""
+    out: str = "runs"
+    """parent of the run directory"""
+    seed: int = 42
+    """every draw is keyed by (seed, step, sample, ...)"""
+    track: bool = False
+    """mirror the log to wandb"""
+    # <<< shared: args
+    # method
+    learning_rate: float = 1e-5
+    """AdamW (SDAR's training recipe: 1e-5)"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW"""
+    weight_decay: float = 0.1
+    """AdamW"""
+    max_grad_norm: float = 1.0
+    """gradient norm clip"""
+    eps: float = 1e-3
+    """smallest masking probability (official: 1e-3)"""
+
+
+# >>> shared: setup
+def setup_distributed():
+    """-> rank, world_size, device. A plain `python` run is one rank of the same code."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def parallelize(model, args):
+    """FSDP2: activation checkpointing -> shard each block -> shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
+    device_type = model.lm_head.weight.device.type
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
+    # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
+    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    model.activation_checkpointing = args.activation_checkpointing
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for name in ("logps", "logits"):
+        register_fsdp_forward_method(model, name)
+    return model
+
+
+def lr_at(step, args):
+    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
+    warm = min(1.0, (step + 1) / max(args.warmup_steps, 1))
+    progress = min(1.0, max(0, step - args.warmup_steps) / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1))
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.lr_schedule]
+    return args.learning_rate * warm * decay
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """{name: number or 0-d tensor} summed over ranks, or their maximum, in one collective. -> {name: float}"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    dist.all_reduce(tensor, op)
+    return dict(zip(values, tensor.tolist(), strict=True))
+# <<< shared: setup
+
+
+# >>> shared: batch
+@dataclass
+class Batch:
+    """Sequences of one rank in one optimizer step; the pads on the right are not valid."""
+
+    input_ids: torch.Tensor  # [B, T] prompt + answer
+    valid_mask: torch.Tensor  # [B, T] bool
+    answer_mask: torch.Tensor  # [B, T] bool: may be masked and is scored
+    sample_index: torch.Tensor  # [B] index of the sequence in the step, over all ranks: the key of its draws
+    batch_size: int  # sequences of the step on all ranks
+    mask_token_id: int
+    seed: int
+    step: int
+    num_tokens: float  # answer tokens of the step on all ranks
+
+    def uniform(self):
+        """[B, T] fp64 in [0, 1), keyed by (seed, step, sample, position)."""
+        position = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return keyed_uniform(self.seed, self.step, self.sample_index[:, None], position)
+
+
+def make_batch(rows, first, args, model, step, device):
+    """rows: [(prompt ids, answer ids)] of this rank, the first of them number `first` of the step. -> Batch
+
+    The answer is followed by pads up to the end of its block, scored like the answer (SDAR's recipe): the sampler denoises whole
+    blocks, so the model must know what comes after the end.
+    """
+    block = model.block_length
+    rows = [(prompt, answer + [model.pad_token_id] * (-(len(prompt) + len(answer)) % block)) for prompt, answer in rows]
+    T = max(len(prompt) + len(answer) for prompt, answer in rows)
+    fill = lambda prompt, answer, values: values + [values[-1] * 0] * (T - len(prompt) - len(answer))
+    table = lambda make: torch.tensor([fill(p, a, make(p, a)) for p, a in rows], device=device)
+    answer_mask = table(lambda p, a: [False] * len(p) + [True] * len(a)).bool()
+    return Batch(
+        input_ids=table(lambda p, a: p + a),
+        valid_mask=table(lambda p, a: [True] * (len(p) + len(a))).bool(),
+        answer_mask=answer_mask,
+        sample_index=first + torch.arange(len(rows), device=device),
+        batch_size=args.batch_size,
+        mask_token_id=model.mask_token_id,
+        seed=args.seed,
+        step=step,
+        num_tokens=all_reduce({"tokens": answer_mask.sum()})["tokens"],
+    )
+# <<< shared: batch
+
+
+def sample_masks(batch, args):
+    """One noise level per sequence, stratified over the step (each is still uniform). -> masked [B, T] bool, weights [B, T] fp32"""
+    u0 = keyed_uniform(batch.seed, batch.step, torch.tensor(-1, device=batch.input_ids.device))
+    u = (u0 + batch.sample_index / batch.batch_size) % 1  # [B]
+    p = ((1 - args.eps) * u + args.eps)[:, None]  # [B, 1]
+    masked = (batch.uniform() < p) & batch.answer_mask
+    return masked, (masked / p).float()
+
+
+def sft_loss(logps, weights, batch):
+    """logps, weights [B, T] -> this micro-batch's share of the loss of the step"""
+    return -(weights * logps).sum() / batch.num_tokens
+
+
+# >>> shared: evaluate
+def evaluate(engine, task, tokenizer, examples, args):
+    """Mean score of greedy completions, the examples dealt out over ranks. -> float"""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = math.ceil(len(examples) / world_size)
+    mine, total = examples[rank * share : (rank + 1) * share], 0.0
+    if mine:
+        trace = engine.generate(
+            [prompt_ids(tokenizer, task.prompt(example)) for example in mine],
+            gen_length=args.gen_length, denoising_steps=args.denoising_steps, temperature=0.0,
+            remasking="low_confidence_static", sample_offset=rank * share,
+        )  # fmt: skip
+        texts = [tokenizer.decode(trace.completion(i), skip_special_tokens=True) for i in range(len(mine))]
+        total = sum(task.score(text, example) for text, example in zip(texts, mine, strict=True))
+    return all_reduce({"score": total})["score"] / len(examples)
+# <<< shared: evaluate
+
+
+def main(args):
+    rank, world_size, device = setup_distributed()
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size {args.batch_size} must divide by the {world_size} ranks")
+    per_rank = args.batch_size // world_size
+    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
+    model = load_model(args.model, device=device)
+    from_task = not args.data or args.data in task.PRESETS
+    if from_task:  # up to four different right answers of each problem
+        problems = task.load("train", args.data)
+        pairs = [(task.prompt(p), answer) for p in problems for answer in sorted({task.answer(p, draw) for draw in range(4)})]
+        raw = [{"prompt": prompt, "response": answer} for prompt, answer in pairs]
+    else:
+        raw = read_rows(args.data)
+    rows, dropped = encode(raw, tokenizer, model.eos_token_ids[0], args.max_length)
+    held_out = {
+        split: task.load(split, args.data if from_task else "", args.eval_limit) if args.eval_limit else []
+        for split in ("validation", "test")
+    }
+    model = parallelize(model, args)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
+    engine = make_engine(args.model, device=device) if args.eval_limit else None
+    name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
+    with RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track) as log:
+        log.say(f"{len(rows)} training rows, {dropped} longer than {args.max_length} tokens dropped")
+
+        @lru_cache(2)
+        def shuffled(epoch):
+            return torch.randperm(len(rows), generator=torch.Generator().manual_seed((args.seed << 20) + epoch)).tolist()
+
+        def score(split):
+            engine.load_weights(export_weights(model))
+            return evaluate(engine, task, tokenizer, held_out[split], args)
+
+        for step in range(args.max_steps):
+            clock = Stopwatch()
+            with clock("data"):
+                first = step * args.batch_size + rank * per_rank
+                chosen = [rows[shuffled(i // len(rows))[i % len(rows)]] for i in range(first, first + per_rank)]
+                batch = make_batch(chosen, rank * per_rank, args, model, step, device)
+                masked, weights = sample_masks(batch, args)
+            with clock("update"):
+                loss = torch.zeros((), device=device)
+                for i in range(0, per_rank, args.micro_batch_size):
+                    rows_i = slice(i, i + args.micro_batch_size)
+                    model.set_requires_gradient_sync(args.sync_every_backward or i + args.micro_batch_size >= per_rank)
+                    noisy_ids = torch.where(masked[rows_i], batch.mask_token_id, batch.input_ids[rows_i])
+                    logps = model.logps(batch.input_ids[rows_i], noisy_ids, masked[rows_i], batch.valid_mask[rows_i])
+                    share = sft_loss(logps, weights[rows_i], batch)
+                    (share * world_size).backward()  # FSDP averages over ranks
+                    loss += share.detach()
+                loss = all_reduce({"loss": loss})["loss"]
+                grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+                if not math.isfinite(loss + grad_norm):
+                    raise SystemExit(f"loss {loss}, gradient norm {grad_norm} at step {step}: stopped before the optimizer step")
+                for group in optimizer.param_groups:
+                    group["lr"] = lr_at(step, args)
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics = {"loss/total": loss, "optim/lr": lr_at(step, args), "optim/grad_norm": grad_norm}
+            if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+                with clock("eval"):
+                    metrics[f"eval/{args.task}"] = score("validation")
+            tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
+            metrics |= clock | {"speed/tokens_per_s": tokens / clock["time/update"], "memory/peak_gb": peak_memory_gb(device)}
+            log.write(step + 1, metrics)
+            if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.max_steps:
+                save_model(model, log.run_dir / "checkpoints" / f"step-{step + 1:06d}", tokenizer)
+        save_model(model, log.run_dir / "checkpoints" / f"step-{args.max_steps:06d}", tokenizer)
+        if args.eval_limit:
+            log.write(args.max_steps, {f"test/{args.task}": score("test")})
+        log.say(f"saved {log.run_dir / 'checkpoints' / f'step-{args.max_steps:06d}'}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,1 @@
+"""Training rows: generators of planning problems, and supervised data."""

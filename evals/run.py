@@ -1,0 +1,256 @@
+"""What every benchmark shares: reading rows from a file or the hub, the <answer> tag, and the command line.
+
+    python evals/countdown.py --model tiny-sdar                              generate, score, write samples.jsonl + result.json
+    python evals/countdown.py --completions samples.jsonl --data cd3         only score rows {"index": i, "completion": text}
+
+The last line on stdout is one JSON object: task, n, accuracy, stderr, answered, truncated, settings.
+A task is a module of evals/ with load(split, path, limit), prompt(example), extract(completion, example) and
+score(completion, example) in [0, 1]; where scoring is slow, score_batch(completions, examples) may score many at once.
+"""
+
+import csv
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    model: str = ""
+    """key of models.MODELS, or a directory in HF layout"""
+    completions: str = ""
+    """score this .jsonl of {"index": i, "completion": text} instead of generating (index: row of the task's split)"""
+    data: str = ""
+    """preset of the task, file (.jsonl, .csv, .parquet) or hub id; empty: the task's default"""
+    split: Literal["train", "validation", "test"] = "test"
+    """split of a preset or a hub data set; a file has no splits"""
+    limit: int | None = None
+    """use only the first so many rows"""
+    gen_length: int = 12
+    """tokens generated per prompt"""
+    block_length: int | None = None
+    """tokens per block; None: what the model's configuration says"""
+    denoising_steps: int = 2
+    """denoising steps per block"""
+    remasking: str = "low_confidence_static"
+    """how positions are chosen for revealing; an unknown name prints those that the engine has"""
+    confidence_threshold: float | None = 0.9
+    """dynamic remasking reveals every position above this confidence; static remasking does not look at it"""
+    temperature: float = 0.0
+    """sampling temperature; 0 is greedy"""
+    rollout_backend: str = "auto"
+    """engine of rollout.make_engine"""
+    batch_size: int = 64
+    """prompts generated together; results do not depend on it beyond rounding"""
+    seed: int = 0
+    """sampling seed; sample i draws from (seed, i)"""
+    reward: str = "none"
+    """also report the mean of this shaped reward of evals/rewards.py"""
+    out: str = ""
+    """output directory; empty: runs/eval-<task>-<model>-<time>"""
+
+
+def main(task_name: str) -> None:
+    """Command line of evals/<task_name>.py. Unusable input ends in SystemExit with one line that says what to change."""
+    from evals.rewards import load_reward  # here, because the tasks that it imports import this file
+
+    args = tyro.cli(Args, description=f"Evaluate a model, or score given completions, on {task_name}.")
+    task = import_module(f"evals.{task_name}")
+    if bool(args.model) == bool(args.completions):
+        raise SystemExit("give either --model (generate and score) or --completions (only score)")
+    reward = load_reward(args.reward, task) if args.reward != "none" else None
+    if args.batch_size < 1 or (args.limit is not None and args.limit < 1):
+        raise SystemExit(f"--batch-size {args.batch_size} and --limit {args.limit} must be at least 1")
+    examples = task.load(args.split, args.data, args.limit)
+    if not examples:
+        raise SystemExit(f"--data {args.data}: no rows")
+
+    settings = {"data": args.data, "split": args.split, "limit": args.limit, "torch": version("torch")}
+    if args.model:
+        sampling = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold", "temperature", "seed")
+        sampling = {name: getattr(args, name) for name in sampling}
+        prompts = [task.prompt(example) for example in examples]
+        batches = generated(prompts, args.model, args.rollout_backend, args.batch_size, **sampling)
+        settings |= {"model": args.model, "rollout_backend": args.rollout_backend, "batch_size": args.batch_size, **sampling}
+        total = len(examples)
+    else:
+        rows = given(args.completions, len(examples))
+        batches, total = [(rows, {})], len(rows)
+        settings |= {"completions": args.completions}
+
+    name = Path(args.model).name if args.model else Path(args.completions).stem
+    out = Path(args.out or f"runs/eval-{task_name}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    out.mkdir(parents=True, exist_ok=True)
+    scored = []
+    with open(out / "samples.jsonl", "w") as file, tqdm(total=total, desc=task_name, disable=None) as bar:
+        for rows, engine_settings in batches:
+            settings |= engine_settings
+            asked, completions = [examples[row["index"]] for row in rows], [row["completion"] for row in rows]
+            if hasattr(task, "score_batch"):
+                scores = task.score_batch(completions, asked)
+            else:
+                scores = [task.score(completion, example) for completion, example in zip(completions, asked, strict=True)]
+            for row, example, score in zip(rows, asked, scores, strict=True):
+                row |= {"score": score, "answer": task.extract(row["completion"], example)}
+                if reward:
+                    row["reward"] = reward(row["completion"], example)
+                scored.append(row)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                bar.update()
+
+    n = len(scored)
+    accuracy = sum(row["score"] for row in scored) / n
+    result = {
+        "task": task_name,
+        "n": n,
+        "accuracy": accuracy,
+        "stderr": math.sqrt(accuracy * (1 - accuracy) / n),
+        "answered": sum(row["answer"] is not None for row in scored) / n,
+        "truncated": sum(row["truncated"] for row in scored) / n if args.model else None,
+    }
+    if reward:
+        components = {name: sum(row["reward"][name] for row in scored) / n for name in scored[0]["reward"]}
+        result["reward"] = {"name": args.reward, "mean": sum(components.values()), "components": components}
+    result["settings"] = settings
+    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result), flush=True)
+
+
+def generated(
+    prompts: list[list[dict]], model: str, backend: str, batch_size: int, **sampling: object
+) -> Iterator[tuple[list[dict], dict]]:
+    """One completion per prompt, in order: yields (rows, the settings that the engine used) batch by batch.
+
+    A row has index, prompt (messages), completion (text without special tokens, cut after the first EOS), truncated (no EOS
+    within the budget) and seconds (wall time of its batch, shared equally). `sampling` goes to engine.generate.
+    """
+    import torch  # here with the engine, so that scoring alone starts at once
+
+    from models import load_tokenizer, prompt_ids
+    from rollout import make_engine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = load_tokenizer(model)
+    engine = make_engine(model, backend=backend, device=device)
+    for start in range(0, len(prompts), batch_size):
+        batch, began = prompts[start : start + batch_size], time.perf_counter()
+        ids = [prompt_ids(tokenizer, messages) for messages in batch]
+        trace = engine.generate(ids, num_samples=1, sample_offset=start, **sampling)
+        kept = [row[mask].tolist() for row, mask in zip(trace.completion_ids, trace.completion_mask, strict=True)]
+        truncated = trace.truncated.tolist()
+        seconds = (time.perf_counter() - began) / len(batch)
+        rows = [
+            {
+                "index": start + i,
+                "prompt": messages,
+                "completion": tokenizer.decode(kept[i], skip_special_tokens=True),
+                "truncated": truncated[i],
+                "seconds": seconds,
+            }
+            for i, messages in enumerate(batch)
+        ]
+        yield rows, trace.settings | {"device": device}
+
+
+def given(path: str, num_examples: int) -> list[dict]:
+    """Rows {"index", "completion"} of a .jsonl, in file order; other keys are dropped, so a samples.jsonl can be scored again.
+
+    SystemExit with file and line where a row is no such row, or its index is repeated or not in 0..num_examples-1.
+    """
+    rows, lines = [], {}
+    for line, row in read_jsonl(path):
+        index, completion = row.get("index"), row.get("completion")
+        if type(index) is not int or not isinstance(completion, str):
+            raise SystemExit(f'{path} line {line}: needs {{"index": integer, "completion": text}}')
+        if not 0 <= index < num_examples:
+            raise SystemExit(f"{path} line {line}: index {index} is outside 0..{num_examples - 1}; check --data and --split")
+        if index in lines:
+            raise SystemExit(f"{path} line {line}: index {index} stands already in line {lines[index]}")
+        lines[index] = line
+        rows.append({"index": index, "completion": completion})
+    if not rows:
+        raise SystemExit(f"{path}: no completions")
+    return rows
+
+
+def read_rows(path: str, split: str, presets: dict, limit: int | None = None) -> list[dict]:
+    """Rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name"); at most `limit`, the first.
+
+    A file has no splits: it gives the same rows for every one. csv cells stay text, so leading zeros live.
+    SystemExit where `path` is neither, with the names of `presets` that the task knows.
+    """
+    file = Path(path)
+    if file.is_file() and file.suffix in READERS:
+        return list(islice(READERS[file.suffix](file), limit))
+    if "/" in path and not file.exists() and file.suffix not in READERS:
+        import datasets  # seconds to import, and only needed here
+
+        try:
+            dataset = datasets.load_dataset(path, split=split)
+        except (OSError, ValueError) as error:  # unknown id or split, no network
+            raise SystemExit(f"--data {path}: no file, and the hub says: {' '.join(str(error).split())}") from error
+        return dataset.select(range(len(dataset) if limit is None else min(limit, len(dataset)))).to_list()
+    problem = f"a file must end in {', '.join(READERS)}" if file.exists() else "no such preset or file"
+    raise SystemExit(f"--data {path}: {problem}; presets: {', '.join(presets)}")
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
+    """(line number from 1, object) of every line that is not empty; SystemExit names the line that is no JSON object."""
+    if not Path(path).is_file():
+        raise SystemExit(f"{path}: no such file")
+    with open(path, encoding="utf-8-sig") as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise SystemExit(f"{path} line {line}: not JSON ({error.msg})") from error
+            if not isinstance(row, dict):
+                raise SystemExit(f"{path} line {line}: a JSON object is needed, not {type(row).__name__}")
+            yield line, row
+
+
+def read_csv(path: Path) -> Iterator[dict]:
+    """Rows of a csv with a header; every value is text."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def read_parquet(path: Path) -> list[dict]:
+    """Rows of a parquet file as plain Python values."""
+    import pyarrow.parquet  # a second to import, and only needed here
+
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+READERS = {".jsonl": lambda path: (row for _, row in read_jsonl(path)), ".csv": read_csv, ".parquet": read_parquet}
+
+
+def describe_columns(row: dict) -> str:
+    """Column names of a row for an error message, those of a struct column as `outer.inner`."""
+    names = []
+    for name, value in row.items():
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [str(name)]
+    return ", ".join(names)
+
+
+def tagged_answer(completion: str) -> str | None:
+    """Stripped content of the last complete <answer>...</answer>; None where there is none."""
+    last_close = completion.rfind("</answer>")
+    start = completion.rfind("<answer>", 0, max(last_close, 0))
+    if start < 0:
+        return None
+    # of several closing tags after the last opening one, the first counts
+    return completion[start + len("<answer>") : completion.index("</answer>", start)].strip()

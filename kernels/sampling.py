@@ -1,0 +1,61 @@
+"""Keyed randomness and categorical sampling: a draw depends on its key alone, never on its neighbours in the batch."""
+
+import torch
+
+
+def _wrap(constant):
+    """An unsigned 64-bit constant as the int64 with the same bits (torch integers wrap around)."""
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+GOLDEN, MIX1, MIX2 = _wrap(0x9E3779B97F4A7C15), _wrap(0xBF58476D1CE4E5B9), _wrap(0x94D049BB133111EB)
+
+
+def _shift_right(x, n):
+    """Logical shift: torch's >> keeps the sign."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def _splitmix64(x):
+    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection of 64-bit integers that passes BigCrush as a counter generator."""
+    x = (x ^ _shift_right(x, 30)) * MIX1
+    x = (x ^ _shift_right(x, 27)) * MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def keyed_uniform(*key):
+    """Uniform numbers of a counter-based generator: equal keys give equal numbers on every device, rank and batch layout.
+
+    key: ints, int64 tensors that broadcast together (at least one) and short words, which keep the streams of different uses
+    apart. -> fp64 in [0, 1), broadcast shape, 53 random bits, on the device of the tensors.
+    """
+    state = 0
+    for part in key:
+        if isinstance(part, str):
+            part = int.from_bytes(part.encode()[:7], "little")
+        part = part if isinstance(part, torch.Tensor) else torch.tensor(part)
+        state = _splitmix64((state ^ part) + GOLDEN)
+    return _shift_right(state, 11).double() * 2.0**-53
+
+
+def sample_categorical(logits, uniform, temperature=1.0):
+    """Draw one token a row by inverting its distribution function.
+
+    logits [N, V] floating, -inf for banned tokens; uniform [N] fp64 in [0, 1); temperature 0 takes the argmax.
+    -> tokens [N] int64, logps [N] in at least fp32: log-probability under softmax(logits / temperature), the plain softmax at
+    temperature 0.
+
+    One 53-bit uniform a row instead of a Gumbel number per entry: low-precision Gumbel noise cuts the upper tail off (24 bits
+    cannot exceed 16.6), which lowers the effective temperature at large vocabularies.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        logps = logits.log_softmax(-1)
+        tokens = logps.argmax(-1)
+    else:
+        logps = (logits / temperature).log_softmax(-1)
+        cdf = logps.double().exp().cumsum(-1)  # [N, V]
+        target = uniform[:, None] * cdf[:, -1:]
+        target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(target)))  # u * total may round up to total
+        tokens = torch.searchsorted(cdf, target, right=True)[:, 0]  # the first entry above it, so its probability is not 0
+    return tokens, logps.gather(-1, tokens[:, None])[:, 0]

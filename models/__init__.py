@@ -1,0 +1,15 @@
+"""Model families of diffusion language models, one file each, and the table of names that --model takes."""
+
+from pathlib import Path
+
+from models.checkpoint import export_weights, load_model, load_tokenizer, prompt_ids, save_model
+
+# --model NAME -> hub id, or directory in the repository
+MODELS = {
+    "tiny-sdar": str(Path(__file__).parent / "tiny-sdar"),
+    "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
+    "sdar-4b": "JetLM/SDAR-4B-Chat",
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+}
+
+__all__ = ["MODELS", "export_weights", "load_model", "load_tokenizer", "prompt_ids", "save_model"]

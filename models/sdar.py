@@ -1,0 +1,227 @@
+"""SDAR (JetAstra/SDAR, arXiv 2510.06303): a Qwen3 decoder with block-causal attention, a block diffusion language model.
+
+A token sees every token of its own block of `block_length` positions and of the blocks before it. The grid of blocks starts at
+position 0 of the prompt. Logits at position i are about token i: there is no shift. Module and parameter names are the official
+ones, so that safetensors files load and save without a table of names.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels.linear_logps import linear_logps
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of config.json that this architecture reads."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # not hidden_size / heads: SDAR-4B has 32 heads of 128 at width 2560
+    rms_norm_eps: float
+    rope_theta: float
+    mask_token_id: int
+    block_size: int
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    rope_scaling: dict | None = None
+
+    @classmethod
+    def from_dict(cls, raw):
+        """raw: config.json. SystemExit names missing keys and values that this file does not implement."""
+        names = [f.name for f in fields(cls)]
+        required = names[: names.index("tie_word_embeddings")]
+        if missing := [name for name in required if name not in raw]:
+            raise SystemExit(f"config.json of an SDAR model lacks {', '.join(missing)}")
+        config = cls(**{name: raw[name] for name in names if name in raw})
+        for name, value in [("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False), ("rope_scaling", None)]:
+            if getattr(config, name) != value:
+                raise SystemExit(f"config.json has {name} = {getattr(config, name)!r}; SDAR models have {value!r}")
+        return config
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x^2 + eps) * weight, in fp32 and rounded once (as the fused kernel of the official code)."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+
+def rope_tables(position_ids, head_dim, theta, dtype):
+    """position_ids [B, T] -> cos, sin [B, 1, T, head_dim]. Angles in fp32, from integers, so that no cast can round them."""
+    exponent = torch.arange(0, head_dim, 2, device=position_ids.device).float() / head_dim
+    angle = position_ids[:, None, :, None].float() * theta**-exponent  # [B, 1, T, head_dim / 2]
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding, half-split layout: dimension j pairs with j + head_dim / 2. x [B, H, T, head_dim]"""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, attend):
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H h] -> [B, H, T, h]
+        q, k, v = self.q_norm(heads(self.q_proj(x))), self.k_norm(heads(self.k_proj(x))), heads(self.v_proj(x))
+        y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def masked_attention(mask):
+    """The `attend` of training: attention under a dense bool mask [B, T_q, T_k], True where the query sees the key."""
+
+    def attend(layer, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend
+
+
+def block_causal_mask(block, valid):
+    """[B, T] block numbers and validity -> [B, T, T]: a query sees the valid keys of its own block and of earlier ones."""
+    visible = (block[:, None] <= block[:, :, None]) & valid[:, None]
+    return visible | torch.eye(block.shape[1], dtype=torch.bool, device=block.device)  # padding sees itself, never nothing
+
+
+def two_copy_mask(block, valid, start):
+    """Mask of the pass over [noisy | clean]: every block is denoised given clean earlier blocks, all blocks in one forward.
+
+    block, valid [B, T]; the noisy copy holds columns start..T-1. -> [B, T_n + T, T_n + T] with T_n = T - start:
+    noisy sees noisy keys of its own block and clean keys of earlier blocks; clean sees clean keys up to its own block.
+    """
+    T = block.shape[1]
+    column = torch.arange(T, device=block.device)
+    column, noisy = torch.cat([column[start:], column]), torch.arange(2 * T - start, device=block.device) < T - start
+    q, k = block[:, column, None], block[:, None, column]
+    from_noisy, to_noisy = noisy[:, None], noisy[None]
+    visible = torch.where(from_noisy, torch.where(to_noisy, k == q, k < q), ~to_noisy & (k <= q)) & valid[:, None, column]
+    return visible | torch.eye(len(column), dtype=torch.bool, device=block.device)
+
+
+class SDAR(nn.Module):
+    """The language model. Its one forward is `hidden`; `logits` and `logps` are what callers use (FSDP2 forward methods)."""
+
+    attention = "block-causal"  # the engine that can serve it
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.mask_token_id, self.block_length = config.mask_token_id, config.block_size
+        self.eos_token_ids, self.pad_token_id = [], 0  # load_model sets them from the checkpoint
+        self.activation_checkpointing = False
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def layers(self):
+        return self.model.layers
+
+    def hidden(self, input_ids, position_ids, attend):
+        """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed.
+
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k rotated -> [B, H, T, h].
+        Training passes masks, engines their KV cache.
+        """
+        x = self.model.embed_tokens(input_ids)
+        cos, sin = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, attend)
+        return self.model.norm(x)
+
+    def head(self, hidden):
+        """hidden [..., D] -> logits [..., V] in the dtype of the model."""
+        return self.lm_head(hidden)
+
+    def grid(self, valid_mask):
+        """valid_mask [B, T] bool -> position_ids, block_ids [B, T], counted over valid tokens, so that padding shifts neither."""
+        position_ids = (valid_mask.long().cumsum(1) - 1).clamp(min=0)
+        return position_ids, position_ids // self.block_length
+
+    def logits(self, input_ids, attention_mask=None):
+        """[B, T] -> [B, T, V] under the family's own attention; row i is about token i. attention_mask [B, T] bool: valid tokens."""
+        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        position_ids, block = self.grid(valid)
+        return self.head(self.hidden(input_ids, position_ids, masked_attention(block_causal_mask(block, valid))))
+
+    def logps(self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False):
+        """Log-probabilities of clean tokens where a block is noised, given its noisy self and the clean blocks before it.
+
+        input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask token; score_mask [B, T]
+        bool: which tokens are scored; valid_mask [B, T] bool: False on padding. The mask token has probability 0.
+        -> [B, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a pair (logps, entropy in nats).
+        """
+        valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask
+        position_ids, block = self.grid(valid)
+        # The noisy copy starts at the first block that any row scores: nothing else of it is read.
+        first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
+        start = int((valid & (block >= first_block)).any(0).int().argmax())
+        hidden = self.hidden(
+            torch.cat([noisy_ids[:, start:], input_ids], 1),
+            torch.cat([position_ids[:, start:], position_ids], 1),
+            masked_attention(two_copy_mask(block, valid, start)),
+        )
+        rows = hidden[:, : input_ids.shape[1] - start][score_mask[:, start:]]  # [n, D]: the head sees scored rows alone
+        scored = linear_logps(
+            rows, self.lm_head.weight, input_ids[score_mask], temperature=temperature, banned_id=self.mask_token_id, entropy=entropy
+        )
+        fill = lambda values: values.new_zeros(input_ids.shape).masked_scatter(score_mask, values)
+        return tuple(fill(values) for values in scored) if entropy else fill(scored)

@@ -1,0 +1,30 @@
+"""Samplers: engines with their own weights that generate completions and record how."""
+
+from pathlib import Path
+
+import torch
+
+from models import load_model
+from rollout.traces import Trace, rollout_sums
+
+
+def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256):
+    """The sampler of a model.
+
+    model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU, fp32 on CPU); or a model
+    instance, used as it is. backend: "auto" takes the one of the model's attention pattern; "block" is cached block-causal
+    decoding. max_batch_size: rows decoded together; more are decoded in turn, with the same tokens.
+    """
+    from rollout.block import BlockEngine
+
+    engines = {"block-causal": ("block", BlockEngine)}
+    if isinstance(model_or_dir, (str, Path)):
+        dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
+        model_or_dir = load_model(model_or_dir, device=device, dtype=dtype)
+    name, engine = engines[model_or_dir.attention]
+    if backend not in ("auto", name):
+        raise SystemExit(f"rollout backend {backend!r} cannot serve a {model_or_dir.attention} model: use {name!r} or 'auto'")
+    return engine(model_or_dir, max_batch_size)
+
+
+__all__ = ["Trace", "make_engine", "rollout_sums"]

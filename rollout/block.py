@@ -1,0 +1,204 @@
+"""Cached block-causal decoding for block diffusion models (SDAR): prefill, then per block denoise and commit. Plain and exact.
+
+    prefill   the whole blocks of the prompt, once per prompt; keys and values are stored, rotated
+    denoise   forward the block alone over the cached keys; reveal some of its masked tokens; again until none is masked
+    commit    one more forward of the now clean block: its keys and values replace those made while it was noisy
+"""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.sampling import keyed_uniform, sample_categorical
+from models.sdar import block_causal_mask
+from rollout.traces import Trace, concatenate
+
+REMASKING = ("low_confidence_static", "low_confidence_dynamic", "random")
+
+
+def reveal_quota(block_length, denoising_steps):
+    """Tokens to reveal at each step: evenly, the remainder in the first steps. -> list of denoising_steps ints"""
+    base, remainder = divmod(block_length, denoising_steps)
+    return [base + (step < remainder) for step in range(denoising_steps)]
+
+
+def select(confidence, masked, quota, remasking, threshold):
+    """Which masked tokens of a block to reveal.
+
+    confidence [N, n] fp32; masked [N, n] bool; quota: at least this many, as far as that many are masked. Ties go to the
+    lower position. low_confidence_static and random (whose confidence is noise) reveal the quota; low_confidence_dynamic
+    reveals all above the threshold if those are at least the quota. -> [N, n] bool
+    """
+    quota = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks than the schedule
+    score = confidence.masked_fill(~masked, float("-inf"))
+    rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    best = rank < quota
+    if remasking != "low_confidence_dynamic":
+        return best
+    high = (score > threshold) & masked
+    return torch.where(high.sum(1, keepdim=True) >= quota, high, best)
+
+
+class BlockEngine:
+    """Sampler of a block-causal model; `model` is its own copy of the weights."""
+
+    def __init__(self, model, max_batch_size):
+        self.model, self.max_batch_size = model, max_batch_size
+        self.device = model.lm_head.weight.device
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        """weights: pairs (official name, full tensor), as export_weights yields them; copied in place. All must come."""
+        own = self.model.state_dict()
+        own = {name: value for name, value in own.items() if name != "lm_head.weight" or not self.model.config.tie_word_embeddings}
+        for name, value in weights:
+            own.pop(name).copy_(value)
+        if own:
+            raise ValueError(f"weights did not come for {', '.join(list(own)[:5])}")
+
+    @torch.no_grad()
+    def generate(
+        self, prompt_ids, *, num_samples=1, gen_length=256, block_length=None, denoising_steps=4, temperature=1.0,
+        remasking="low_confidence_dynamic", confidence_threshold=0.9, seed=0, sample_offset=0, stop_at_eos=True, records=None,
+    ):  # fmt: skip
+        """Sample num_samples completions of each prompt (list of token ids, ragged, not empty). -> Trace
+
+        gen_length tokens each, rounded up so that the last block is whole; generation ends at the block that holds an EOS
+        unless stop_at_eos is False. denoising_steps: per block. block_length: None, or the model's own. temperature 0 is greedy.
+        Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
+        (seed, that number, position, step): batch size, other prompts and ranks do not change it.
+        """
+        n = self.model.block_length
+        if block_length not in (None, 0, n):
+            raise SystemExit(f"--block-length {block_length}: this model was trained with blocks of {n}; leave it out or give {n}")
+        if remasking not in REMASKING:
+            raise SystemExit(f"--remasking {remasking}: block models have {', '.join(REMASKING)}")
+        if denoising_steps < 1 or gen_length < 1:
+            raise SystemExit(f"--denoising-steps {denoising_steps} and --gen-length {gen_length} must be at least 1")
+        if records is not None:
+            raise SystemExit(f"the block engine keeps no records of kind {records!r}")
+        if not all(prompt_ids):
+            raise SystemExit("a prompt has no tokens: every prompt needs at least one")
+        settings = dict(
+            num_samples=num_samples, gen_length=gen_length, block_length=n, denoising_steps=denoising_steps, temperature=temperature,
+            remasking=remasking, confidence_threshold=confidence_threshold, seed=seed, eos_token_ids=self.model.eos_token_ids,
+            logps="softmax(logits / temperature)" if temperature else "softmax(logits)",
+        )  # fmt: skip
+        parts, prompts_at_once = [], max(1, self.max_batch_size // num_samples)
+        for first in range(0, len(prompt_ids), prompts_at_once):
+            chunk = prompt_ids[first : first + prompts_at_once]
+            parts.append(self._generate(chunk, settings, sample_offset + first * num_samples, stop_at_eos))
+        return concatenate(parts, self.model.pad_token_id)
+
+    def _generate(self, prompt_ids, settings, sample_offset, stop_at_eos):
+        model, device, n = self.model, self.device, self.model.block_length
+        G, num_samples, temperature = settings["gen_length"], settings["num_samples"], settings["temperature"]
+        quota = reveal_quota(n, settings["denoising_steps"])
+        P = torch.tensor([len(ids) for ids in prompt_ids], device=device).repeat_interleave(num_samples)  # [N]
+        end = (P + G + n - 1) // n * n  # [N], end of the last block
+        N, S = len(P), int(end.max())
+        column = torch.arange(S, device=device)
+        tokens = torch.full((N, S), model.mask_token_id, device=device)  # absolute positions
+        for i, ids in enumerate(prompt_ids):
+            tokens[i * num_samples : (i + 1) * num_samples, : len(ids)] = torch.tensor(ids, device=device)
+        masked = (column >= P[:, None]) & (column < end[:, None])  # kept apart from the ids: nothing is inferred from them
+        dtype = torch.promote_types(model.lm_head.weight.dtype, torch.float32)
+        step_map, logps = torch.full_like(tokens, -1), torch.zeros(N, S, dtype=dtype, device=device)
+        sample_index = sample_offset + torch.arange(N, device=device)
+        num_forwards, start = torch.zeros_like(P), P // n * n  # start of the block in work
+        eos = torch.tensor(model.eos_token_ids, device=device)
+
+        row = torch.arange(N, device=device)  # rows at work, row r of the cache belongs to row[r]
+        cache = self._prefill(tokens[::num_samples], start[::num_samples], S, num_samples)
+        while len(row):
+            at = start[row, None] + torch.arange(n, device=device)  # [R, n] positions of each row's block
+            block, open_ = tokens[row[:, None], at], masked[row[:, None], at]
+            for step, least in enumerate(quota):
+                if not open_.any():
+                    break
+                hidden = self._forward(block, at, cache)
+                num_forwards[row] += open_.any(1)
+                r, j = open_.nonzero(as_tuple=True)  # the head sees masked positions alone
+                logits = model.head(hidden[r, j]).to(logps.dtype)
+                logits[:, model.mask_token_id] = float("-inf")
+                key = (settings["seed"], sample_index[row[r]], at[r, j] - P[row[r]], step)
+                drawn, drawn_logps = sample_categorical(logits, keyed_uniform(*key, "token"), temperature)
+                if not drawn_logps.isfinite().all():
+                    raise FloatingPointError(f"logits are not finite at samples {sample_index[row[r]][~drawn_logps.isfinite()].tolist()[:8]}")
+                proposal, proposal_logps = block.clone(), torch.zeros(block.shape, dtype=dtype, device=device)
+                proposal[r, j], proposal_logps[r, j] = drawn, drawn_logps
+                confidence = proposal_logps.exp()
+                if settings["remasking"] == "random":
+                    confidence[r, j] = keyed_uniform(*key, "order").to(dtype)
+                chosen = select(confidence, open_, least, settings["remasking"], settings["confidence_threshold"])
+                block, open_ = torch.where(chosen, proposal, block), open_ & ~chosen
+                r, j = chosen.nonzero(as_tuple=True)
+                step_map[row[r], at[r, j]], logps[row[r], at[r, j]] = step, proposal_logps[r, j]
+            tokens[row[:, None], at] = block
+            start[row] += n
+            stopped = (torch.isin(block, eos) & (at >= P[row, None])).any(1) & stop_at_eos
+            end[row] = torch.where(stopped, start[row], end[row])
+            live = start[row] < end[row]
+            if not live.all():
+                row, at, block, cache = row[live], at[live], block[live], [(k[live], v[live]) for k, v in cache]
+            if len(row):
+                self._forward(block, at, cache)  # commit: keys and values of the clean block
+                num_forwards[row] += 1
+        return self._trace(prompt_ids, tokens, step_map, logps, P, end, sample_index, num_forwards, settings)
+
+    def _prefill(self, tokens, length, width, num_samples):
+        """Keys and values of each prompt's whole blocks. tokens [U, S]; length [U] -> per layer k, v [U * num_samples, K, S, h]
+
+        Shorter prompts are padded on the right: padding lies in later blocks, which no earlier token sees.
+        """
+        config, cache = self.model.config, []
+        P = int(length.max())
+        shape = (len(tokens), config.num_key_value_heads, width, config.head_dim)
+        dtype = self.model.lm_head.weight.dtype
+        for _ in range(config.num_hidden_layers):
+            cache.append((torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)))
+        if P:
+            position_ids = torch.arange(P, device=self.device).expand(len(tokens), P)
+            mask = block_causal_mask(position_ids // self.model.block_length, torch.ones_like(position_ids, dtype=torch.bool))
+
+            def attend(layer, q, k, v):
+                cache[layer][0][:, :, :P], cache[layer][1][:, :, :P] = k, v
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=q.shape[1] != k.shape[1])
+
+            self.model.hidden(tokens[:, :P], position_ids, attend)
+        return [(k.repeat_interleave(num_samples, 0), v.repeat_interleave(num_samples, 0)) for k, v in cache]
+
+    def _forward(self, block, at, cache):
+        """One forward of each row's block [R, n] at positions `at`, over its cached past; writes its keys and values. -> [R, n, D]"""
+        width = int(at.max()) + 1
+        rows = torch.arange(len(at), device=self.device)[:, None]
+        visible = (torch.arange(width, device=self.device) <= at[:, -1:])[:, None, None]  # [R, 1, 1, width]
+
+        def attend(layer, q, k, v):
+            keys, values = cache[layer]
+            keys[rows, :, at], values[rows, :, at] = k.transpose(1, 2), v.transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                q, keys[:, :, :width], values[:, :, :width], attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+        return self.model.hidden(block, at, attend)
+
+    def _trace(self, prompt_ids, tokens, step_map, logps, P, end, sample_index, num_forwards, settings):
+        canvas_length = end - P
+        offset = torch.arange(int(canvas_length.max()), device=self.device)  # [L]
+        on_canvas = offset < canvas_length[:, None]  # [N, L]
+        at = torch.where(on_canvas, P[:, None] + offset, 0)
+        cut = lambda values, fill: torch.where(on_canvas, values.gather(1, at), fill)
+        completion_ids, step_map = cut(tokens, self.model.pad_token_id), cut(step_map, -1)
+        is_eos = torch.isin(completion_ids, torch.tensor(self.model.eos_token_ids, device=self.device)) & on_canvas
+        return Trace(
+            prompt_ids=[ids for ids in prompt_ids for _ in range(settings["num_samples"])],
+            completion_ids=completion_ids,
+            completion_mask=on_canvas & (is_eos.long().cumsum(1) - is_eos.long() == 0),
+            canvas_length=canvas_length,
+            step_map=step_map,
+            replay_map=step_map,  # the [noisy | clean] pass replays the same local step of all blocks in one forward
+            logps=cut(logps, 0.0),
+            sample_index=sample_index,
+            num_forwards=num_forwards,
+            settings=settings,
+        )

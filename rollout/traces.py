@@ -1,0 +1,99 @@
+"""What a rollout leaves behind: tokens, and the order in which they were revealed."""
+
+from dataclasses import dataclass, field, fields
+
+import torch
+
+
+@dataclass
+class Trace:
+    """N completions (num_samples of each prompt, contiguous) of width L. Ids, never text, go from here to the learner."""
+
+    prompt_ids: list[list[int]]  # N, each prompt repeated for its samples
+    completion_ids: torch.Tensor  # [N, L] int64; pad id from canvas_length on
+    completion_mask: torch.Tensor  # [N, L] bool, up to and with the first EOS: what is scored and graded
+    canvas_length: torch.Tensor  # [N] int64, positions that the sampler denoised; block models: through the terminal block
+    step_map: torch.Tensor  # [N, L] int64, denoising step inside the position's own block; -1 where unused
+    replay_map: torch.Tensor  # [N, L] int64, equal numbers were revealed together and one forward of this family replays them
+    logps: torch.Tensor  # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
+    num_forwards: torch.Tensor  # [N] int64, forwards of this row: denoising and commit, without the prefill
+    settings: dict = field(default_factory=dict)
+    records: dict | None = None  # states or events, for methods that ask
+
+    @property
+    def truncated(self):
+        """[N] bool: the budget ended before an EOS."""
+        first_eos = torch.isin(self.completion_ids, torch.tensor(self.settings["eos_token_ids"], device=self.completion_ids.device))
+        return ~(first_eos & self.completion_mask).any(1)
+
+    def completion(self, i):
+        """Scored ids of completion i, the final EOS included. -> list[int]"""
+        return self.completion_ids[i][self.completion_mask[i]].tolist()
+
+    def text(self, i, tokenizer):
+        """Completion i as text, without special tokens: what is graded."""
+        return tokenizer.decode(self.completion(i), skip_special_tokens=True)
+
+    def describe(self, i, tokenizer):
+        """Completion i for samples.jsonl. -> dict that JSON can hold"""
+        scored = self.completion_mask[i]
+        return {
+            "prompt": tokenizer.decode(self.prompt_ids[i]),
+            "completion": self.text(i, tokenizer),
+            "completion_ids": self.completion(i),
+            "step_map": self.step_map[i][scored].tolist(),
+            "logps": [round(value, 4) for value in self.logps[i][scored].tolist()],
+        }
+
+    def draw(self, i, tokenizer):
+        """Completion i as text lines: every token of the canvas over the denoising step, in its block, that revealed it."""
+        block_length, start = self.settings["block_length"], len(self.prompt_ids[i])
+        cells = []
+        for j in range(int(self.canvas_length[i])):
+            token = tokenizer.decode([int(self.completion_ids[i, j])])
+            step = str(int(self.step_map[i, j]) + 1)
+            width = max(len(token), len(step))
+            edge = "| " if j and (start + j) % block_length == 0 else ""
+            cells.append((edge + token.ljust(width), " " * len(edge) + step.ljust(width)))
+        lines = [f"prompt   {tokenizer.decode(self.prompt_ids[i])}"]
+        lines += ["tokens   " + " ".join(top for top, _ in cells), "step     " + " ".join(bottom for _, bottom in cells)]
+        return "\n".join(lines)
+
+
+def rollout_sums(trace, rewards, components, num_generations):
+    """Health of a rollout: sums over this rank's N sequences, so that sums over ranks divided by all sequences are means.
+
+    rewards [N]; components: one dict of floats a sequence, whose sum is its reward; groups of num_generations are contiguous.
+    -> {metric name: 0-d tensor or number}; reward/square gives the spread.
+    """
+    lengths, groups = trace.completion_mask.sum(1), rewards.view(-1, num_generations)
+    ids = [tuple(trace.completion(i)) for i in range(len(rewards))]
+    names = components[0] if len(components[0]) > 1 else ()
+    return {
+        "reward/mean": rewards.sum(),
+        "reward/square": rewards.square().sum(),
+        "reward/zero_std_frac": (groups == groups[:, :1]).all(1).sum() * num_generations,
+        "completion/length": lengths.sum(),
+        "completion/truncated_frac": trace.truncated.sum(),
+        "completion/empty_frac": (lengths - (~trace.truncated).long() == 0).sum(),
+        "completion/distinct_frac": sum(len(set(ids[i : i + num_generations])) for i in range(0, len(ids), num_generations)),
+        "speed/tokens_per_forward": (lengths / trace.num_forwards).sum(),
+        **{f"reward/{name}": sum(parts[name] for parts in components) for name in names},
+    }
+
+
+def concatenate(traces, pad_token_id):
+    """Traces of one rollout, generated in parts -> one Trace, padded to the widest."""
+    width = max(trace.completion_ids.shape[1] for trace in traces)
+    filler = {"completion_ids": pad_token_id, "completion_mask": False, "step_map": -1, "replay_map": -1, "logps": 0.0}
+    values = {}
+    for f in fields(Trace):
+        parts = [getattr(trace, f.name) for trace in traces]
+        if f.name in filler:
+            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler[f.name]) for part in parts]
+        if f.name == "prompt_ids":
+            values[f.name] = [ids for part in parts for ids in part]
+        else:
+            values[f.name] = torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
+    return Trace(**values)

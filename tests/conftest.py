@@ -1,0 +1,60 @@
+"""Paths, real data, the full grid, and forked ranks."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="the full grid, not only what CI runs")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: part of the full grid (make test-all)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """CLEANDLLM_NO_SKIPS=1: everything must have run, the tests on real data too."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    if os.environ.get("CLEANDLLM_NO_SKIPS") and skipped and exitstatus == 0:
+        reporter.write_line(f"{len(skipped)} tests were skipped although CLEANDLLM_NO_SKIPS is set")
+        session.exitstatus = 1
+
+
+def _rank_main(rank, world_size, store, target, arguments):
+    torch.set_num_threads(1)  # threads of the parent do not survive a fork
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        target(rank, world_size, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """run_ranks(world_size, target, *arguments): target(rank, world_size, *arguments) in forked gloo processes. An error fails."""
+    runs = iter(range(1000))
+
+    def run(world_size, target, *arguments):
+        store = tmp_path / f"store-{next(runs)}"
+        mp.start_processes(
+            _rank_main, args=(world_size, store, target, arguments), nprocs=world_size, join=True, start_method="fork"
+        )
+
+    return run

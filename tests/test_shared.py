@@ -1,0 +1,131 @@
+"""`diff algos/d1.py algos/bgpo.py` is the method: what stands between shared markers is byte-identical."""
+
+import ast
+import difflib
+import importlib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from sync_shared import EXCEPTIONS, SIBLINGS, shared_blocks, sync
+
+ROOT = Path(__file__).parents[1]
+SERVICES = ["models", "rollout", "kernels", "evals", "data"]
+ONLINE = ["d1", *(name for name, blocks in SIBLINGS["d1"].items() if blocks is None)]
+METHOD_FUNCTIONS = ["sample_masks", "estimate_logps", "compute_advantages", "policy_loss"]
+
+
+def text_of(script):
+    return (ROOT / f"algos/{script}.py").read_text()
+
+
+def differences(reference, sibling, names=None, skip=()):
+    """Shared blocks of two script texts that are not byte-identical, as a readable diff; '' if all are."""
+    want, got = shared_blocks(reference, "reference"), shared_blocks(sibling, "sibling")
+    if names is None and list(want) != list(got):
+        return f"blocks are {list(got)}, not {list(want)}"
+    lines = lambda text, blocks, name: text.splitlines()[slice(*blocks[name])]
+    report = []
+    for name in names or want:
+        if name not in skip:
+            a, b = lines(reference, want, name), lines(sibling, got, name)
+            report += difflib.unified_diff(a, b, f"reference:{name}", f"sibling:{name}", lineterm="")
+    return "\n".join(report)
+
+
+@pytest.mark.parametrize("sibling, names", SIBLINGS["d1"].items())
+def test_shared_blocks_are_identical(sibling, names):
+    skip = [block for name, block in EXCEPTIONS if name == sibling]
+    assert not differences(text_of("d1"), text_of(sibling), names, skip)
+
+
+def test_a_changed_shared_line_is_found_and_sync_mends_it():
+    reference, changed = text_of("d1"), text_of("bgpo").replace("(scale * (slope[:, k] * logps).sum()).backward()", "pass")
+    assert changed != text_of("bgpo")
+    assert "-        (scale * (slope[:, k] * logps).sum()).backward()" in differences(reference, changed)
+    assert sync(reference, changed) == text_of("bgpo")
+
+
+def test_method_code_may_differ():
+    changed = text_of("bgpo").replace("A * (1 + d)", "A * (2 + d)")
+    assert changed != text_of("bgpo") and not differences(text_of("d1"), changed)
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("# >>> shared: a\n", "never closed"),
+        ("# <<< shared: a\n", "closes 'a'"),
+        ("# >>> shared: a\n# >>> shared: b\n", "opens 'b' inside 'a'"),
+        ("# >>> shared: a\n# <<< shared: b\n", "closes 'b'"),
+        ("# >>> shared: a\n# <<< shared: a\n# >>> shared: a\n# <<< shared: a\n", "opens 'a' again"),
+    ],
+)
+def test_unpaired_markers_are_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        shared_blocks(text, "script")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("algos/*.py")), ids=lambda path: path.name)
+def test_scripts_do_not_import_each_other(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        assert not any(name.split(".")[0] == "algos" for name in names), f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for folder in SERVICES for path in (ROOT / folder).glob("*.py")), ids=lambda path: f"{path.parent.name}/{path.name}"
+)  # fmt: skip
+def test_services_do_not_know_args_or_scripts(path):
+    """Only a command line's own main(args) takes args."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name != "main":
+            names = [x.arg for x in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
+            assert "args" not in names, f"{path}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not any(name.split(".")[0] == "algos" for name in names), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("script", ONLINE)
+def test_online_scripts_have_the_four_functions_in_order_and_the_fields_that_shared_code_reads(script):
+    functions = [node.name for node in ast.parse(text_of(script)).body if isinstance(node, ast.FunctionDef)]
+    assert [name for name in functions if name in METHOD_FUNCTIONS] == METHOD_FUNCTIONS
+    module = importlib.import_module(f"algos.{script}")
+    assert {"RECORDS", "USES_OLD", "USES_REF"} <= set(vars(module))
+    needed = "learning_rate betas weight_decay max_grad_norm temperature num_generations num_iterations beta".split()
+    assert set(needed) <= {f.name for f in fields(module.Args)}
+
+
+@pytest.mark.parametrize("script", [*ONLINE, "sft"])
+def test_every_flag_is_documented(script):
+    """A docstring stands under each field: it is the text of --help."""
+    (args,) = (n for n in ast.parse(text_of(script)).body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    for field, text in zip(args.body[::2], args.body[1::2], strict=True):
+        assert isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value.value, str)
+
+
+def test_sizes():
+    """A script is read in one sitting, and a method is a small diff."""
+    added = lambda script: sum(
+        line.startswith("+ ") for line in difflib.ndiff(body("d1"), body(script)) if not line.startswith("+++")
+    )
+    body = lambda script: text_of(script).split('"""', 2)[2].splitlines()
+    assert len(text_of("d1").splitlines()) <= 530
+    assert added("bgpo") <= 60
+
+
+def test_no_module_shadows_the_standard_library_or_a_dependency():
+    import sys
+
+    taken = set(sys.stdlib_module_names) | {"torch", "transformers", "datasets", "tokenizers", "peft", "wandb", "tyro", "tqdm"}
+    names = {path.stem for folder in [*SERVICES, "algos"] for path in (ROOT / folder).glob("*.py")}
+    assert not names & taken
+
+
+def test_importing_a_script_has_no_effect():
+    state = torch.random.get_rng_state()
+    for script in [*ONLINE, "sft"]:
+        importlib.import_module(f"algos.{script}")
+    assert torch.equal(state, torch.random.get_rng_state()) and not torch.distributed.is_initialized()
