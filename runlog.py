@@ -206,6 +206,7 @@ def read_rows(run_dir):
 # title, left key and axis label, right key and axis label; drawn are the first three whose left key exists
 LINE_PANELS = [
     ("Loss", "loss/total", "loss", "", ""),
+    ("Likelihood of the completions", "policy/elbo", "ELBO, nats per completion", "", ""),
     ("Change of the policy", "policy/ratio", "probability ratio, new / old", "policy/clip_frac", "clipped share"),
     ("Length of the answers", "completion/length", "tokens", "completion/truncated_frac", "cut off at the limit"),
     ("Gradient", "optim/grad_norm", "norm before clipping", "optim/lr", "learning rate"),
@@ -223,6 +224,9 @@ def draw_curves(run_dir):
             steps, values = data.setdefault(key, ([], []))
             steps.append(row["step"])
             values.append(math.nan if value is None else value)  # a gap in the line
+    # With one update per rollout the advantages cancel: the loss is rounding noise, only its slope counts.
+    if max(map(abs, data.get("loss/total", ([], [0.0]))[1])) < 1e-6:
+        data.pop("loss/total", None)
     panels = [draw_scores] if any(map(is_score, data)) else []
     panels += [draw_reward] if "reward/mean" in data else []
     panels += [partial(draw_lines, panel) for panel in LINE_PANELS if panel[1] in data][:3]
@@ -271,6 +275,7 @@ def draw_reward(axes, data):
     if "reward/std" in data:
         low, high = zip(*((m - s, m + s) for m, s in zip(values, data["reward/std"][1], strict=True)), strict=True)
         axes.fill_between(steps, low, high, color="tab:blue", alpha=0.12, linewidth=0, label="± standard deviation")
+        axes.set_ylim(bottom=min(0, *values) if len(values) > 1 else None)  # rewards are seldom negative where the band is
     label_axis(axes, "reward")
     return "Reward in training"
 

@@ -1,10 +1,13 @@
 """BGPO (arXiv 2510.11683): a lower bound of the ELBO policy objective that is a sum over mask draws, so memory is that of one.
 
-    d_j  = elbo_j - old_j, one-draw ELBOs of a sequence on the same masks;  g_j = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
-    loss = -mean over sequences and draws of g_j;  elbo_j = sum over blocks b of n_b / m_b sum of logps of the m_b masked of n_b tokens
+    elbo_j = sum over blocks of n / m sum of the logps of its m masked tokens of n, for draw j of the masks
+    d_j  = elbo_j - old_j on the same masks;  g_j = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
+    loss = -mean over sequences and draws of g_j
 
-    python   algos/bgpo.py                                                               # tiny-sdar on CPU
-    torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b --data cd3 --gen-length 256 --denoising-steps 4
+Run it on the shipped tiny model on CPU, or on eight GPUs; `diff algos/d1.py algos/bgpo.py` is the method:
+
+    python   algos/bgpo.py --learning-rate 1e-4 --mc-num 4
+    torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b --data cd3 --gen-length 256 --micro-batch-size 8
 """
 
 # >>> shared: imports
@@ -126,7 +129,7 @@ def setup_distributed():
 
 
 def parallelize(model, args):
-    """FSDP2: activation checkpointing -> shard each block -> shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
+    """FSDP2: checkpoint and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = model.lm_head.weight.device.type
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
@@ -156,13 +159,15 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
     dist.all_reduce(tensor, op)
     return dict(zip(values, tensor.tolist(), strict=True))
+
+
 # <<< shared: setup
 
 
 # >>> shared: batch
 @dataclass
 class Batch:
-    """What a rollout gives this rank: B sequences, all G generations of a prompt together. The completion is the last L columns."""
+    """What a rollout gives this rank: B sequences, the G generations of a prompt together. Completions: the last L columns."""
 
     input_ids: torch.Tensor  # [B, T] prompt (padded on the left) + completion, clean
     valid_mask: torch.Tensor  # [B, T] bool: no padding, and no column that the sampler did not denoise
@@ -183,7 +188,7 @@ class Batch:
         return keyed_uniform(self.seed, "masks", self.sample_index[:, None], iteration, draw, offset)
 
     def rows(self, masked, weights, index=None, input_ids=None, advantages=None, temperature=1.0):
-        """One row per term of the loss. masked [R, K, T], weights [R, K, L]; index [R]: the row's sequence, default one each."""
+        """One row per term of the loss. masked [R, K, T], weights [R, K, L]; index [R]: each row's sequence, default all."""
         index = torch.arange(len(self.input_ids), device=masked.device) if index is None else index
         return Rows(
             input_ids=self.input_ids[index] if input_ids is None else input_ids,
@@ -245,6 +250,8 @@ def make_batch(trace, model, seed):
         num_tokens=counts["tokens"],
         num_sequences=counts["sequences"],
     )
+
+
 # <<< shared: batch
 
 
@@ -254,9 +261,9 @@ USES_REF = False  # no KL in this method
 
 
 def sample_masks(batch, iteration, args):
-    """A row is (sequence, draw). Draw j masks m of the n scored tokens of each likelihood block, m stratified over 1..n
-    between the draws (floor form: each m is exactly uniform); weights n / m. After the EOS all is masked and nothing scored, so
-    that no later token tells where the end is. -> Rows, R = B mc_num, K = 1
+    """A row is (sequence, draw). Draw j masks m of the n scored tokens of each likelihood block, m uniform on 1..n, stratified
+    over the draws (floor form); weights n / m. After the EOS all is masked and nothing scored, so that no later token tells
+    where the end is. -> Rows, R = B mc_num, K = 1
     """
     c, first = batch.completion_mask, batch.block_ids.min()
     block = batch.block_ids - first  # [B, L]
@@ -348,6 +355,8 @@ def backward(model, rows, scale, last, args):
         logps = draws[k] if K == 1 else draw_logps(model, rows, k)
         (scale * (slope[:, k] * logps).sum()).backward()
     return {"loss/total": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
+
+
 # <<< shared: inner
 
 
@@ -364,7 +373,7 @@ def load_problems(task, split, tokenizer, args, limit=None):
     kept = [problem for problem in problems if len(problem[1]) <= args.max_prompt_length]
     if not kept:
         shortest = min(len(ids) for _, ids in problems)
-        raise SystemExit(f"no {split} prompt fits --max-prompt-length {args.max_prompt_length}: the shortest has {shortest} tokens")
+        raise SystemExit(f"--max-prompt-length {args.max_prompt_length}: the shortest {split} prompt has {shortest} tokens")
     return kept, len(problems) - len(kept)
 
 
@@ -374,19 +383,21 @@ def evaluate(engine, model, task, tokenizer, problems, args):
     share = math.ceil(len(problems) / dist.get_world_size())
     first, score = dist.get_rank() * share, 0.0
     if mine := problems[first : first + share]:
-        trace = engine.generate(
-            [ids for _, ids in mine], temperature=args.eval_temperature, seed=args.seed, sample_offset=first, **rollout_settings(args)
-        )
+        settings = rollout_settings(args) | {"temperature": args.eval_temperature, "seed": args.seed}
+        trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
         score = sum(task.score(trace.text(i, tokenizer), example) for i, (example, _) in enumerate(mine))
     return all_reduce({"score": score})["score"] / len(problems)
+
+
 # <<< shared: evaluate
 
 
 def main(args):
     # >>> shared: main_setup
     rank, world_size, device = setup_distributed()
-    if args.prompts_per_step % world_size:
-        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} must divide by the {world_size} ranks")
+    if left := args.prompts_per_step % world_size:
+        fit = f"use {args.prompts_per_step - left} or {args.prompts_per_step + world_size - left}"
+        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} is no multiple of the {world_size} ranks: {fit}")
     if args.num_generations < 2:
         raise SystemExit(f"--num-generations {args.num_generations}: a group needs at least 2 completions to compare")
     if args.beta and not USES_REF:
@@ -412,6 +423,10 @@ def main(args):
     def problem_order(epoch):
         return torch.randperm(len(problems), generator=torch.Generator().manual_seed((args.seed << 20) + epoch)).tolist()
 
+    def problem_at(i):
+        epoch, position = divmod(i, len(problems))
+        return problems[problem_order(epoch)[position]]
+
     # <<< shared: main_setup
 
     # >>> shared: before
@@ -428,7 +443,7 @@ def main(args):
             engine.load_weights(export_weights(model))
         with clock("rollout"):
             first = step * args.prompts_per_step + rank * prompts_per_rank
-            chosen = [problems[problem_order(i // len(problems))[i % len(problems)]] for i in range(first, first + prompts_per_rank)]
+            chosen = [problem_at(i) for i in range(first, first + prompts_per_rank)]
             seed = (args.seed << 32) + step
             trace = engine.generate(
                 [ids for _, ids in chosen],
@@ -450,7 +465,8 @@ def main(args):
         # >>> shared: update
         with clock("update"):
             iterations = []
-            for iteration in range(args.num_iterations):  # masks, old and reference values of every update, before the first of them
+            # Masks, old and reference values of every update come before the first of them.
+            for iteration in range(args.num_iterations):
                 rows = sample_masks(batch, iteration, args)
                 if rows is None:  # nothing random: the same rows again
                     iterations.append(iterations[0])
@@ -473,16 +489,14 @@ def main(args):
                 local_loss, sums = sums["loss/total"].item(), all_reduce(sums)
                 grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
                 if not math.isfinite(sums["loss/total"] + grad_norm):
-                    raise SystemExit(
-                        f"not finite at step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}; stopped before"
-                        f" the optimizer step, earlier weights are in {log.run_dir / 'checkpoints'}"
-                    )
+                    where = f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
+                    raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
                 for group in optimizer.param_groups:
                     group["lr"] = lr_at(step, args)
                 optimizer.step()
                 optimizer.zero_grad()
             weight = sums.pop("policy/weight")
-            metrics = {name: value / weight if name.startswith("policy/") else value for name, value in sums.items()}  # last update
+            metrics = {name: value / (weight if name.startswith("policy/") else 1) for name, value in sums.items()}
         # <<< shared: update
 
         # >>> shared: log_eval_save
@@ -495,7 +509,8 @@ def main(args):
                 metrics[f"eval/{args.task}"] = evaluate(engine, model, task, tokenizer, held_out["validation"], args)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | clock | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)})
-        log.samples(step + 1, [trace.describe(i, tokenizer) | {"reward": rewards[i].item()} for i in range(args.num_generations)])
+        group = [trace.describe(i, tokenizer) | {"reward": rewards[i].item()} for i in range(args.num_generations)]
+        log.samples(step + 1, group)
         if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.max_steps:
             save_model(model, log.run_dir / "checkpoints" / f"step-{step + 1:06d}", tokenizer)
         # <<< shared: log_eval_save

@@ -4,8 +4,10 @@
     loss = sum over masked tokens of -logps / p, divided by the number of answer tokens of the step
     logps: one pass over [noisy | clean], in which every block sees its own noisy self and the clean blocks before it
 
-    python   algos/sft.py --model tiny-sdar --task countdown --data small            # CPU
-    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b --data FILE.jsonl       # docs/change.md
+Run it on the tiny model on CPU, or on eight GPUs:
+
+    python   algos/sft.py --learning-rate 1e-3
+    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b --task countdown --data FILE.jsonl
 """
 
 # >>> shared: imports
@@ -43,7 +45,7 @@ class Args:
     task: str = "countdown"
     """module of evals/: held-out score, and training rows where --data names no file"""
     data: str = "small"
-    """preset of the task, empty for its own (rows: its gold answers); or file or hub id of prompt/response or messages rows"""
+    """preset of the task (rows: its gold answers; empty: its own), or file or hub id of prompt/response or messages rows"""
     max_length: int = 2048
     """tokens of prompt + answer; longer rows are dropped and counted"""
     batch_size: int = 64
@@ -105,7 +107,7 @@ def setup_distributed():
 
 
 def parallelize(model, args):
-    """FSDP2: activation checkpointing -> shard each block -> shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
+    """FSDP2: checkpoint and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = model.lm_head.weight.device.type
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
@@ -135,6 +137,8 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
     dist.all_reduce(tensor, op)
     return dict(zip(values, tensor.tolist(), strict=True))
+
+
 # <<< shared: setup
 
 
@@ -162,8 +166,8 @@ class Batch:
 def make_batch(rows, first, args, model, step, device):
     """rows: [(prompt ids, answer ids)] of this rank, the first of them number `first` of the step. -> Batch
 
-    The answer is followed by pads up to the end of its block, scored like the answer (SDAR's recipe): the sampler denoises whole
-    blocks, so the model must know what comes after the end.
+    The answer is followed by pads up to the end of its block, scored like the answer (SDAR's recipe): the sampler denoises
+    whole blocks, so the model must know what comes after the end.
     """
     block = model.block_length
     rows = [(prompt, answer + [model.pad_token_id] * (-(len(prompt) + len(answer)) % block)) for prompt, answer in rows]
@@ -182,11 +186,13 @@ def make_batch(rows, first, args, model, step, device):
         step=step,
         num_tokens=all_reduce({"tokens": answer_mask.sum()})["tokens"],
     )
+
+
 # <<< shared: batch
 
 
 def sample_masks(batch, args):
-    """One noise level per sequence, stratified over the step (each is still uniform). -> masked [B, T] bool, weights [B, T] fp32"""
+    """One noise level per sequence, stratified over the step, each uniform. -> masked [B, T] bool, weights [B, T] fp32"""
     u0 = keyed_uniform(batch.seed, batch.step, torch.tensor(-1, device=batch.input_ids.device))
     u = (u0 + batch.sample_index / batch.batch_size) % 1  # [B]
     p = ((1 - args.eps) * u + args.eps)[:, None]  # [B, 1]
@@ -214,13 +220,16 @@ def evaluate(engine, task, tokenizer, examples, args):
         texts = [tokenizer.decode(trace.completion(i), skip_special_tokens=True) for i in range(len(mine))]
         total = sum(task.score(text, example) for text, example in zip(texts, mine, strict=True))
     return all_reduce({"score": total})["score"] / len(examples)
+
+
 # <<< shared: evaluate
 
 
 def main(args):
     rank, world_size, device = setup_distributed()
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} must divide by the {world_size} ranks")
+    if left := args.batch_size % world_size:
+        fit = f"use {args.batch_size - left} or {args.batch_size + world_size - left}"
+        raise SystemExit(f"--batch-size {args.batch_size} is no multiple of the {world_size} ranks: {fit}")
     per_rank = args.batch_size // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     model = load_model(args.model, device=device)
@@ -272,7 +281,8 @@ def main(args):
                 loss = all_reduce({"loss": loss})["loss"]
                 grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
                 if not math.isfinite(loss + grad_norm):
-                    raise SystemExit(f"loss {loss}, gradient norm {grad_norm} at step {step}: stopped before the optimizer step")
+                    where = f"step {step + 1}: loss {loss}, gradient norm {grad_norm}"
+                    raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
                 for group in optimizer.param_groups:
                     group["lr"] = lr_at(step, args)
                 optimizer.step()

@@ -30,7 +30,9 @@ def read_rows(path, split="train"):
 
         rows = list(load_dataset(path, split=split))
     else:
-        raise SystemExit(f"--data {path} is no file here, and no hub id (owner/name): give the path of a .jsonl or .parquet file")
+        raise SystemExit(
+            f"--data {path} is no file here, and no hub id (owner/name): give the path of a .jsonl or .parquet file"
+        )
     for number, row in enumerate(rows):
         if "messages" not in row and not {"prompt", "response"} <= row.keys():
             raise SystemExit(f"{path}, row {number} has columns {', '.join(row)}; needed are messages, or prompt and response")
@@ -38,7 +40,7 @@ def read_rows(path, split="train"):
 
 
 def conversation(row):
-    """-> messages of the prompt, text of the answer: the last turn of `messages`, or `response` to `prompt` (text or messages)."""
+    """-> prompt messages, answer text: the last turn of `messages`, or `response` to `prompt` (text or messages)."""
     if "messages" in row:
         *prompt, last = row["messages"]
         if last["role"] != "assistant" or not prompt:
@@ -58,7 +60,9 @@ def encode(rows, tokenizer, turn_end_id, max_length):
     encoded = []
     for row in rows:
         messages, answer = conversation(row)
-        encoded.append((prompt_ids(tokenizer, messages), tokenizer(answer, add_special_tokens=False)["input_ids"] + [turn_end_id]))
+        encoded.append(
+            (prompt_ids(tokenizer, messages), tokenizer(answer, add_special_tokens=False)["input_ids"] + [turn_end_id])
+        )
     kept = [(prompt, answer) for prompt, answer in encoded if len(prompt) + len(answer) <= max_length]
     if not kept:
         shortest = min((len(prompt) + len(answer) for prompt, answer in encoded), default=0)

@@ -17,7 +17,7 @@ def _shift_right(x, n):
 
 
 def _splitmix64(x):
-    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection of 64-bit integers that passes BigCrush as a counter generator."""
+    """The finaliser of SplitMix64 (Steele et al. 2014), a bijection of 64-bit integers."""
     x = (x ^ _shift_right(x, 30)) * MIX1
     x = (x ^ _shift_right(x, 27)) * MIX2
     return x ^ _shift_right(x, 31)
@@ -56,6 +56,8 @@ def sample_categorical(logits, uniform, temperature=1.0):
         logps = (logits / temperature).log_softmax(-1)
         cdf = logps.double().exp().cumsum(-1)  # [N, V]
         target = uniform[:, None] * cdf[:, -1:]
-        target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(target)))  # u * total may round up to total
+        target = torch.minimum(
+            target, torch.nextafter(cdf[:, -1:], torch.zeros_like(target))
+        )  # u * total may round up to total
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0]  # the first entry above it, so its probability is not 0
     return tokens, logps.gather(-1, tokens[:, None])[:, 0]

@@ -24,7 +24,9 @@ def resolve(name_or_dir):
     if Path(name_or_dir).is_dir():
         return Path(name_or_dir)
     if name_or_dir not in MODELS:
-        raise SystemExit(f"unknown model {name_or_dir!r}: use one of {', '.join(MODELS)}, or a directory that holds config.json")
+        raise SystemExit(
+            f"unknown model {name_or_dir!r}: use one of {', '.join(MODELS)}, or a directory that holds config.json"
+        )
     source = MODELS[name_or_dir]
     if Path(source).is_dir():
         return Path(source)
@@ -77,9 +79,11 @@ def open_tensors(path):
 
 
 def read_weights(model, directory):
-    """Copy every tensor of the directory into the model. Strict both ways: SystemExit lists missing, extra and misshapen tensors."""
+    """Copy every tensor of the directory into the model. Strict: SystemExit lists missing, extra and misshapen tensors."""
     files, want = tensor_files(directory), tensor_names(model)
-    problems = [f"missing {name}" for name in want.keys() - files.keys()] + [f"extra {name}" for name in files.keys() - want.keys()]
+    problems = [f"missing {name}" for name in want.keys() - files.keys()] + [
+        f"extra {name}" for name in files.keys() - want.keys()
+    ]
     for path in sorted(set(files.values())):
         with open_tensors(path) as file:
             held = set(file.keys())

@@ -1,7 +1,7 @@
 """Random checkpoints: the starting point of tiny models, and stand-ins of real sizes for benchmarks without a download.
 
-    python models/random_init.py --out runs/tiny-init                                  # tiny SDAR with the byte tokenizer
-    python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random   # the size that DIR/config.json states
+python models/random_init.py --out runs/tiny-init                                  # tiny SDAR with the byte tokenizer
+python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random   # the size that DIR/config.json states
 """
 
 import json
@@ -87,12 +87,14 @@ class Args:
     """directory with the tokenizer to copy; empty: the byte tokenizer"""
     seed: int = 0
     """of the weights"""
+    device: str = "cpu"
+    """where they are drawn; cuda is quicker at real sizes"""
 
 
 def main(args):
     directory = resolve(args.config) if args.config else None
     config = json.loads((directory / "config.json").read_text()) if directory else TINY_SDAR
-    model = random_model(config, args.seed)
+    model = random_model(config, args.seed, args.device)
     if directory:
         set_special_tokens(model, directory)
     else:

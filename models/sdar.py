@@ -44,7 +44,12 @@ class Config:
         if missing := [name for name in required if name not in raw]:
             raise SystemExit(f"config.json of an SDAR model lacks {', '.join(missing)}")
         config = cls(**{name: raw[name] for name in names if name in raw})
-        for name, value in [("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False), ("rope_scaling", None)]:
+        for name, value in [
+            ("hidden_act", "silu"),
+            ("attention_bias", False),
+            ("use_sliding_window", False),
+            ("rope_scaling", None),
+        ]:
             if getattr(config, name) != value:
                 raise SystemExit(f"config.json has {name} = {getattr(config, name)!r}; SDAR models have {value!r}")
         return config
@@ -192,12 +197,12 @@ class SDAR(nn.Module):
         return self.lm_head(hidden)
 
     def grid(self, valid_mask):
-        """valid_mask [B, T] bool -> position_ids, block_ids [B, T], counted over valid tokens, so that padding shifts neither."""
+        """valid_mask [B, T] bool -> position_ids, block_ids [B, T], counted over valid tokens: padding shifts neither."""
         position_ids = (valid_mask.long().cumsum(1) - 1).clamp(min=0)
         return position_ids, position_ids // self.block_length
 
     def logits(self, input_ids, attention_mask=None):
-        """[B, T] -> [B, T, V] under the family's own attention; row i is about token i. attention_mask [B, T] bool: valid tokens."""
+        """[B, T] -> [B, T, V] under block-causal attention; row i is about token i. attention_mask [B, T] bool."""
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         position_ids, block = self.grid(valid)
         return self.head(self.hidden(input_ids, position_ids, masked_attention(block_causal_mask(block, valid))))
@@ -221,7 +226,12 @@ class SDAR(nn.Module):
         )
         rows = hidden[:, : input_ids.shape[1] - start][score_mask[:, start:]]  # [n, D]: the head sees scored rows alone
         scored = linear_logps(
-            rows, self.lm_head.weight, input_ids[score_mask], temperature=temperature, banned_id=self.mask_token_id, entropy=entropy
+            rows,
+            self.lm_head.weight,
+            input_ids[score_mask],
+            temperature=temperature,
+            banned_id=self.mask_token_id,
+            entropy=entropy,
         )
         fill = lambda values: values.new_zeros(input_ids.shape).masked_scatter(score_mask, values)
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

@@ -1,8 +1,8 @@
 """Cached block-causal decoding for block diffusion models (SDAR): prefill, then per block denoise and commit. Plain and exact.
 
-    prefill   the whole blocks of the prompt, once per prompt; keys and values are stored, rotated
-    denoise   forward the block alone over the cached keys; reveal some of its masked tokens; again until none is masked
-    commit    one more forward of the now clean block: its keys and values replace those made while it was noisy
+prefill   the whole blocks of the prompt, once per prompt; keys and values are stored, rotated
+denoise   forward the block alone over the cached keys; reveal some of its masked tokens; again until none is masked
+commit    one more forward of the now clean block: its keys and values replace those made while it was noisy
 """
 
 import torch
@@ -28,7 +28,9 @@ def select(confidence, masked, quota, remasking, threshold):
     lower position. low_confidence_static and random (whose confidence is noise) reveal the quota; low_confidence_dynamic
     reveals all above the threshold if those are at least the quota. -> [N, n] bool
     """
-    quota = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks than the schedule
+    quota = masked.sum(1, keepdim=True).clamp(
+        max=quota
+    )  # a block that began with prompt tokens has fewer masks than the schedule
     score = confidence.masked_fill(~masked, float("-inf"))
     rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     best = rank < quota
@@ -49,7 +51,9 @@ class BlockEngine:
     def load_weights(self, weights):
         """weights: pairs (official name, full tensor), as export_weights yields them; copied in place. All must come."""
         own = self.model.state_dict()
-        own = {name: value for name, value in own.items() if name != "lm_head.weight" or not self.model.config.tie_word_embeddings}
+        own = {
+            name: value for name, value in own.items() if name != "lm_head.weight" or not self.model.config.tie_word_embeddings
+        }
         for name, value in weights:
             own.pop(name).copy_(value)
         if own:
@@ -63,13 +67,15 @@ class BlockEngine:
         """Sample num_samples completions of each prompt (list of token ids, ragged, not empty). -> Trace
 
         gen_length tokens each, rounded up so that the last block is whole; generation ends at the block that holds an EOS
-        unless stop_at_eos is False. denoising_steps: per block. block_length: None, or the model's own. temperature 0 is greedy.
+        unless stop_at_eos is False. denoising_steps: per block. block_length: None, or the model's own. temperature 0: greedy.
         Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
         (seed, that number, position, step): batch size, other prompts and ranks do not change it.
         """
         n = self.model.block_length
         if block_length not in (None, 0, n):
-            raise SystemExit(f"--block-length {block_length}: this model was trained with blocks of {n}; leave it out or give {n}")
+            raise SystemExit(
+                f"--block-length {block_length}: this model was trained with blocks of {n}; leave it out or give {n}"
+            )
         if remasking not in REMASKING:
             raise SystemExit(f"--remasking {remasking}: block models have {', '.join(REMASKING)}")
         if denoising_steps < 1 or gen_length < 1:
@@ -78,11 +84,18 @@ class BlockEngine:
             raise SystemExit(f"the block engine keeps no records of kind {records!r}")
         if not all(prompt_ids):
             raise SystemExit("a prompt has no tokens: every prompt needs at least one")
-        settings = dict(
-            num_samples=num_samples, gen_length=gen_length, block_length=n, denoising_steps=denoising_steps, temperature=temperature,
-            remasking=remasking, confidence_threshold=confidence_threshold, seed=seed, eos_token_ids=self.model.eos_token_ids,
-            logps="softmax(logits / temperature)" if temperature else "softmax(logits)",
-        )  # fmt: skip
+        settings = {
+            "num_samples": num_samples,
+            "gen_length": gen_length,
+            "block_length": n,
+            "denoising_steps": denoising_steps,
+            "temperature": temperature,
+            "remasking": remasking,
+            "confidence_threshold": confidence_threshold,
+            "seed": seed,
+            "eos_token_ids": self.model.eos_token_ids,
+            "logps": "softmax(logits / temperature)" if temperature else "softmax(logits)",
+        }
         parts, prompts_at_once = [], max(1, self.max_batch_size // num_samples)
         for first in range(0, len(prompt_ids), prompts_at_once):
             chunk = prompt_ids[first : first + prompts_at_once]
@@ -118,12 +131,12 @@ class BlockEngine:
                 hidden = self._forward(block, at, cache)
                 num_forwards[row] += open_.any(1)
                 r, j = open_.nonzero(as_tuple=True)  # the head sees masked positions alone
-                logits = model.head(hidden[r, j]).to(logps.dtype)
-                logits[:, model.mask_token_id] = float("-inf")
                 key = (settings["seed"], sample_index[row[r]], at[r, j] - P[row[r]], step)
-                drawn, drawn_logps = sample_categorical(logits, keyed_uniform(*key, "token"), temperature)
+                drawn, drawn_logps = self._sample(hidden[r, j], keyed_uniform(*key, "token"), temperature)
                 if not drawn_logps.isfinite().all():
-                    raise FloatingPointError(f"logits are not finite at samples {sample_index[row[r]][~drawn_logps.isfinite()].tolist()[:8]}")
+                    raise FloatingPointError(
+                        f"logits are not finite at samples {sample_index[row[r]][~drawn_logps.isfinite()].tolist()[:8]}"
+                    )
                 proposal, proposal_logps = block.clone(), torch.zeros(block.shape, dtype=dtype, device=device)
                 proposal[r, j], proposal_logps[r, j] = drawn, drawn_logps
                 confidence = proposal_logps.exp()
@@ -155,7 +168,9 @@ class BlockEngine:
         shape = (len(tokens), config.num_key_value_heads, width, config.head_dim)
         dtype = self.model.lm_head.weight.dtype
         for _ in range(config.num_hidden_layers):
-            cache.append((torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)))
+            cache.append(
+                (torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device))
+            )
         if P:
             position_ids = torch.arange(P, device=self.device).expand(len(tokens), P)
             mask = block_causal_mask(position_ids // self.model.block_length, torch.ones_like(position_ids, dtype=torch.bool))
@@ -168,7 +183,7 @@ class BlockEngine:
         return [(k.repeat_interleave(num_samples, 0), v.repeat_interleave(num_samples, 0)) for k, v in cache]
 
     def _forward(self, block, at, cache):
-        """One forward of each row's block [R, n] at positions `at`, over its cached past; writes its keys and values. -> [R, n, D]"""
+        """Forward each row's block [R, n], at positions `at`, over its cached past; writes its keys and values. -> [R, n, D]"""
         width = int(at.max()) + 1
         rows = torch.arange(len(at), device=self.device)[:, None]
         visible = (torch.arange(width, device=self.device) <= at[:, -1:])[:, None, None]  # [R, 1, 1, width]
@@ -181,6 +196,15 @@ class BlockEngine:
             )
 
         return self.model.hidden(block, at, attend)
+
+    def _sample(self, hidden, uniform, temperature, chunk_rows=512):
+        """hidden [M, D], uniform [M] -> tokens [M], logps [M], chunk_rows rows at a time. The mask token is never drawn."""
+        parts = []
+        for rows in torch.arange(len(hidden), device=self.device).split(chunk_rows):
+            logits = self.model.head(hidden[rows])
+            logits[:, self.model.mask_token_id] = float("-inf")
+            parts.append(sample_categorical(logits, uniform[rows], temperature))
+        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     def _trace(self, prompt_ids, tokens, step_map, logps, P, end, sample_index, num_forwards, settings):
         canvas_length = end - P

@@ -24,7 +24,9 @@ class Trace:
     @property
     def truncated(self):
         """[N] bool: the budget ended before an EOS."""
-        first_eos = torch.isin(self.completion_ids, torch.tensor(self.settings["eos_token_ids"], device=self.completion_ids.device))
+        first_eos = torch.isin(
+            self.completion_ids, torch.tensor(self.settings["eos_token_ids"], device=self.completion_ids.device)
+        )
         return ~(first_eos & self.completion_mask).any(1)
 
     def completion(self, i):

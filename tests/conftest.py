@@ -48,7 +48,7 @@ def _rank_main(rank, world_size, store, target, arguments):
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """run_ranks(world_size, target, *arguments): target(rank, world_size, *arguments) in forked gloo processes. An error fails."""
+    """run_ranks(world_size, target, *arguments): target(rank, world_size, *arguments) in forked gloo processes."""
     runs = iter(range(1000))
 
     def run(world_size, target, *arguments):

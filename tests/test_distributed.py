@@ -92,7 +92,7 @@ def test_stale_root(run_ranks, reshard):
 
 
 def test_parallelize_does_not_keep_the_root_gathered(run_ranks):
-    """The scripts' own parallelize: parameters are sharded again after a no-grad forward, so the optimizer sees the live ones."""
+    """The scripts' own parallelize: parameters are sharded again after a no-grad forward: the optimizer sees live ones."""
 
     def body(rank, world_size):
         model = d1.parallelize(tiny_model(), ARGS)

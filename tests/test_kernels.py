@@ -104,7 +104,7 @@ def test_linear_logps_gradients_of_one_input_or_one_output(which):
 def test_linear_logps_ban_is_needed_to_agree():
     """Negative control: without the ban the values differ, so that the tests above see it."""
     inputs = problem(20, 4, 6, banned_id=1)
-    assert (linear_logps(*inputs) - naive(*inputs, banned_id=1)[0]).abs().median() > 0.05
+    assert (linear_logps(*inputs) - naive(*inputs, banned_id=1)[0]).abs().max() > 0.1
 
 
 def test_linear_logps_of_no_rows_keeps_the_graph():

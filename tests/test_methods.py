@@ -14,8 +14,8 @@ from rollout import make_engine
 
 MASK, EOS = 6, 5
 TINY = TINY_SDAR | {
-    "vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
 }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_bgpo_counts_are_stratified_and_masks_stay_in_place():
 
 
 def test_floor_form_is_uniform_where_rounding_is_not():
-    """m = floor(((u + j/n) mod 1) L) + 1 is uniform on 1..L; rounding the spacing is not (L = 6, n = 4 hits one parity only)."""
+    """m = floor(((u + j/n) mod 1) L) + 1 is uniform on 1..L; rounded spacing is not (L = 6, n = 4 hits one parity only)."""
     L, n = 6, 4
     u = (torch.arange(60000, dtype=torch.float64) + 0.5) / 60000
     for j in range(n):
@@ -248,7 +248,9 @@ def test_d1_advantages():
     torch.testing.assert_close(got, torch.tensor([1.5, -0.5, -0.5, -0.5, -0.5, 0.5]))
 
 
-@pytest.mark.parametrize("ratio, A, objective, live", [(2, 1, 1.5, False), (2, -1, -2, True), (4, -1, -4, True), (0.25, -1, -0.5, False)])
+@pytest.mark.parametrize(
+    "ratio, A, objective, live", [(2, 1, 1.5, False), (2, -1, -2, True), (4, -1, -4, True), (0.25, -1, -0.5, False)]
+)
 def test_d1_clip(ratio, A, objective, live):
     """eps 0.5, symmetric, no dual clip (which would give -3 for ratio 4, A -1)."""
     old = torch.tensor([[-1.0]], dtype=torch.float64)
@@ -365,7 +367,9 @@ def full_graph_loss(module, model, batch, args, rows, old, ref):
 
 
 def gradient(model, loss=None):
-    grads = [p.grad.clone() for p in model.parameters()] if loss is None else torch.autograd.grad(loss, list(model.parameters()))
+    grads = (
+        [p.grad.clone() for p in model.parameters()] if loss is None else torch.autograd.grad(loss, list(model.parameters()))
+    )
     return torch.cat([g.flatten() for g in grads])
 
 
@@ -395,7 +399,9 @@ def gradient_case(method):
     if method == "coupled":  # three forwards a row
         parts = [bgpo.sample_masks(batch, i, bgpo.Args(mc_num=1)) for i in range(3)]
         rows = replace(
-            parts[0], masked=torch.cat([p.masked for p in parts], 1), weights=torch.cat([p.weights for p in parts], 1).double() / 9
+            parts[0],
+            masked=torch.cat([p.masked for p in parts], 1),
+            weights=torch.cat([p.weights for p in parts], 1).double() / 9,
         )
     with torch.no_grad():
         rows.old = module.frozen_estimates(other, rows, args)
@@ -462,8 +468,9 @@ def test_sft_loss_is_unbiased_and_ignores_the_prompt():
     ids = batch.input_ids
     want = 0.0
     # E over p ~ U(eps, 1) of sum_masks P(mask | p) sum -logp / p, with p integrated by Gauss-Legendre nodes
-    nodes, node_weights = torch.from_numpy(__import__("numpy").polynomial.legendre.leggauss(12)[0]), torch.from_numpy(
-        __import__("numpy").polynomial.legendre.leggauss(12)[1]
+    nodes, node_weights = (
+        torch.from_numpy(__import__("numpy").polynomial.legendre.leggauss(12)[0]),
+        torch.from_numpy(__import__("numpy").polynomial.legendre.leggauss(12)[1]),
     )
     ps = args.eps + (1 - args.eps) * (nodes + 1) / 2
     for pattern in itertools.product([False, True], repeat=len(answer)):
@@ -473,7 +480,10 @@ def test_sft_loss_is_unbiased_and_ignores_the_prompt():
             with torch.no_grad():
                 nll = -model.logps(ids, torch.where(masked, MASK, ids), masked).sum().item()
             k = sum(pattern)
-            want += sum((w / 2 * p ** (k - 1) * (1 - p) ** (len(answer) - k)).item() for p, w in zip(ps, node_weights, strict=True)) * nll
+            want += (
+                sum((w / 2 * p ** (k - 1) * (1 - p) ** (len(answer) - k)).item() for p, w in zip(ps, node_weights, strict=True))
+                * nll
+            )
     want /= len(answer)
     losses = []
     for step in range(4000):
@@ -495,7 +505,7 @@ def test_sft_loss_is_unbiased_and_ignores_the_prompt():
 
 @single_rank
 def test_sft_pads_to_whole_blocks_and_scores_the_padding():
-    """SDAR's recipe: the answer is closed by EOS and filled with scored pads to the end of its block; pads beyond are invalid."""
+    """SDAR's recipe: EOS closes the answer, scored pads fill its last block; pads beyond are invalid."""
     model, args = tiny_model(), sft.Args(batch_size=2)
     batch = sft.make_batch([([1, 2, 3], [4, EOS]), ([1], [2, 3, 4, 0, 1, 2, EOS])], 0, args, model, 0, torch.device("cpu"))
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, EOS, EOS, EOS, EOS], [1, 2, 3, 4, 0, 1, 2, EOS]]

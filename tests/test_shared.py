@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from readme_table import added_lines, readme_with_table
 from sync_shared import EXCEPTIONS, SIBLINGS, shared_blocks, sync
 
 ROOT = Path(__file__).parents[1]
@@ -74,9 +75,7 @@ def test_scripts_do_not_import_each_other(path):
         assert not any(name.split(".")[0] == "algos" for name in names), f"{path.name}:{node.lineno}"
 
 
-@pytest.mark.parametrize(
-    "path", sorted(path for folder in SERVICES for path in (ROOT / folder).glob("*.py")), ids=lambda path: f"{path.parent.name}/{path.name}"
-)  # fmt: skip
+@pytest.mark.parametrize("path", sorted(path for folder in SERVICES for path in (ROOT / folder).glob("*.py")), ids=str)
 def test_services_do_not_know_args_or_scripts(path):
     """Only a command line's own main(args) takes args."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -108,12 +107,13 @@ def test_every_flag_is_documented(script):
 
 def test_sizes():
     """A script is read in one sitting, and a method is a small diff."""
-    added = lambda script: sum(
-        line.startswith("+ ") for line in difflib.ndiff(body("d1"), body(script)) if not line.startswith("+++")
-    )
-    body = lambda script: text_of(script).split('"""', 2)[2].splitlines()
     assert len(text_of("d1").splitlines()) <= 530
-    assert added("bgpo") <= 60
+    assert added_lines("bgpo") <= 60
+
+
+def test_the_table_in_the_readme_is_up_to_date():
+    text = (ROOT / "README.md").read_text()
+    assert readme_with_table(text) == text, "run python tests/readme_table.py"
 
 
 def test_no_module_shadows_the_standard_library_or_a_dependency():

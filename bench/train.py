@@ -1,0 +1,40 @@
+"""Time an online script's own `main` on random weights: seconds per phase, peak memory.
+
+    python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random
+    python bench/train.py bgpo --model runs/sdar-random --data cd3 --gen-length 256 --max-steps 3 --eval-limit 0
+
+Random weights solve nothing, and groups without spread have no gradient: rewards are therefore coin flips of the completion.
+The first step warms up; the table is the mean of the others.
+"""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.planning import stable_hash
+from evals.rewards import REWARDS
+
+
+def coin(completion, example):
+    return {"coin": float(stable_hash(completion) % 2)}
+
+
+def main():
+    script = import_module(f"algos.{sys.argv[1]}")
+    REWARDS["coin"] = coin
+    args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", "coin"])
+    runs = set(Path(args.out).glob("*"))
+    script.main(args)
+    (run_dir,) = set(Path(args.out).glob("*")) - runs
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss/total" in row][1:]
+    keys = [key for key in rows[0] if key.startswith(("time/", "speed/", "memory/"))] + ["completion/length", "reward/zero_std_frac"]
+    print(json.dumps({key: round(sum(row[key] for row in rows) / len(rows), 3) for key in keys}))
+
+
+if __name__ == "__main__":
+    main()

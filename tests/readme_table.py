@@ -1,0 +1,41 @@
+"""The README's table of scripts, generated: `python tests/readme_table.py` writes it, a test holds it."""
+
+import difflib
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS = {
+    "d1": ("diffu-GRPO: one-pass mean-field log-probabilities, clipped ratio, KL", "2504.12216"),
+    "bgpo": ("BGPO: bounds of the ELBO objective that are sums over mask draws", "2510.11683"),
+    "sft": ("supervised fine-tuning: weighted masked cross-entropy", "2510.06303"),
+}
+
+
+def body(script):
+    """Lines of a script behind its header docstring."""
+    return (ROOT / f"algos/{script}.py").read_text().split('"""', 2)[2].splitlines()
+
+
+def added_lines(script, reference="d1"):
+    """Lines that a script adds to its reference, header docstring left out."""
+    return sum(line.startswith("+ ") for line in difflib.ndiff(body(reference), body(script)))
+
+
+def table():
+    rows = []
+    for script, (method, paper) in METHODS.items():
+        added = {"d1": "reference", "sft": "own family"}.get(script) or str(added_lines(script))
+        link = f"[{paper}](https://arxiv.org/abs/{paper})"
+        length = len((ROOT / f"algos/{script}.py").read_text().splitlines())
+        rows.append(f"| [algos/{script}.py](algos/{script}.py) | {method} | {link} | {length} | {added} |")
+    return "\n".join(rows)
+
+
+def readme_with_table(text):
+    marks = re.compile(r"(<!-- scripts: [^>]*-->\n).*?(<!-- /scripts -->)", re.S)
+    return marks.sub(lambda mark: f"{mark[1]}{table()}\n{mark[2]}", text)
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(readme_with_table((ROOT / "README.md").read_text()))

@@ -1,0 +1,158 @@
+"""The real commands: every script as a user starts it, with one process and with torchrun on two ranks."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = "--max-steps 3 --eval-every 2 --eval-limit 16 --save-every 2 --seed 7".split()
+COMMANDS = {
+    "sft": ["--batch-size", "8", "--micro-batch-size", "4", "--learning-rate", "1e-3"],
+    "d1": "--prompts-per-step 4 --num-generations 4 --num-iterations 2 --learning-rate 1e-4 --micro-batch-size 8".split(),
+    "bgpo": "--prompts-per-step 4 --num-generations 4 --mc-num 2 --learning-rate 1e-4 --micro-batch-size 8".split(),
+}
+EXEMPT = ("time/", "speed/", "memory/")
+
+
+def run(command, cwd=ROOT, **env):
+    threads = {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **threads, **env}, capture_output=True, text=True, timeout=300)
+    return done
+
+
+def run_script(script, out, *flags, ranks=1, cwd=ROOT):
+    launch = (
+        [sys.executable]
+        if ranks == 1
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    )
+    done = run([*launch, f"algos/{script}.py", *flags, "--out", str(out)], cwd)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    (directory,) = Path(out).iterdir()
+    return directory, done
+
+
+def rows_of(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=list(COMMANDS))
+def runs(request, tmp_path_factory):
+    """-> script, run directory and output of one process, run directory of torchrun with two ranks"""
+    script, out = request.param, tmp_path_factory.mktemp(request.param)
+    one, done = run_script(script, out / "one", *SMALL, *COMMANDS[script])
+    two, _ = run_script(script, out / "two", *SMALL, *COMMANDS[script], ranks=2)
+    return script, one, done, two
+
+
+def test_a_run_leaves_its_record(runs):
+    script, directory, done, _ = runs
+    assert {"config.json", "metrics.jsonl", "metrics.csv", "curves.png", "checkpoints"} <= {p.name for p in directory.iterdir()}
+    assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+    rows = rows_of(directory)
+    assert [row["step"] for row in rows if "loss/total" in row] == [1, 2, 3]
+    assert any("eval/countdown" in row for row in rows) and "test/countdown" in rows[-1]
+    assert len(list(csv.DictReader((directory / "metrics.csv").open()))) == len(rows)
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    config = json.loads((directory / "config.json").read_text())
+    assert config["args"]["seed"] == 7 and config["args"]["learning_rate"] > 0
+    if script != "sft":
+        samples = rows_of(directory, "samples.jsonl")
+        assert {"prompt", "completion", "completion_ids", "step_map", "logps", "reward", "step"} <= samples[0].keys()
+        assert "before" in done.stdout and "tokens" in done.stdout and "curves.png" in done.stdout
+
+
+def test_two_ranks_are_one_rank(runs):
+    """Loss and gradient norm to 1e-5, every score exactly, the tokens of the first rollout exactly."""
+    script, one, _, two = runs
+    for a, b in zip(rows_of(one), rows_of(two), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            if not name.startswith(EXEMPT):
+                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), (a["step"], name, a[name], b[name])
+    if script != "sft":
+        first = [[row["completion_ids"] for row in rows_of(d, "samples.jsonl") if row["step"] == 1] for d in (one, two)]
+        assert first[0] == first[1]
+
+
+def test_the_saved_checkpoint_is_a_model(runs, tmp_path):
+    """--model takes the directory that a run saved."""
+    _, directory, _, _ = runs
+    checkpoint = directory / "checkpoints" / "step-000003"
+    done = run(
+        [sys.executable, "evals/countdown.py", "--model", str(checkpoint), "--limit", "8", "--out", str(tmp_path / "eval")]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["n"] == 8 and 0 <= result["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("script", ["d1", "bgpo"])
+def test_micro_batches_do_not_change_the_run(script, tmp_path):
+    """Micro-batches of 3 (not a divisor) and of everything: the same losses and gradient norms."""
+    flags = [*SMALL[:2], "--eval-limit", "0", "--seed", "7", *COMMANDS[script][:-1]]
+    a, _ = run_script(script, tmp_path / "a", *flags, "3")
+    b, _ = run_script(script, tmp_path / "b", *flags, "1000")
+    for x, y in zip(rows_of(a), rows_of(b), strict=True):
+        assert x["loss/total"] == pytest.approx(y["loss/total"], abs=1e-6)
+        assert x["optim/grad_norm"] == pytest.approx(y["optim/grad_norm"], rel=1e-5)
+
+
+def test_a_copied_script_with_another_loss_runs_and_owes_nothing(tmp_path):
+    """cp d1.py mine.py, change policy_loss, run: no registration, and the tests of the shared blocks stay green."""
+    clone = tmp_path / "clone"
+    shutil.copytree(
+        ROOT, clone, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".pytest_cache", "wandb")
+    )
+    text = (ROOT / "algos/d1.py").read_text()
+    line = "    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()\n"
+    assert line in text
+    (clone / "algos/mine.py").write_text(text.replace(line, "    policy = (-estimates * A * c).sum()  # plain REINFORCE\n"))
+    directory, _ = run_script("mine", tmp_path / "runs", *SMALL, *COMMANDS["d1"], cwd=clone)
+    assert directory.name.startswith("mine-tiny-sdar-countdown-s7-")
+    assert [row["step"] for row in rows_of(directory) if "loss/total" in row] == [1, 2, 3]
+    done = run([sys.executable, "-m", "pytest", "-q", "tests/test_shared.py"], clone)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+BAD = {
+    "unknown model": (["--model", "sdar-9b"], "unknown model 'sdar-9b': use one of tiny-sdar"),
+    "unknown task": (["--task", "countdwn"], "unknown task 'countdwn': use one of countdown"),
+    "unknown preset": (["--data", "smal"], "smal"),
+    "unknown reward": (["--reward", "nope"], "nope"),
+    "ranks": (["--prompts-per-step", "3", "--num-generations", "1"], "at least 2 completions"),
+    "no reference": (["--beta", "0.1"], "no KL"),
+    "long prompts": (["--max-prompt-length", "3"], "the shortest has"),
+    "block length": (["--block-length", "8", "--eval-limit", "0"], "blocks of 4"),
+}
+
+
+@pytest.mark.parametrize("flags, message", BAD.values(), ids=list(BAD))
+def test_bad_input_gets_one_line_that_names_the_fix(flags, message, tmp_path):
+    done = run([sys.executable, "algos/bgpo.py", *flags, "--out", str(tmp_path)])
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert message in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
+    """An infinite learning rate spoils the weights at step 1; the run stops, names the step and keeps its record."""
+    flags = "--learning-rate 1e30 --max-steps 4 --eval-limit 0 --prompts-per-step 8 --mc-num 2 --save-every 1".split()
+    done = run([sys.executable, "algos/bgpo.py", *flags, "--out", str(tmp_path)])
+    assert done.returncode == 1
+    assert "not finite" in done.stderr
+    (directory,) = tmp_path.iterdir()
+    assert rows_of(directory) and (directory / "curves.png").exists()
+
+
+def test_wandb_offline(tmp_path):
+    flags = "--track --max-steps 1 --eval-limit 0 --prompts-per-step 2 --mc-num 1".split()
+    done = run([sys.executable, "algos/bgpo.py", *flags, "--out", str(tmp_path)], WANDB_MODE="offline", WANDB_SILENT="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (directory,) = tmp_path.iterdir()
+    assert list(directory.glob("wandb/offline-run-*"))
