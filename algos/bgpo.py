@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.stream import ShuffledStream
 from evals import load_task
 from evals.rewards import load_reward
 from kernels.sampling import keyed_uniform
@@ -46,8 +46,10 @@ class Args:
     """key of models.MODELS, or a directory in HF layout"""
     task: str = "countdown"
     """module of evals/ that gives prompts and scores"""
-    data: str = "small"
-    """problems: preset of the task, file, or hub id; empty: the task's own"""
+    data: str = ""
+    """problems: preset of the task, file, or hub id; empty: the task's own preset"""
+    eval_data: str = ""
+    """held-out problems; empty: other splits of --data (a file has none: then name one here)"""
     reward: str = ""
     """name in evals/rewards.py; empty: the task's exact score"""
     gen_length: int = 12
@@ -367,9 +369,9 @@ def rollout_settings(args):
     return {name: getattr(args, name) for name in names}
 
 
-def load_problems(task, split, tokenizer, args, limit=None):
+def load_problems(task, split, data, tokenizer, args, limit=None):
     """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left."""
-    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, args.data, limit)]
+    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, data, limit)]
     kept = [problem for problem in problems if len(problem[1]) <= args.max_prompt_length]
     if not kept:
         shortest = min(len(ids) for _, ids in problems)
@@ -405,10 +407,13 @@ def main(args):
     prompts_per_rank = args.prompts_per_step // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     reward = load_reward(args.reward, task)
-    problems, dropped = load_problems(task, "train", tokenizer, args)
+    problems, dropped = load_problems(task, "train", args.data, tokenizer, args)
+    if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
+        raise SystemExit(f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0")
     held_out = {
-        split: load_problems(task, split, tokenizer, args, args.eval_limit)[0] if args.eval_limit else []
+        split: load_problems(task, split, args.eval_data or args.data, tokenizer, args, args.eval_limit)[0]
         for split in ("validation", "test")
+        if args.eval_limit
     }
     model = parallelize(load_model(args.model, device=device), args)
     ref_model = parallelize(load_model(args.model, device=device).requires_grad_(False), args) if args.beta else None
@@ -417,16 +422,8 @@ def main(args):
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track)
+    stream = ShuffledStream(problems, args.seed)
     log.say(f"{len(problems)} problems, {dropped} with prompts longer than {args.max_prompt_length} tokens dropped")
-
-    @lru_cache(2)
-    def problem_order(epoch):
-        return torch.randperm(len(problems), generator=torch.Generator().manual_seed((args.seed << 20) + epoch)).tolist()
-
-    def problem_at(i):
-        epoch, position = divmod(i, len(problems))
-        return problems[problem_order(epoch)[position]]
-
     # <<< shared: main_setup
 
     # >>> shared: before
@@ -443,7 +440,7 @@ def main(args):
             engine.load_weights(export_weights(model))
         with clock("rollout"):
             first = step * args.prompts_per_step + rank * prompts_per_rank
-            chosen = [problem_at(i) for i in range(first, first + prompts_per_rank)]
+            chosen = [stream[i] for i in range(first, first + prompts_per_rank)]
             seed = (args.seed << 32) + step
             trace = engine.generate(
                 [ids for _, ids in chosen],
@@ -471,9 +468,11 @@ def main(args):
                 if rows is None:  # nothing random: the same rows again
                     iterations.append(iterations[0])
                     continue
-                if not args.beta:  # rows with advantage 0 have no gradient; one stays, because every rank must run
+                if (
+                    not args.beta
+                ):  # rows with advantage 0 have no gradient; if there are no others, one stays: all ranks must run
                     live = rows.advantages != 0
-                    live[0] = True
+                    live[0] |= ~live.any()
                     rows = rows.select(live)
                 if USES_OLD and args.num_iterations > 1:
                     rows.old = frozen_estimates(model, rows, args)
@@ -482,7 +481,9 @@ def main(args):
                 iterations.append(rows)
             for rows in iterations:
                 micros, sums = micro_batches(rows, args), {}
+                has_gradient = bool(args.beta or rows.advantages.any())
                 for i, (micro, is_real) in enumerate(micros):
+                    is_real = is_real and has_gradient
                     scale = world_size if is_real else 0  # FSDP averages over ranks
                     for name, value in backward(model, micro, scale, i == len(micros) - 1, args).items():
                         sums[name] = sums.get(name, 0) + value * is_real
@@ -495,7 +496,7 @@ def main(args):
                     group["lr"] = lr_at(step, args)
                 optimizer.step()
                 optimizer.zero_grad()
-            weight = sums.pop("policy/weight")
+            weight = sums.pop("policy/weight") or 1.0  # 0 if no row on any rank had a gradient
             metrics = {name: value / (weight if name.startswith("policy/") else 1) for name, value in sums.items()}
         # <<< shared: update
 

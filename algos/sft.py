@@ -15,7 +15,6 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, read_rows
+from data.stream import ShuffledStream
 from evals import load_task
 from kernels.sampling import keyed_uniform
 from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
@@ -44,8 +44,10 @@ class Args:
     """key of models.MODELS, or a directory in HF layout"""
     task: str = "countdown"
     """module of evals/: held-out score, and training rows where --data names no file"""
-    data: str = "small"
+    data: str = ""
     """preset of the task (rows: its gold answers; empty: its own), or file or hub id of prompt/response or messages rows"""
+    eval_data: str = ""
+    """problems of the held-out score; empty: other splits of the preset, else the task's own"""
     max_length: int = 2048
     """tokens of prompt + answer; longer rows are dropped and counted"""
     batch_size: int = 64
@@ -241,21 +243,16 @@ def main(args):
     else:
         raw = read_rows(args.data)
     rows, dropped = encode(raw, tokenizer, model.eos_token_ids[0], args.max_length)
-    held_out = {
-        split: task.load(split, args.data if from_task else "", args.eval_limit) if args.eval_limit else []
-        for split in ("validation", "test")
-    }
+    eval_data = args.eval_data or (args.data if from_task else "")
+    held_out = {split: task.load(split, eval_data, args.eval_limit) for split in ("validation", "test") if args.eval_limit}
     model = parallelize(model, args)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
     engine = make_engine(args.model, device=device) if args.eval_limit else None
+    stream = ShuffledStream(rows, args.seed)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
     with RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track) as log:
         log.say(f"{len(rows)} training rows, {dropped} longer than {args.max_length} tokens dropped")
-
-        @lru_cache(2)
-        def shuffled(epoch):
-            return torch.randperm(len(rows), generator=torch.Generator().manual_seed((args.seed << 20) + epoch)).tolist()
 
         def score(split):
             engine.load_weights(export_weights(model))
@@ -265,7 +262,7 @@ def main(args):
             clock = Stopwatch()
             with clock("data"):
                 first = step * args.batch_size + rank * per_rank
-                chosen = [rows[shuffled(i // len(rows))[i % len(rows)]] for i in range(first, first + per_rank)]
+                chosen = [stream[i] for i in range(first, first + per_rank)]
                 batch = make_batch(chosen, rank * per_rank, args, model, step, device)
                 masked, weights = sample_masks(batch, args)
             with clock("update"):

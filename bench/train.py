@@ -32,7 +32,7 @@ def main():
     (run_dir,) = set(Path(args.out).glob("*")) - runs
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss/total" in row][1:]
-    keys = [key for key in rows[0] if key.startswith(("time/", "speed/", "memory/"))] + ["completion/length", "reward/zero_std_frac"]
+    keys = [key for key in rows[0] if key.startswith(("time/", "speed/", "memory/", "completion/length"))]
     print(json.dumps({key: round(sum(row[key] for row in rows) / len(rows), 3) for key in keys}))
 
 

@@ -48,18 +48,28 @@ class Trace:
             "logps": [round(value, 4) for value in self.logps[i][scored].tolist()],
         }
 
-    def draw(self, i, tokenizer):
-        """Completion i as text lines: every token of the canvas over the denoising step, in its block, that revealed it."""
+    def draw(self, i, tokenizer, width=110, max_lines=6):
+        """Completion i for a terminal: each token of the canvas over the denoising step of its block that revealed it.
+
+        Blocks are parted by bars and never broken; max_lines pairs of lines of about `width` columns.
+        """
         block_length, start = self.settings["block_length"], len(self.prompt_ids[i])
-        cells = []
+        tops, bottoms = [""], [""]
         for j in range(int(self.canvas_length[i])):
-            token = tokenizer.decode([int(self.completion_ids[i, j])])
+            token = repr(tokenizer.decode([int(self.completion_ids[i, j])]))[1:-1]  # a newline is shown as \n
             step = str(int(self.step_map[i, j]) + 1)
-            width = max(len(token), len(step))
-            edge = "| " if j and (start + j) % block_length == 0 else ""
-            cells.append((edge + token.ljust(width), " " * len(edge) + step.ljust(width)))
+            opens_block = (start + j) % block_length == 0
+            if opens_block and len(tops[-1]) > width:
+                tops, bottoms = [*tops, ""], [*bottoms, ""]
+            edge = "| " if opens_block and tops[-1] else ""
+            cell = max(len(token), len(step)) + 1
+            tops[-1] += edge + token.ljust(cell)
+            bottoms[-1] += " " * len(edge) + step.ljust(cell)
         lines = [f"prompt   {tokenizer.decode(self.prompt_ids[i])}"]
-        lines += ["tokens   " + " ".join(top for top, _ in cells), "step     " + " ".join(bottom for _, bottom in cells)]
+        for top, bottom in list(zip(tops, bottoms, strict=True))[:max_lines]:
+            lines += [f"tokens   {top}", f"step     {bottom}"]
+        if len(tops) > max_lines:
+            lines.append(f"... {int(self.canvas_length[i])} tokens in all, see samples.jsonl")
         return "\n".join(lines)
 
 
