@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens straight from hidden states and head weight, without ever holding all logits."""
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def _chunk_logits(hidden, weight, temperature, banned_id):
@@ -30,6 +31,7 @@ class _LinearLogps(torch.autograd.Function):
         return logps, entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logps, grad_entropies):
         hidden, weight, targets, lse, entropies = ctx.saved_tensors
         temperature, banned_id, entropy, chunk_rows = ctx.settings

@@ -4,7 +4,7 @@ import torch
 
 
 def _wrap(constant):
-    """An unsigned 64-bit constant as the int64 with the same bits (torch integers wrap around)."""
+    """An unsigned 64-bit integer as the int64 with the same bits (torch integers wrap around)."""
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
 
@@ -26,14 +26,16 @@ def _splitmix64(x):
 def keyed_uniform(*key):
     """Uniform numbers of a counter-based generator: equal keys give equal numbers on every device, rank and batch layout.
 
-    key: ints, int64 tensors that broadcast together (at least one) and short words, which keep the streams of different uses
-    apart. -> fp64 in [0, 1), broadcast shape, 53 random bits, on the device of the tensors.
+    key: ints, int64 tensors that broadcast together (at least one) and words of up to 7 bytes, which keep the streams of
+    different uses apart. -> fp64 in [0, 1), broadcast shape, 53 random bits, on the device of the tensors.
     """
     state = 0
     for part in key:
         if isinstance(part, str):
-            part = int.from_bytes(part.encode()[:7], "little")
-        part = part if isinstance(part, torch.Tensor) else torch.tensor(part)
+            if len(part.encode()) > 7:
+                raise ValueError(f"{part!r} is longer than 7 bytes: words that begin alike would be one key")
+            part = int.from_bytes(part.encode(), "little")
+        part = part if isinstance(part, torch.Tensor) else torch.tensor(_wrap(part % 2**64))
         state = _splitmix64((state ^ part) + GOLDEN)
     return _shift_right(state, 11).double() * 2.0**-53
 
@@ -55,9 +57,7 @@ def sample_categorical(logits, uniform, temperature=1.0):
     else:
         logps = (logits / temperature).log_softmax(-1)
         cdf = logps.double().exp().cumsum(-1)  # [N, V]
-        target = uniform[:, None] * cdf[:, -1:]
-        target = torch.minimum(
-            target, torch.nextafter(cdf[:, -1:], torch.zeros_like(target))
-        )  # u * total may round up to total
+        target = uniform[:, None] * cdf[:, -1:]  # below the total: u <= 1 - 2^-53 cannot round up to it
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0]  # the first entry above it, so its probability is not 0
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a row with NaN has no such entry; its logp is NaN
     return tokens, logps.gather(-1, tokens[:, None])[:, 0]

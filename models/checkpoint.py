@@ -38,7 +38,10 @@ def resolve(name_or_dir):
 def read_json(path):
     if not path.is_file():
         raise SystemExit(f"{path} is missing: a model directory needs config.json, *.safetensors and a tokenizer")
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise SystemExit(f"{path} is not JSON ({error}): it is truncated or damaged; copy it again") from error
 
 
 def build_model(config):
@@ -54,6 +57,14 @@ def build_model(config):
     return model
 
 
+def materialize(model, device, dtype):
+    """A model from the meta device to real, uninitialised tensors. A tied head is tied again: to_empty parts it."""
+    model = model.to(dtype).to_empty(device=device)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
 def tensor_names(model):
     """{official name: parameter}; a tied head is stored once, under the name of the embedding, as the official files do."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
@@ -64,7 +75,7 @@ def tensor_files(directory):
     """{tensor name: file} through model.safetensors.index.json, or from a single model.safetensors."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {name: directory / file for name, file in read_json(index)["weight_map"].items()}
     if single.is_file():
         with open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -107,7 +118,7 @@ def load_model(name_or_dir, device="cpu", dtype=torch.float32):
     """
     directory = resolve(name_or_dir)
     config = read_json(directory / "config.json")
-    model = build_model(config).to(dtype).to_empty(device=device)
+    model = materialize(build_model(config), device, dtype)
     read_weights(model, directory)
     return set_special_tokens(model, directory)
 
@@ -115,7 +126,7 @@ def load_model(name_or_dir, device="cpu", dtype=torch.float32):
 def set_special_tokens(model, directory):
     """End-of-text and padding ids: generation_config.json where it states them (SDAR ends at two ids), else config.json."""
     generation = directory / "generation_config.json"
-    facts = model.checkpoint_config | (json.loads(generation.read_text()) if generation.is_file() else {})
+    facts = model.checkpoint_config | (read_json(generation) if generation.is_file() else {})
     eos = facts.get("eos_token_id")
     if eos is None:
         raise SystemExit(f"{directory}: neither generation_config.json nor config.json states eos_token_id")
@@ -159,7 +170,7 @@ def save_model(model, directory, tokenizer):
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     config = model.checkpoint_config
     dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
-    temporary, error = directory.with_name(f".{directory.name}.tmp-{os.getpid()}"), None
+    temporary, error = directory.with_name(f".{directory.name}.tmp"), None
     if is_writer:
         try:
             if directory.exists():
@@ -195,7 +206,7 @@ def save_model(model, directory, tokenizer):
                 sync_to_disk(path)
             os.rename(temporary, directory)
             sync_to_disk(directory.parent)
-        except OSError as problem:
+        except Exception as problem:  # tokenizers raises plain Exception for a full disk; whatever it is, it is reported below
             error = problem
     if error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import load_tokenizer, save_model
-from models.checkpoint import build_model, resolve, set_special_tokens
+from models.checkpoint import build_model, materialize, resolve, set_special_tokens
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]  # ids 256..259, behind the 256 bytes
 CHAT_TEMPLATE = (
@@ -66,7 +66,7 @@ def byte_tokenizer():
 @torch.no_grad()
 def random_model(config, seed=0, device="cpu", dtype=torch.float32):
     """config: content of config.json -> model with matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1."""
-    model = build_model(config).to(dtype).to_empty(device=device)
+    model = materialize(build_model(config), device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name, value in model.state_dict().items():
         if value.dim() == 1:

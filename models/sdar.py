@@ -39,6 +39,10 @@ class Config:
     @classmethod
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and values that this file does not implement."""
+        rope = raw.get("rope_parameters") or {}  # where transformers 5 writes rope_theta and rope_scaling
+        if rope.get("rope_type", "default") != "default":
+            raw = raw | {"rope_scaling": rope}
+        raw = {"rope_theta": rope["rope_theta"]} | raw if "rope_theta" in rope else raw
         names = [f.name for f in fields(cls)]
         required = names[: names.index("tie_word_embeddings")]
         if missing := [name for name in required if name not in raw]:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.sampling import keyed_uniform, sample_categorical
-from models.sdar import block_causal_mask
+from models.checkpoint import tensor_names
+from models.sdar import block_causal_mask, masked_attention
 from rollout.traces import Trace, concatenate
 
 REMASKING = ("low_confidence_static", "low_confidence_dynamic", "random")
@@ -50,11 +51,10 @@ class BlockEngine:
     @torch.no_grad()
     def load_weights(self, weights):
         """weights: pairs (official name, full tensor), as export_weights yields them; copied in place. All must come."""
-        own = self.model.state_dict()
-        own = {
-            name: value for name, value in own.items() if name != "lm_head.weight" or not self.model.config.tie_word_embeddings
-        }
+        own = tensor_names(self.model)
         for name, value in weights:
+            if name not in own or own[name].shape != value.shape:
+                raise ValueError(f"{name} {list(value.shape)} is no tensor of this model, or came twice")
             own.pop(name).copy_(value)
         if own:
             raise ValueError(f"weights did not come for {', '.join(list(own)[:5])}")
@@ -78,12 +78,14 @@ class BlockEngine:
             )
         if remasking not in REMASKING:
             raise SystemExit(f"--remasking {remasking}: block models have {', '.join(REMASKING)}")
-        if denoising_steps < 1 or gen_length < 1:
-            raise SystemExit(f"--denoising-steps {denoising_steps} and --gen-length {gen_length} must be at least 1")
+        if min(denoising_steps, gen_length, num_samples) < 1 or temperature < 0:
+            wrong = f"{denoising_steps=}, {gen_length=}, {num_samples=} must be at least 1, {temperature=} at least 0"
+            raise SystemExit(wrong)
         if records is not None:
             raise SystemExit(f"the block engine keeps no records of kind {records!r}")
-        if not all(prompt_ids):
-            raise SystemExit("a prompt has no tokens: every prompt needs at least one")
+        prompt_ids = [ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids]
+        if not prompt_ids or not all(prompt_ids):
+            raise SystemExit("there are no prompts, or one has no tokens: every prompt needs at least one")
         settings = {
             "num_samples": num_samples,
             "gen_length": gen_length,
@@ -96,32 +98,35 @@ class BlockEngine:
             "eos_token_ids": self.model.eos_token_ids,
             "logps": "softmax(logits / temperature)" if temperature else "softmax(logits)",
         }
-        parts, prompts_at_once = [], max(1, self.max_batch_size // num_samples)
-        for first in range(0, len(prompt_ids), prompts_at_once):
-            chunk = prompt_ids[first : first + prompts_at_once]
-            parts.append(self._generate(chunk, settings, sample_offset + first * num_samples, stop_at_eos))
+        parts, total = [], len(prompt_ids) * num_samples
+        for first in range(0, total, self.max_batch_size):
+            samples = torch.arange(first, min(first + self.max_batch_size, total), device=self.device)
+            owner = samples // num_samples
+            prompts = prompt_ids[int(owner[0]) : int(owner[-1]) + 1]
+            parts.append(self._generate(prompts, owner - owner[0], sample_offset + samples, settings, stop_at_eos))
         return concatenate(parts, self.model.pad_token_id)
 
-    def _generate(self, prompt_ids, settings, sample_offset, stop_at_eos):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+        """One batch: row i continues prompt_ids[owner[i]]. owner, sample_index [N] -> Trace"""
         model, device, n = self.model, self.device, self.model.block_length
-        G, num_samples, temperature = settings["gen_length"], settings["num_samples"], settings["temperature"]
+        G, temperature = settings["gen_length"], settings["temperature"]
         quota = reveal_quota(n, settings["denoising_steps"])
-        P = torch.tensor([len(ids) for ids in prompt_ids], device=device).repeat_interleave(num_samples)  # [N]
+        P = torch.tensor([len(ids) for ids in prompt_ids], device=device)[owner]  # [N]
         end = (P + G + n - 1) // n * n  # [N], end of the last block
         N, S = len(P), int(end.max())
-        column = torch.arange(S, device=device)
+        column, width = torch.arange(S, device=device), max(map(len, prompt_ids))
+        padded = [ids + [model.mask_token_id] * (width - len(ids)) for ids in prompt_ids]
+        prompts = torch.tensor(padded, device=device)  # [U, width]
         tokens = torch.full((N, S), model.mask_token_id, device=device)  # absolute positions
-        for i, ids in enumerate(prompt_ids):
-            tokens[i * num_samples : (i + 1) * num_samples, : len(ids)] = torch.tensor(ids, device=device)
+        tokens[:, :width] = prompts[owner]
         masked = (column >= P[:, None]) & (column < end[:, None])  # kept apart from the ids: nothing is inferred from them
         dtype = torch.promote_types(model.lm_head.weight.dtype, torch.float32)
         step_map, logps = torch.full_like(tokens, -1), torch.zeros(N, S, dtype=dtype, device=device)
-        sample_index = sample_offset + torch.arange(N, device=device)
         num_forwards, start = torch.zeros_like(P), P // n * n  # start of the block in work
         eos = torch.tensor(model.eos_token_ids, device=device)
 
         row = torch.arange(N, device=device)  # rows at work, row r of the cache belongs to row[r]
-        cache = self._prefill(tokens[::num_samples], start[::num_samples], S, num_samples)
+        cache = self._prefill(prompts, owner, S)
         while len(row):
             at = start[row, None] + torch.arange(n, device=device)  # [R, n] positions of each row's block
             block, open_ = tokens[row[:, None], at], masked[row[:, None], at]
@@ -134,9 +139,8 @@ class BlockEngine:
                 key = (settings["seed"], sample_index[row[r]], at[r, j] - P[row[r]], step)
                 drawn, drawn_logps = self._sample(hidden[r, j], keyed_uniform(*key, "token"), temperature)
                 if not drawn_logps.isfinite().all():
-                    raise FloatingPointError(
-                        f"logits are not finite at samples {sample_index[row[r]][~drawn_logps.isfinite()].tolist()[:8]}"
-                    )
+                    bad = sample_index[row[r[~drawn_logps.isfinite()]]].unique().tolist()
+                    raise SystemExit(f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged")
                 proposal, proposal_logps = block.clone(), torch.zeros(block.shape, dtype=dtype, device=device)
                 proposal[r, j], proposal_logps[r, j] = drawn, drawn_logps
                 confidence = proposal_logps.exp()
@@ -156,31 +160,29 @@ class BlockEngine:
             if len(row):
                 self._forward(block, at, cache)  # commit: keys and values of the clean block
                 num_forwards[row] += 1
+        prompt_ids = [prompt_ids[i] for i in owner.tolist()]
         return self._trace(prompt_ids, tokens, step_map, logps, P, end, sample_index, num_forwards, settings)
 
-    def _prefill(self, tokens, length, width, num_samples):
-        """Keys and values of each prompt's whole blocks. tokens [U, S]; length [U] -> per layer k, v [U * num_samples, K, S, h]
+    def _prefill(self, prompts, owner, width):
+        """Keys and values of the prompts [U, P], which is enough for their whole blocks. -> per layer k, v [N, K, width, h]
 
-        Shorter prompts are padded on the right: padding lies in later blocks, which no earlier token sees.
+        Shorter prompts are padded on the right: padding lies in the last block or later, which no whole block sees, and each
+        row's first own block overwrites it.
         """
-        config, cache = self.model.config, []
-        P = int(length.max())
-        shape = (len(tokens), config.num_key_value_heads, width, config.head_dim)
-        dtype = self.model.lm_head.weight.dtype
-        for _ in range(config.num_hidden_layers):
-            cache.append(
-                (torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device))
-            )
-        if P:
-            position_ids = torch.arange(P, device=self.device).expand(len(tokens), P)
-            mask = block_causal_mask(position_ids // self.model.block_length, torch.ones_like(position_ids, dtype=torch.bool))
+        config, cache, (U, P) = self.model.config, [], prompts.shape
+        position_ids = torch.arange(P, device=self.device).expand(U, P)
+        mask = block_causal_mask(position_ids // self.model.block_length, torch.ones_like(position_ids, dtype=torch.bool))
+        attend_prompt = masked_attention(mask)
 
-            def attend(layer, q, k, v):
-                cache[layer][0][:, :, :P], cache[layer][1][:, :, :P] = k, v
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=q.shape[1] != k.shape[1])
+        def attend(layer, q, k, v):
+            shape = (len(owner), config.num_key_value_heads, width, config.head_dim)
+            keys, values = k.new_zeros(shape), v.new_zeros(shape)
+            keys[:, :, :P], values[:, :, :P] = k[owner], v[owner]
+            cache.append((keys, values))
+            return attend_prompt(layer, q, k, v)
 
-            self.model.hidden(tokens[:, :P], position_ids, attend)
-        return [(k.repeat_interleave(num_samples, 0), v.repeat_interleave(num_samples, 0)) for k, v in cache]
+        self.model.hidden(prompts, position_ids, attend)
+        return cache
 
     def _forward(self, block, at, cache):
         """Forward each row's block [R, n], at positions `at`, over its cached past; writes its keys and values. -> [R, n, D]"""
@@ -215,7 +217,7 @@ class BlockEngine:
         completion_ids, step_map = cut(tokens, self.model.pad_token_id), cut(step_map, -1)
         is_eos = torch.isin(completion_ids, torch.tensor(self.model.eos_token_ids, device=self.device)) & on_canvas
         return Trace(
-            prompt_ids=[ids for ids in prompt_ids for _ in range(settings["num_samples"])],
+            prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             completion_mask=on_canvas & (is_eos.long().cumsum(1) - is_eos.long() == 0),
             canvas_length=canvas_length,

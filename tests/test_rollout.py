@@ -533,7 +533,7 @@ def test_broken_logits_stop_the_rollout(monkeypatch, temperature, bad):
             head = engine.model.head
             infinite = torch.tensor([math.inf if v == 6 else 0.0 for v in range(V)])
             monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) + infinite)
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(SystemExit, match="not finite"):
         engine.generate(prompts_of([3]), temperature=temperature)
 
 
@@ -723,8 +723,10 @@ def test_make_engine_refuses_a_backend_that_cannot_serve(model, backend):
     [
         ({"block_length": 8}, "--block-length 8.*4"),
         ({"remasking": "low_confidence"}, "--remasking low_confidence.*low_confidence_static.*low_confidence_dynamic.*random"),
-        ({"denoising_steps": 0}, "--denoising-steps 0"),
-        ({"gen_length": 0}, "--gen-length 0"),
+        ({"denoising_steps": 0}, "denoising_steps=0.*at least 1"),
+        ({"gen_length": 0}, "gen_length=0.*at least 1"),
+        ({"num_samples": 0}, "num_samples=0.*at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0 at least 0"),
         ({"records": "states"}, "states"),
     ],
 )
