@@ -385,7 +385,7 @@ def evaluate(engine, model, task, tokenizer, problems, args):
     share = math.ceil(len(problems) / dist.get_world_size())
     first, score = dist.get_rank() * share, 0.0
     if mine := problems[first : first + share]:
-        settings = rollout_settings(args) | {"temperature": args.eval_temperature, "seed": args.seed}
+        settings = rollout_settings(args) | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
         trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
         score = sum(task.score(trace.text(i, tokenizer), example) for i, (example, _) in enumerate(mine))
     return all_reduce({"score": score})["score"] / len(problems)
@@ -468,9 +468,8 @@ def main(args):
                 if rows is None:  # nothing random: the same rows again
                     iterations.append(iterations[0])
                     continue
-                if (
-                    not args.beta
-                ):  # rows with advantage 0 have no gradient; if there are no others, one stays: all ranks must run
+                # Rows with advantage 0 have no gradient; one stays if there are no others, because every rank must run.
+                if not args.beta:
                     live = rows.advantages != 0
                     live[0] |= ~live.any()
                     rows = rows.select(live)

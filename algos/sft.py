@@ -54,7 +54,7 @@ class Args:
     """sequences per optimizer step, over all ranks"""
     micro_batch_size: int = 64
     """sequences per forward; does not change the gradient"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
     """steps of the schedule; 0: --max-steps"""
@@ -85,7 +85,7 @@ class Args:
     # <<< shared: args
     # method
     learning_rate: float = 1e-5
-    """AdamW (SDAR's training recipe: 1e-5)"""
+    """AdamW (official sdar_4b_math_cot_full.yaml: 1e-5, constant after a warm-up of 3 %)"""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW"""
     weight_decay: float = 0.1

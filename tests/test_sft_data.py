@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.sft import conversation, encode, read_rows
+from data.stream import ShuffledStream
 from models import load_tokenizer
 from models.random_init import byte_tokenizer
 
@@ -36,6 +37,25 @@ def test_long_rows_are_dropped_and_counted_and_all_long_is_refused():
     assert len(encoded) == 2 and dropped == 1
     with pytest.raises(SystemExit, match="all 3 rows exceed --max-length 3: the shortest has 5 tokens"):
         encode(rows, byte_tokenizer(), EOS, 3)
+
+
+def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
+    import datasets
+
+    asked = []
+    rows = [{"prompt": "a", "response": "b"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or rows)
+    assert read_rows("owner/name", "train") == rows and asked == [("owner/name", "train")]
+
+
+def test_the_stream_gives_every_item_once_per_epoch_in_a_keyed_order():
+    items = list(range(7))
+    stream = [ShuffledStream(items, seed=3)[i] for i in range(21)]  # a fresh object each time: position is the only state
+    epochs = [stream[i : i + 7] for i in (0, 7, 14)]
+    assert all(sorted(epoch) == items for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 3
+    again, other = ShuffledStream(items, seed=3), ShuffledStream(items, seed=4)
+    assert [again[i] for i in (20, 3, 11)] == [stream[i] for i in (20, 3, 11)]
+    assert [other[i] for i in range(21)] != stream
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
