@@ -4,7 +4,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 
 demo: $(VENV)/installed
-	$(RUN) algos/bgpo.py --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 150
+	$(RUN) algos/bgpo.py --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 100
 
 test: $(VENV)/installed
 	$(RUN) -m pytest -q tests

@@ -6,7 +6,7 @@
 
 Run it on the shipped tiny model on CPU, or on eight GPUs; `diff algos/d1.py algos/bgpo.py` is the method:
 
-    python   algos/bgpo.py --learning-rate 1e-4 --mc-num 4
+    python   algos/bgpo.py --learning-rate 3e-4 --mc-num 4
     torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b --data cd3 --gen-length 256 --micro-batch-size 8
 """
 

@@ -5,7 +5,7 @@
 
 Run it on the shipped tiny model on CPU, or on eight GPUs (docs/change.md: how to make it another method):
 
-    python   algos/d1.py --learning-rate 1e-4
+    python   algos/d1.py --learning-rate 1e-4 --max-steps 30
     torchrun --nproc-per-node 8 algos/d1.py --model sdar-8b --data cd3 --gen-length 256 --micro-batch-size 8
 """
 

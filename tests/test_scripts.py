@@ -151,6 +151,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
 
 
 def test_wandb_offline(tmp_path):
+    pytest.importorskip("wandb")
     flags = "--track --max-steps 1 --eval-limit 0 --prompts-per-step 2 --mc-num 1".split()
     done = run([sys.executable, "algos/bgpo.py", *flags, "--out", str(tmp_path)], WANDB_MODE="offline", WANDB_SILENT="true")
     assert done.returncode == 0, done.stderr[-3000:]
