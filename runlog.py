@@ -16,10 +16,12 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -42,26 +44,33 @@ SUMMARY = {
 class RunLog:
     """All ranks construct it and know `run_dir`; only rank 0 writes, elsewhere every method does nothing."""
 
-    def __init__(self, out, name, rank, config, max_steps, track=False):
-        """config: dict that JSON can hold. max_steps: length of the bar. track: mirror the rows to wandb."""
+    def __init__(self, out, name, rank, config, max_steps, track=False, resume="", step=0):
+        """config: dict that JSON can hold. max_steps: length of the bar. track: mirror the rows to wandb.
+
+        resume: run directory to go on in; rows of steps after `step` are dropped from its files, config.json stays.
+        """
         self.is_writer, self.max_steps, self.latest = rank == 0, max_steps, {}
         self.bar = self.metrics_file = self.wandb_run = None
-        chosen = [make_run_dir(out, name) if self.is_writer else None]
+        chosen = [Path(resume) if resume else make_run_dir(out, name) if self.is_writer else None]
         if dist.is_initialized():  # ranks start at different seconds
             dist.broadcast_object_list(chosen, src=0)
         self.run_dir = chosen[0]
         if not self.is_writer:
             return
         atexit.register(self.close)  # a run that stops with an error leaves its table and figure too
-        (self.run_dir / "config.json").write_text(json.dumps(describe_run(config), indent=2) + "\n", encoding="utf-8")
-        self.metrics_file = open(self.run_dir / "metrics.jsonl", "w", buffering=1, encoding="utf-8")  # flushed per line
+        if resume:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                truncate_rows(self.run_dir / name, step)
+        else:
+            write_atomically(self.run_dir / "config.json", json.dumps(describe_run(config), indent=2) + "\n")
+        self.metrics_file = open(self.run_dir / "metrics.jsonl", "a", buffering=1, encoding="utf-8")  # flushed per line
         if track:
             import wandb
 
             self.wandb_run = wandb.init(project="cleandllm", name=self.run_dir.name, config=config, dir=self.run_dir)
         if sys.stderr.isatty():
             bar_format = "{n_fmt}/{total_fmt} {bar:12} {elapsed}<{remaining}{postfix}"
-            self.bar = tqdm(total=max_steps, bar_format=bar_format, dynamic_ncols=True)
+            self.bar = tqdm(total=max_steps, initial=step, bar_format=bar_format, dynamic_ncols=True)
 
     def write(self, step, metrics):
         """One row. step: training steps finished, so 0 is before training. metrics: numbers and 0-d tensors.
@@ -91,6 +100,15 @@ class RunLog:
         if self.is_writer:
             with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+
+    def history(self, key):
+        """[(step, value)] of one key so far, on every rank. Collective."""
+        found = [
+            [(row["step"], row[key]) for row in read_rows(self.run_dir) if row.get(key) is not None] if self.is_writer else None
+        ]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
 
     def say(self, text):
         """Print a line without breaking the bar."""
@@ -127,6 +145,24 @@ class RunLog:
 
     def __exit__(self, error_type, error, traceback):
         self.close(failed=error_type is not None)
+
+
+class StopSignal:
+    """SIGTERM (a scheduler's notice) is remembered, for the loop to end between two steps."""
+
+    def __init__(self):
+        self.received = False
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number, frame):
+        self.received = True
+
+    def is_set(self):
+        """Whether any rank received it. Collective."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        flag = torch.tensor(int(self.received), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
 
 class Stopwatch(dict):
@@ -193,6 +229,47 @@ def describe_device():
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
+def write_atomically(path, text):
+    """A process killed at any moment leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def truncate_rows(path, step):
+    """Keep the rows of a .jsonl file up to `step`. A last line without its end was being written when the run was killed."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_atomically(path, "".join(kept))
+
+
+def command_line(arguments):
+    """Parse the flags of a script into its dataclass. With --resume DIR, that run's own arguments are the defaults.
+
+    SystemExit if a flag is given with another value than the run had: only max_steps, track and resume may change.
+    """
+    import tyro
+
+    given = tyro.cli(arguments)
+    if not given.resume:
+        return given
+    path = Path(given.resume) / "config.json"
+    if not path.is_file():
+        raise SystemExit(f"--resume {given.resume} is no run directory: it has no config.json")
+    saved = json.loads(path.read_text(encoding="utf-8"))["args"]
+    known = {field.name: field.type for field in fields(arguments)}
+    before = arguments(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items() if key in known}
+    )
+    now = tyro.cli(arguments, default=before)
+    for name in known:
+        if name not in ("max_steps", "track", "resume") and getattr(now, name) != getattr(before, name):
+            flag = name.replace("_", "-")
+            raise SystemExit(f"--resume: the run had --{flag} {getattr(before, name)}, now it is {getattr(now, name)}")
+    return now
 
 
 def is_score(key):

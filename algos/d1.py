@@ -14,24 +14,25 @@ import math
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
-from evals import load_task
+from evals import load_problems, load_task, mean_score
 from evals.rewards import load_reward
 from kernels.sampling import keyed_uniform
-from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
-from rollout import Trace, make_engine, rollout_sums
-from runlog import RunLog, Stopwatch, peak_memory_gb
+from models import adapters_off, add_lora, export_adapter, export_weights, load_model, load_tokenizer
+from models.training_state import Saves
+from rollout import Trace, make_engine, probe, rollout_means, rollout_sums
+from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
 # B sequences, G generations per prompt, P prompt length, L completion length, T = P + L, V vocabulary
 # R rows: terms of the loss. K draws: forwards per row
@@ -69,6 +70,14 @@ class Args:
     """prompts per rollout, over all ranks"""
     micro_batch_size: int = 256
     """rows per forward; does not change the gradient"""
+    lora_rank: int = 0
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    lora_alpha: int = 64
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
+    lora_merged_rollout: bool = False
+    """sample from adapters merged into bf16 weights, which rounds small updates away, instead of beside them"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -77,6 +86,8 @@ class Args:
     """linear warm-up of the learning rate, in rollout steps"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
+    compile: bool = False
+    """torch.compile every block: faster steps, minutes of warm-up"""
     sync_every_backward: bool = False
     """reduce gradients after every backward, not only the last: slower, but no rank holds full-size gradients"""
     max_steps: int = 100
@@ -88,7 +99,11 @@ class Args:
     eval_temperature: float = 0.0
     """of evaluation completions; 0 is greedy"""
     save_every: int = 0
-    """steps between saves of the weights, 0: only at the end"""
+    """steps between saves of weights and of all that --resume needs, 0: only the weights, at the end"""
+    keep_saves: int = 0
+    """newest saves to keep beside the best by validation score; 0: all"""
+    resume: str = ""
+    """run directory to continue, with the arguments it had; only --max-steps may change"""
     out: str = "runs"
     """parent of the run directory"""
     seed: int = 42
@@ -132,7 +147,7 @@ def setup_distributed():
 
 
 def parallelize(model, args):
-    """FSDP2: checkpoint and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
+    """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = model.lm_head.weight.device.type
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
@@ -140,6 +155,8 @@ def parallelize(model, args):
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     for layer in model.layers:
+        if args.compile:
+            layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -235,17 +252,13 @@ class Rows:
 
 def make_batch(trace, model, seed):
     """Trace of a rollout -> Batch. Collective: the token and sequence counts are sums over ranks."""
-    device = trace.completion_ids.device
-    P, L = max(map(len, trace.prompt_ids)), trace.completion_ids.shape[1]
-    prompts = torch.tensor([[model.pad_token_id] * (P - len(ids)) + ids for ids in trace.prompt_ids], device=device)
-    in_prompt = torch.arange(P, device=device) >= torch.tensor([[P - len(ids)] for ids in trace.prompt_ids], device=device)
-    valid_mask = torch.cat([in_prompt, torch.arange(L, device=device) < trace.canvas_length[:, None]], 1)
-    counts = all_reduce({"tokens": trace.completion_mask.sum(), "sequences": len(prompts)})
+    (input_ids, valid_mask), L = trace.sequences(model.pad_token_id), trace.completion_ids.shape[1]
+    counts = all_reduce({"tokens": trace.completion_mask.sum(), "sequences": len(input_ids)})
     return Batch(
-        input_ids=torch.cat([prompts, trace.completion_ids], 1),
+        input_ids=input_ids,
         valid_mask=valid_mask,
         completion_mask=trace.completion_mask,
-        block_ids=model.grid(valid_mask)[1][:, P:],
+        block_ids=model.grid(valid_mask)[1][:, -L:],
         sample_index=trace.sample_index,
         trace=trace,
         mask_token_id=model.mask_token_id,
@@ -355,44 +368,11 @@ def backward(model, rows, scale, last, args):
 # <<< shared: inner
 
 
-# >>> shared: evaluate
-def rollout_settings(args):
-    """What training and evaluation rollouts have in common."""
-    names = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold")
-    return {name: getattr(args, name) for name in names}
-
-
-def load_problems(task, split, data, tokenizer, args, limit=None):
-    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left."""
-    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, data, limit)]
-    kept = [problem for problem in problems if len(problem[1]) <= args.max_prompt_length]
-    if not kept:
-        shortest = min(len(ids) for _, ids in problems)
-        raise SystemExit(f"--max-prompt-length {args.max_prompt_length}: the shortest {split} prompt has {shortest} tokens")
-    return kept, len(problems) - len(kept)
-
-
-def evaluate(engine, model, task, tokenizer, problems, args):
-    """Mean exact score of the model on held-out problems, which are dealt out over the ranks. -> float"""
-    engine.load_weights(export_weights(model))
-    share = math.ceil(len(problems) / dist.get_world_size())
-    first, score = dist.get_rank() * share, 0.0
-    if mine := problems[first : first + share]:
-        settings = rollout_settings(args) | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
-        trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
-        score = sum(task.score(trace.text(i, tokenizer), example) for i, (example, _) in enumerate(mine))
-    return all_reduce({"score": score})["score"] / len(problems)
-
-
-# <<< shared: evaluate
-
-
 def main(args):
     # >>> shared: main_setup
     rank, world_size, device = setup_distributed()
     if left := args.prompts_per_step % world_size:
-        fit = f"use {args.prompts_per_step - left} or {args.prompts_per_step + world_size - left}"
-        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} is no multiple of the {world_size} ranks: {fit}")
+        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} does not divide by {world_size} ranks: {left} left over")
     if args.num_generations < 2:
         raise SystemExit(f"--num-generations {args.num_generations}: a group needs at least 2 completions to compare")
     if args.beta and not USES_REF:
@@ -400,37 +380,59 @@ def main(args):
     prompts_per_rank = args.prompts_per_step // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     reward = load_reward(args.reward, task)
-    problems, dropped = load_problems(task, "train", args.data, tokenizer, args)
+    load = lambda split, data, limit=None: load_problems(task, split, data, tokenizer, args.max_prompt_length, limit)
+    problems, dropped = load("train", args.data)
     if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
         raise SystemExit(f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0")
-    held_out = {
-        split: load_problems(task, split, args.eval_data or args.data, tokenizer, args, args.eval_limit)[0]
-        for split in ("validation", "test")
-        if args.eval_limit
-    }
-    model = parallelize(load_model(args.model, device=device), args)
-    ref_model = parallelize(load_model(args.model, device=device).requires_grad_(False), args) if args.beta else None
-    engine = make_engine(args.model, backend=args.rollout_backend, device=device)
+    eval_data, splits = args.eval_data or args.data, ("validation", "test") if args.eval_limit else ()
+    held_out = {split: load(split, eval_data, args.eval_limit)[0] for split in splits}
+    shape = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold")
+    rollout = {name: getattr(args, name) for name in shape}  # what training and evaluation have in common
+    frozen_base = torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
+    model, engine = load_model(args.model, device, frozen_base), make_engine(args.model, args.rollout_backend, device)
+    beside = args.lora_rank and not args.lora_merged_rollout  # the engine holds adapters of its own
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
+    if beside:
+        add_lora(engine.model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed, engine.dtype)
+    model = parallelize(model, args)
+    copies = args.beta and not args.lora_rank  # with LoRA the reference is the model without its adapters
+    ref_model = parallelize(load_model(args.model, device).requires_grad_(False), args) if copies else None
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
+    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
-    log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track)
-    stream = ShuffledStream(problems, args.seed)
+    log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
+    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
+    stream, stop = ShuffledStream(problems, args.seed), StopSignal()
     log.say(f"{len(problems)} problems, {dropped} with prompts longer than {args.max_prompt_length} tokens dropped")
+
+    hand_over = lambda: engine.load_weights(export_adapter(model) if beside else export_weights(model))
+
+    def evaluate(split):
+        hand_over()
+        settings = rollout | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
+        return mean_score(engine, task, tokenizer, held_out[split], **settings)
+
+    def probe_engine():
+        return probe(engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout)
+
     # <<< shared: main_setup
 
     # >>> shared: before
     started = time.perf_counter()
-    before = evaluate(engine, model, task, tokenizer, held_out["test"], args) if args.eval_limit else None
-    if args.eval_limit:
-        log.write(0, {f"test/{args.task}": before})
+    if not start:
+        hand_over()
+        log.write(0, probe_engine())
+        if args.eval_limit:
+            log.write(0, {f"test/{args.task}": evaluate("test")})
     # <<< shared: before
 
-    for step in range(args.max_steps):
+    for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock = Stopwatch()
         with clock("sync"):
-            engine.load_weights(export_weights(model))
+            hand_over()
         with clock("rollout"):
             first = step * args.prompts_per_step + rank * prompts_per_rank
             chosen = [stream[i] for i in range(first, first + prompts_per_rank)]
@@ -442,7 +444,7 @@ def main(args):
                 seed=seed,
                 sample_offset=rank * prompts_per_rank * args.num_generations,
                 records=RECORDS,
-                **rollout_settings(args),
+                **rollout,
             )
         with clock("reward"):
             owners = [example for example, _ in chosen for _ in range(args.num_generations)]
@@ -469,16 +471,16 @@ def main(args):
                 if USES_OLD and args.num_iterations > 1:
                     rows.old = frozen_estimates(model, rows, args)
                 if args.beta:
-                    rows.ref = frozen_estimates(ref_model, rows, args)
+                    with nullcontext(ref_model) if ref_model else adapters_off(model) as reference:
+                        rows.ref = frozen_estimates(reference, rows, args)
                 iterations.append(rows)
             for rows in iterations:
                 micros, sums = micro_batches(rows, args), {}
                 has_gradient = bool(args.beta or rows.advantages.any())
                 for i, (micro, is_real) in enumerate(micros):
-                    is_real = is_real and has_gradient
-                    scale = world_size if is_real else 0  # FSDP averages over ranks
+                    scale = world_size * (is_real and has_gradient)  # FSDP averages over ranks
                     for name, value in backward(model, micro, scale, i == len(micros) - 1, args).items():
-                        sums[name] = sums.get(name, 0) + value * is_real
+                        sums[name] = sums.get(name, 0) + value * (scale > 0)
                 local_loss, sums = sums["loss/total"].item(), all_reduce(sums)
                 grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
                 if not math.isfinite(sums["loss/total"] + grad_norm):
@@ -494,33 +496,34 @@ def main(args):
 
         # >>> shared: log_eval_save
         sums = all_reduce(rollout_sums(trace, rewards, components, args.num_generations))
-        metrics |= {name: value / batch.num_sequences for name, value in sums.items()}
-        metrics["reward/std"] = max(metrics.pop("reward/square") - metrics["reward/mean"] ** 2, 0.0) ** 0.5
+        metrics |= rollout_means(sums, batch.num_sequences)
         metrics |= {"optim/grad_norm": grad_norm, "optim/lr": lr_at(step, args)}
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics[f"eval/{args.task}"] = evaluate(engine, model, task, tokenizer, held_out["validation"], args)
+                metrics[f"eval/{args.task}"] = evaluate("validation")
+                metrics |= probe_engine()
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | clock | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)})
-        group = [trace.describe(i, tokenizer) | {"reward": rewards[i].item()} for i in range(args.num_generations)]
-        log.samples(step + 1, group)
-        if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.max_steps:
-            save_model(model, log.run_dir / "checkpoints" / f"step-{step + 1:06d}", tokenizer)
+        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in range(args.num_generations)])
+        due, last = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps
+        ended = stop.is_set()
+        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
+        if ended:
+            return log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
         # <<< shared: log_eval_save
 
     # >>> shared: after
-    checkpoint = log.run_dir / "checkpoints" / f"step-{args.max_steps:06d}"
-    save_model(model, checkpoint, tokenizer)
     if args.eval_limit:
-        after = evaluate(engine, model, task, tokenizer, held_out["test"], args)
+        before, after = log.history(f"test/{args.task}")[0][1], evaluate("test")
         log.write(args.max_steps, {f"test/{args.task}": after})
         log.say(f"{args.task} on {len(held_out['test'])} held-out problems: {before:.1%} before, {after:.1%} after")
-    log.say(trace.draw(0, tokenizer))
-    log.say(f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {checkpoint}")
+    if start < args.max_steps:
+        log.say(trace.draw(0, tokenizer))
+    log.say(f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}")
     log.close()
     dist.destroy_process_group()
     # <<< shared: after
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

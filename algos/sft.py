@@ -20,18 +20,18 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, read_rows
 from data.stream import ShuffledStream
-from evals import load_task
+from evals import load_problems, load_task, mean_score
 from kernels.sampling import keyed_uniform
-from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
+from models import add_lora, export_weights, load_model, load_tokenizer
+from models.training_state import Saves
 from rollout import make_engine
-from runlog import RunLog, Stopwatch, peak_memory_gb
+from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
 # B sequences, T tokens of a sequence, V vocabulary
 # <<< shared: imports
@@ -50,6 +50,12 @@ class Args:
     """problems of the held-out score; empty: other splits of the preset, else the task's own"""
     max_length: int = 2048
     """tokens of prompt + answer; longer rows are dropped and counted"""
+    lora_rank: int = 0
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    lora_alpha: int = 64
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
     batch_size: int = 64
     """sequences per optimizer step, over all ranks"""
     micro_batch_size: int = 64
@@ -62,6 +68,8 @@ class Args:
     """linear warm-up of the learning rate"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
+    compile: bool = False
+    """torch.compile every block: faster steps, minutes of warm-up"""
     sync_every_backward: bool = False
     """reduce gradients after every micro-batch, not only the last: slower, but no rank holds full-size gradients"""
     max_steps: int = 100
@@ -75,7 +83,11 @@ class Args:
     denoising_steps: int = 2
     """evaluation: denoising steps per block"""
     save_every: int = 0
-    """steps between saves, 0: only at the end"""
+    """steps between saves of weights and of all that --resume needs, 0: only the weights, at the end"""
+    keep_saves: int = 0
+    """newest saves to keep beside the best by validation score; 0: all"""
+    resume: str = ""
+    """run directory to continue, with the arguments it had; only --max-steps may change"""
     out: str = "runs"
     """parent of the run directory"""
     seed: int = 42
@@ -109,7 +121,7 @@ def setup_distributed():
 
 
 def parallelize(model, args):
-    """FSDP2: checkpoint and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
+    """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = model.lm_head.weight.device.type
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
@@ -117,6 +129,8 @@ def parallelize(model, args):
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     for layer in model.layers:
+        if args.compile:
+            layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -207,34 +221,13 @@ def sft_loss(logps, weights, batch):
     return -(weights * logps).sum() / batch.num_tokens
 
 
-# >>> shared: evaluate
-def evaluate(engine, task, tokenizer, examples, args):
-    """Mean score of greedy completions, the examples dealt out over ranks. -> float"""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = math.ceil(len(examples) / world_size)
-    mine, total = examples[rank * share : (rank + 1) * share], 0.0
-    if mine:
-        trace = engine.generate(
-            [prompt_ids(tokenizer, task.prompt(example)) for example in mine],
-            gen_length=args.gen_length, denoising_steps=args.denoising_steps, temperature=0.0,
-            remasking="low_confidence_static", sample_offset=rank * share,
-        )  # fmt: skip
-        texts = [tokenizer.decode(trace.completion(i), skip_special_tokens=True) for i in range(len(mine))]
-        total = sum(task.score(text, example) for text, example in zip(texts, mine, strict=True))
-    return all_reduce({"score": total})["score"] / len(examples)
-
-
-# <<< shared: evaluate
-
-
 def main(args):
     rank, world_size, device = setup_distributed()
     if left := args.batch_size % world_size:
-        fit = f"use {args.batch_size - left} or {args.batch_size + world_size - left}"
-        raise SystemExit(f"--batch-size {args.batch_size} is no multiple of the {world_size} ranks: {fit}")
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {left} left over")
     per_rank = args.batch_size // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    model = load_model(args.model, device=device)
+    model = load_model(args.model, device, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
     from_task = not args.data or args.data in task.PRESETS
     if from_task:  # up to four different right answers of each problem
         problems = task.load("train", args.data)
@@ -243,62 +236,71 @@ def main(args):
     else:
         raw = read_rows(args.data)
     rows, dropped = encode(raw, tokenizer, model.eos_token_ids[0], args.max_length)
-    eval_data = args.eval_data or (args.data if from_task else "")
-    held_out = {split: task.load(split, eval_data, args.eval_limit) for split in ("validation", "test") if args.eval_limit}
+    eval_data, splits = args.eval_data or (args.data if from_task else ""), ("validation", "test") if args.eval_limit else ()
+    load = lambda split: load_problems(task, split, eval_data, tokenizer, args.max_length, args.eval_limit)[0]
+    held_out = {split: load(split) for split in splits}
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     model = parallelize(model, args)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
     engine = make_engine(args.model, device=device) if args.eval_limit else None
-    stream = ShuffledStream(rows, args.seed)
+    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
-    with RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track) as log:
-        log.say(f"{len(rows)} training rows, {dropped} longer than {args.max_length} tokens dropped")
+    log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
+    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
+    stream, stop = ShuffledStream(rows, args.seed), StopSignal()
+    log.say(f"{len(rows)} training rows, {dropped} longer than {args.max_length} tokens dropped")
 
-        def score(split):
-            engine.load_weights(export_weights(model))
-            return evaluate(engine, task, tokenizer, held_out[split], args)
+    def evaluate(split):
+        engine.load_weights(export_weights(model))
+        settings = {"gen_length": args.gen_length, "denoising_steps": args.denoising_steps, "temperature": 0.0}
+        return mean_score(engine, task, tokenizer, held_out[split], remasking="low_confidence_static", **settings)
 
-        for step in range(args.max_steps):
-            clock = Stopwatch()
-            with clock("data"):
-                first = step * args.batch_size + rank * per_rank
-                chosen = [stream[i] for i in range(first, first + per_rank)]
-                batch = make_batch(chosen, rank * per_rank, args, model, step, device)
-                masked, weights = sample_masks(batch, args)
-            with clock("update"):
-                loss = torch.zeros((), device=device)
-                for i in range(0, per_rank, args.micro_batch_size):
-                    rows_i = slice(i, i + args.micro_batch_size)
-                    model.set_requires_gradient_sync(args.sync_every_backward or i + args.micro_batch_size >= per_rank)
-                    noisy_ids = torch.where(masked[rows_i], batch.mask_token_id, batch.input_ids[rows_i])
-                    logps = model.logps(batch.input_ids[rows_i], noisy_ids, masked[rows_i], batch.valid_mask[rows_i])
-                    share = sft_loss(logps, weights[rows_i], batch)
-                    (share * world_size).backward()  # FSDP averages over ranks
-                    loss += share.detach()
-                loss = all_reduce({"loss": loss})["loss"]
-                grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
-                if not math.isfinite(loss + grad_norm):
-                    where = f"step {step + 1}: loss {loss}, gradient norm {grad_norm}"
-                    raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
-                for group in optimizer.param_groups:
-                    group["lr"] = lr_at(step, args)
-                optimizer.step()
-                optimizer.zero_grad()
-            metrics = {"loss/total": loss, "optim/lr": lr_at(step, args), "optim/grad_norm": grad_norm}
-            if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
-                with clock("eval"):
-                    metrics[f"eval/{args.task}"] = score("validation")
-            tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
-            metrics |= clock | {"speed/tokens_per_s": tokens / clock["time/update"], "memory/peak_gb": peak_memory_gb(device)}
-            log.write(step + 1, metrics)
-            if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.max_steps:
-                save_model(model, log.run_dir / "checkpoints" / f"step-{step + 1:06d}", tokenizer)
-        save_model(model, log.run_dir / "checkpoints" / f"step-{args.max_steps:06d}", tokenizer)
-        if args.eval_limit:
-            log.write(args.max_steps, {f"test/{args.task}": score("test")})
-        log.say(f"saved {log.run_dir / 'checkpoints' / f'step-{args.max_steps:06d}'}")
+    for step in range(start, args.max_steps):
+        clock = Stopwatch()
+        with clock("data"):
+            first = step * args.batch_size + rank * per_rank
+            chosen = [stream[i] for i in range(first, first + per_rank)]
+            batch = make_batch(chosen, rank * per_rank, args, model, step, device)
+            masked, weights = sample_masks(batch, args)
+        with clock("update"):
+            loss = torch.zeros((), device=device)
+            for i in range(0, per_rank, args.micro_batch_size):
+                rows_i = slice(i, i + args.micro_batch_size)
+                model.set_requires_gradient_sync(args.sync_every_backward or i + args.micro_batch_size >= per_rank)
+                noisy_ids = torch.where(masked[rows_i], batch.mask_token_id, batch.input_ids[rows_i])
+                logps = model.logps(batch.input_ids[rows_i], noisy_ids, masked[rows_i], batch.valid_mask[rows_i])
+                share = sft_loss(logps, weights[rows_i], batch)
+                (share * world_size).backward()  # FSDP averages over ranks
+                loss += share.detach()
+            loss = all_reduce({"loss": loss})["loss"]
+            grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+            if not math.isfinite(loss + grad_norm):
+                where = f"step {step + 1}: loss {loss}, gradient norm {grad_norm}"
+                raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step, args)
+            optimizer.step()
+            optimizer.zero_grad()
+        metrics = {"loss/total": loss, "optim/lr": lr_at(step, args), "optim/grad_norm": grad_norm}
+        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+            with clock("eval"):
+                metrics[f"eval/{args.task}"] = evaluate("validation")
+        tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
+        metrics |= clock | {"speed/tokens_per_s": tokens / clock["time/update"], "memory/peak_gb": peak_memory_gb(device)}
+        log.write(step + 1, metrics)
+        due, last = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps
+        ended = stop.is_set()
+        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
+        if ended:
+            return log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+    if args.eval_limit:
+        log.write(args.max_steps, {f"test/{args.task}": evaluate("test")})
+    log.say(f"saved {saves.newest}")
+    log.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line(Args))

@@ -1,7 +1,13 @@
-"""Benchmarks, one file each: load, prompt, score."""
+"""Benchmarks, one file each: load, prompt, score. Here: their names, their prompts as token ids, and a mean score."""
 
+import math
 from importlib import import_module
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from models import prompt_ids
 
 
 def load_task(name):
@@ -12,3 +18,28 @@ def load_task(name):
     if name not in tasks:
         raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
     return import_module(f"evals.{name}")
+
+
+def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
+    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left."""
+    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, data, limit)]
+    kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
+    if not kept:
+        shortest = min((len(ids) for _, ids in problems), default=0)
+        raise SystemExit(f"--max-prompt-length {max_prompt_length}: the shortest {split} prompt has {shortest} tokens")
+    return kept, len(problems) - len(kept)
+
+
+def mean_score(engine, task, tokenizer, problems, **settings):
+    """Mean exact score of one completion per problem, the problems dealt out over the ranks of a run. -> float
+
+    problems: of load_problems; settings: of engine.generate.
+    """
+    share = math.ceil(len(problems) / dist.get_world_size())
+    first = dist.get_rank() * share
+    score = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if mine := problems[first : first + share]:
+        trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
+        score += sum(task.score(trace.text(i, tokenizer), example) for i, (example, _) in enumerate(mine))
+    dist.all_reduce(score)
+    return score.item() / len(problems)

@@ -3,11 +3,13 @@
 They are for training and live beside the metric, never in it: without --reward a run is trained on the task's score().
 """
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 
 from data.planning import sudoku_solutions
-from evals import countdown, sudoku
+from evals import countdown, gsm8k, sudoku
+from evals.run import tagged_answer
 
 
 def countdown_partial(completion: str, example: dict) -> dict[str, float]:
@@ -35,7 +37,47 @@ def sudoku_cells(completion: str, example: dict) -> dict[str, float]:
     return {"cells": max(agreeing, default=0.0) / len(blanks) if blanks else float(bool(agreeing))}
 
 
-REWARDS = {"countdown_partial": countdown_partial, "sudoku_cells": sudoku_cells}
+def gsm8k_boxed(completion: str, example: dict) -> dict[str, float]:
+    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} that holds a number."""
+    boxes = gsm8k.boxes(completion)
+    one_number = len(boxes) == 1 and gsm8k.normalised(boxes[0]) is not None
+    return {"correct": gsm8k.score(completion, example), "format": 0.1 if one_number else 0.0}
+
+
+def gsm8k_d1(completion: str, example: dict) -> dict[str, float]:
+    """d1's five parts, for the prompt of `--data d1`: at most 0.5 for each of four, and 2.0 for the right number.
+
+    xmlcount: 0.125 for each tag that stands once with its newlines, less 0.001 for each character behind the last one, not
+    below 0. soft_format: the four tags once and in order, with blanks only before and between the two parts. strict_format:
+    soft_format with exactly d1's newlines. integer: an integer stands in the answer tag. correctness: the task's score.
+    The code of d1 differs where it did not do what it says: its two format patterns fail on reasoning of more than one line,
+    it takes 0.001 for every character of a text without </answer>, reads a text without tags as the answer, and does not
+    know -3 and 1,000 as integers.
+    """
+    if example["style"] != "tags":
+        raise SystemExit("--reward gsm8k_d1 pays for a layout that only the prompt of --data d1 asks for")
+    before, *rest = re.split("(</?(?:reasoning|answer)>)", completion)
+    soft = rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"] and not (before + rest[3]).strip()
+    strict = soft and (before, rest[3]) == ("", "\n") and rest[7] in ("", "\n")
+    strict = strict and all(re.fullmatch(r"\n.*\n", part, re.DOTALL) for part in (rest[1], rest[5]))
+    tags = sum(completion.count(tag) == 1 for tag in ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>"))
+    behind = len(completion.rpartition("</answer>")[2].removeprefix("\n")) if "</answer>" in completion else 0
+    integer = re.fullmatch("-?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)", tagged_answer(completion) or "")
+    return {
+        "xmlcount": max(0.0, 0.125 * tags - 0.001 * behind),
+        "soft_format": 0.5 if soft else 0.0,
+        "strict_format": 0.5 if strict else 0.0,
+        "integer": 0.5 if integer else 0.0,
+        "correctness": 2.0 * gsm8k.score(completion, example),
+    }
+
+
+REWARDS = {
+    "countdown_partial": countdown_partial,
+    "sudoku_cells": sudoku_cells,
+    "gsm8k_boxed": gsm8k_boxed,
+    "gsm8k_d1": gsm8k_d1,
+}
 
 
 def load_reward(name: str, task: ModuleType) -> Callable[[str, dict], dict[str, float]]:

@@ -12,7 +12,7 @@ import csv
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -184,10 +184,11 @@ def given(path: str, num_examples: int) -> list[dict]:
     return rows
 
 
-def read_rows(path: str, split: str, presets: dict, limit: int | None = None) -> list[dict]:
+def read_rows(path: str, split: str, presets: Iterable[str], limit: int | None = None, config: str | None = None) -> list[dict]:
     """Rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name"); at most `limit`, the first.
 
-    A file has no splits: it gives the same rows for every one. csv cells stay text, so leading zeros live.
+    A file has no splits: it gives the same rows for every one. csv cells stay text, so leading zeros live. config: the part
+    of a hub data set that has several.
     SystemExit where `path` is neither, with the names of `presets` that the task knows.
     """
     file = Path(path)
@@ -197,7 +198,7 @@ def read_rows(path: str, split: str, presets: dict, limit: int | None = None) ->
         import datasets  # seconds to import, and only needed here
 
         try:
-            dataset = datasets.load_dataset(path, split=split)
+            dataset = datasets.load_dataset(path, *([config] if config else []), split=split)
         except (OSError, ValueError) as error:  # unknown id or split, no network
             raise SystemExit(f"--data {path}: no file, and the hub says: {' '.join(str(error).split())}") from error
         return dataset.select(range(len(dataset) if limit is None else min(limit, len(dataset)))).to_list()

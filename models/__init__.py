@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from models.checkpoint import export_weights, load_model, load_tokenizer, prompt_ids, save_model
+from models.checkpoint import export_weights, load_model, load_tokenizer, prompt_ids, save_model, source_of
+from models.lora import adapters_off, add_lora, export_adapter, save_adapter
 
 # --model NAME -> hub id, or directory in the repository
 MODELS = {
@@ -12,4 +13,16 @@ MODELS = {
     "sdar-8b": "JetLM/SDAR-8B-Chat",
 }
 
-__all__ = ["MODELS", "export_weights", "load_model", "load_tokenizer", "prompt_ids", "save_model"]
+__all__ = [
+    "MODELS",
+    "adapters_off",
+    "add_lora",
+    "export_adapter",
+    "export_weights",
+    "load_model",
+    "load_tokenizer",
+    "prompt_ids",
+    "save_adapter",
+    "save_model",
+    "source_of",
+]

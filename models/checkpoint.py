@@ -1,16 +1,16 @@
 """Checkpoints in the official layout: config.json, safetensors with the official tensor names, tokenizer files. In and out."""
 
 import json
-import os
-import shutil
 from importlib import import_module
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+
+from models.atomic import AtomicDirectory
+from models.lora import adapter_tensors, has_lora, lora_scaling, merge_adapter
 
 # model_type of config.json -> (module, class)
 ARCHITECTURES = {"sdar": ("models.sdar", "SDAR")}
@@ -23,16 +23,34 @@ def resolve(name_or_dir):
 
     if Path(name_or_dir).is_dir():
         return Path(name_or_dir)
-    if name_or_dir not in MODELS:
+    if name_or_dir not in [*MODELS, *MODELS.values()]:
         raise SystemExit(
             f"unknown model {name_or_dir!r}: use one of {', '.join(MODELS)}, or a directory that holds config.json"
         )
-    source = MODELS[name_or_dir]
+    source = source_of(name_or_dir)
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+
+
+def source_of(name_or_dir):
+    """What names a model on other machines too: the hub id of a key of MODELS; an absolute path for a directory."""
+    from models import MODELS
+
+    source = MODELS.get(name_or_dir, name_or_dir)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def adapter_base(directory):
+    """The base model that adapter_config.json names, as load_model takes it. SystemExit if it cannot be found."""
+    from models import MODELS
+
+    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+    if base not in MODELS.values() and not Path(base or "").is_dir():
+        raise SystemExit(f"{directory} is an adapter of {base!r}, which is no directory here and no known hub id")
+    return base
 
 
 def read_json(path):
@@ -66,9 +84,10 @@ def materialize(model, device, dtype):
 
 
 def tensor_names(model):
-    """{official name: parameter}; a tied head is stored once, under the name of the embedding, as the official files do."""
+    """{official name: parameter}, adapters left out; a tied head is stored once, as the embedding, as official files do."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return {name: value for name, value in model.state_dict().items() if name not in tied}
+    names = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items() if ".lora_" not in name}
+    return {name: value for name, value in names.items() if name not in tied}
 
 
 def tensor_files(directory):
@@ -114,9 +133,12 @@ def read_weights(model, directory):
 def load_model(name_or_dir, device="cpu", dtype=torch.float32):
     """A key of models.MODELS or a directory in HF layout -> model on `device`, parameters in `dtype`.
 
-    The model carries mask_token_id, pad_token_id, eos_token_ids (every id that ends a completion) and its config.
+    The model carries mask_token_id, pad_token_id, eos_token_ids (every id that ends a completion) and its config. A directory
+    with a LoRA adapter in peft's format loads merged into its base model.
     """
     directory = resolve(name_or_dir)
+    if (directory / "adapter_config.json").is_file():
+        return merge_adapter(load_model(adapter_base(directory), device, dtype), directory)
     config = read_json(directory / "config.json")
     model = materialize(build_model(config), device, dtype)
     read_weights(model, directory)
@@ -140,8 +162,9 @@ def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
+    directory = resolve(name_or_dir)
     # An explicit config, because AutoTokenizer would look the model type up among its own and warn that it is not there.
-    return AutoTokenizer.from_pretrained(resolve(name_or_dir), config=PretrainedConfig(), trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(directory, config=PretrainedConfig(), trust_remote_code=False)
 
 
 def prompt_ids(tokenizer, messages):
@@ -150,71 +173,51 @@ def prompt_ids(tokenizer, messages):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def export_weights(model, dtype=None):
+def export_weights(model, dtype=None, merge_lora=True):
     """Yield (official name, full tensor on the model's device), one at a time; dtype None keeps each tensor's own.
 
+    merge_lora: add each adapter to its weight, in fp32 and from the frozen base, never from an earlier merge; False leaves the
+    base as it is. Rounding a merged weight to bf16 eats early updates: export_adapter hands adapters over unmerged instead.
     Collective: with FSDP2 every rank must walk all of it, because gathering a tensor takes all ranks.
     """
-    for name, value in tensor_names(model).items():  # state_dict, because named_parameters may be stale after a no-grad forward
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        yield name, value.detach().to(dtype or value.dtype)
+    full = lambda value: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    adapters = adapter_tensors(model) if merge_lora and has_lora(model) else {}
+    for name, value in tensor_names(model).items():
+        value, layer = full(value), name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in adapters:
+            a, b = (full(adapters[f"{layer}.{part}.default.weight"]).float() for part in ("lora_A", "lora_B"))
+            value = value.float() + lora_scaling(model.lora_config) * (b @ a)
+        yield name, value.to(dtype or value.dtype)
 
 
 def save_model(model, directory, tokenizer):
     """Write a checkpoint that load_model and the official code read: collective over all ranks, rank 0 writes.
 
-    Tensors keep the dtype that config.json names. The directory appears under its name only when complete and on disk: a
-    killed process or a full disk leaves what was there before. SystemExit if it exists already or cannot be written.
+    Tensors keep the dtype that config.json names; adapters are merged. SystemExit if the directory exists already or cannot be
+    written: then nothing appears under its name.
     """
-    directory = Path(directory)
-    is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    config = model.checkpoint_config
+    save, config = AtomicDirectory(directory), model.checkpoint_config
     dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
-    temporary, error = directory.with_name(f".{directory.name}.tmp"), None
-    if is_writer:
-        try:
-            if directory.exists():
-                raise FileExistsError("it exists already")
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        except OSError as problem:
-            error = problem
-    shards, weight_map = plan_shards(model, dtype), {}
-    pending = {}
+    shards, pending = plan_shards(model, dtype), {}
     for name, tensor in export_weights(model, dtype):
-        if not is_writer or error:
-            continue  # still takes part in gathering
-        pending[name] = tensor.contiguous().cpu().clone()
-        weight_map[name] = shards[name]
-        if len(pending) == sum(file == shards[name] for file in shards.values()):
-            try:
-                save_file(pending, temporary / shards[name], metadata={"format": "pt"})
-            except (SafetensorError, OSError) as problem:
-                error = problem
-            pending = {}
-    if is_writer and not error:
-        try:
-            if len(set(shards.values())) > 1:
-                total = sum(value.numel() for value in tensor_names(model).values()) * dtype.itemsize
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
-            (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-            tokenizer.save_pretrained(temporary)
-            for path in [*temporary.iterdir(), temporary]:
-                sync_to_disk(path)
-            os.rename(temporary, directory)
-            sync_to_disk(directory.parent)
-        except Exception as problem:  # tokenizers raises plain Exception for a full disk; whatever it is, it is reported below
-            error = problem
-    if error:
-        shutil.rmtree(temporary, ignore_errors=True)
-    message = [f"could not save {directory}: {error}; earlier checkpoints are untouched" if error else None]
-    if dist.is_initialized():  # a failure on rank 0 stops all ranks
-        dist.broadcast_object_list(message, src=0)
-    if message[0]:
-        raise SystemExit(message[0])
+        if save.is_active:  # the others still take part in gathering
+            pending[name] = tensor.contiguous().cpu().clone()
+            if len(pending) == sum(file == shards[name] for file in shards.values()):
+                save.attempt(save_file, pending, save.folder / shards[name], {"format": "pt"})
+                pending = {}
+    total = sum(value.numel() for value in tensor_names(model).values()) * dtype.itemsize
+    generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
+    if len(set(shards.values())) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": shards}
+        save.attempt(write_json, save.folder / "model.safetensors.index.json", index)
+    save.attempt(write_json, save.folder / "config.json", config)
+    save.attempt(write_json, save.folder / "generation_config.json", generation)
+    save.attempt(tokenizer.save_pretrained, save.folder)
+    save.finish()
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def plan_shards(model, dtype):
@@ -232,11 +235,3 @@ def plan_shards(model, dtype):
     return {
         name: f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number, names in enumerate(groups, 1) for name in names
     }
-
-
-def sync_to_disk(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -162,6 +162,7 @@ class SDAR(nn.Module):
     """The language model. Its one forward is `hidden`; `logits` and `logps` are what callers use (FSDP2 forward methods)."""
 
     attention = "block-causal"  # the engine that can serve it
+    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config):
         super().__init__()

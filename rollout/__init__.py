@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from models import load_model
-from rollout.traces import Trace, rollout_sums
+from rollout.probe import probe
+from rollout.traces import Trace, rollout_means, rollout_sums
 
 
 def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256):
@@ -27,4 +28,4 @@ def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batc
     return engine(model_or_dir, max_batch_size)
 
 
-__all__ = ["Trace", "make_engine", "rollout_sums"]
+__all__ = ["Trace", "make_engine", "probe", "rollout_means", "rollout_sums"]

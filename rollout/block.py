@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kernels.sampling import keyed_uniform, sample_categorical
 from models.checkpoint import tensor_names
+from models.lora import adapter_tensors
 from models.sdar import block_causal_mask, masked_attention
 from rollout.traces import Trace, concatenate
 
@@ -46,18 +47,22 @@ class BlockEngine:
 
     def __init__(self, model, max_batch_size):
         self.model, self.max_batch_size = model, max_batch_size
-        self.device = model.lm_head.weight.device
+        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
 
     @torch.no_grad()
     def load_weights(self, weights):
-        """weights: pairs (official name, full tensor), as export_weights yields them; copied in place. All must come."""
-        own = tensor_names(self.model)
+        """weights: pairs (name, full tensor), copied in place, all of them: those of export_weights, or those of export_adapter
+        for an engine whose model has the same adapters. ValueError names what does not fit or did not come.
+        """
+        own = None
         for name, value in weights:
+            if own is None:
+                own = adapter_tensors(self.model) if ".lora_" in name else tensor_names(self.model)
             if name not in own or own[name].shape != value.shape:
                 raise ValueError(f"{name} {list(value.shape)} is no tensor of this model, or came twice")
             own.pop(name).copy_(value)
-        if own:
-            raise ValueError(f"weights did not come for {', '.join(list(own)[:5])}")
+        if own or own is None:
+            raise ValueError(f"weights did not come for {', '.join(list(own or ['any tensor'])[:5])}")
 
     @torch.no_grad()
     def generate(

@@ -33,16 +33,27 @@ class Trace:
         """Scored ids of completion i, the final EOS included. -> list[int]"""
         return self.completion_ids[i][self.completion_mask[i]].tolist()
 
+    def sequences(self, pad_token_id):
+        """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no padding, only the canvas"""
+        device, L = self.completion_ids.device, self.completion_ids.shape[1]
+        P = max(map(len, self.prompt_ids))
+        prompts = torch.tensor([[pad_token_id] * (P - len(ids)) + ids for ids in self.prompt_ids], device=device)
+        start = torch.tensor([[P - len(ids)] for ids in self.prompt_ids], device=device)
+        column = torch.arange(P + L, device=device)
+        valid_mask = (column >= start) & (column < P + self.canvas_length[:, None])
+        return torch.cat([prompts, self.completion_ids], 1), valid_mask
+
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
 
-    def describe(self, i, tokenizer):
-        """Completion i for samples.jsonl. -> dict that JSON can hold"""
+    def describe(self, i, tokenizer, reward):
+        """Completion i and its reward for samples.jsonl. -> dict that JSON can hold"""
         scored = self.completion_mask[i]
         return {
             "prompt": tokenizer.decode(self.prompt_ids[i]),
             "completion": self.text(i, tokenizer),
+            "reward": float(reward),
             "completion_ids": self.completion(i),
             "step_map": self.step_map[i][scored].tolist(),
             "logps": [round(value, 4) for value in self.logps[i][scored].tolist()],
@@ -93,6 +104,12 @@ def rollout_sums(trace, rewards, components, num_generations):
         "speed/tokens_per_forward": (lengths / trace.num_forwards).sum(),
         **{f"reward/{name}": sum(parts[name] for parts in components) for name in names},
     }
+
+
+def rollout_means(sums, num_sequences):
+    """rollout_sums of all ranks added up -> {metric name: float}, means over sequences, and the spread reward/std"""
+    means = {name: value / num_sequences for name, value in sums.items()}
+    return means | {"reward/std": max(means.pop("reward/square") - means["reward/mean"] ** 2, 0.0) ** 0.5}
 
 
 def concatenate(traces, pad_token_id):

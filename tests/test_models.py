@@ -731,7 +731,7 @@ def test_a_killed_process_leaves_the_earlier_checkpoint(tmp_path, tokenizer, mon
         os._exit(9)
 
     def child():
-        monkeypatch.setattr(models.checkpoint, where, killed)
+        monkeypatch.setattr(models.atomic if where == "sync_to_disk" else models.checkpoint, where, killed)
         save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)
 
     assert in_child(child)[0] == 9

@@ -776,10 +776,11 @@ def test_text_and_describe(tokenizer):
     trace = trace_of([[97, 98, 256, 99], [97, 10, 195, 188, 98, 98, 98, 98]], [3, 8])
     assert [trace.text(i, tokenizer) for i in range(2)] == ["ab", "a\nübbbb"]
     assert trace.completion(0) == [97, 98, 256] and trace.truncated.tolist() == [False, True]
-    row = json.loads(json.dumps(trace.describe(0, tokenizer)))
+    row = json.loads(json.dumps(trace.describe(0, tokenizer, 0.5)))
     assert row == {
         "prompt": "<|user|>hi<|assistant|>",
         "completion": "ab",
+        "reward": 0.5,
         "completion_ids": [97, 98, 256],
         "step_map": [0, 1, 2],
         "logps": [-0.1235, -0.2469, -0.3704],

@@ -126,7 +126,7 @@ BAD = {
     "unknown task": (["--task", "countdwn"], "unknown task 'countdwn': use one of countdown"),
     "unknown preset": (["--data", "smal"], "smal"),
     "unknown reward": (["--reward", "nope"], "nope"),
-    "ranks": (["--prompts-per-step", "3", "--num-generations", "1"], "at least 2 completions"),
+    "lonely group": (["--prompts-per-step", "3", "--num-generations", "1"], "at least 2 completions"),
     "no reference": (["--beta", "0.1"], "no KL"),
     "long prompts": (["--max-prompt-length", "3"], "the shortest train prompt has 16 tokens"),
     "block length": (["--block-length", "8", "--eval-limit", "0"], "blocks of 4"),

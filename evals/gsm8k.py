@@ -1,0 +1,179 @@
+r"""GSM8K: word problems of primary school, whose answer is one number.
+
+    python evals/gsm8k.py --model llada-8b --gen-length 256 --denoising-steps 8 --block-length 8      openai/gsm8k, test
+    python evals/gsm8k.py --completions FILE.jsonl --data test.jsonl
+
+The metric is exact: 1.0 if the number of the completion (`extract`) equals the gold one in fractions, else 0.0. So 18.00,
+\$18 and 18 dollars are 18, and 1,450,000 is one number: OpenCompass reads the last run of digits, which is 000.
+Units are not interpreted: 50\% is 50, and 2 dozen is 2.
+"""
+
+import re
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.planning import stable_hash
+from evals.run import describe_columns, read_rows, tagged_answer
+
+HUB = "openai/gsm8k"
+PRESETS = ("d1",)  # names that `load` takes besides files and hub ids: the rows of HUB, asked with d1's training prompt
+VALIDATION = 512  # rows of the hub's train split that are the validation split, which the hub does not have
+
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."  # as in SDAR's evaluation
+APPENDED = (INSTRUCTION, 'Let\'s think step by step and output the final answer after "####".')  # verl's, in some parquets
+TAGS = "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n\n\n"  # d1, training
+COLUMNS = (
+    "question and answer (a number, or a solution that ends in #### and a number), "
+    "or prompt and reward_model.ground_truth (DARE)"
+)
+MAX_LENGTH = 512  # characters of an answer; a longer one is none
+
+# LaTeX and money as plain text: \text{dollars}, \frac{1}{2} and \frac12 (" 1/2": 1\frac{1}{2} is not 11/2), -$18
+REPLACED = {r"\!": "", r"\,": "", "{,}": ",", "\\ ": " ", "~": " ", r"\$": "$", r"\%": "", "%": "", "−": "-"}
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
+SHORT_FRACTION = re.compile(r"\\[dt]?frac([0-9])([0-9])")
+FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
+MONEY = re.compile(r"((?<![\w)])-)?[$€£] *")
+
+# ASCII digits only. No 1e5: Decimal("1e999999999") is a number too. In running text - is a sign unless it subtracts.
+UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9][0-9]*)?|\.[0-9]+)"
+NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?![0-9]|[eE][-+]?[0-9])"
+IN_TEXT = re.compile(NUMBER)
+AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
+ANSWER_IS = re.compile("answer is", re.IGNORECASE)
+# a number and nothing else but a unit: dollars, miles per hour, cm^2, /day
+WHOLE = re.compile(rf"(-?)\s*({UNSIGNED})\s*(?:/?\s*[A-Za-z][^\d=+*,{{}}()\\^]*(?:\^\{{?[23])?)?[\s.]*")
+BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
+
+
+def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+    """Examples {"question", "gold": number as text, "solution": worked, "" if unknown, "style": "boxed" | "tags"}.
+
+    path: empty for the hub's rows; "d1" for the same in style "tags"; a .jsonl, .csv or .parquet file; or a hub id. At most
+    `limit` rows, always the first. Of the hub's 7,473 train rows the 512 with the smallest `stable_hash` of their question
+    are "validation" and the others "train". A file has no splits: it gives the same rows for every one. SystemExit with one
+    line on an unknown path or a row of another form (COLUMNS).
+    """
+    path = path or HUB
+    style = "tags" if path in PRESETS else "boxed"
+    rows = _hub_rows(split)[:limit] if path in (HUB, *PRESETS) else read_rows(path, split, PRESETS, limit)
+    examples = []
+    for number, row in enumerate(rows, 1):
+        problem = _problem(row)
+        if problem is None:
+            raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+        examples.append(problem | {"style": style})
+    return examples
+
+
+def prompt(example: dict) -> list[dict]:
+    """One user message, no examples. "tags" is d1's training prompt to the byte."""
+    question = example["question"]
+    content = TAGS + question if example["style"] == "tags" else f"{question}\n{INSTRUCTION}"
+    return [{"role": "user", "content": content}]
+
+
+def extract(completion: str, example: dict) -> str | None:
+    r"""The answer of a completion, normalised if it is a number (`normalised`); None where there is none. Never raises.
+
+    "boxed", the first rule that finds something:
+      1. the last complete \boxed{...} that is not empty, also if one behind it is not closed;
+      2. the number right behind the last "####";
+      3. the sentence behind the last "answer is": the first number of it, behind its last "=";
+      4. the last number.
+    "tags": the last complete answer tag, or the last complete box in it.
+    """
+    tags = example["style"] == "tags"
+    text = (tagged_answer(completion) or "") if tags else completion
+    answers = [box for box in boxes(text) if box.strip()] or ([text] if tags else _numbers(plain(text)))
+    last = answers[-1].strip() if answers else ""
+    return normalised(last) or last if 0 < len(last) <= MAX_LENGTH else None
+
+
+def boxes(text: str) -> list[str]:
+    r"""Contents of every complete \boxed{...}, in the order in which they open; \{ and \} do not count. One pass, for any text."""
+    opened, found = [], []  # opened: where the content of each open brace starts, and whether it is that of a box
+    for brace in BRACES.finditer(text):
+        if brace[0].endswith("{") and (brace[1] or brace[0] == "{"):
+            opened.append((brace.end(), bool(brace[1])))
+        elif brace[0] == "}" and opened:
+            start, is_box = opened.pop()
+            if is_box:
+                found.append((start, brace.start()))
+    return [text[start:end] for start, end in sorted(found)]
+
+
+def plain(text: str) -> str:
+    r"""Text without the LaTeX that stands around numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2, \text{eggs} -> eggs."""
+    for latex, replacement in REPLACED.items():
+        text = text.replace(latex, replacement)
+    text = MONEY.sub(r" \1", WORDS.sub(r"\1", text))
+    return FRACTION.sub(r" \1\2/\3", SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
+
+
+def normalised(answer: str) -> str | None:
+    r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" -> "-1/2"; None for all else."""
+    text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")[2].strip(" \t\r\n{}()")
+    match = WHOLE.fullmatch(text) if len(answer) <= MAX_LENGTH else None
+    return match[1] + match[2].replace(",", "") if match else None
+
+
+def score(completion: str, example: dict) -> float:
+    """1.0 if the number of the completion is the gold one, else 0.0. Never raises."""
+    found = normalised(extract(completion, example) or "")
+    return float(found is not None and Fraction(found) == Fraction(example["gold"]))
+
+
+def answer(example: dict, draw: int = 0) -> str:
+    """The worked solution in the form that the prompt asks for, without the calculator's <<48/2=24>>; one for every draw."""
+    if not example["solution"]:
+        raise SystemExit(f"gsm8k: these rows have no worked solutions; train on {HUB} or on a file with question and answer")
+    steps = re.sub(r"<<[^<>\n]*>>", "", example["solution"])
+    if example["style"] == "tags":
+        return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{example['gold']}\n</answer>"
+    return f"{steps}\nThe answer is \\boxed{{{example['gold']}}}."
+
+
+def _numbers(text: str) -> list[str]:
+    """The number that rule 2, 3 or 4 of `extract` finds in plain text, last; [] where there is none."""
+    if after_hashes := AFTER_HASHES.findall(text):
+        return after_hashes
+    if mentions := list(ANSWER_IS.finditer(text)):
+        behind = text[mentions[-1].end() :][:MAX_LENGTH].lstrip(" \t\r\n:*")
+        sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
+        if number := IN_TEXT.search(sentence.rpartition("=")[2]):
+            return [number[0]]
+    return IN_TEXT.findall(text)
+
+
+def _hub_rows(split: str) -> list[dict]:
+    """Rows of `split` of HUB, in the hub's order."""
+    rows = read_rows(HUB, "test" if split == "test" else "train", PRESETS, config="main")
+    if split == "test":
+        return rows
+    order = sorted(range(len(rows)), key=lambda i: stable_hash("gsm8k", rows[i]["question"]))
+    return [rows[i] for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])]
+
+
+def _problem(row: dict) -> dict | None:
+    """{"question", "gold", "solution"} of a row in any of the formats of COLUMNS; None where it fits none of them."""
+    messages, reward_model = row.get("prompt"), row.get("reward_model")
+    if isinstance(reward_model, dict) and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        question, solution, gold = messages[-1].get("content"), "", str(reward_model.get("ground_truth"))
+    else:
+        question = row.get("question")
+        solution, _, gold = str(row.get("answer")).rpartition("####")
+    gold = normalised(gold)
+    if not isinstance(question, str) or not question.strip() or gold is None:
+        return None
+    for instruction in APPENDED:
+        question = question.strip().removesuffix(instruction).strip()
+    return {"question": question, "gold": gold, "solution": solution.strip()}
+
+
+if __name__ == "__main__":
+    from evals.run import main
+
+    main("gsm8k")

@@ -1,0 +1,68 @@
+"""Directories that appear under their name only when they are complete and on disk."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+class AtomicDirectory:
+    """Build `directory` in a hidden neighbour, then rename it. All ranks construct it; rank 0 acts for all.
+
+        save = AtomicDirectory(directory)
+        save.attempt(write_something, save.folder / "file")     # rank 0; after a failure nothing more is attempted
+        save.finish()                                           # all ranks: renamed, or SystemExit everywhere
+
+    A failure is kept until `finish`, because ranks may have collectives left in between: leaving early would hang the others.
+    A killed process or a full disk leaves what was there before.
+    """
+
+    def __init__(self, directory):
+        self.directory = Path(directory)
+        self.folder = self.directory.with_name(f".{self.directory.name}.tmp")
+        self.is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        self.error = None
+        self.attempt(self._prepare)
+
+    @property
+    def is_active(self):
+        """This rank writes, and nothing has failed yet."""
+        return self.is_writer and self.error is None
+
+    def attempt(self, action, *args):
+        if self.is_active:
+            try:
+                action(*args)
+            except Exception as error:  # tokenizers raises plain Exception for a full disk; whatever it is, finish reports it
+                self.error = error
+
+    def finish(self):
+        self.attempt(self._publish)
+        if self.error and self.is_writer:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        message = [f"could not save {self.directory}: {self.error}; earlier saves are untouched" if self.error else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(message, src=0)
+        if message[0]:
+            raise SystemExit(message[0])
+
+    def _prepare(self):
+        if self.directory.exists():
+            raise FileExistsError("it exists already")
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed while saving
+        self.folder.mkdir(parents=True)
+
+    def _publish(self):
+        for path in [*self.folder.rglob("*"), self.folder]:
+            sync_to_disk(path)
+        os.rename(self.folder, self.directory)
+        sync_to_disk(self.directory.parent)
+
+
+def sync_to_disk(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,145 @@
+"""LoRA through peft, in place: a frozen model with trainable adapters, its files in peft's format, its reference policy."""
+
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from models.atomic import AtomicDirectory
+
+# peft is imported where it is used: it costs a second at start-up, and full fine-tuning does not need it.
+
+
+def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
+    """Freeze the model and put adapters of this rank on its linear layers, in place; no dropout. -> the model
+
+    targets: last parts of module names; empty: model.lora_targets, every linear layer of a block. The scale is alpha / rank.
+    A is drawn from a generator keyed by seed, the same on every rank, B is 0: the model's outputs do not change yet.
+    dtype: fp32 for training; an engine holds its copy in its own dtype. SystemExit names a target that matches nothing.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = list(targets) or list(model.lora_targets)
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if unknown := sorted(set(targets) - linear):
+        raise SystemExit(f"--lora-targets {', '.join(unknown)} match no linear layer; there are {', '.join(sorted(linear))}")
+    model.requires_grad_(False)
+    model.lora_config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    inject_adapter_in_model(model.lora_config, model)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            continue
+        parameter.data = parameter.data.to(dtype)
+        if "lora_A" in name:  # peft's initialisation (Kaiming uniform, a = sqrt 5), but keyed
+            bound = 1 / math.sqrt(parameter.shape[1])
+            draws = torch.rand(parameter.shape, generator=generator) * 2 * bound - bound
+            parameter.data.copy_(draws)
+        else:
+            parameter.data.zero_()
+    return model
+
+
+def has_lora(model):
+    return getattr(model, "lora_config", None) is not None
+
+
+def lora_scaling(config):
+    """config: LoraConfig, or the content of adapter_config.json. -> what B @ A is multiplied with"""
+    config = config if isinstance(config, dict) else config.to_dict()
+    return config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+
+
+def adapter_tensors(model):
+    """{name in the model: adapter parameter}, without gathering."""
+    return {name: value for name, value in model.state_dict().items() if ".lora_" in name}
+
+
+def export_adapter(model, dtype=None):
+    """Yield (name, full tensor) of the adapters, for an engine with the same adapters. Collective over all ranks."""
+    for name, value in adapter_tensors(model).items():
+        value = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        yield name, value.to(dtype or value.dtype)
+
+
+@contextmanager
+def adapters_off(model):
+    """The frozen model under the adapters: the reference policy. Between steps, on all ranks at the same place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield model
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_adapter(model, directory, base, tokenizer):
+    """Write the adapters in peft's format: PeftModel.from_pretrained reads the directory, and so does --model. Collective.
+
+    base: what --model was, kept as base_model_name_or_path (a hub id or an absolute directory). Appears under its name only
+    when complete, as save_model does.
+    """
+    save, tensors = AtomicDirectory(directory), {}
+    for name, tensor in export_adapter(model):
+        if save.is_active:
+            tensors["base_model.model." + name.replace(".default.", ".")] = tensor.contiguous().cpu().clone()
+    config = model.lora_config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    text = json.dumps(plain, indent=2, default=str) + "\n"
+    save.attempt(save_file, tensors, save.folder / "adapter_model.safetensors", {"format": "pt"})
+    save.attempt((save.folder / "adapter_config.json").write_text, text)
+    save.attempt(tokenizer.save_pretrained, save.folder)
+    save.finish()
+
+
+def merge_adapter(model, directory):
+    """Add the adapter of a peft directory to the model's weights, in fp32 before rounding to their dtype. -> the model
+
+    SystemExit if the adapter does not fit: tensors of another model or rank (listed), or an adapter that is no plain LoRA.
+    """
+    from models.checkpoint import read_json, tensor_names
+
+    directory = Path(directory)
+    config = read_json(directory / "adapter_config.json")
+    plain = {
+        "peft_type": "LORA",
+        "bias": "none",
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    if other := {key: config[key] for key, value in plain.items() if config.get(key, value) not in (value, None)}:
+        raise SystemExit(f"{directory}: only plain LoRA adapters can be merged; this one has {other}")
+    files = {
+        name.removeprefix("base_model.model."): value
+        for name, value in load_file(directory / "adapter_model.safetensors").items()
+    }
+    weights, problems, scaling, pairs = tensor_names(model), [], lora_scaling(config), {}
+    for name, value in files.items():
+        base, part, _ = name.rsplit(".", 2)
+        pairs.setdefault(f"{base}.weight", {})[part] = value
+    for name, pair in pairs.items():
+        if name not in weights or pair.keys() != {"lora_A", "lora_B"}:
+            problems.append(f"{name} is no layer of this model")
+        elif (pair["lora_B"].shape[0], pair["lora_A"].shape[1]) != weights[name].shape or pair["lora_A"].shape[0] != config[
+            "r"
+        ]:
+            shapes = f"{list(pair['lora_B'].shape)} x {list(pair['lora_A'].shape)}"
+            problems.append(f"{name} is {list(weights[name].shape)}, its adapter {shapes} at rank {config['r']}")
+    if problems or not pairs:
+        raise SystemExit(f"{directory} does not fit its base model: {'; '.join(problems[:10]) or 'it holds no adapters'}")
+    with torch.no_grad():
+        for name, pair in pairs.items():
+            weight = weights[name]
+            a, b = (pair[part].to(weight.device, torch.float32) for part in ("lora_A", "lora_B"))
+            weight.copy_(weight.float() + scaling * (b @ a))
+    return model

@@ -1,0 +1,46 @@
+"""Is the engine a sampler, and of the policy that is trained? Asked before a run and at its evaluations."""
+
+import torch
+
+
+def replay_logps(model, trace):
+    """Log-probabilities of a trace by the learner, each token at the denoising state at which it was revealed. -> [N, L] fp32
+
+    One forward per denoising step; equally many on every rank that holds a trace of the same settings.
+    """
+    input_ids, valid_mask = trace.sequences(model.pad_token_id)
+    L = trace.completion_ids.shape[1]
+    logps = torch.zeros(trace.completion_ids.shape, device=input_ids.device)
+    for step in range(trace.settings["denoising_steps"]):
+        masked, scored = torch.zeros_like(valid_mask), torch.zeros_like(valid_mask)
+        masked[:, -L:], scored[:, -L:] = trace.replay_map >= step, trace.replay_map == step
+        noisy_ids = torch.where(masked, model.mask_token_id, input_ids)
+        with torch.no_grad():
+            temperature = trace.settings["temperature"] or 1.0
+            logps += model.logps(input_ids, noisy_ids, scored, valid_mask, temperature=temperature)[:, -L:].float()
+    return logps
+
+
+def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, **settings):
+    """Sample one prompt (list of ids) on every rank alike and compare with the learner. -> metrics
+
+    SystemExit if samples at temperature 100 repeat: such an engine ignores sampling, or gives rows each other's seeds.
+    probe/distinct_frac: different samples at the run's temperature, over num_samples. probe/logp_gap_mean and _max:
+    |engine - learner| log-probability over the tokens of those samples, in nats.
+    """
+    hot = engine.generate(
+        [prompt_ids], num_samples=num_samples, temperature=100.0, seed=seed, **settings | {"stop_at_eos": False}
+    )
+    distinct = len({tuple(ids) for ids in hot.completion_ids.tolist()})
+    if distinct < num_samples:
+        raise SystemExit(
+            f"the engine drew {distinct} different completions of {num_samples} at temperature 100: it does not sample"
+        )
+    trace = engine.generate([prompt_ids], num_samples=num_samples, temperature=temperature, seed=seed, **settings)
+    revealed = trace.step_map >= 0
+    gap = (replay_logps(model, trace) - trace.logps.float())[revealed].abs()
+    return {
+        "probe/distinct_frac": len({tuple(trace.completion(i)) for i in range(num_samples)}) / num_samples,
+        "probe/logp_gap_mean": gap.mean().item(),
+        "probe/logp_gap_max": gap.max().item(),
+    }
