@@ -93,10 +93,10 @@ def extract(completion: str, example: dict) -> str | None:
 
 
 def boxes(text: str) -> list[str]:
-    r"""Contents of every complete \boxed{...}, in the order in which they open; \{ and \} do not count. One pass, for any text."""
+    r"""Contents of every complete \boxed{...}, in the order in which they open; \{ and \} do not count. Linear in the text."""
     opened, found = [], []  # opened: where the content of each open brace starts, and whether it is that of a box
     for brace in BRACES.finditer(text):
-        if brace[0].endswith("{") and (brace[1] or brace[0] == "{"):
+        if brace[1] or brace[0] == "{":
             opened.append((brace.end(), bool(brace[1])))
         elif brace[0] == "}" and opened:
             start, is_box = opened.pop()

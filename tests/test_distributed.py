@@ -15,7 +15,7 @@ from algos import d1
 from models import export_weights, load_model, save_model
 from models.random_init import byte_tokenizer, random_model
 
-ARGS = SimpleNamespace(activation_checkpointing=False)
+ARGS = SimpleNamespace(activation_checkpointing=False, compile=False)
 
 
 def batch_of(rows=8, length=12):
@@ -49,7 +49,7 @@ def test_two_ranks_give_the_gradient_of_one(run_ranks, every, checkpointing):
         batch[2][4:7] = False  # rank 1's first micro-batch scores nothing
         num_tokens = batch[2].sum().item()
         want_loss = step_of(whole, *batch, num_tokens)
-        sharded = d1.parallelize(tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing))
+        sharded = d1.parallelize(tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing, compile=False))
         mine = [tensor[rank * 4 : rank * 4 + 4] for tensor in batch]
         loss = step_of(sharded, *mine, num_tokens, scale=world_size, every=every)
         total = d1.all_reduce({"loss": loss})["loss"]
