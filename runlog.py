@@ -35,6 +35,9 @@ from tqdm import tqdm
 SUMMARY = {
     "reward/mean": "reward {:6.3f}",
     "loss/total": "loss {:8.4f}",
+    "optim/grad_norm": "grad {:6.2f}",
+    "probe/distinct_frac": "distinct samples {:.0%}",
+    "probe/logp_gap_mean": "engine and learner differ by {:.1e} nats a token",
     "completion/length": "len {:6.1f}",
     "speed/tokens_per_s": "{:6.0f} tok/s",
     "time/step": "{:6.2f} s",
@@ -195,6 +198,8 @@ def make_run_dir(out, name):
             return run_dir
         except FileExistsError:
             count += 1
+        except OSError as error:
+            raise SystemExit(f"--out {out}: the run directory cannot be made ({error.strerror})") from error
 
 
 def describe_run(config):
@@ -253,7 +258,7 @@ def command_line(arguments):
     """
     import tyro
 
-    given = tyro.cli(arguments)
+    given = check_numbers(tyro.cli(arguments))
     if not given.resume:
         return given
     path = Path(given.resume) / "config.json"
@@ -269,7 +274,22 @@ def command_line(arguments):
         if name not in ("max_steps", "track", "resume") and getattr(now, name) != getattr(before, name):
             flag = name.replace("_", "-")
             raise SystemExit(f"--resume: the run had --{flag} {getattr(before, name)}, now it is {getattr(now, name)}")
-    return now
+    return check_numbers(now)
+
+
+# flags that count something which must be there; every other whole number may be 0
+AT_LEAST_ONE = (
+    "max_steps micro_batch_size batch_size prompts_per_step gen_length denoising_steps num_iterations mc_num max_length"
+)
+
+
+def check_numbers(args):
+    """-> args; SystemExit names the first whole number that is too small."""
+    for field in fields(args):
+        value, least = getattr(args, field.name), int(field.name in AT_LEAST_ONE)
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
+            raise SystemExit(f"--{field.name.replace('_', '-')} {value} must be at least {least}")
+    return args
 
 
 def is_score(key):

@@ -387,12 +387,12 @@ def main(args):
     prompts_per_rank = args.prompts_per_step // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     reward = load_reward(args.reward, task)
-    load = lambda split, data, limit=None: load_problems(task, split, data, tokenizer, args.max_prompt_length, limit)
-    problems, dropped = load("train", args.data)
     if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
         raise SystemExit(f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0")
-    eval_data, splits = args.eval_data or args.data, ("validation", "test") if args.eval_limit else ()
-    held_out = {split: load(split, eval_data, args.eval_limit)[0] for split in splits}
+    load = lambda split, data, limit: load_problems(task, split, data, tokenizer, args.max_prompt_length, limit)
+    problems, dropped = load("train", args.data, None)
+    splits = ("validation", "test") if args.eval_limit else ()
+    held_out = {split: load(split, args.eval_data or args.data, args.eval_limit) for split in splits}
     shape = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold")
     rollout = {name: getattr(args, name) for name in shape}  # what training and evaluation have in common
     frozen_base = torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
@@ -412,28 +412,26 @@ def main(args):
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
     stream, stop = ShuffledStream(problems, args.seed), StopSignal()
-    log.say(f"{len(problems)} problems, {dropped} with prompts longer than {args.max_prompt_length} tokens dropped")
+    lost = {"train": dropped} | {split: dropped for split, (_, dropped) in held_out.items()}
+    log.say(f"{len(problems)} problems; dropped because of --max-prompt-length: {lost}; rollouts: {engine.plan(**rollout)}")
 
     hand_over = lambda: engine.load_weights(export_adapter(model) if beside else export_weights(model))
 
     def evaluate(split):
         hand_over()
         settings = rollout | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
-        return mean_score(engine, task, tokenizer, held_out[split], **settings)
+        return mean_score(engine, task, tokenizer, held_out[split][0], **settings)
 
     def probe_engine():
         return probe(engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout)
 
-    # <<< shared: main_setup
-
-    # >>> shared: before
     started = time.perf_counter()
     if not start:
         hand_over()
         log.write(0, probe_engine())
         if args.eval_limit:
             log.write(0, {f"test/{args.task}": evaluate("test")})
-    # <<< shared: before
+    # <<< shared: main_setup
 
     for step in range(start, args.max_steps):
         # >>> shared: rollout
@@ -523,7 +521,7 @@ def main(args):
     if args.eval_limit:
         before, after = log.history(f"test/{args.task}")[0][1], evaluate("test")
         log.write(args.max_steps, {f"test/{args.task}": after})
-        log.say(f"{args.task} on {len(held_out['test'])} held-out problems: {before:.1%} before, {after:.1%} after")
+        log.say(f"{args.task} on {len(held_out['test'][0])} held-out problems: {before:.1%} before, {after:.1%} after")
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))
     log.say(f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}")

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.sft import encode, read_rows
+from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
 from kernels.sampling import keyed_uniform
@@ -45,7 +45,7 @@ class Args:
     task: str = "countdown"
     """module of evals/: held-out score, and training rows where --data names no file"""
     data: str = ""
-    """preset of the task (rows: its gold answers; empty: its own), or file or hub id of prompt/response or messages rows"""
+    """file or hub id of messages or prompt/response rows; or a preset or file of the task: then its gold answers"""
     eval_data: str = ""
     """problems of the held-out score; empty: other splits of the preset, else the task's own"""
     max_length: int = 2048
@@ -228,16 +228,10 @@ def main(args):
     per_rank = args.batch_size // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     model = load_model(args.model, device, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
-    from_task = not args.data or args.data in task.PRESETS
-    if from_task:  # up to four different right answers of each problem
-        problems = task.load("train", args.data)
-        pairs = [(task.prompt(p), answer) for p in problems for answer in sorted({task.answer(p, draw) for draw in range(4)})]
-        raw = [{"prompt": prompt, "response": answer} for prompt, answer in pairs]
-    else:
-        raw = read_rows(args.data)
-    rows, dropped = encode(raw, tokenizer, model.eos_token_ids[0], args.max_length)
-    eval_data, splits = args.eval_data or (args.data if from_task else ""), ("validation", "test") if args.eval_limit else ()
-    load = lambda split: load_problems(task, split, eval_data, tokenizer, args.max_length, args.eval_limit)[0]
+    rows, dropped = encode(training_rows(task, args.data), tokenizer, model.eos_token_ids[0], args.max_length)
+    eval_data = args.eval_data or (args.data if args.data in task.PRESETS else "")
+    splits = ("validation", "test") if args.eval_limit else ()
+    load = lambda split: load_problems(task, split, eval_data, tokenizer, args.max_length, args.eval_limit)
     held_out = {split: load(split) for split in splits}
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
@@ -250,12 +244,13 @@ def main(args):
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
     stream, stop = ShuffledStream(rows, args.seed), StopSignal()
-    log.say(f"{len(rows)} training rows, {dropped} longer than {args.max_length} tokens dropped")
+    lost = {"train": dropped} | {split: dropped for split, (_, dropped) in held_out.items()}
+    log.say(f"{len(rows)} training rows; dropped because of --max-length: {lost}")
 
     def evaluate(split):
         engine.load_weights(export_weights(model))
         settings = {"gen_length": args.gen_length, "denoising_steps": args.denoising_steps, "temperature": 0.0}
-        return mean_score(engine, task, tokenizer, held_out[split], remasking="low_confidence_static", **settings)
+        return mean_score(engine, task, tokenizer, held_out[split][0], remasking="low_confidence_static", **settings)
 
     for step in range(start, args.max_steps):
         clock = Stopwatch()

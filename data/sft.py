@@ -1,70 +1,58 @@
-"""Supervised rows: prompt and answer token ids, built separately, from a hub id, a jsonl or a parquet file."""
+"""Supervised rows: prompt and answer token ids, built separately, from any data set or from a task's gold answers."""
 
-import json
-from pathlib import Path
-
+from data.rows import describe_columns, read_rows
 from models import prompt_ids
 
+DRAWS = 4  # a problem with several right answers gives up to so many rows
 
-def read_rows(path, split="train"):
-    """path: a .jsonl or .parquet file, or a hub id -> rows [{"messages": [...]}] or [{"prompt": ..., "response": str}].
 
-    SystemExit names the file, the row and its columns when one has neither {messages} nor {prompt, response}.
+def training_rows(task, data):
+    """Rows [{"prompt": messages, "response": text}] of the train split.
+
+    data: a file (.jsonl, .parquet) or hub id with columns messages, or prompt and response; or whatever the task loads: a
+    preset, its own (empty), a file of its problems. Then the rows are the task's prompts with its gold answers.
+    SystemExit names the file and the row that has another form.
     """
-    if Path(path).is_file():
-        if path.endswith(".jsonl"):
-            rows = []
-            for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise SystemExit(f"{path}, line {number} is not JSON ({error})") from error
-        elif path.endswith(".parquet"):
-            import pandas
+    rows = [] if not data or data in task.PRESETS else read_rows(data, "train", task.PRESETS)
+    if rows and ("messages" in rows[0] or {"prompt", "response"} <= rows[0].keys()):
+        return [conversation(row, f"{data} row {number}") for number, row in enumerate(rows, 1)]
+    problems = task.load("train", data)
+    answers = [sorted({task.answer(problem, draw) for draw in range(DRAWS)}) for problem in problems]
+    return [{"prompt": task.prompt(p), "response": text} for p, texts in zip(problems, answers, strict=True) for text in texts]
 
-            rows = pandas.read_parquet(path).to_dict("records")
-        else:
-            raise SystemExit(f"{path}: training rows come as .jsonl or .parquet")
-    elif "/" in path and not Path(path).suffix:
-        from datasets import load_dataset
 
-        rows = list(load_dataset(path, split=split))
+def conversation(row, where):
+    """The last turn of `messages`, or `response` to `prompt` (text or messages). -> {"prompt": messages, "response": text}"""
+    needed = "needed are messages that end with an assistant turn, or prompt and response as text"
+    messages = row.get("messages")
+    if messages is None:
+        prompt, answer = row.get("prompt"), row.get("response")
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     else:
-        raise SystemExit(
-            f"--data {path} is no file here, and no hub id (owner/name): give the path of a .jsonl or .parquet file"
-        )
-    for number, row in enumerate(rows):
-        if "messages" not in row and not {"prompt", "response"} <= row.keys():
-            raise SystemExit(f"{path}, row {number} has columns {', '.join(row)}; needed are messages, or prompt and response")
-    return rows
-
-
-def conversation(row):
-    """-> prompt messages, answer text: the last turn of `messages`, or `response` to `prompt` (text or messages)."""
-    if "messages" in row:
-        *prompt, last = row["messages"]
-        if last["role"] != "assistant" or not prompt:
-            raise SystemExit(f"a row of messages must end with an assistant turn that answers something, not with {last}")
-        return list(prompt), last["content"]
-    prompt = row["prompt"]
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt), row["response"]
+        is_dialogue = isinstance(messages, list) and messages and all(isinstance(turn, dict) for turn in messages)
+        *prompt, last = messages if is_dialogue else [{}]
+        answer = last.get("content") if last.get("role") == "assistant" else None
+    if not isinstance(answer, str) or not isinstance(prompt, list) or not prompt:
+        raise SystemExit(f"{where} cannot be read ({describe_columns(row)}): {needed}")
+    return {"prompt": prompt, "response": answer}
 
 
 def encode(rows, tokenizer, turn_end_id, max_length):
-    """rows -> [(prompt ids, answer ids)], number of rows dropped because prompt + answer exceed max_length tokens.
+    """rows of training_rows -> [(prompt ids, answer ids)], number of rows dropped because they exceed max_length tokens.
 
     The prompt is rendered by the chat template up to where the answer starts, and the answer's ids follow, closed by
     turn_end_id. Rendering the finished dialogue instead would be wrong: SDAR's template puts an empty think block before the
-    answer of a last turn. SystemExit if no row is left.
+    answer of a last turn. Answers are text: what looks like a special token in them (<|MASK|>) stays ordinary characters.
+    SystemExit if no row is left.
     """
+    if not rows:
+        raise SystemExit("--data holds no rows to train on")
     encoded = []
     for row in rows:
-        messages, answer = conversation(row)
-        encoded.append(
-            (prompt_ids(tokenizer, messages), tokenizer(answer, add_special_tokens=False)["input_ids"] + [turn_end_id])
-        )
+        answer = tokenizer(row["response"], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        encoded.append((prompt_ids(tokenizer, row["prompt"]), answer + [turn_end_id]))
     kept = [(prompt, answer) for prompt, answer in encoded if len(prompt) + len(answer) <= max_length]
     if not kept:
-        shortest = min((len(prompt) + len(answer) for prompt, answer in encoded), default=0)
+        shortest = min(len(prompt) + len(answer) for prompt, answer in encoded)
         raise SystemExit(f"all {len(rows)} rows exceed --max-length {max_length}: the shortest has {shortest} tokens")
     return kept, len(rows) - len(kept)

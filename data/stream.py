@@ -2,6 +2,8 @@
 
 import torch
 
+from kernels.sampling import keyed_uniform
+
 
 class ShuffledStream:
     """stream[i] for i = 0, 1, 2, ...: every item once per epoch, each epoch in its own order, keyed by (seed, epoch).
@@ -15,6 +17,6 @@ class ShuffledStream:
     def __getitem__(self, i):
         epoch, position = divmod(i, len(self.items))
         if epoch != self.epoch:
-            generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-            self.epoch, self.order = epoch, torch.randperm(len(self.items), generator=generator).tolist()
+            draws = keyed_uniform("epoch", self.seed, epoch, torch.arange(len(self.items)))
+            self.epoch, self.order = epoch, draws.argsort(stable=True).tolist()
         return self.items[self.order[position]]

@@ -23,9 +23,11 @@ def load_task(name):
 def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
     """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left."""
     problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, data, limit)]
+    if not problems:
+        raise SystemExit(f"--data {data}: no problems in it")
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
-        shortest = min((len(ids) for _, ids in problems), default=0)
+        shortest = min(len(ids) for _, ids in problems)
         raise SystemExit(f"--max-prompt-length {max_prompt_length}: the shortest {split} prompt has {shortest} tokens")
     return kept, len(problems) - len(kept)
 

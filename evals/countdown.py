@@ -1,7 +1,7 @@
 """Countdown: reach a target with every given number exactly once.
 
     python evals/countdown.py --model tiny-sdar                                         preset "small", two tokens per step
-    python evals/countdown.py --model llada-8b --data cd3 --gen-length 256 --denoising-steps 16
+    python evals/countdown.py --model sdar-8b --data cd3 --gen-length 256 --denoising-steps 4
     python evals/countdown.py --completions FILE.jsonl --data countdown_cd3_test.jsonl
 
 The metric is exact: 1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. A legal
@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals.run import describe_columns, read_rows, tagged_answer
+from data.rows import describe_columns, read_rows
+from evals.run import tagged_answer
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 

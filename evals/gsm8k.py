@@ -1,6 +1,6 @@
 r"""GSM8K: word problems of primary school, whose answer is one number.
 
-    python evals/gsm8k.py --model llada-8b --gen-length 256 --denoising-steps 8 --block-length 8      openai/gsm8k, test
+    python evals/gsm8k.py --model sdar-8b --gen-length 256 --denoising-steps 4      openai/gsm8k, test
     python evals/gsm8k.py --completions FILE.jsonl --data test.jsonl
 
 The metric is exact: 1.0 if the number of the completion (`extract`) equals the gold one in fractions, else 0.0. So 18.00,
@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import stable_hash
-from evals.run import describe_columns, read_rows, tagged_answer
+from data.rows import describe_columns, read_rows
+from evals.run import tagged_answer
 
 HUB = "openai/gsm8k"
 PRESETS = ("d1",)  # names that `load` takes besides files and hub ids: the rows of HUB, asked with d1's training prompt
@@ -28,7 +29,7 @@ COLUMNS = (
     "question and answer (a number, or a solution that ends in #### and a number), "
     "or prompt and reward_model.ground_truth (DARE)"
 )
-MAX_LENGTH = 512  # characters of an answer; a longer one is none
+MAX_LENGTH = 512  # characters of an answer; longer ones do not count
 
 # LaTeX and money as plain text: \text{dollars}, \frac{1}{2} and \frac12 (" 1/2": 1\frac{1}{2} is not 11/2), -$18
 REPLACED = {r"\!": "", r"\,": "", "{,}": ",", "\\ ": " ", "~": " ", r"\$": "$", r"\%": "", "%": "", "−": "-"}
@@ -39,7 +40,7 @@ MONEY = re.compile(r"((?<![\w)])-)?[$€£] *")
 
 # ASCII digits only. No 1e5: Decimal("1e999999999") is a number too. In running text - is a sign unless it subtracts.
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9][0-9]*)?|\.[0-9]+)"
-NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?![0-9]|[eE][-+]?[0-9])"
+NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE][-+]?[0-9])"
 IN_TEXT = re.compile(NUMBER)
 AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
 ANSWER_IS = re.compile("answer is", re.IGNORECASE)
@@ -79,7 +80,7 @@ def extract(completion: str, example: dict) -> str | None:
     r"""The answer of a completion, normalised if it is a number (`normalised`); None where there is none. Never raises.
 
     "boxed", the first rule that finds something:
-      1. the last complete \boxed{...} that is not empty, also if one behind it is not closed;
+      1. the last complete \boxed{...} that is not empty, also if one behind it is not closed or too long;
       2. the number right behind the last "####";
       3. the sentence behind the last "answer is": the first number of it, behind its last "=";
       4. the last number.
@@ -93,14 +94,14 @@ def extract(completion: str, example: dict) -> str | None:
 
 
 def boxes(text: str) -> list[str]:
-    r"""Contents of every complete \boxed{...}, in the order in which they open; \{ and \} do not count. Linear in the text."""
+    r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and \} do not count. Linear."""
     opened, found = [], []  # opened: where the content of each open brace starts, and whether it is that of a box
     for brace in BRACES.finditer(text):
         if brace[1] or brace[0] == "{":
             opened.append((brace.end(), bool(brace[1])))
         elif brace[0] == "}" and opened:
             start, is_box = opened.pop()
-            if is_box:
+            if is_box and brace.start() - start <= MAX_LENGTH:
                 found.append((start, brace.start()))
     return [text[start:end] for start, end in sorted(found)]
 

@@ -1,7 +1,7 @@
 """4x4 sudoku: fill the blanks so that rows, columns and 2x2 boxes hold 1 to 4 once each.
 
     python evals/sudoku.py --model tiny-sdar --gen-length 16                             preset "sudoku4"
-    python evals/sudoku.py --model llada-8b --data 4x4_test_sudoku.csv --gen-length 256 --denoising-steps 16
+    python evals/sudoku.py --model sdar-8b --data 4x4_test_sudoku.csv --gen-length 256 --denoising-steps 16
     python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv --reward sudoku_cells
 
 The metric is exact: 1.0 for 16 digits that keep the given cells and form a legal grid, else 0.0. Any legal grid counts: 124
@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import SUDOKU, stable_hash, sudoku, sudoku_solutions
-from evals.run import describe_columns, read_rows, tagged_answer
+from data.rows import describe_columns, read_rows
+from evals.run import tagged_answer
 
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
 

@@ -54,7 +54,11 @@ class AtomicDirectory:
         self.folder.mkdir(parents=True)
 
     def _publish(self):
+        umask = os.umask(0)
+        os.umask(umask)
         for path in [*self.folder.rglob("*"), self.folder]:
+            if path.is_file():
+                path.chmod(0o666 & ~umask)  # safetensors writes for its owner alone
             sync_to_disk(path)
         os.rename(self.folder, self.directory)
         sync_to_disk(self.directory.parent)

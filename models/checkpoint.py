@@ -22,6 +22,8 @@ def resolve(name_or_dir):
     from models import MODELS  # here, because models imports this file
 
     if Path(name_or_dir).is_dir():
+        if not any((Path(name_or_dir) / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise SystemExit(f"{name_or_dir} is no model directory: it holds neither config.json nor adapter_config.json")
         return Path(name_or_dir)
     if name_or_dir not in [*MODELS, *MODELS.values()]:
         raise SystemExit(
@@ -32,7 +34,11 @@ def resolve(name_or_dir):
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except (OSError, ValueError) as error:  # no network, no such repository, a gated one
+        reason = " ".join(str(error).split())[:200]
+        raise SystemExit(f"{source} cannot be downloaded ({reason}): give --model a directory that holds it") from error
 
 
 def source_of(name_or_dir):
@@ -163,12 +169,16 @@ def load_tokenizer(name_or_dir):
     from transformers import AutoTokenizer, PretrainedConfig
 
     directory = resolve(name_or_dir)
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise SystemExit(f"{directory} holds no tokenizer: copy the tokenizer files of the model into it")
     # An explicit config, because AutoTokenizer would look the model type up among its own and warn that it is not there.
     return AutoTokenizer.from_pretrained(directory, config=PretrainedConfig(), trust_remote_code=False)
 
 
 def prompt_ids(tokenizer, messages):
     """messages [{"role", "content"}] -> token ids of the chat prompt, up to where the answer starts."""
+    if tokenizer.chat_template is None:
+        raise SystemExit(f"{tokenizer.name_or_path} has no chat template: copy the model's chat_template.jinja into it")
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -64,6 +64,15 @@ class BlockEngine:
         if own or own is None:
             raise ValueError(f"weights did not come for {', '.join(list(own or ['any tensor'])[:5])}")
 
+    def plan(self, *, gen_length, denoising_steps, remasking, **settings):
+        """One line on what a rollout costs, for the log."""
+        n = self.model.block_length
+        blocks, steps = -(-gen_length // n), min(denoising_steps, n)
+        at_least = "at least " if remasking == "low_confidence_dynamic" else ""
+        return (
+            f"{blocks} blocks of {n} tokens, {steps} steps each: {blocks * steps} steps, {at_least}{n / steps:g} tokens a step"
+        )
+
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, gen_length=256, block_length=None, denoising_steps=4, temperature=1.0,

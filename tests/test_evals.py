@@ -295,7 +295,7 @@ def test_reward_by_name():
     assert load_reward("", countdown)("12-7+3", SMALL) == {"score": 1.0}
     assert load_reward("", sudoku)("", BOARD) == {"score": 0.0}
     assert one_line(lambda: load_reward("cells", sudoku)) == (
-        "--reward cells: no such reward; known: countdown_partial, sudoku_cells"
+        "--reward cells: no such reward; known: countdown_partial, sudoku_cells, gsm8k_boxed, gsm8k_d1"
     )
 
 
@@ -597,7 +597,7 @@ def test_command_line_errors_are_one_line(tmp_path, monkeypatch, capsys):
         return one_line(lambda: cli(monkeypatch, capsys, "--out", str(tmp_path), *flags))
 
     assert message() == message("--model", "m", "--completions", "c") != ""
-    assert "known: countdown_partial, sudoku_cells" in message("--model", "m", "--reward", "cells")
+    assert "known: countdown_partial, sudoku_cells, gsm8k_boxed, gsm8k_d1" in message("--model", "m", "--reward", "cells")
     assert "presets: small, cd3, cd4" in message("--model", "m", "--data", "cd9")
     assert "must be at least 1" in message("--model", "m", "--limit", "0")
     assert "must be at least 1" in message("--model", "m", "--batch-size", "0")

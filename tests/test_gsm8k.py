@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from data import rows as row_files
 from evals import gsm8k, load_task, run
 from evals.rewards import REWARDS
 
@@ -254,43 +255,44 @@ def test_prose_before_the_answer_changes_nothing(prose, final):
     assert gsm8k.score(prose + final, BOXED) == 1.0 and gsm8k.score(prose + final.replace("18", "19"), BOXED) == 0.0
 
 
+N = 30_000  # characters; the calls below would take minutes if one of them were quadratic
 HOSTILE = [
-    "9" * 10**6,
-    "\\boxed{" * 150_000,
-    "\\boxed{" + "{" * 10**6,
-    "}" * 10**6,
-    "\\boxed{" + "9" * 10**6 + "}",
-    "\\boxed" + " " * 10**6,
-    "\\boxed{}" * 10**5,
-    "\\boxed{" * 10**5 + "}" * 10**5,
-    "#" * 10**6,
-    "#### " * 2 * 10**5,
-    "####" + " *" * 5 * 10**5,
-    "answer is" * 10**5,
-    "answer is " + "=" * 10**6,
-    "1," * 5 * 10**5,
-    "111," * 250_000,
-    "1." * 5 * 10**5,
-    "1/" * 5 * 10**5,
-    "1/" + "0" * 10**6,
-    "-" * 10**6,
-    "1" * 10**6 + "e5",
+    "9" * N,
+    "\\boxed{" * (N // 7),
+    "\\boxed{" + "{" * N,
+    "}" * N,
+    "\\boxed{" + "9" * N + "}",
+    "\\boxed" + " " * N,
+    "\\boxed{}" * (N // 7),
+    "\\boxed{" * (N // 7) + "}" * (N // 7),
+    "#" * N,
+    "#### " * (N // 5),
+    "####" + " *" * (N // 2),
+    "answer is" * (N // 7),
+    "answer is " + "=" * N,
+    "1," * (N // 2),
+    "111," * (N // 4),
+    "1." * (N // 2),
+    "1/" * (N // 2),
+    "1/" + "0" * N,
+    "-" * N,
+    "1" * N + "e5",
     "1e999999999",
     "-1E+999999999",
-    "\\frac{" * 10**5,
-    "\\frac{1" + " " * 10**6,
-    "\\text{" * 10**5,
-    "$" * 10**6,
-    "$ " * 5 * 10**5,
-    "<answer>" * 10**5,
-    "</reasoning><answer>" * 50_000,
-    "<reasoning>" + "</reasoning> <answer>" * 50_000,
-    "\x00" * 10**6,
+    "\\frac{" * (N // 7),
+    "\\frac{1" + " " * N,
+    "\\text{" * (N // 7),
+    "$" * N,
+    "$ " * (N // 2),
+    "<answer>" * (N // 7),
+    "</reasoning><answer>" * (N // 20),
+    "<reasoning>" + "</reasoning> <answer>" * (N // 20),
+    "\x00" * N,
     "\ud800",
-    "İ" * 10**5 + "answer is",
-    " " * 10**6,
-    "\n" * 10**6,
-    "()" * 5 * 10**5,
+    "İ" * (N // 7) + "answer is",
+    " " * N,
+    "\n" * N,
+    "()" * (N // 2),
     "1/0",
 ]
 
@@ -304,9 +306,15 @@ def test_hostile_text_scores_zero_quickly_and_silently(text):
             for example in (BOXED, TAGS):
                 answer = gsm8k.extract(completion, example)
                 assert answer is None or 0 < len(answer) <= 512
-                assert gsm8k.score(completion, example) == 0.0
                 assert REWARDS["gsm8k_boxed"](completion, example)["correct"] == 0.0
             assert 0.0 <= sum(REWARDS["gsm8k_d1"](completion, TAGS).values()) <= 2.0
+    assert time.perf_counter() - began < 5.0
+
+
+@pytest.mark.parametrize("text", ["{", "1 ", "$", "\\boxed{", "answer is", "\x00"])
+def test_a_megabyte_is_scored_in_a_second_or_two(text):
+    began = time.perf_counter()
+    assert gsm8k.score(text * (10**6 // len(text)), BOXED) == 0.0
     assert time.perf_counter() - began < 5.0
 
 
@@ -533,15 +541,13 @@ def test_dare_rows_are_the_same_without_solutions(split):
 
 @needs_files
 def test_real_validation_rows_are_fixed(monkeypatch):
-    rows = run.read_rows(str(FILES / "gsm8k/train.jsonl"), "train", ())
+    rows = row_files.read_rows(str(FILES / "gsm8k/train.jsonl"), "train", ())
     monkeypatch.setattr(gsm8k, "read_rows", lambda *_, config: list(rows))
     train, validation = gsm8k.load("train"), gsm8k.load("validation")
     assert (len(train), len(validation)) == (6961, 512)
     assert not {row["question"] for row in train} & {row["question"] for row in validation}
-    assert [rows.index(row) for row in rows if row["question"] in {v["question"] for v in validation[:4]}] == FIRST_VALIDATION
-
-
-FIRST_VALIDATION = [0, 0, 0, 0]
+    first = [[row["question"] for row in rows].index(example["question"]) for example in validation[:4]]
+    assert first == [8, 34, 38, 81], "the same rows for everybody, for ever"
 
 
 @needs_files
@@ -552,19 +558,25 @@ def test_constant_completions_without_a_number_score_zero(floor):
 
 
 @needs_files
-def test_completions_of_the_real_test_file_end_to_end(tmp_path):
+def test_completions_of_the_real_test_file_end_to_end(tmp_path, monkeypatch, capsys):
     path = str(FILES / "gsm8k/test.jsonl")
     examples = gsm8k.load("test", path)
-    twos = sum(example["gold"] == "2" for example in examples)
-    for name, completions, right in (
-        ("oracle", [gsm8k.answer(example) for example in examples], 1319),
-        ("constant", ["\\boxed{2}"] * 1319, twos),
-    ):
+
+    def flags(name, completions):
         given = write(tmp_path / f"{name}.jsonl", [{"index": i, "completion": text} for i, text in enumerate(completions)])
-        flags = ["--completions", given, "--data", path, "--reward", "gsm8k_boxed", "--out", str(tmp_path / name)]
-        done = subprocess.run([sys.executable, "evals/gsm8k.py", *flags], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        result = json.loads(done.stdout.splitlines()[-1])
-        assert (result["task"], result["n"], result["accuracy"], result["answered"]) == ("gsm8k", 1319, right / 1319, 1.0)
-        assert result["reward"]["components"] == pytest.approx({"correct": right / 1319, "format": 0.1})
-    assert 0 < twos < 66
+        return ["evals/gsm8k.py", "--completions", given, "--data", path, "--out", str(tmp_path / name)]
+
+    oracle = flags("oracle", map(gsm8k.answer, examples))
+    done = subprocess.run([sys.executable, *oracle], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["task"], result["n"], result["accuracy"], result["answered"]) == ("gsm8k", 1319, 1.0, 1.0)
+    samples = [json.loads(line) for line in (tmp_path / "oracle/samples.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in samples] == [example["gold"] for example in examples]
+
+    monkeypatch.setattr(sys, "argv", [*flags("constant", [r"\boxed{2}"] * 1319), "--reward", "gsm8k_boxed"])
+    run.main("gsm8k")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    twos = sum(example["gold"] == "2" for example in examples)
+    assert result["accuracy"] == twos / 1319 and 0 < twos < 66
+    assert result["reward"]["components"] == pytest.approx({"correct": twos / 1319, "format": 0.1})

@@ -1,0 +1,505 @@
+"""models/lora.py against peft itself, against brute-force merges, and on two FSDP2 ranks; what a merge into bf16 loses."""
+
+import copy
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from test_models import (
+    MASK,
+    SMALL,
+    additive,
+    assert_same_weights,
+    block_causal,
+    exits_with_one_line,
+    model_of,
+    qwen3,
+    qwen3_config,
+    random_ids,
+)
+
+from algos import d1
+from models import adapters_off, add_lora, export_adapter, export_weights, load_model, save_adapter, save_model
+from models.lora import adapter_tensors, has_lora, lora_scaling, merge_adapter
+from models.random_init import byte_tokenizer
+from rollout import make_engine
+from rollout.probe import replay_logps
+
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK, ALPHA = 4, 10  # scale 2.5
+ARGS = SimpleNamespace(activation_checkpointing=False, compile=False)
+IDS = random_ids(3, 11, MASK)
+
+
+@torch.no_grad()
+def fill_b(model, size=0.1, seed=1):
+    """As if trained: B is no longer 0. -> the model"""
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            value.copy_(size * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def adapted(rank=RANK, size=0.1, base=None, dtype=torch.float32):
+    """-> model with adapters that matter"""
+    return fill_b(add_lora(base or model_of(SMALL), rank, ALPHA, dtype=dtype), size)
+
+
+def brute_merge(model):
+    """{official name: weight + alpha / r B A}, from the parameters alone."""
+    held, merged = model.state_dict(), {}
+    for name, value in held.items():
+        if ".lora_" not in name:
+            layer = name.removesuffix(".base_layer.weight")
+            if layer != name:
+                b, a = held[f"{layer}.lora_B.default.weight"], held[f"{layer}.lora_A.default.weight"]
+                value = value + ALPHA / RANK * (b @ a)
+            merged[name.replace(".base_layer.", ".")] = value
+    return merged
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """-> directory of the base, directory of an adapter, the adapted model"""
+    folder, model = tmp_path_factory.mktemp("lora"), adapted()
+    save_model(model_of(SMALL), folder / "base", byte_tokenizer())
+    save_adapter(model, folder / "adapter", str(folder / "base"), byte_tokenizer())
+    return folder / "base", folder / "adapter", model
+
+
+@pytest.fixture
+def adapter(saved, tmp_path):
+    """A copy of the adapter that a test may damage."""
+    return shutil.copytree(saved[1], tmp_path / "adapter")
+
+
+def peft_model(directory, base=None):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base or model_of(SMALL), directory)
+
+
+def close(a, b, tolerance=1e-5):
+    """fp32: relative to the largest value."""
+    return (a - b).abs().max().item() <= tolerance * b.abs().max().item()
+
+
+# --- adapters in place -------------------------------------------------------------------------------------------------------
+
+
+def test_fresh_adapters_change_nothing_and_freeze_the_base():
+    """'B is 0: the model's outputs do not change yet'; only adapters are trainable, in fp32 on a bf16 base too."""
+    base, model = model_of(SMALL), add_lora(model_of(SMALL), RANK, ALPHA)
+    assert torch.equal(model.logits(IDS), base.logits(IDS)) and has_lora(model) and not has_lora(base)
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert trained == adapter_tensors(model).keys() and len(trained) == 2 * 2 * len(NAMES)
+    assert not torch.equal(fill_b(model).logits(IDS), base.logits(IDS))  # and then they do
+    half = add_lora(model_of(SMALL, torch.bfloat16), RANK, ALPHA)
+    assert {value.dtype for value in adapter_tensors(half).values()} == {torch.float32}
+    assert {value.dtype for name, value in half.state_dict().items() if "lora_" not in name} == {torch.bfloat16}
+    engine = add_lora(model_of(SMALL, torch.bfloat16), RANK, ALPHA, dtype=torch.bfloat16)
+    assert {value.dtype for value in engine.state_dict().values()} == {torch.bfloat16}
+
+
+def test_the_draws_are_keyed_by_the_seed():
+    """'A is drawn from a generator keyed by seed, the same on every rank'; peft's distribution, Kaiming uniform."""
+    tensors = lambda seed: adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, seed=seed))
+    torch.manual_seed(1)
+    first = tensors(0)
+    torch.manual_seed(2)
+    again, other = tensors(0), tensors(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(torch.equal(first[name], other[name]) == ("lora_B" in name) for name in first)
+    assert not any(value.any() for name, value in first.items() if "lora_B" in name)
+    wide = model_of(SMALL | {"hidden_size": 256})
+    for name, value in adapter_tensors(add_lora(wide, 32, ALPHA)).items():
+        if "q_proj.lora_A" in name:  # U(-b, b), b = 1 / sqrt(fan in) = 1 / 16
+            assert value.abs().max() <= 1 / 16 and math.isclose(value.std().item(), 1 / 16 / math.sqrt(3), rel_tol=0.03)
+
+
+def test_the_global_generator_is_not_touched():
+    """DESIGN.md 5: 'randomness comes from explicit generators'."""
+    model, before = model_of(SMALL), torch.get_rng_state()
+    add_lora(model, RANK, ALPHA)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj"), ("down_proj",)])
+def test_targets(targets):
+    """'last parts of module names; empty: every linear layer of a block'"""
+    held = {name.split(".lora_")[0] for name in adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, targets))}
+    part = lambda name: "self_attn" if name in NAMES[:4] else "mlp"
+    assert held == {f"model.layers.{i}.{part(name)}.{name}" for i in range(2) for name in targets or NAMES}
+
+
+@pytest.mark.parametrize("targets", [["q_prj"], ["q_proj", "W_pack"], ["embed_tokens"], ["self_attn.q_proj"]])
+def test_a_target_that_matches_nothing_is_named(targets):
+    with exits_with_one_line("--lora-targets", targets[-1], "q_proj"):
+        add_lora(model_of(SMALL), RANK, ALPHA, targets)
+
+
+def test_every_target_that_is_offered_is_trained():
+    """What the message lists must get a gradient through logps; the head, whose weight logps reads itself, cannot."""
+    with pytest.raises(SystemExit) as error:
+        add_lora(model_of(SMALL), RANK, ALPHA, ["nothing"])
+    offered = [name.strip() for name in str(error.value).rsplit("there are", 1)[1].split(",")]
+    assert set(NAMES) <= set(offered)
+    model = add_lora(model_of(SMALL), RANK, ALPHA, offered)
+    model.logps(IDS, torch.full_like(IDS, MASK), IDS >= 0).sum().backward()
+    deaf = {name.split(".")[-4] for name, value in model.named_parameters() if "lora_B" in name and value.grad is None}
+    assert not deaf, f"{deaf} never learn"
+
+
+def test_adapters_off_is_the_base_and_on_is_as_before():
+    """'The frozen model under the adapters: the reference policy', on again bit-identical and trainable."""
+    base, model = model_of(SMALL).logits(IDS), adapted()
+    before, trainable = model.logits(IDS), {name: value.requires_grad for name, value in model.named_parameters()}
+    with torch.no_grad(), adapters_off(model) as reference:
+        assert reference is model and torch.equal(model.logits(IDS), base)
+    assert torch.equal(model.logits(IDS), before) and not torch.equal(before, base)
+    assert {name: value.requires_grad for name, value in model.named_parameters()} == trainable
+    model.logits(IDS).sum().backward()
+    assert all((value.grad is not None) == trainable[name] for name, value in model.named_parameters())
+
+
+def test_adapters_come_back_after_an_exception():
+    model = adapted()
+    before, trainable = model.logits(IDS), {name: value.requires_grad for name, value in model.named_parameters()}
+    with pytest.raises(ZeroDivisionError), adapters_off(model):
+        1 / 0  # noqa: B018
+    assert torch.equal(model.logits(IDS), before)
+    assert {name: value.requires_grad for name, value in model.named_parameters()} == trainable
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+def test_peft_alone_reads_a_saved_adapter(saved):
+    """'PeftModel.from_pretrained reads the directory': same logits; merge_and_unload equals our load_model(adapter)."""
+    base, directory, model = saved
+    wrapped = peft_model(directory)
+    assert close(wrapped.base_model.model.logits(IDS), model.logits(IDS))
+    held = load_file(directory / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.layers.") and ".default." not in name for name in held)
+    assert wrapped.peft_config["default"].base_model_name_or_path == str(base)
+    merged, ours = wrapped.merge_and_unload(), load_model(directory)
+    assert_close_weights(merged, ours)
+    assert close(ours.logits(IDS), model.logits(IDS)) and not close(ours.logits(IDS), model_of(SMALL).logits(IDS), 1e-2)
+    assert (ours.eos_token_ids, ours.pad_token_id, has_lora(ours)) == ([1], 0, False)
+
+
+def assert_close_weights(a, b, tolerance=1e-5):
+    a, b = dict(a.state_dict()), dict(b.state_dict())
+    assert a.keys() == b.keys()
+    for name in a:
+        assert close(a[name], b[name], tolerance), name
+
+
+def test_peft_puts_a_saved_adapter_on_transformers_qwen3(saved):
+    """The adapter of a user who has the official code and peft but none of this repository."""
+    _, directory, model = saved
+    wrapped = peft_model(directory, qwen3(model_of(SMALL)))
+    logits = wrapped(IDS, attention_mask=additive(block_causal(IDS.shape[1], 4)).expand(len(IDS), -1, -1, -1)).logits
+    assert close(logits, model.logits(IDS))
+
+
+def test_an_adapter_of_peft_loads_here(saved, tmp_path):
+    """The other way: PeftModel.save_pretrained, its own initialisation and names."""
+    from peft import LoraConfig, PeftModel
+
+    torch.manual_seed(0)
+    wrapped = PeftModel(model_of(SMALL), LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"]))
+    fill_b(wrapped).save_pretrained(tmp_path / "peft")
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(saved[0])}))
+    assert close(load_model(tmp_path / "peft").logits(IDS), wrapped.base_model.model.logits(IDS))
+
+
+def test_rslora_is_honoured(saved, adapter):
+    """Scale alpha / sqrt(r) instead of alpha / r, as peft does; the plain scale is far off."""
+    edit(adapter, use_rslora=True)
+    assert lora_scaling({"lora_alpha": ALPHA, "r": RANK, "use_rslora": True}) == ALPHA / 2
+    ours, want = load_model(adapter).logits(IDS), peft_model(adapter).base_model.model.logits(IDS)
+    assert close(ours, want) and not close(load_model(saved[1]).logits(IDS), want, 1e-2)
+
+
+def edit(directory, **changes):
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_an_adapter_on_an_adapter_loads(saved, tmp_path):
+    """RL on an adapter directory 'merges it and adds a fresh adapter': the chain of both loads, without copies of the base."""
+    _, first, _ = saved
+    model = fill_b(add_lora(load_model(first), 2, 6, ["v_proj"], seed=5), seed=7)
+    save_adapter(model, tmp_path / "second", str(first), byte_tokenizer())
+    assert close(load_model(tmp_path / "second").logits(IDS), model.logits(IDS))
+    assert not close(load_model(first).logits(IDS), model.logits(IDS), 1e-2)
+
+
+def test_export_weights_merges_as_peft_does(saved):
+    model, merged = saved[2], peft_model(saved[1]).merge_and_unload().state_dict()
+    exported = dict(export_weights(model, merge_lora=True))
+    assert exported.keys() == merged.keys() == model_of(SMALL).state_dict().keys()
+    assert all(close(exported[name], merged[name]) for name in merged)
+    assert all(torch.equal(exported[name], value) for name, value in brute_merge(model).items())
+
+
+def test_every_export_starts_from_the_pristine_base():
+    """'never from an earlier merge': a second export with another B holds that B alone; without merging, the base."""
+    base, model = model_of(SMALL), adapted()
+    first = dict(export_weights(model))
+    fill_b(model, size=0.3, seed=9)
+    second, want = dict(export_weights(model)), brute_merge(model)
+    assert all(torch.equal(second[name], want[name]) for name in want)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not close(second[name], first[name], 1e-2)
+    assert_same_weights(SimpleNamespace(state_dict=lambda: dict(export_weights(model, merge_lora=False))), base)
+
+
+def test_save_model_merges_under_official_names(saved, tmp_path):
+    """load_model and transformers' Qwen3 read it, strictly."""
+    from transformers import Qwen3ForCausalLM
+
+    model = saved[2]
+    save_model(model, tmp_path / "merged", byte_tokenizer())
+    ours = load_model(tmp_path / "merged")
+    assert dict(ours.state_dict()).keys() == brute_merge(model).keys()
+    assert all(torch.equal(value, brute_merge(model)[name]) for name, value in ours.state_dict().items())
+    qwen3_config(tmp_path / "merged", {})
+    reference, report = Qwen3ForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_weights(reference, ours)
+
+
+def test_a_merge_into_bf16_loses_an_early_update_and_adapters_beside_keep_it():
+    """mechanics.md 5, table at B = 1e-5: relative error 0.99 after the merge. Weights are bf16, computing is fp64."""
+    learner = add_lora(model_of(SMALL, torch.bfloat16), RANK, ALPHA)
+    with torch.no_grad():
+        for name, value in learner.named_parameters():
+            if "lora_B" in name:  # one sign step of size 1e-5
+                value.copy_(1e-5 * (torch.rand(value.shape, generator=torch.Generator().manual_seed(3)) - 0.5).sign())
+    base = model_of(SMALL, torch.bfloat16).double()
+    merged, beside = make_engine(copy.deepcopy(base)), make_engine(add_lora(copy.deepcopy(base), RANK, ALPHA))
+    merged.load_weights(export_weights(learner, torch.bfloat16))
+    beside.load_weights(export_adapter(learner, torch.bfloat16))
+    exact = copy.deepcopy(learner).double().logits(IDS) - base.logits(IDS)
+    lost, kept = (
+        ((engine.model.double().logits(IDS) - base.logits(IDS) - exact).norm() / exact.norm()).item()
+        for engine in (merged, beside)
+    )
+    assert lost > 0.9 and kept < 0.01, (lost, kept)
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------------------
+
+
+def tensors(directory, change):
+    path = directory / "adapter_model.safetensors"
+    held = load_file(path)
+    save_file(change(held), path, {"format": "pt"})
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
+    "rank": (lambda d: edit(d, r=8), ["q_proj.weight", "rank 8"]),
+    "names": (
+        lambda d: tensors(d, lambda t: {name.replace("layers.1", "layers.7"): value for name, value in t.items()}),
+        ["layers.7", "no layer of this model"],
+    ),
+    "shapes": (
+        lambda d: tensors(d, lambda t: t | {Q + "B.weight": torch.zeros(5, RANK)}),
+        ["q_proj", r"\[32, 16\]", r"\[5, 4\]"],
+    ),
+    "half a pair": (lambda d: tensors(d, lambda t: {n: v for n, v in t.items() if n != Q + "B.weight"}), ["q_proj"]),
+    "empty": (lambda d: tensors(d, lambda t: {}), ["no adapters"]),
+    "DoRA": (lambda d: edit(d, use_dora=True), ["plain LoRA", "use_dora"]),
+    "bias": (lambda d: edit(d, bias="all"), ["plain LoRA", "bias"]),
+    "bias of B": (
+        lambda d: [edit(d, lora_bias=True), tensors(d, lambda t: t | {Q + "B.bias": torch.ones(32)})],
+        ["bias"],
+    ),
+    "modules_to_save": (lambda d: edit(d, modules_to_save=["lm_head"]), ["plain LoRA", "modules_to_save"]),
+    "rank_pattern": (lambda d: edit(d, rank_pattern={"q_proj": 2}), ["plain LoRA", "rank_pattern"]),
+    "not LoRA": (lambda d: edit(d, peft_type="IA3"), ["plain LoRA", "IA3"]),
+    "unknown base": (lambda d: edit(d, base_model_name_or_path="me/unknown"), ["me/unknown"]),
+    "no base": (lambda d: edit(d, base_model_name_or_path=None), ["None"]),
+    "missing weights": (lambda d: (d / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
+    "truncated weights": (
+        lambda d: (d / "adapter_model.safetensors").write_bytes((d / "adapter_model.safetensors").read_bytes()[:-9]),
+        ["adapter_model.safetensors"],
+    ),
+    "missing config": (lambda d: (d / "adapter_config.json").unlink(), ["adapter_config.json"]),
+    "damaged config": (lambda d: (d / "adapter_config.json").write_text('{"r": 4, '), ["adapter_config.json", "not JSON"]),
+}
+
+
+@pytest.mark.parametrize("change, words", OTHER.values(), ids=list(OTHER))
+def test_an_adapter_that_does_not_fit_is_refused(adapter, change, words):
+    change(adapter)
+    with exits_with_one_line("adapter", *words):
+        load_model(adapter)
+
+
+def test_an_adapter_of_a_bigger_model_is_refused(saved, tmp_path):
+    """Its own base is another model: every layer is misshapen; the message lists ten at most."""
+    other = model_of(SMALL | {"hidden_size": 24})
+    save_adapter(adapted(base=other), tmp_path / "other", str(saved[0]), byte_tokenizer())
+    with exits_with_one_line("other", r"q_proj.weight is \[32, 16\]", r"\[32, 4\] x \[4, 24\]"):
+        load_model(tmp_path / "other")
+    with exits_with_one_line("layers.1"):  # more layers than this model
+        merge_adapter(model_of(SMALL | {"num_hidden_layers": 1}), saved[1])
+
+
+def test_a_failed_save_leaves_nothing(saved, tmp_path):
+    """'Appears under its name only when complete'"""
+    (tmp_path / "there").mkdir()
+    with exits_with_one_line("there", "exists already"):
+        save_adapter(saved[2], tmp_path / "there", str(saved[0]), byte_tokenizer())
+    assert [p.name for p in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
+
+
+# --- two ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def loss_of(model, rows, num_tokens):
+    ids, score = random_ids(8, 12, MASK)[rows], torch.rand(8, 12, generator=torch.Generator().manual_seed(4))[rows] < 0.4
+    return -model.logps(ids, torch.where(score, MASK, ids), score).sum() / num_tokens
+
+
+def full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_two_ranks_train_as_one(run_ranks, tmp_path):
+    """Gradients, an AdamW step, exports and the saved adapter of two FSDP2 ranks equal those of one unsharded process."""
+
+    def body(rank, world_size):
+        build = lambda: adapted(base=model_of(SMALL, torch.float64), dtype=torch.float64)
+        whole, sharded = build(), d1.parallelize(build(), ARGS)
+        for model, rows, scale in [(whole, slice(0, 8), 1), (sharded, slice(4 * rank, 4 * rank + 4), world_size)]:
+            params = [value for value in model.parameters() if value.requires_grad]
+            optimizer = torch.optim.AdamW(params, lr=0.01)
+            for _ in range(2):
+                optimizer.zero_grad()
+                (loss_of(model, rows, 30) * scale).backward()
+                optimizer.step()
+        for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            assert p.requires_grad == q.requires_grad == ("lora_" in name)
+            assert (p.grad is None) == (q.grad is None) == ("lora_" not in name)
+            if p.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad, atol=1e-10, rtol=1e-8, msg=name)
+                torch.testing.assert_close(full(p), q, atol=1e-7, rtol=1e-6, msg=name)
+        for export in (export_adapter, export_weights, lambda model: export_weights(model, merge_lora=False)):
+            for (name, value), (want_name, want) in zip(export(sharded), export(whole), strict=True):
+                assert name == want_name and not value.requires_grad
+                torch.testing.assert_close(value, want, atol=1e-7, rtol=1e-6, msg=name)
+        save_adapter(sharded, tmp_path / "adapter", str(tmp_path), byte_tokenizer())
+        held = load_file(tmp_path / "adapter/adapter_model.safetensors")
+        for name, value in export_adapter(sharded):
+            assert torch.equal(held["base_model.model." + name.replace(".default.", ".")], value)
+
+    run_ranks(2, body)
+
+
+def test_adapters_off_on_two_ranks(run_ranks):
+    """Between steps, at the same place on all ranks: the base, and as before when on again; a step after it still counts."""
+
+    def body(rank, world_size):
+        base = model_of(SMALL).logits(IDS)
+        model = d1.parallelize(adapted(), ARGS)
+        optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.1)
+        with torch.no_grad():
+            before = model.logits(IDS)
+            with adapters_off(model):
+                assert torch.equal(model.logits(IDS), base)
+            assert torch.equal(model.logits(IDS), before)
+        loss_of(model, slice(0, 8), 30).backward()
+        with torch.no_grad(), adapters_off(model):
+            model.logits(IDS)
+        optimizer.step()
+        with torch.no_grad():
+            assert not torch.equal(model.logits(IDS), before)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_beside_its_adapters_is_the_learner(run_ranks, world_size):
+    """engine.load_weights(export_adapter(model)): the log-probabilities it reports are those that the learner computes."""
+
+    def body(rank, world_size):
+        model = d1.parallelize(adapted(), ARGS)
+        engine = make_engine(add_lora(model_of(SMALL), RANK, ALPHA))
+        gaps = []
+        for hand_over in (False, True):
+            if hand_over:
+                engine.load_weights(export_adapter(model))
+            trace = engine.generate([[2, 3, 4], [5, 6, 7, 8, 9, 10]], num_samples=3, gen_length=9, denoising_steps=2)
+            gaps.append((replay_logps(model, trace) - trace.logps).abs().max().item())
+        assert gaps[0] > 1e-2 and gaps[1] < 2e-5, gaps
+
+    run_ranks(world_size, body)
+
+
+def test_engines_refuse_adapters_of_another_rank_or_none():
+    engine = make_engine(add_lora(model_of(SMALL), RANK, ALPHA))
+    with pytest.raises(ValueError, match=r"lora_A.default.weight \[8, 16\] is no tensor of this model"):
+        engine.load_weights(export_adapter(adapted(rank=8)))
+    with pytest.raises(ValueError, match="is no tensor of this model"):
+        make_engine(model_of(SMALL)).load_weights(export_adapter(adapted()))
+    with pytest.raises(ValueError, match="did not come for .*lora_"):
+        engine.load_weights(pair for pair in export_adapter(adapted()) if "layers.1" not in pair[0])
+
+
+def test_merged_weights_reach_an_engine_without_adapters():
+    """--lora-merged-rollout and evaluation: in fp32 the gap of a merge is rounding only."""
+    model, engine = adapted(), make_engine(model_of(SMALL))
+    engine.load_weights(export_weights(model))
+    trace = engine.generate([[2, 3, 4]], num_samples=3, gen_length=9, denoising_steps=2)
+    assert (replay_logps(model, trace) - trace.logps).abs().max() < 2e-5
+
+
+def test_compiled_blocks_with_adapters_on_two_ranks(run_ranks):
+    """Order of wrapping: adapters, block.compile(), fully_shard. Loss and gradients as without compiling; the layer's number
+    does not make a graph for every layer: six layers need no more graphs than three.
+    """
+
+    def body(rank, world_size):
+        counts = []
+        for layers in (3, 6):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            build = lambda layers=layers: adapted(base=model_of(SMALL | {"num_hidden_layers": layers}), size=0.02)
+            plain, compiled = build(), build()
+            for layer in compiled.layers:
+                layer.compile(backend="aot_eager")
+            compiled = d1.parallelize(compiled, ARGS)
+            rows = slice(4 * rank, 4 * rank + 4)
+            want, loss = loss_of(plain, rows, 30), loss_of(compiled, rows, 30)
+            torch.testing.assert_close(loss, want, atol=1e-5, rtol=1e-5)
+            whole = build()
+            loss_of(whole, slice(0, 8), 30).backward()
+            (loss * world_size).backward()
+            for (name, p), q in zip(compiled.named_parameters(), whole.parameters(), strict=True):
+                if p.grad is not None:
+                    torch.testing.assert_close(full(p.grad), q.grad, atol=1e-4, rtol=1e-3, msg=name)
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert counts[0] == counts[1] <= 2, counts
+
+    run_ranks(2, body)
+
+
+def test_the_adapter_path_is_two_thin_products():
+    """y = x W^T + alpha / r (x A^T) B^T, no dropout: written out for one layer."""
+    model = adapted()
+    layer, x = model.layers[0].mlp.up_proj, torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    want = F.linear(x, layer.base_layer.weight) + ALPHA / RANK * F.linear(F.linear(x, a), b)
+    assert torch.allclose(layer(x), want, atol=1e-6) and not torch.allclose(layer(x), layer.base_layer(x), atol=1e-2)
