@@ -8,6 +8,7 @@ The first step warms up; the table is the mean of the others.
 """
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +28,10 @@ def main():
     script = import_module(f"algos.{sys.argv[1]}")
     REWARDS["coin"] = coin
     args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", "coin"])
-    runs = set(Path(args.out).glob("*"))
     script.main(args)
-    (run_dir,) = set(Path(args.out).glob("*")) - runs
+    if int(os.environ.get("RANK", 0)):
+        return
+    run_dir = max(Path(args.out).glob("*"), key=lambda path: path.stat().st_mtime)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss/total" in row][1:]
     keys = [key for key in rows[0] if key.startswith(("time/", "speed/", "memory/", "completion/length"))]

@@ -468,32 +468,31 @@ def test_merged_weights_reach_an_engine_without_adapters():
 
 def test_compiled_blocks_with_adapters_on_two_ranks(run_ranks):
     """Order of wrapping: adapters, block.compile(), fully_shard. Loss and gradients as without compiling; the layer's number
-    does not make a graph for every layer: six layers need no more graphs than three.
+    does not make a graph for every layer: 'all blocks share 2 with LoRA: the first block's input needs no grad'.
     """
 
     def body(rank, world_size):
-        counts = []
-        for layers in (3, 6):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            build = lambda layers=layers: adapted(base=model_of(SMALL | {"num_hidden_layers": layers}), size=0.02)
-            plain, compiled = build(), build()
-            for layer in compiled.layers:
-                layer.compile(backend="aot_eager")
-            compiled = d1.parallelize(compiled, ARGS)
-            rows = slice(4 * rank, 4 * rank + 4)
-            want, loss = loss_of(plain, rows, 30), loss_of(compiled, rows, 30)
-            torch.testing.assert_close(loss, want, atol=1e-5, rtol=1e-5)
-            whole = build()
-            loss_of(whole, slice(0, 8), 30).backward()
-            (loss * world_size).backward()
-            for (name, p), q in zip(compiled.named_parameters(), whole.parameters(), strict=True):
-                if p.grad is not None:
-                    torch.testing.assert_close(full(p.grad), q.grad, atol=1e-4, rtol=1e-3, msg=name)
-            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert counts[0] == counts[1] <= 2, counts
+        build = lambda: adapted(base=model_of(SMALL | {"num_hidden_layers": 4}), size=0.02)
+        whole, compiled = build(), build()
+        for layer in compiled.layers:
+            layer.compile(backend="aot_eager")
+        compiled = d1.parallelize(compiled, ARGS)
+        want, loss = loss_of(whole, slice(0, 8), 30), loss_of(compiled, slice(4 * rank, 4 * rank + 4), 30)
+        torch.testing.assert_close(d1.all_reduce({"loss": loss.detach()})["loss"], want.item(), atol=1e-5, rtol=1e-5)
+        want.backward()
+        (loss * world_size).backward()
+        for (name, p), q in zip(compiled.named_parameters(), whole.parameters(), strict=True):
+            if q.requires_grad:
+                torch.testing.assert_close(full(p.grad), q.grad, atol=1e-4, rtol=1e-3, msg=name)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
     run_ranks(2, body)
+
+
+def test_peft_can_read_the_config_of_a_model():
+    """peft 0.14 asks model.config, as a dict, whether the head is tied; 0.18 and later get along without."""
+    config = model_of(SMALL).config
+    assert hasattr(config, "to_dict") or hasattr(config, "get")
 
 
 def test_the_adapter_path_is_two_thin_products():

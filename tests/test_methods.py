@@ -19,13 +19,15 @@ TINY = TINY_SDAR | {
 }  # fmt: skip
 
 
-def tiny_model(seed=0, scale=8.0):
-    """A peaked random SDAR in fp64 with 8 tokens, of which 6 is the mask and 5 the EOS."""
-    model = random_model(TINY, seed).double()
+def tiny_model(seed=0, scale=8.0, **config):
+    """A peaked random SDAR in fp64 with 8 tokens, of which 6 is the mask and 5 the EOS, which is not too frequent."""
+    config = TINY | config
+    eos, model = config["eos_token_id"], random_model(config, seed).double()
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
+        model.lm_head.weight[eos] = 0
         model.model.embed_tokens.weight.mul_(30)
-    model.eos_token_ids, model.pad_token_id = [EOS], EOS
+    model.eos_token_ids, model.pad_token_id = [eos], eos
     return model
 
 
@@ -39,15 +41,42 @@ def single_rank(target):
     return test
 
 
-def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1)), gen_length=9):
-    """A rollout of ragged prompts with advantages of both signs and a dead group."""
+def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), gen_length=9):
+    """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
+    G = args.num_generations
     trace = make_engine(model).generate(
-        [list(p) for p in prompts], num_samples=args.num_generations, gen_length=gen_length, denoising_steps=2, seed=5
+        [list(p) for p in prompts], num_samples=G, gen_length=gen_length, denoising_steps=2, seed=6
     )
     batch = module.make_batch(trace, model, seed=11)
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0] * len(prompts), dtype=torch.float64)[: len(trace.prompt_ids)]
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4], dtype=torch.float64)[:, :G].flatten()
     batch.advantages = module.compute_advantages(rewards, args)
+    assert (batch.advantages > 0).any() and (batch.advantages < 0).any() and not batch.advantages[-G:].any()
     return batch
+
+
+def blocks_of(batch):
+    """Likelihood blocks with scored tokens. -> [(sequence, columns of its scored tokens)]"""
+    found = []
+    for b, (ids, scored) in enumerate(zip(batch.block_ids, batch.completion_mask, strict=True)):
+        found += [(b, (ids == block).logical_and(scored).nonzero().flatten()) for block in ids[scored].unique()]
+    return found
+
+
+def test_the_rollout_has_every_kind_of_block(run_ranks):
+    """What the tests below rely on: 4, 3, 2 and 1 scored tokens, up to three blocks in a sequence, an EOS inside a block."""
+
+    def body(rank, world_size):
+        batch = rollout_batch(bgpo, tiny_model(), bgpo.Args(num_generations=4))
+        blocks = blocks_of(batch)
+        sizes = [len(columns) for _, columns in blocks]
+        assert sizes.count(4) >= 12 and {1, 2, 3, 4} == set(sizes)
+        assert max(sum(b == i for b, _ in blocks) for i in range(12)) == 3
+        after_eos = batch.trace.canvas_length - batch.completion_mask.sum(1)
+        assert (after_eos > 0).sum() >= 3 and not batch.trace.truncated.all() and batch.trace.truncated.any()
+        later = [i for i in range(12) if after_eos[i] > 0 and sum(b == i for b, _ in blocks) > 1]
+        assert later  # an EOS in the middle of a second or third block
+
+    run_ranks(1, body)
 
 
 # ---------------------------------------------------------------------------------------- likelihoods by enumeration
@@ -60,42 +89,131 @@ def exact_elbo(model, prompt, completion):
     """
     n, ids = model.block_length, [*prompt, *completion]
     total = torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(ids), n):
+    for start in range(len(prompt) // n * n, len(ids), n):
         where = [i for i in range(start, min(start + n, len(ids))) if i >= len(prompt)]
+        # one forward of the states in which a subset of the block is known; after the EOS everything stays masked
+        subsets = [known for size in range(len(where)) for known in itertools.combinations(where, size)]
+        shown = [[i < where[0] or i in known for i in range(start + n)] for known in subsets]
+        padded = ids + [MASK] * n
+        states = [[padded[i] if show else MASK for i, show in enumerate(row)] for row in shown]
+        logits = model.logits(torch.tensor(states))
+        logits[..., MASK] = -math.inf
+        logps = dict(zip(subsets, logits.log_softmax(-1), strict=True))
         orders = list(itertools.permutations(where))
         for order in orders:
-            known = set(range(where[0])) if where else set()
-            for i in order:
-                state = [token if j in known else MASK for j, token in enumerate(ids[: start + n])]
-                state += [MASK] * (start + n - len(state))
-                logits = model.logits(torch.tensor([state]))[0, i]
-                logits[MASK] = -math.inf
-                total += logits.log_softmax(-1)[ids[i]] / len(orders)
-                known.add(i)
+            for k, i in enumerate(order):
+                total += logps[tuple(sorted(order[:k]))][i, ids[i]] / len(orders)
     return total
 
 
-def test_exact_elbo_is_a_bound_of_a_likelihood_that_sums_to_one():
-    """V = 5 usable tokens... the random-order likelihood sums to 1 over all completions, and the ELBO lies below its log."""
-    model, prompt = tiny_model(), [1, 2]  # two tokens complete the first block
-    usable = [token for token in range(8) if token != MASK]
-    likelihood, elbo = {}, {}
-    for completion in itertools.product(usable, repeat=2):
-        orders = []
-        for order in itertools.permutations(range(2)):
-            log_p, state = 0.0, [*prompt, MASK, MASK]
+class OneBlock:
+    """Every completion of one block over V = 5 usable tokens, after a prompt of one block: 625 of them."""
+
+    MASK = 5
+    prompt = [1, 2, 0, 3]
+    completions = list(itertools.product(range(5), repeat=4))
+    patterns = [p for p in itertools.product([False, True], repeat=4) if any(p)]  # 15 masks
+
+    def __init__(self, seed=0, shift=0.0):
+        self.model = tiny_model(seed, vocab_size=6, mask_token_id=5, eos_token_id=4)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+
+    def by_order(self):
+        """-> [24, 625] log-probability of each completion when its tokens are revealed in that order"""
+        states = torch.tensor(list(itertools.product(range(6), repeat=4)))  # every partly masked block
+        with torch.no_grad():
+            logits = self.model.logits(torch.cat([torch.tensor([self.prompt] * len(states)), states], 1))[:, 4:]
+        logits[..., self.MASK] = -math.inf
+        logps = logits.log_softmax(-1)  # [1296, 4, V]
+        y, base, values = torch.tensor(self.completions), torch.tensor([216, 36, 6, 1]), []
+        for order in itertools.permutations(range(4)):
+            shown, value = torch.full_like(y, self.MASK), 0
             for i in order:
-                logits = model.logits(torch.tensor([state]))[0, 2 + i]
-                logits[MASK] = -math.inf
-                log_p += logits.log_softmax(-1)[completion[i]].item()
-                state[2 + i] = completion[i]
-            orders.append(log_p)
-        likelihood[completion] = sum(map(math.exp, orders)) / 2
-        elbo[completion] = sum(orders) / 2
-        assert elbo[completion] == pytest.approx(exact_elbo(model, prompt, list(completion)).item(), abs=1e-9)
-    assert sum(likelihood.values()) == pytest.approx(1, abs=1e-9)
-    assert all(elbo[c] <= math.log(likelihood[c]) + 1e-12 for c in elbo)
-    assert max(math.log(likelihood[c]) - elbo[c] for c in elbo) > 0.01  # and the bound is not trivially tight
+                value = value + logps[(shown * base).sum(1), i, y[:, i]]
+                shown[:, i] = y[:, i]
+            values.append(value)
+        return torch.stack(values)
+
+    def batch(self):
+        input_ids = torch.tensor([[*self.prompt, *completion] for completion in self.completions])
+        valid, n = torch.ones_like(input_ids, dtype=torch.bool), len(input_ids)
+        return bgpo.Batch(
+            input_ids=input_ids, valid_mask=valid, completion_mask=valid[:, :4], block_ids=self.model.grid(valid)[1][:, -4:],
+            sample_index=torch.arange(n), trace=None, mask_token_id=self.MASK, seed=3, num_tokens=4.0 * n, num_sequences=n,
+            advantages=torch.zeros(n),
+        )  # fmt: skip
+
+    def by_mask(self):
+        """-> [15, 625] BGPO's one-draw ELBO for each mask, with the weights that its sample_masks gives to that mask"""
+        batch, args, weights = self.batch(), bgpo.Args(mc_num=4), {}
+        rows = bgpo.sample_masks(batch, 0, args)
+        for pattern, weight in zip(rows.masked[:, 0, -4:].tolist(), rows.weights[:, 0].tolist(), strict=True):
+            weights.setdefault(tuple(pattern), set()).add(tuple(weight))
+        assert set(weights) == set(self.patterns) and all(len(values) == 1 for values in weights.values())
+        values = []
+        for pattern in self.patterns:
+            exact = torch.tensor(pattern) * 4.0 / sum(pattern)
+            assert torch.equal(torch.tensor(weights[pattern].pop()), exact)
+            masked = torch.zeros_like(batch.valid_mask)
+            masked[:, 4:] = torch.tensor(pattern)
+            rows = batch.rows(masked[:, None], exact.expand(len(masked), 1, 4))
+            rows.weights = torch.tensor(pattern).double().mul(4).div(sum(pattern)).expand(len(masked), 1, 4)
+            with torch.no_grad():
+                values.append(bgpo.estimate_logps(bgpo.draw_logps(self.model, rows, 0)[:, None], rows, args))
+        return torch.stack(values)
+
+    @classmethod
+    def chances(cls):
+        """[15] probability of each mask: m uniform on 1..4, then a subset of that size"""
+        return torch.tensor([1 / (4 * math.comb(4, sum(p))) for p in cls.patterns], dtype=torch.float64)
+
+
+def elbo_of_one_block(space, completion):
+    """The ELBO by a loop over orders, one forward per token: a check of the table of OneBlock."""
+    total = 0.0
+    for order in itertools.permutations(range(4)):
+        state = [*space.prompt, *[space.MASK] * 4]
+        for i in order:
+            with torch.no_grad():
+                logits = space.model.logits(torch.tensor([state]))[0, 4 + i]
+            logits[space.MASK] = -math.inf
+            total += logits.log_softmax(-1)[completion[i]].item() / 24
+            state[4 + i] = completion[i]
+    return total
+
+
+def test_elbo_by_orders_and_by_masks_bounds_a_likelihood_that_sums_to_one():
+    """L = 4, V = 5: all 625 completions, all 24 orders, all 15 masks."""
+    space = OneBlock()
+    orders, masks = space.by_order(), space.by_mask()
+    log_likelihood, elbo = orders.logsumexp(0) - math.log(24), orders.mean(0)
+    assert log_likelihood.exp().sum().item() == pytest.approx(1, abs=1e-10)
+    torch.testing.assert_close((space.chances()[:, None] * masks).sum(0), elbo, atol=1e-10, rtol=0)
+    assert (elbo <= log_likelihood + 1e-10).all()
+    assert (log_likelihood - elbo).max() > 0.1  # and the bound is not trivially tight
+    assert (elbo - masks.mean(0)).abs().max() > 0.1  # nor would other chances of the masks give it
+    for i in (0, 77, 624):
+        assert elbo[i].item() == pytest.approx(elbo_of_one_block(space, space.completions[i]), abs=1e-10)
+
+
+def test_bgpo_surrogate_bounds_the_elbo_objective_of_two_models():
+    """From the d of every mask: the mean of g lies below A exp(ELBO - old ELBO), for both signs of A, at all 625."""
+    new, old = OneBlock(shift=0.01), OneBlock()
+    d = new.by_mask() - old.by_mask()  # [15, 625]
+    mean = new.by_order().mean(0) - old.by_order().mean(0)
+    times = (48 * OneBlock.chances()).round().long()  # 48 draws with each mask as often as it is likely
+    assert times.sum() == 48 and mean.abs().max() > 0.3
+    gaps = []
+    for column, ratio in zip(d.repeat_interleave(times, 0).T, mean.exp(), strict=True):
+        for A in (1.3, -0.7):
+            surrogate, slope = bgpo_loss(column.tolist(), A, 48)
+            gaps.append((A * ratio - surrogate).item())
+            assert (slope * A > 0).all()
+    gaps = torch.tensor(gaps).view(-1, 2)
+    assert (gaps > -1e-10).all() and (gaps > 1e-4).double().mean() > 0.9
 
 
 @single_rank
@@ -104,22 +222,21 @@ def test_bgpo_estimate_is_unbiased_against_all_orders():
     model = tiny_model()
     args = bgpo.Args(num_generations=4, mc_num=4)
     batch = rollout_batch(bgpo, model, args)
-    draws = []
-    for iteration in range(150):
+    draws, unweighted = [], []
+    for iteration in range(200):
         rows = bgpo.sample_masks(batch, iteration, args)
         with torch.no_grad():
             rows.weights = rows.weights.double()
-            logps = bgpo.draw_logps(model, rows, 0)
-            draws.append(bgpo.estimate_logps(logps[:, None], rows, args).view(args.mc_num, -1))
-    draws = torch.stack(draws).flatten(0, 1)  # [600, B]
-    for i in range(draws.shape[1]):
-        with torch.no_grad():
-            # after the EOS everything stays masked: the exact value has those positions masked too
-            want = exact_elbo(model, batch.trace.prompt_ids[i], batch.trace.completion(i)).item()
-        error = draws[:, i].std() / len(draws) ** 0.5
-        assert abs(draws[:, i].mean() - want) < 5 * error + 1e-9, (i, draws[:, i].mean(), want, error)
-    # negative control: without the weight n / m the mean is elsewhere
-    assert (draws.mean(0) - (draws.mean(0) * 0.5)).abs().max() > 5 * error
+            logps = bgpo.draw_logps(model, rows, 0)[:, None]
+            draws.append(bgpo.estimate_logps(logps, rows, args).view(args.mc_num, -1))
+            rows.weights = (rows.weights > 0).double()
+            unweighted.append(bgpo.estimate_logps(logps, rows, args).view(args.mc_num, -1))
+    draws, unweighted = torch.stack(draws).flatten(0, 1), torch.stack(unweighted).flatten(0, 1)  # [800, B]
+    with torch.no_grad():
+        want = torch.stack([exact_elbo(model, p, batch.trace.completion(i)) for i, p in enumerate(batch.trace.prompt_ids)])
+    score = lambda x: (x.mean(0) - want).abs() / (x.std(0) / len(x) ** 0.5 + 1e-9)
+    assert (score(draws) < 4.5).all(), score(draws)
+    assert (score(unweighted) > 6).sum() >= 10  # without the weight n / m the mean is elsewhere
 
 
 @single_rank
@@ -127,38 +244,89 @@ def test_bgpo_counts_are_stratified_and_masks_stay_in_place():
     model, args = tiny_model(), bgpo.Args(num_generations=4, mc_num=4)
     batch = rollout_batch(bgpo, model, args)
     B, L = batch.completion_mask.shape
-    rows = bgpo.sample_masks(batch, 0, args)
-    masked = rows.masked.view(args.mc_num, B, -1)
-    assert not masked[..., :-L].any()  # the prompt is never masked
-    assert (masked[..., -L:] | batch.completion_mask).all()  # after the EOS all is masked
-    chosen = masked[..., -L:] & batch.completion_mask  # [draws, B, L]
-    for b in range(B):
-        for block in batch.block_ids[b].unique():
-            inside = (batch.block_ids[b] == block) & batch.completion_mask[b]
-            n, counts = int(inside.sum()), sorted(chosen[:, b, inside].sum(1).tolist())
-            if n:
-                assert min(counts) >= 1 and max(counts) <= n
-                if n == args.mc_num:
-                    assert counts == list(range(1, n + 1))  # one draw of each count: the floor form stratifies exactly
-                weights = rows.weights.view(args.mc_num, B, L)[:, b, inside]
-                m = chosen[:, b, inside].sum(1, keepdim=True)
-                torch.testing.assert_close(weights, chosen[:, b, inside] * (n / m).float())
-    other = bgpo.sample_masks(batch, 1, args)
+    exactly_stratified = 0
+    for iteration, mc_num in itertools.product(range(5), (1, 3, 4, 6)):
+        args.mc_num = mc_num
+        rows = bgpo.sample_masks(batch, iteration, args)
+        masked, weights = rows.masked.view(mc_num, B, -1), rows.weights.view(mc_num, B, L)
+        assert not masked[..., :-L].any()  # the prompt is never masked
+        assert (masked[..., -L:] | batch.completion_mask).all()  # after the EOS all is masked
+        chosen = masked[..., -L:] & batch.completion_mask  # [draws, B, L]
+        assert torch.equal(weights != 0, chosen)  # scored is what is masked, up to the EOS
+        for b, columns in blocks_of(batch):
+            n, m = len(columns), chosen[:, b, columns].sum(1)
+            assert m.min() >= 1
+            times = torch.bincount(m, minlength=n + 1)[1:]  # how often each count of 1..n came
+            assert len(times) == n and times.max() - times.min() <= (mc_num % n > 0)  # the floor form stratifies exactly
+            exactly_stratified += n == mc_num == 4
+            torch.testing.assert_close(weights[:, b, columns], chosen[:, b, columns] * (n / m[:, None]).float())
+    assert exactly_stratified >= 5 * 12
+    rows, other = bgpo.sample_masks(batch, 0, args), bgpo.sample_masks(batch, 1, args)
     assert not torch.equal(other.masked, rows.masked)
     assert torch.equal(bgpo.sample_masks(batch, 0, args).masked, rows.masked)
 
 
-def test_floor_form_is_uniform_where_rounding_is_not():
-    """m = floor(((u + j/n) mod 1) L) + 1 is uniform on 1..L; rounded spacing is not (L = 6, n = 4 hits one parity only)."""
-    L, n = 6, 4
-    u = (torch.arange(60000, dtype=torch.float64) + 0.5) / 60000
-    for j in range(n):
-        m = (((u + j / n) % 1) * L).floor() + 1
-        assert torch.equal(m.unique(return_counts=True)[1], torch.full((L,), 10000))
-    k = torch.arange(1, L + 1)
-    rounded = ((k + torch.tensor(1 * L / n).round().long() - 1) % L) + 1
-    assert rounded.unique().numel() == L  # one row alone is fine; half-even rounding of k + jL/n is what loses values:
-    assert torch.tensor([round(int(x) + 1 * L / n) for x in k]).remainder(2).unique().numel() == 1
+def chi_square(counts, chances):
+    want = counts.sum() * chances
+    return ((counts - want) ** 2 / want).sum().item()
+
+
+CRITICAL = {0: 1e-9, 1: 15.1, 2: 18.4, 3: 21.1, 14: 42.6}  # degrees of freedom -> exceeded with probability 1e-4
+
+
+@single_rank
+def test_bgpo_counts_are_uniform_for_every_draw():
+    """m = floor(((u + j/mc) mod 1) n) + 1 is uniform on 1..n for each j, also where mc is no multiple of n.
+
+    Rounding to spaced counts instead is not: with n = 6 and mc = 4, round(k + j n / mc) meets one parity only.
+    """
+    model, args = tiny_model(), bgpo.Args(num_generations=4)
+    batch = rollout_batch(bgpo, model, args)
+    B, L = batch.completion_mask.shape
+    blocks, tested = blocks_of(batch), 0
+    for mc_num in (3, 4, 6):
+        args.mc_num = mc_num
+        iterations = [bgpo.sample_masks(batch, i, args).masked.view(mc_num, B, -1)[..., -L:] for i in range(150)]
+        masked = torch.stack(iterations)  # [iterations, draws, B, L]
+        for n in (1, 2, 3, 4):
+            m = torch.stack([masked[:, :, b, columns].sum(2) for b, columns in blocks if len(columns) == n])
+            for j in range(mc_num):
+                counts = torch.bincount(m[:, :, j].flatten(), minlength=n + 1)[1:].double()
+                assert len(counts) == n
+                assert chi_square(counts, torch.full((n,), 1 / n)) < CRITICAL[n - 1], (mc_num, n, j, counts)
+                tested += counts.sum().item()
+    assert tested > 40000
+
+
+@single_rank
+def test_bgpo_masks_are_independent_subsets():
+    """Given its size every subset is alike; draws, blocks and iterations do not share an order, blocks share no count."""
+    model, args = tiny_model(), bgpo.Args(num_generations=4, mc_num=4)
+    batch = rollout_batch(bgpo, model, args)
+    B, L = batch.completion_mask.shape
+    full = [(b, columns) for b, columns in blocks_of(batch) if len(columns) == 4]
+    parts = []
+    for iteration in range(300):
+        masked = bgpo.sample_masks(batch, iteration, args).masked.view(4, B, -1)[..., -L:]
+        parts.append(torch.stack([masked[:, b, columns] for b, columns in full], 1))
+    chosen = torch.stack(parts)  # [iterations, draws, blocks, 4]
+    m, code = chosen.sum(3), (chosen * torch.tensor([8, 4, 2, 1])).sum(3)
+    for j in range(4):
+        counts = torch.bincount(code[:, j].flatten(), minlength=16)[1:].double()
+        assert chi_square(counts, OneBlock.chances()) < CRITICAL[14], (j, counts)
+    share = lambda event, among: (event & among).sum().item() / among.sum().item()
+    for i, j in [(0, 1), (1, 2), (2, 3), (3, 0)]:  # with four draws of four tokens the next draw masks one more
+        nested = (chosen[:, i] <= chosen[:, j]).all(2)
+        assert share(nested, (m[:, i] == 1) & (m[:, j] == 2)) == pytest.approx(1 / 2, abs=0.1)
+    again = (code[1:] == code[:-1]) & (m[1:] == 1)
+    assert share(again, (m[1:] == 1) & (m[:-1] == 1)) == pytest.approx(1 / 4, abs=0.05)
+    twins = [(x, y) for x, y in itertools.pairwise(range(len(full))) if full[x][0] == full[y][0]]
+    assert len(twins) >= 5
+    x, y = (list(side) for side in zip(*twins, strict=True))
+    everywhere = torch.ones_like(m[:, :, x], dtype=torch.bool)
+    assert share(m[:, :, x] == m[:, :, y], everywhere) == pytest.approx(1 / 4, abs=0.03)
+    both = (m[:, :, x] == 1) & (m[:, :, y] == 1)
+    assert share(code[:, :, x] == code[:, :, y], both) == pytest.approx(1 / 4, abs=0.08)
 
 
 @single_rank
@@ -277,6 +445,7 @@ def test_d1_normalises_by_the_tokens_of_the_step():
 
 
 def bgpo_loss(d, A, mc_num):
+    """-> the surrogate of one sequence with these d, its slope in d"""
     d = torch.tensor(d, dtype=torch.float64).requires_grad_()
     rows = rows_of([[1.0]] * len(d), [A] * len(d), num_sequences=len(d) / mc_num)
     loss, _ = bgpo.policy_loss(d, torch.zeros_like(d), None, rows, bgpo.Args(mc_num=mc_num))
