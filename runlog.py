@@ -60,13 +60,13 @@ class RunLog:
         self.run_dir = chosen[0]
         if not self.is_writer:
             return
-        atexit.register(self.close)  # a run that stops with an error leaves its table and figure too
         if resume:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 truncate_rows(self.run_dir / name, step)
         else:
-            write_atomically(self.run_dir / "config.json", json.dumps(describe_run(config), indent=2) + "\n")
+            write_atomically(self.run_dir / "config.json", json.dumps(describe_run(name, config), indent=2) + "\n")
         self.metrics_file = open(self.run_dir / "metrics.jsonl", "a", buffering=1, encoding="utf-8")  # flushed per line
+        atexit.register(self.close, failed=True)  # a run that stops with an error leaves its table and figure too
         if track:
             import wandb
 
@@ -132,7 +132,7 @@ class RunLog:
 
     def close(self, failed=False):
         """Last plot; ends the bar and the wandb run, even where the plot fails. A second call does nothing."""
-        if not self.is_writer or self.metrics_file.closed:
+        if self.metrics_file is None or self.metrics_file.closed:
             return
         self.metrics_file.close()
         try:
@@ -202,9 +202,10 @@ def make_run_dir(out, name):
             raise SystemExit(f"--out {out}: the run directory cannot be made ({error.strerror})") from error
 
 
-def describe_run(config):
+def describe_run(name, config):
     """What one needs to repeat the run."""
     return {
+        "script": name.partition("-")[0],
         "args": config,
         "command": shlex.join(sys.orig_argv),
         "git": describe_git(),
@@ -246,9 +247,11 @@ def write_atomically(path, text):
 def truncate_rows(path, step):
     """Keep the rows of a .jsonl file up to `step`. A last line without its end was being written when the run was killed."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        write_atomically(path, "".join(kept))
+        *lines, _ = path.read_bytes().split(b"\n")  # bytes: the cut may go through a character, and text has other line ends
+        rows = [(line, json.loads(line)) for line in lines]
+        # The last test score is written again, at the end that the run now has.
+        kept = [line for line, row in rows if row["step"] <= step and not (row["step"] and any(map(is_test, row)))]
+        write_atomically(path, b"".join(line + b"\n" for line in kept).decode())
 
 
 def command_line(arguments):
@@ -264,7 +267,10 @@ def command_line(arguments):
     path = Path(given.resume) / "config.json"
     if not path.is_file():
         raise SystemExit(f"--resume {given.resume} is no run directory: it has no config.json")
-    saved = json.loads(path.read_text(encoding="utf-8"))["args"]
+    config = json.loads(path.read_text(encoding="utf-8"))
+    script, saved = Path(sys.argv[0]).stem, config["args"]
+    if config.get("script", script) != script:
+        raise SystemExit(f"--resume {given.resume} is a run of {config['script']}.py, not of {script}.py")
     known = {field.name: field.type for field in fields(arguments)}
     before = arguments(
         **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items() if key in known}
@@ -294,6 +300,10 @@ def check_numbers(args):
 
 def is_score(key):
     return key.startswith(("eval/", "test/"))
+
+
+def is_test(key):
+    return key.startswith("test/")
 
 
 def read_rows(run_dir):

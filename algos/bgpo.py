@@ -495,8 +495,9 @@ def main(args):
                     group["lr"] = lr_at(step, args)
                 optimizer.step()
                 optimizer.zero_grad()
-            weight = sums.pop("policy/weight") or 1.0  # 0 if no row on any rank had a gradient
-            metrics = {name: value / (weight if name.startswith("policy/") else 1) for name, value in sums.items()}
+            weight = sums.pop("policy/weight")  # 0 if no row on any rank had a gradient: then there is nothing to average
+            policy = {name: sums.pop(name) / weight for name in list(sums) if name.startswith("policy/") and weight}
+            metrics = {name: value for name, value in sums.items() if not name.startswith("policy/")} | policy
         # <<< shared: update
 
         # >>> shared: log_eval_save

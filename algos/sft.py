@@ -99,11 +99,11 @@ class Args:
     learning_rate: float = 1e-5
     """AdamW (official sdar_4b_math_cot_full.yaml: 1e-5, constant after a warm-up of 3 %)"""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW"""
-    weight_decay: float = 0.1
-    """AdamW"""
+    """AdamW (the official recipe leaves torch's default)"""
+    weight_decay: float = 0.0
+    """AdamW (the official recipe sets none)"""
     max_grad_norm: float = 1.0
-    """gradient norm clip"""
+    """gradient norm clip (the official recipe leaves LlamaFactory's default, 1.0)"""
     eps: float = 1e-3
     """smallest masking probability (official: 1e-3)"""
 

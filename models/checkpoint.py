@@ -54,7 +54,7 @@ def adapter_base(directory):
     from models import MODELS
 
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
-    if base not in MODELS.values() and not Path(base or "").is_dir():
+    if base not in MODELS.values() and not (base and Path(base).is_dir()):
         raise SystemExit(f"{directory} is an adapter of {base!r}, which is no directory here and no known hub id")
     return base
 

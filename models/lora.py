@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from models.atomic import AtomicDirectory
@@ -24,12 +24,14 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = list(targets) or list(model.lora_targets)
-    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    modules = [(name, module) for layer in model.layers for name, module in layer.named_modules()]  # no adapter on the head
+    linear = {name.rsplit(".", 1)[-1] for name, module in modules if isinstance(module, torch.nn.Linear)}
     if unknown := sorted(set(targets) - linear):
         raise SystemExit(f"--lora-targets {', '.join(unknown)} match no linear layer; there are {', '.join(sorted(linear))}")
     model.requires_grad_(False)
     model.lora_config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-    inject_adapter_in_model(model.lora_config, model)
+    with torch.random.fork_rng(devices=[]):  # peft draws too, from the global generator
+        inject_adapter_in_model(model.lora_config, model)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
@@ -105,13 +107,14 @@ def merge_adapter(model, directory):
 
     SystemExit if the adapter does not fit: tensors of another model or rank (listed), or an adapter that is no plain LoRA.
     """
-    from models.checkpoint import read_json, tensor_names
+    from models.checkpoint import open_tensors, read_json, tensor_names
 
     directory = Path(directory)
     config = read_json(directory / "adapter_config.json")
     plain = {
         "peft_type": "LORA",
         "bias": "none",
+        "lora_bias": False,
         "use_dora": False,
         "modules_to_save": None,
         "rank_pattern": {},
@@ -119,20 +122,21 @@ def merge_adapter(model, directory):
     }
     if other := {key: config[key] for key, value in plain.items() if config.get(key, value) not in (value, None)}:
         raise SystemExit(f"{directory}: only plain LoRA adapters can be merged; this one has {other}")
-    files = {
-        name.removeprefix("base_model.model."): value
-        for name, value in load_file(directory / "adapter_model.safetensors").items()
-    }
+    with open_tensors(directory / "adapter_model.safetensors") as file:
+        files = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}
     weights, problems, scaling, pairs = tensor_names(model), [], lora_scaling(config), {}
     for name, value in files.items():
-        base, part, _ = name.rsplit(".", 2)
-        pairs.setdefault(f"{base}.weight", {})[part] = value
+        base, part, kind = name.rsplit(".", 2)
+        pairs.setdefault(f"{base}.{kind}", {})[part] = value
     for name, pair in pairs.items():
         if name not in weights or pair.keys() != {"lora_A", "lora_B"}:
             problems.append(f"{name} is no layer of this model")
-        elif (pair["lora_B"].shape[0], pair["lora_A"].shape[1]) != weights[name].shape or pair["lora_A"].shape[0] != config[
-            "r"
-        ]:
+        elif (*pair["lora_B"].shape, *pair["lora_A"].shape) != (
+            weights[name].shape[0],
+            config["r"],
+            config["r"],
+            weights[name].shape[1],
+        ):
             shapes = f"{list(pair['lora_B'].shape)} x {list(pair['lora_A'].shape)}"
             problems.append(f"{name} is {list(weights[name].shape)}, its adapter {shapes} at rank {config['r']}")
     if problems or not pairs:

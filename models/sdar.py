@@ -5,7 +5,7 @@ position 0 of the prompt. Logits at position i are about token i: there is no sh
 ones, so that safetensors files load and save without a table of names.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,10 @@ class Config:
     attention_bias: bool = False
     use_sliding_window: bool = False
     rope_scaling: dict | None = None
+
+    def to_dict(self):
+        """As transformers' configurations have it, which peft 0.14 asks for."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, raw):

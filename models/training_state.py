@@ -54,12 +54,8 @@ class Saves:
     def __init__(self, run_dir, model, optimizer, tokenizer, base, keep, scores=()):
         """base: --model of the run; keep: newest saves that stay (0: all); scores: [(step, validation score)] so far."""
         self.run_dir, self.model, self.optimizer, self.tokenizer = Path(run_dir), model, optimizer, tokenizer
-        self.base, self.keep, self.newest, self.best = (
-            source_of(base),
-            keep,
-            None,
-            max(scores, key=lambda s: s[1], default=None),
-        )
+        self.base, self.keep, self.best = source_of(base), keep, max(scores, key=lambda s: s[1], default=None)
+        self.newest = max((self.run_dir / "checkpoints").glob("step-*"), default=None)
         self.tag_best()
 
     @staticmethod
@@ -87,7 +83,8 @@ class Saves:
             self.tag_best()
         if state:
             save_state(self.run_dir / "resume", self.model, self.optimizer, step, self.keep)
-        prune(self.run_dir / "checkpoints", self.keep, spare=[f"step-{self.best[0]:06d}"] if self.best else [])
+        if state or not (self.run_dir / "resume").exists():  # a run that goes back to its last state must find its best there
+            prune(self.run_dir / "checkpoints", self.keep, spare=[f"step-{self.best[0]:06d}"] if self.best else [])
 
     def tag_best(self):
         link = self.run_dir / "checkpoints" / "best"
@@ -127,6 +124,9 @@ def load_state(state, model, optimizer):
     if facts["world_size"] != dist.get_world_size():
         raise SystemExit(f"--resume: {state} was saved by {facts['world_size']} ranks, this run has {dist.get_world_size()}")
     parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
+    held = dcp.FileSystemReader(state / "state").read_metadata().state_dict_metadata
+    if extra := [name for name in held if name.startswith("model.") and name.removeprefix("model.") not in parameters]:
+        raise SystemExit(f"--resume: {state} does not fit this model: it also holds {', '.join(sorted(extra)[:3])}")
     loaded = {"model": parameters, "optimizer": moments}
     try:
         dcp.load(loaded, checkpoint_id=state / "state")

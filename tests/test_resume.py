@@ -307,7 +307,7 @@ def test_best_follows_the_score_and_survives_pruning(run_ranks, tmp_path, rank):
             ([2, 4], [2, 4], 2),  # the tie at 4
             ([2, 4], [2, 4], 2),
             ([2, 4, 6], [4, 6], 2),  # 2 is spared
-            ([6, 7], [4, 6], 7),
+            ([2, 4, 6, 7], [4, 6], 7),  # a kill now goes back to state 6, whose best is 2: pruned only with the next state
             ([7, 8], [6, 8], 7),
         ]
         if not rank:

@@ -38,7 +38,7 @@ def is_png(path):
 def test_config_says_how_to_repeat_the_run(tmp_path):
     with open_log(tmp_path) as log:
         config = json.loads((log.run_dir / "config.json").read_text())
-    assert list(config) == ["args", "command", "git", "torch", "python", "device", "world_size", "started"]
+    assert list(config) == ["script", "args", "command", "git", "torch", "python", "device", "world_size", "started"]
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]}
     assert config["torch"] == torch.__version__ and config["world_size"] == 1 and config["device"]
     assert config["git"] is None or set(config["git"]) == {"commit", "dirty"}
