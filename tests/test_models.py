@@ -597,7 +597,7 @@ def test_an_unknown_model_is_named():
 
 
 def test_a_directory_without_config_is_named(tmp_path):
-    with exits_with_one_line(f"{tmp_path}/config.json"):
+    with exits_with_one_line("is no model directory", "config.json"):
         load_model(tmp_path)
 
 
