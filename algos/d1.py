@@ -521,6 +521,7 @@ def main(args):
         log.say(trace.draw(0, tokenizer))
     log.say(f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}")
     log.close()
+    dist.barrier()  # a rank that leaves while another still draws can abort in gloo
     dist.destroy_process_group()
     # <<< shared: after
 

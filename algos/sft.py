@@ -294,6 +294,7 @@ def main(args):
         log.write(args.max_steps, {f"test/{args.task}": evaluate("test")})
     log.say(f"saved {saves.newest}")
     log.close()
+    dist.barrier()  # a rank that leaves while another still draws can abort in gloo
     dist.destroy_process_group()
 
 
