@@ -188,8 +188,8 @@ def make_batch(rows, first, args, model, step, device):
     block = model.block_length
     rows = [(prompt, answer + [model.pad_token_id] * (-(len(prompt) + len(answer)) % block)) for prompt, answer in rows]
     T = max(len(prompt) + len(answer) for prompt, answer in rows)
-    fill = lambda prompt, answer, values: values + [values[-1] * 0] * (T - len(prompt) - len(answer))
-    table = lambda make: torch.tensor([fill(p, a, make(p, a)) for p, a in rows], device=device)
+    fill = lambda values: values + [0] * (T - len(values))
+    table = lambda make: torch.tensor([fill(make(p, a)) for p, a in rows], device=device)
     answer_mask = table(lambda p, a: [False] * len(p) + [True] * len(a)).bool()
     return Batch(
         input_ids=table(lambda p, a: p + a),
