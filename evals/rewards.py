@@ -78,12 +78,20 @@ REWARDS = {
     "gsm8k_boxed": gsm8k_boxed,
     "gsm8k_d1": gsm8k_d1,
 }
+# the task whose examples a reward reads; one that is not named here fits every task
+TASKS = {"countdown_partial": countdown, "sudoku_cells": sudoku, "gsm8k_boxed": gsm8k, "gsm8k_d1": gsm8k}
 
 
 def load_reward(name: str, task: ModuleType) -> Callable[[str, dict], dict[str, float]]:
-    """--reward NAME -> its function; an empty name -> the score of `task`, as {"score": ...}. SystemExit lists the names."""
+    """--reward NAME -> its function; an empty name -> the score of `task`, as {"score": ...}.
+
+    SystemExit where there is no such reward, or where it reads the examples of another task, with the rewards that fit.
+    """
     if not name:
         return lambda completion, example: {"score": task.score(completion, example)}
-    if name not in REWARDS:
-        raise SystemExit(f"--reward {name}: no such reward; known: {', '.join(REWARDS)}")
-    return REWARDS[name]
+    if name in REWARDS and TASKS.get(name, task) is task:
+        return REWARDS[name]
+    short = lambda module: module.__name__.removeprefix("evals.")
+    fitting = "; ".join(f"{reward} for {short(TASKS[reward]) if reward in TASKS else 'every task'}" for reward in REWARDS)
+    problem = f"does not fit {short(task)}" if name in REWARDS else "no such reward"
+    raise SystemExit(f"--reward {name}: {problem}; known: {fitting}")

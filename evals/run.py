@@ -57,7 +57,7 @@ class Args:
     reward: str = "none"
     """also report the mean of this shaped reward of evals/rewards.py"""
     out: str = ""
-    """output directory; empty: runs/eval-<task>-<model>-<time>"""
+    """output directory, refused if results lie in it; empty: runs/eval-<task>-<model>-<time>"""
 
 
 def main(task_name: str) -> None:
@@ -89,8 +89,7 @@ def main(task_name: str) -> None:
         settings |= {"completions": args.completions}
 
     name = Path(args.model).name if args.model else Path(args.completions).stem
-    out = Path(args.out or f"runs/eval-{task_name}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_out(args.out, f"runs/eval-{task_name}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     scored = []
     with open(out / "samples.jsonl", "w") as file, tqdm(total=total, desc=task_name, disable=None) as bar:
         for rows, engine_settings in batches:
@@ -125,6 +124,28 @@ def main(task_name: str) -> None:
     result["settings"] = settings
     (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
+
+
+def make_out(out: str, default: str) -> Path:
+    """Make the directory `out`; where `out` is empty, `default`, with -2, -3 ... where that exists.
+
+    SystemExit where it cannot be made, or where rows or a result of another evaluation or a training run lie in it.
+    """
+    path, number = Path(out or default), 1
+    while True:
+        try:  # mkdir itself is the test: of two evaluations in one second only one gets the name
+            path.mkdir(parents=True, exist_ok=bool(out))
+            break
+        except OSError as error:
+            if out or not path.exists():
+                raise SystemExit(f"--out {path}: the directory cannot be made ({error.strerror})") from error
+            number += 1
+            path = Path(f"{default}-{number}")
+    # empty is the file of an evaluation that ended before its first row, for example at a wrong --model
+    files = [file.name for file in (path / "samples.jsonl", path / "result.json") if file.exists() and file.stat().st_size]
+    if files:
+        raise SystemExit(f"--out {path}: {' and '.join(files)} would be overwritten; name another directory or move it away")
+    return path
 
 
 def generated(

@@ -1,6 +1,7 @@
 """Checkpoints in the official layout: config.json, safetensors with the official tensor names, tokenizer files. In and out."""
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 
@@ -9,11 +10,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from kernels.moe import expert_parts
 from models.atomic import AtomicDirectory
-from models.lora import adapter_tensors, has_lora, lora_scaling, merge_adapter
+from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
 
 # model_type of config.json -> (module, class)
-ARCHITECTURES = {"sdar": ("models.sdar", "SDAR")}
+ARCHITECTURES = {
+    "llada": ("models.llada", "LLaDA"),
+    "Dream": ("models.dream", "Dream"),
+    "sdar": ("models.sdar", "SDAR"),
+    "sdar_moe": ("models.sdar", "SDAR"),
+    "llada2_moe": ("models.llada2", "LLaDA2"),
+}
 SHARD_BYTES = 4 * 2**30
 
 
@@ -68,32 +76,62 @@ def read_json(path):
         raise SystemExit(f"{path} is not JSON ({error}): it is truncated or damaged; copy it again") from error
 
 
-def build_model(config):
-    """config: content of config.json -> the model on the meta device, without weights."""
+def build_model(config, dtype=torch.float32):
+    """config: content of config.json -> the model on the meta device, without weights; fp32 islands stay fp32."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise SystemExit(f"config.json has model_type {model_type!r}; supported are {', '.join(ARCHITECTURES)}")
     module, name = ARCHITECTURES[model_type]
     module = import_module(module)
     with torch.device("meta"):
-        model = getattr(module, name)(module.Config.from_dict(config))
+        model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
     model.checkpoint_config = config
     return model
 
 
-def materialize(model, device, dtype):
+def materialize(model, device):
     """A model from the meta device to real, uninitialised tensors. A tied head is tied again: to_empty parts it."""
-    model = model.to(dtype).to_empty(device=device)
-    if model.config.tie_word_embeddings:
+    model = model.to_empty(device=device)
+    if getattr(model.config, "tie_word_embeddings", False):
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
 
+def tensor_parts(model):
+    """Where every official tensor lies in the model: {official name: (tensor of the model, index into it)}.
+
+    The index is () for a whole tensor and (expert, rows) in stacked experts. Adapters are left out; a tied head is stored once,
+    as the embedding, as official files do.
+    """
+    tied, parts = getattr(model.config, "tie_word_embeddings", False), {}
+    for name, value in model.state_dict().items():
+        name = name.replace(".base_layer.", ".")
+        if ".lora_" in name or (tied and name == "lm_head.weight"):
+            continue
+        stacked = {official: (value, (expert, rows)) for official, expert, rows in expert_parts(name, value.shape)}
+        parts |= stacked or {name: (value, ())}
+    return parts
+
+
 def tensor_names(model):
-    """{official name: parameter}, adapters left out; a tied head is stored once, as the embedding, as official files do."""
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    names = {name.replace(".base_layer.", "."): value for name, value in model.state_dict().items() if ".lora_" not in name}
-    return {name: value for name, value in names.items() if name not in tied}
+    """{official name: tensor}, views into stacked experts. For models that are not sharded."""
+    return {name: value[index] if index else value for name, (value, index) in tensor_parts(model).items()}
+
+
+def tensor_shapes(model):
+    """{official name: shape} without touching a value; sharded models too."""
+    rows = lambda value, index: len(range(value.shape[1])[index[1]])
+    shape = lambda value, index: (rows(value, index), *value.shape[2:]) if index else tuple(value.shape)
+    return {name: shape(*part) for name, part in tensor_parts(model).items()}
+
+
+def local_rows(value):
+    """A tensor or DTensor -> this rank's part of it and the range of rows that it is. FSDP2 shards dimension 0 as chunk does."""
+    if not isinstance(value, DTensor):
+        return value, range(len(value))
+    size = math.ceil(len(value) / value.device_mesh.size())
+    first = min(value.device_mesh.get_local_rank() * size, len(value))
+    return value.to_local(), range(first, min(first + size, len(value)))
 
 
 def tensor_files(directory):
@@ -114,53 +152,107 @@ def open_tensors(path):
         raise SystemExit(f"{path} cannot be read ({error}): it is truncated or missing; download or copy it again") from error
 
 
+@torch.no_grad()
 def read_weights(model, directory):
-    """Copy every tensor of the directory into the model. Strict: SystemExit lists missing, extra and misshapen tensors."""
-    files, want = tensor_files(directory), tensor_names(model)
+    """Copy the tensors of the directory into the model; a rank of a sharded model reads its own rows alone.
+
+    Strict: SystemExit lists missing, extra and misshapen tensors, and what is no floating tensor.
+    """
+    files, parts, want = tensor_files(directory), tensor_parts(model), tensor_shapes(model)
     problems = [f"missing {name}" for name in want.keys() - files.keys()] + [
         f"extra {name}" for name in files.keys() - want.keys()
     ]
+    if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+        raise SystemExit(f"{directory} lacks {', '.join(absent)}, which its index names: download or copy them again")
     for path in sorted(set(files.values())):
         with open_tensors(path) as file:
             held = set(file.keys())
             for name in (name for name, place in files.items() if place == path and name in want):
                 if name not in held:
                     problems.append(f"missing {name} (the index places it in {path.name})")
-                elif (shape := tuple(file.get_slice(name).get_shape())) != tuple(want[name].shape):
-                    problems.append(f"{name} is {list(shape)}, config.json makes it {list(want[name].shape)}")
-                elif not problems:
-                    with torch.no_grad():
-                        want[name].copy_(file.get_tensor(name))
+                    continue
+                view = file.get_slice(name)
+                if (shape := tuple(view.get_shape())) != want[name]:
+                    problems.append(f"{name} is {list(shape)}, config.json makes it {list(want[name])}")
+                if (kind := view.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                    problems.append(f"{name} is {kind}: only unquantised floating weights can be loaded")
+                if problems:
+                    continue
+                value, index = parts[name]
+                local, rows = local_rows(value)
+                if index and index[0] in rows:
+                    local[index[0] - rows.start, index[1]].copy_(view[:])
+                elif not index and rows:
+                    local.copy_(view[rows.start : rows.stop])
     if problems:
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise SystemExit(f"{directory} does not fit its config.json: {'; '.join(sorted(problems)[:20])}{more}")
 
 
-def load_model(name_or_dir, device="cpu", dtype=torch.float32):
-    """A key of models.MODELS or a directory in HF layout -> model on `device`, parameters in `dtype`.
+def meta_model(name_or_dir, dtype=torch.float32):
+    """A key of models.MODELS or a directory in HF layout -> the model on the meta device, for `load_weights`.
 
-    The model carries mask_token_id, pad_token_id, eos_token_ids (every id that ends a completion) and its config. A directory
-    with a LoRA adapter in peft's format loads merged into its base model.
+    In between come what needs no weights: add_lora, FSDP2. The model carries mask_token_id, pad_token_id, eos_token_ids (every
+    id that ends a completion) and its config. `dtype` is that of the parameters; what must stay fp32 stays fp32.
     """
-    directory = resolve(name_or_dir)
-    if (directory / "adapter_config.json").is_file():
-        return merge_adapter(load_model(adapter_base(directory), device, dtype), directory)
-    config = read_json(directory / "config.json")
-    model = materialize(build_model(config), device, dtype)
-    read_weights(model, directory)
+    directory, adapters = resolve(name_or_dir), []
+    while (directory / "adapter_config.json").is_file():  # an adapter may have been trained on an adapter
+        directory, adapters = resolve(adapter_base(directory)), [directory, *adapters]
+    model = build_model(read_json(directory / "config.json"), dtype)
+    model.sources = directory, adapters
     return set_special_tokens(model, directory)
 
 
+def load_weights(model, device):
+    """Allocate a meta_model on `device` and read its weights; sharded, each rank reads and holds its own rows alone.
+
+    Adapters of a LoRA directory are merged in; those of add_lora are initialised. -> the model
+    """
+    directory, adapters = model.sources
+    materialize(model, device)
+    read_weights(model, directory)
+    for adapter in adapters:
+        merge_adapter(model, adapter)
+    return init_adapters(model) if has_lora(model) else model
+
+
+def load_model(name_or_dir, device="cpu", dtype=torch.float32):
+    """A key of models.MODELS or a directory in HF layout -> model on `device`, parameters in `dtype`, not sharded.
+
+    A directory with a LoRA adapter in peft's format loads merged into its base model.
+    """
+    return load_weights(meta_model(name_or_dir, dtype), device)
+
+
+def special_tokens(directory):
+    """{token: id} of the added tokens that the tokenizer files state, without loading the tokenizer."""
+    table = {}
+    for file in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
+        content = read_json(directory / file) if (directory / file).is_file() else {}
+        if file == "tokenizer.json":
+            table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        elif file == "tokenizer_config.json":
+            table |= {token["content"]: int(i) for i, token in content.get("added_tokens_decoder", {}).items()}
+        else:
+            table |= content
+    return table
+
+
 def set_special_tokens(model, directory):
-    """End-of-text and padding ids: generation_config.json where it states them (SDAR ends at two ids), else config.json."""
+    """End-of-text and padding ids: generation_config.json where it states them (SDAR ends at two ids), else config.json, else
+    the model file's own. A single end id is joined by that of the family's turn end, which comes first.
+    """
     generation = directory / "generation_config.json"
     facts = model.checkpoint_config | (read_json(generation) if generation.is_file() else {})
-    eos = facts.get("eos_token_id")
+    facts = {"eos_token_id": getattr(model, "eos_token_id", None)} | {k: v for k, v in facts.items() if v is not None}
+    eos, named = facts["eos_token_id"], special_tokens(directory)
     if eos is None:
         raise SystemExit(f"{directory}: neither generation_config.json nor config.json states eos_token_id")
-    model.eos_token_ids = eos if isinstance(eos, list) else [eos]
-    pad = facts.get("pad_token_id")
-    model.pad_token_id = model.eos_token_ids[-1] if pad is None else pad
+    if named and model.mask_token_id not in named.values():
+        raise SystemExit(f"{directory}: mask_token_id {model.mask_token_id} is no special token of its tokenizer: {named}")
+    turn_end = [named[model.turn_end]] if model.turn_end in named else []
+    model.eos_token_ids = eos if isinstance(eos, list) else [*turn_end, *({eos} - set(turn_end))]
+    model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
     return model
 
 
@@ -192,8 +284,11 @@ def export_weights(model, dtype=None, merge_lora=True):
     """
     full = lambda value: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
     adapters = adapter_tensors(model) if merge_lora and has_lora(model) else {}
-    for name, value in tensor_names(model).items():
-        value, layer = full(value), name.removesuffix(".weight")
+    source = gathered = None
+    for name, (value, index) in tensor_parts(model).items():
+        if source is not value:  # stacked experts are gathered once for all of them
+            source, gathered = value, full(value)
+        value, layer = gathered[index] if index else gathered, name.removesuffix(".weight")
         if f"{layer}.lora_A.default.weight" in adapters:
             a, b = (full(adapters[f"{layer}.{part}.default.weight"]).float() for part in ("lora_A", "lora_B"))
             value = value.float() + lora_scaling(model.lora_config) * (b @ a)
@@ -215,7 +310,7 @@ def save_model(model, directory, tokenizer):
             if len(pending) == sum(file == shards[name] for file in shards.values()):
                 save.attempt(save_file, pending, save.folder / shards[name], {"format": "pt"})
                 pending = {}
-    total = sum(value.numel() for value in tensor_names(model).values()) * dtype.itemsize
+    total = sum(map(math.prod, tensor_shapes(model).values())) * dtype.itemsize
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
     if len(set(shards.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": shards}
@@ -233,8 +328,8 @@ def write_json(path, content):
 def plan_shards(model, dtype):
     """{tensor name: file name}: tensors in order, up to SHARD_BYTES a file."""
     groups, size = [[]], 0
-    for name, value in tensor_names(model).items():
-        nbytes = value.numel() * dtype.itemsize
+    for name, shape in tensor_shapes(model).items():
+        nbytes = math.prod(shape) * dtype.itemsize
         if groups[-1] and size + nbytes > SHARD_BYTES:
             groups.append([])
             size = 0

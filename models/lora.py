@@ -29,20 +29,36 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
     if unknown := sorted(set(targets) - linear):
         raise SystemExit(f"--lora-targets {', '.join(unknown)} match no linear layer; there are {', '.join(sorted(linear))}")
     model.requires_grad_(False)
-    model.lora_config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    inside = {id(module) for _, module in modules}
+    outside = [name for name, module in model.named_modules() if id(module) not in inside]
+    head = [name for name in outside if name.rsplit(".", 1)[-1] in targets]  # LLaDA's head bears the name of a block's layer
+    model.lora_config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None, lora_dropout=0.0
+    )
+    is_meta = next(model.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):  # peft draws too, from the global generator
-        inject_adapter_in_model(model.lora_config, model)
-    generator = torch.Generator().manual_seed(seed)
+        inject_adapter_in_model(model.lora_config, model, low_cpu_mem_usage=is_meta)
     for name, parameter in model.named_parameters():
-        if "lora_" not in name:
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    model.lora_seed = seed
+    return model if is_meta else init_adapters(model)
+
+
+@torch.no_grad()
+def init_adapters(model):
+    """A ~ peft's initialisation (Kaiming uniform, a = sqrt 5), keyed by the seed of add_lora; B = 0. Sharded models too."""
+    from models.checkpoint import local_rows
+
+    generator = torch.Generator().manual_seed(model.lora_seed)
+    for name, value in adapter_tensors(model).items():
+        local, rows = local_rows(value)
+        if ".lora_A." not in name:
+            local.zero_()
             continue
-        parameter.data = parameter.data.to(dtype)
-        if "lora_A" in name:  # peft's initialisation (Kaiming uniform, a = sqrt 5), but keyed
-            bound = 1 / math.sqrt(parameter.shape[1])
-            draws = torch.rand(parameter.shape, generator=generator) * 2 * bound - bound
-            parameter.data.copy_(draws)
-        else:
-            parameter.data.zero_()
+        bound = 1 / math.sqrt(value.shape[1])
+        draws = torch.rand(value.shape, generator=generator) * 2 * bound - bound  # the whole of it on every rank
+        local.copy_(draws[rows.start : rows.stop])
     return model
 
 
@@ -107,7 +123,7 @@ def merge_adapter(model, directory):
 
     SystemExit if the adapter does not fit: tensors of another model or rank (listed), or an adapter that is no plain LoRA.
     """
-    from models.checkpoint import open_tensors, read_json, tensor_names
+    from models.checkpoint import local_rows, open_tensors, read_json, tensor_parts, tensor_shapes
 
     directory = Path(directory)
     config = read_json(directory / "adapter_config.json")
@@ -124,26 +140,22 @@ def merge_adapter(model, directory):
         raise SystemExit(f"{directory}: only plain LoRA adapters can be merged; this one has {other}")
     with open_tensors(directory / "adapter_model.safetensors") as file:
         files = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}
-    weights, problems, scaling, pairs = tensor_names(model), [], lora_scaling(config), {}
+    parts, shapes, problems, scaling, pairs = tensor_parts(model), tensor_shapes(model), [], lora_scaling(config), {}
     for name, value in files.items():
         base, part, kind = name.rsplit(".", 2)
         pairs.setdefault(f"{base}.{kind}", {})[part] = value
     for name, pair in pairs.items():
-        if name not in weights or pair.keys() != {"lora_A", "lora_B"}:
+        if name not in parts or parts[name][1] or pair.keys() != {"lora_A", "lora_B"}:
             problems.append(f"{name} is no layer of this model")
-        elif (*pair["lora_B"].shape, *pair["lora_A"].shape) != (
-            weights[name].shape[0],
-            config["r"],
-            config["r"],
-            weights[name].shape[1],
-        ):
-            shapes = f"{list(pair['lora_B'].shape)} x {list(pair['lora_A'].shape)}"
-            problems.append(f"{name} is {list(weights[name].shape)}, its adapter {shapes} at rank {config['r']}")
+        elif (*pair["lora_B"].shape, *pair["lora_A"].shape) != (shapes[name][0], config["r"], config["r"], shapes[name][1]):
+            adapter = f"{list(pair['lora_B'].shape)} x {list(pair['lora_A'].shape)}"
+            problems.append(f"{name} is {list(shapes[name])}, its adapter {adapter} at rank {config['r']}")
     if problems or not pairs:
         raise SystemExit(f"{directory} does not fit its base model: {'; '.join(problems[:10]) or 'it holds no adapters'}")
     with torch.no_grad():
         for name, pair in pairs.items():
-            weight = weights[name]
-            a, b = (pair[part].to(weight.device, torch.float32) for part in ("lora_A", "lora_B"))
+            weight, rows = local_rows(parts[name][0])
+            a, b = pair["lora_A"], pair["lora_B"][rows.start : rows.stop]
+            a, b = (part.to(weight.device, torch.float32) for part in (a, b))
             weight.copy_(weight.float() + scaling * (b @ a))
     return model

@@ -66,7 +66,7 @@ def byte_tokenizer():
 @torch.no_grad()
 def random_model(config, seed=0, device="cpu", dtype=torch.float32):
     """config: content of config.json -> model with matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1."""
-    model = materialize(build_model(config), device, dtype)
+    model = materialize(build_model(config, dtype), device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, value in model.state_dict().items():
         if value.dim() == 1:

@@ -5,14 +5,17 @@ position 0 of the prompt. Logits at position i are about token i: there is no sh
 ones, so that safetensors files load and save without a table of names.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kernels.attention import block_causal, make_attend, two_copy
 from kernels.linear_logps import linear_logps
+from kernels.moe import Experts, Router
+from models.config import read_config
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,9 @@ class Config:
     mask_token_id: int
     block_size: int
     tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    use_sliding_window: bool = False
-    rope_scaling: dict | None = None
+    num_experts: int = 0  # 0: dense
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 asks for."""
@@ -42,25 +44,22 @@ class Config:
 
     @classmethod
     def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and values that this file does not implement."""
-        rope = raw.get("rope_parameters") or {}  # where transformers 5 writes rope_theta and rope_scaling
-        if rope.get("rope_type", "default") != "default":
-            raw = raw | {"rope_scaling": rope}
-        raw = {"rope_theta": rope["rope_theta"]} | raw if "rope_theta" in rope else raw
-        names = [f.name for f in fields(cls)]
-        required = names[: names.index("tie_word_embeddings")]
-        if missing := [name for name in required if name not in raw]:
-            raise SystemExit(f"config.json of an SDAR model lacks {', '.join(missing)}")
-        config = cls(**{name: raw[name] for name in names if name in raw})
-        for name, value in [
-            ("hidden_act", "silu"),
-            ("attention_bias", False),
-            ("use_sliding_window", False),
-            ("rope_scaling", None),
-        ]:
-            if getattr(config, name) != value:
-                raise SystemExit(f"config.json has {name} = {getattr(config, name)!r}; SDAR models have {value!r}")
-        return config
+        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
+        fixed = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "rope_scaling": None}
+        if raw["model_type"] == "sdar_moe":  # its config.json leaves two facts to the official code's defaults
+            raw = {"mask_token_id": 151669, "block_size": 4} | raw
+            fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        no_effect = (
+            "debug",
+            "ep_size",
+            "fuse_cross_entropy",
+            "layer_types",
+            "micro_forward",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "skip_checkpoint",
+        )
+        return read_config(cls, raw, fixed, no_effect)
 
 
 class RMSNorm(nn.Module):
@@ -119,58 +118,47 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class MoE(nn.Module):
+    """Softmax router over all experts; the weights of the chosen ones are normalised."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.gate = Router(config.num_experts, config.hidden_size)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
+
+    def forward(self, x):
+        weight, index = self.gate(x).softmax(-1).topk(self.top_k, dim=-1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        return self.experts(x, index, weight.to(x.dtype))
+
+
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.num_experts else MLP(config)
 
     def forward(self, x, cos, sin, attend):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def masked_attention(mask):
-    """The `attend` of training: attention under a dense bool mask [B, T_q, T_k], True where the query sees the key."""
-
-    def attend(layer, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=q.shape[1] != k.shape[1])
-
-    return attend
-
-
-def block_causal_mask(block, valid):
-    """[B, T] block numbers and validity -> [B, T, T]: a query sees the valid keys of its own block and of earlier ones."""
-    visible = (block[:, None] <= block[:, :, None]) & valid[:, None]
-    return visible | torch.eye(block.shape[1], dtype=torch.bool, device=block.device)  # padding sees itself, never nothing
-
-
-def two_copy_mask(block, valid, start):
-    """Mask of the pass over [noisy | clean]: every block is denoised given clean earlier blocks, all blocks in one forward.
-
-    block, valid [B, T]; the noisy copy holds columns start..T-1. -> [B, T_n + T, T_n + T] with T_n = T - start:
-    noisy sees noisy keys of its own block and clean keys of earlier blocks; clean sees clean keys up to its own block.
-    """
-    T = block.shape[1]
-    column = torch.arange(T, device=block.device)
-    column, noisy = torch.cat([column[start:], column]), torch.arange(2 * T - start, device=block.device) < T - start
-    q, k = block[:, column, None], block[:, None, column]
-    from_noisy, to_noisy = noisy[:, None], noisy[None]
-    visible = torch.where(from_noisy, torch.where(to_noisy, k == q, k < q), ~to_noisy & (k <= q)) & valid[:, None, column]
-    return visible | torch.eye(len(column), dtype=torch.bool, device=block.device)
-
-
 class SDAR(nn.Module):
     """The language model. Its one forward is `hidden`; `logits` and `logps` are what callers use (FSDP2 forward methods)."""
 
     attention = "block-causal"  # the engine that can serve it
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    turn_end = "<|im_end|>"  # what ends an answer
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj") + ("gate_proj", "up_proj", "down_proj") * (
+            not config.num_experts
+        )
+        self.attention_backend = "auto"  # of kernels/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_size
         self.eos_token_ids, self.pad_token_id = [], 0  # load_model sets them from the checkpoint
         self.activation_checkpointing = False
@@ -214,7 +202,7 @@ class SDAR(nn.Module):
         """[B, T] -> [B, T, V] under block-causal attention; row i is about token i. attention_mask [B, T] bool."""
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         position_ids, block = self.grid(valid)
-        return self.head(self.hidden(input_ids, position_ids, masked_attention(block_causal_mask(block, valid))))
+        return self.head(self.hidden(input_ids, position_ids, make_attend(block_causal(block, valid), self.attention_backend)))
 
     def logps(self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False):
         """Log-probabilities of clean tokens where a block is noised, given its noisy self and the clean blocks before it.
@@ -231,7 +219,7 @@ class SDAR(nn.Module):
         hidden = self.hidden(
             torch.cat([noisy_ids[:, start:], input_ids], 1),
             torch.cat([position_ids[:, start:], position_ids], 1),
-            masked_attention(two_copy_mask(block, valid, start)),
+            make_attend(two_copy(block, valid, start), self.attention_backend),
         )
         rows = hidden[:, : input_ids.shape[1] - start][score_mask[:, start:]]  # [n, D]: the head sees scored rows alone
         scored = linear_logps(

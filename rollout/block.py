@@ -8,10 +8,10 @@ commit    one more forward of the now clean block: its keys and values replace t
 import torch
 import torch.nn.functional as F
 
+from kernels.attention import Visibility, make_attend
 from kernels.sampling import keyed_uniform, sample_categorical
 from models.checkpoint import tensor_names
 from models.lora import adapter_tensors
-from models.sdar import block_causal_mask, masked_attention
 from rollout.traces import Trace, concatenate
 
 REMASKING = ("low_confidence_static", "low_confidence_dynamic", "random")
@@ -185,8 +185,7 @@ class BlockEngine:
         """
         config, cache, (U, P) = self.model.config, [], prompts.shape
         position_ids = torch.arange(P, device=self.device).expand(U, P)
-        mask = block_causal_mask(position_ids // self.model.block_length, torch.ones_like(position_ids, dtype=torch.bool))
-        attend_prompt = masked_attention(mask)
+        attend_prompt = make_attend(Visibility(position_ids // self.model.block_length))
 
         def attend(layer, q, k, v):
             shape = (len(owner), config.num_key_value_heads, width, config.head_dim)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models.checkpoint
 from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
+from kernels import attention
 from models.checkpoint import build_model, tensor_names
 from models.random_init import SPECIAL_TOKENS, TINY_SDAR, byte_tokenizer, random_model
-from models.sdar import block_causal_mask, two_copy_mask
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HF = os.environ.get("CLEANDLLM_HF")
@@ -40,7 +40,7 @@ CONFIG = TINY_SDAR | {
         "pad_token_id": 0,
     },
 }
-SMALL = CONFIG | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "mask_token_id": 23}
+SMALL = CONFIG | {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "mask_token_id": 257}
 MASK = SMALL["mask_token_id"]
 
 
@@ -185,7 +185,7 @@ def grids():
 def test_block_causal_mask_against_loops():
     """'a query sees the valid keys of its own block and of earlier ones'; padding sees something, never nothing."""
     for block, valid, _ in grids():
-        mask = block_causal_mask(block, valid)
+        mask = attention.block_causal(block, valid).dense()
         B, T = block.shape
         for b in range(B):
             for q in range(T):
@@ -200,7 +200,7 @@ def test_two_copy_mask_against_loops():
     for block, valid, _ in grids():
         B, T = block.shape
         for start in sorted({0, 1, T // 2, T - 1} & set(range(T))):
-            mask = two_copy_mask(block, valid, start)
+            mask = attention.two_copy(block, valid, start).dense()
             columns = [(True, t) for t in range(start, T)] + [(False, t) for t in range(T)]
             assert mask.shape == (B, len(columns), len(columns)) and mask.any(-1).all()
             for b in range(B):
@@ -221,7 +221,7 @@ def test_two_copy_mask_row_sums():
     """specs/models.md 8.5: a noised row of block b sees min(N, L - bN) + bN keys, a clean row min((b + 1)N, L)."""
     for L, n in [(22, 4), (3, 4), (12, 4), (7, 3)]:
         block = (torch.arange(L) // n)[None]
-        sums = two_copy_mask(block, torch.ones(1, L, dtype=torch.bool), 0)[0].sum(-1).tolist()
+        sums = attention.two_copy(block, torch.ones(1, L, dtype=torch.bool), 0).dense()[0].sum(-1).tolist()
         noisy = [min(n, L - t // n * n) + t // n * n for t in range(L)]
         assert sums == noisy + [min((t // n + 1) * n, L) for t in range(L)]
 
@@ -457,7 +457,7 @@ def qwen3_config(directory, config):
     (directory / "config.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 32, 3000])
+@pytest.mark.parametrize("shard_bytes", [1 << 32, 17000])
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_reads_what_we_save(tmp_path, tokenizer, monkeypatch, shard_bytes, tied):
     """Names strict both ways; one file or shards with an index; with a tied head too. And ours reads its own."""
@@ -473,7 +473,7 @@ def test_transformers_reads_what_we_save(tmp_path, tokenizer, monkeypatch, shard
     if shard_bytes < 1 << 32:
         index = json.loads((directory / "model.safetensors.index.json").read_text())
         held = {file.name: set(safe_open(file, "pt").keys()) for file in directory.glob("*.safetensors")}
-        assert len(held) > 3 and not (directory / "model.safetensors").exists()
+        assert len(held) >= 3 and not (directory / "model.safetensors").exists()
         assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
         assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in tensor_names(model).values())
         assert all(sum(4 * tensor_names(model)[name].numel() for name in names) <= shard_bytes for names in held.values())
@@ -568,7 +568,7 @@ def test_no_weights_at_all_stops_loading(saved):
 
 @pytest.fixture
 def sharded(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 17000)
     save_model(model_of(SMALL), tmp_path / "checkpoint", tokenizer)
     return tmp_path / "checkpoint"
 
@@ -693,7 +693,7 @@ def test_an_error_in_writing_leaves_the_earlier_checkpoint(tmp_path, tokenizer, 
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 17000)
     monkeypatch.setattr(models.checkpoint, "save_file", broken)
     with exits_with_one_line("step-2", "No space left on device"):
         save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)

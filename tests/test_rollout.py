@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import rollout.block
 from kernels.sampling import keyed_uniform
 from models import export_weights, save_model
 from models.random_init import TINY_SDAR, byte_tokenizer, random_model
-from models.sdar import masked_attention
 from rollout import Trace, make_engine, rollout_sums
 from rollout.block import REMASKING, BlockEngine, reveal_quota, select
 from rollout.traces import concatenate
@@ -107,7 +107,13 @@ def naive_logits(model, ids, origin):
     block = [(p - origin) // model.block_length for p in range(len(ids))]
     mask = torch.tensor([[[k <= q for k in block] for q in block]])
     position_ids = torch.arange(len(ids))[None]
-    return model.head(model.hidden(torch.tensor([ids]), position_ids, masked_attention(mask)))[0]
+    return model.head(
+        model.hidden(
+            torch.tensor([ids]),
+            position_ids,
+            lambda layer, q, k, v: F.scaled_dot_product_attention(q, k, v, mask[:, None], enable_gqa=True),
+        )
+    )[0]
 
 
 @torch.no_grad()
@@ -701,7 +707,8 @@ def test_load_weights_refuses_a_tensor_of_another_shape():
 
 def test_make_engine_loads_directories_and_models(tmp_path):
     """'a directory, loaded in dtype (default ... fp32 on CPU); or a model instance, used as it is'."""
-    source = model_of(dtype=torch.float32)
+    source = random_model(SMALL | {"vocab_size": 264, "mask_token_id": 257})
+    source.eos_token_ids, source.pad_token_id = [256], 256
     save_model(source, tmp_path / "a", byte_tokenizer())
     loaded, given = make_engine(str(tmp_path / "a"), backend="block"), make_engine(source)
     assert loaded.model.lm_head.weight.dtype == torch.float32 and given.model is source
