@@ -1,10 +1,11 @@
 # make demo: RL that visibly works, on CPU, in a few minutes.  make test: the tests.  Both make .venv first.
 PYTHON ?= python3
 VENV ?= .venv
+MODEL ?= tiny-sdar
 RUN = $(VENV)/bin/python
 
 demo: $(VENV)/installed
-	$(RUN) algos/bgpo.py --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 100
+	$(RUN) algos/bgpo.py --model $(MODEL) --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 100
 
 test: $(VENV)/installed
 	$(RUN) -m pytest -q tests

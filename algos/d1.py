@@ -30,7 +30,7 @@ from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
 from evals.rewards import load_reward
 from kernels.sampling import keyed_uniform
-from models import adapters_off, add_lora, export_adapter, export_weights, load_model, load_tokenizer
+from models import adapters_off, add_lora, export_adapter, export_weights, load_tokenizer, load_weights, meta_model
 from models.training_state import Saves
 from rollout import Trace, make_engine, probe, rollout_means, rollout_sums
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
@@ -63,7 +63,7 @@ class Args:
     """which masked tokens a step reveals"""
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
-    rollout_backend: Literal["auto", "block"] = "auto"
+    rollout_backend: Literal["auto", "masked", "block"] = "auto"
     """sampler; auto: the one of the model's attention pattern"""
     max_prompt_length: int = 1024
     """tokens; problems with longer prompts are dropped and counted"""
@@ -85,6 +85,8 @@ class Args:
     """rollout steps of the schedule; 0: --max-steps"""
     warmup_steps: int = 0
     """linear warm-up of the learning rate, in rollout steps"""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
+    """backend of training's attention; auto: the fastest that was measured for the model's pattern"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
     compile: bool = False
@@ -149,12 +151,14 @@ def setup_distributed():
 
 def parallelize(model, args):
     """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
-    device_type = model.lm_head.weight.device.type
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
     # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    model.activation_checkpointing = args.activation_checkpointing
+    model.activation_checkpointing, model.attention_backend = args.activation_checkpointing, args.attention
+    for module in model.fp32_modules:
+        fully_shard(module, mesh=mesh)
     for layer in model.layers:
         if args.compile:
             layer.compile()
@@ -390,15 +394,15 @@ def main(args):
     shape = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold")
     rollout = {name: getattr(args, name) for name in shape}  # what training and evaluation have in common
     frozen_base = torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
-    model, engine = load_model(args.model, device, frozen_base), make_engine(args.model, args.rollout_backend, device)
+    model, engine = meta_model(args.model, frozen_base), make_engine(args.model, args.rollout_backend, device)
     beside = args.lora_rank and not args.lora_merged_rollout  # the engine holds adapters of its own
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     if beside:
         add_lora(engine.model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed, engine.dtype)
-    model = parallelize(model, args)
+    model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
     copies = args.beta and not args.lora_rank  # with LoRA the reference is the model without its adapters
-    ref_model = parallelize(load_model(args.model, device).requires_grad_(False), args) if copies else None
+    ref_model = load_weights(parallelize(meta_model(args.model).requires_grad_(False), args), device) if copies else None
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
@@ -419,7 +423,7 @@ def main(args):
     def probe_engine():
         return probe(engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout)
 
-    started = time.perf_counter()
+    started, ended = time.perf_counter(), False
     if not start:
         hand_over()
         log.write(0, probe_engine())
@@ -436,15 +440,9 @@ def main(args):
             first = step * args.prompts_per_step + rank * prompts_per_rank
             chosen = [stream[i] for i in range(first, first + prompts_per_rank)]
             seed = (args.seed << 32) + step
-            trace = engine.generate(
-                [ids for _, ids in chosen],
-                num_samples=args.num_generations,
-                temperature=args.temperature,
-                seed=seed,
-                sample_offset=rank * prompts_per_rank * args.num_generations,
-                records=RECORDS,
-                **rollout,
-            )
+            offset = rank * prompts_per_rank * args.num_generations
+            sampling = {"num_samples": args.num_generations, "temperature": args.temperature, "records": RECORDS}
+            trace = engine.generate([ids for _, ids in chosen], seed=seed, sample_offset=offset, **sampling, **rollout)
         with clock("reward"):
             owners = [example for example, _ in chosen for _ in range(args.num_generations)]
             components = [reward(trace.text(i, tokenizer), example) for i, example in enumerate(owners)]
@@ -509,11 +507,12 @@ def main(args):
         ended = stop.is_set()
         saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
         if ended:
-            return log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+            break
         # <<< shared: log_eval_save
 
     # >>> shared: after
-    if args.eval_limit:
+    if args.eval_limit and not ended:
         before, after = log.history(f"test/{args.task}")[0][1], evaluate("test")
         log.write(args.max_steps, {f"test/{args.task}": after})
         log.say(f"{args.task} on {len(held_out['test'][0])} held-out problems: {before:.1%} before, {after:.1%} after")

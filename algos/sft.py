@@ -1,8 +1,9 @@
-"""Supervised fine-tuning of block diffusion models: the weighted masked cross-entropy of SDAR (arXiv 2510.06303).
+"""Supervised fine-tuning: the weighted masked cross-entropy of LLaDA (arXiv 2502.09992) and SDAR.
 
     p    = (1 - eps) u + eps, u ~ U(0, 1) per sequence; every answer token is masked with probability p, prompt tokens never
     loss = sum over masked tokens of -logps / p, divided by the number of answer tokens of the step
-    logps: one pass over [noisy | clean], in which every block sees its own noisy self and the clean blocks before it
+    logps: one pass over the noisy row; for a block model over [noisy | clean], where every block sees its own noisy self and the
+           clean blocks before it
 
 Run it on the tiny model on CPU, or on eight GPUs:
 
@@ -28,7 +29,7 @@ from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
 from kernels.sampling import keyed_uniform
-from models import add_lora, export_weights, load_model, load_tokenizer
+from models import add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.training_state import Saves
 from rollout import make_engine
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
@@ -66,6 +67,8 @@ class Args:
     """steps of the schedule; 0: --max-steps"""
     warmup_steps: int = 0
     """linear warm-up of the learning rate"""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
+    """backend of training's attention; auto: the fastest that was measured for the model's pattern"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
     compile: bool = False
@@ -106,6 +109,8 @@ class Args:
     """gradient norm clip (the official recipe leaves LlamaFactory's default, 1.0)"""
     eps: float = 1e-3
     """smallest masking probability (official: 1e-3)"""
+    eos_tail: int = 64
+    """bidirectional models: up to this many EOS behind an answer, drawn per row, scored (official: to the longest row)"""
 
 
 # >>> shared: setup
@@ -122,12 +127,14 @@ def setup_distributed():
 
 def parallelize(model, args):
     """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
-    device_type = model.lm_head.weight.device.type
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
     # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    model.activation_checkpointing = args.activation_checkpointing
+    model.activation_checkpointing, model.attention_backend = args.activation_checkpointing, args.attention
+    for module in model.fp32_modules:
+        fully_shard(module, mesh=mesh)
     for layer in model.layers:
         if args.compile:
             layer.compile()
@@ -182,11 +189,14 @@ class Batch:
 def make_batch(rows, first, args, model, step, device):
     """rows: [(prompt ids, answer ids)] of this rank, the first of them number `first` of the step. -> Batch
 
-    The answer is followed by pads up to the end of its block, scored like the answer (SDAR's recipe): the sampler denoises
-    whole blocks, so the model must know what comes after the end.
+    The answer is followed by pads, scored like the answer, because the sampler denoises past the end: up to the end of its
+    block (SDAR's recipe), or without blocks any number up to eos_tail, keyed per row so that no row depends on others.
     """
-    block = model.block_length
-    rows = [(prompt, answer + [model.pad_token_id] * (-(len(prompt) + len(answer)) % block)) for prompt, answer in rows]
+    sample_index = first + torch.arange(len(rows), device=device)
+    tail = (keyed_uniform(args.seed, step, sample_index, "tail") * (args.eos_tail + 1)).long().tolist()
+    if model.attention == "block-causal":
+        tail = [-(len(prompt) + len(answer)) % model.block_length for prompt, answer in rows]
+    rows = [(prompt, answer + [model.pad_token_id] * n) for (prompt, answer), n in zip(rows, tail, strict=True)]
     T = max(len(prompt) + len(answer) for prompt, answer in rows)
     fill = lambda values: values + [0] * (T - len(values))
     table = lambda make: torch.tensor([fill(make(p, a)) for p, a in rows], device=device)
@@ -195,7 +205,7 @@ def make_batch(rows, first, args, model, step, device):
         input_ids=table(lambda p, a: p + a),
         valid_mask=table(lambda p, a: [True] * (len(p) + len(a))).bool(),
         answer_mask=answer_mask,
-        sample_index=first + torch.arange(len(rows), device=device),
+        sample_index=sample_index,
         batch_size=args.batch_size,
         mask_token_id=model.mask_token_id,
         seed=args.seed,
@@ -227,7 +237,7 @@ def main(args):
         raise SystemExit(f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {left} left over")
     per_rank = args.batch_size // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    model = load_model(args.model, device, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
+    model = meta_model(args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
     rows, dropped = encode(training_rows(task, args.data), tokenizer, model.eos_token_ids[0], args.max_length)
     eval_data = args.eval_data or (args.data if args.data in task.PRESETS else "")
     splits = ("validation", "test") if args.eval_limit else ()
@@ -235,7 +245,7 @@ def main(args):
     held_out = {split: load(split) for split in splits}
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    model = parallelize(model, args)
+    model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
     engine = make_engine(args.model, device=device) if args.eval_limit else None
@@ -252,6 +262,7 @@ def main(args):
         settings = {"gen_length": args.gen_length, "denoising_steps": args.denoising_steps, "temperature": 0.0}
         return mean_score(engine, task, tokenizer, held_out[split][0], remasking="low_confidence_static", **settings)
 
+    ended = False
     for step in range(start, args.max_steps):
         clock = Stopwatch()
         with clock("data"):
@@ -269,10 +280,10 @@ def main(args):
                 share = sft_loss(logps, weights[rows_i], batch)
                 (share * world_size).backward()  # FSDP averages over ranks
                 loss += share.detach()
-            loss = all_reduce({"loss": loss})["loss"]
+            local_loss, loss = loss.item(), all_reduce({"loss": loss})["loss"]
             grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
             if not math.isfinite(loss + grad_norm):
-                where = f"step {step + 1}: loss {loss}, gradient norm {grad_norm}"
+                where = f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
                 raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(step, args)
@@ -289,8 +300,9 @@ def main(args):
         ended = stop.is_set()
         saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
         if ended:
-            return log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
-    if args.eval_limit:
+            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+            break
+    if args.eval_limit and not ended:
         log.write(args.max_steps, {f"test/{args.task}": evaluate("test")})
     log.say(f"saved {saves.newest}")
     log.close()

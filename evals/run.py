@@ -144,7 +144,7 @@ def make_out(out: str, default: str) -> Path:
     # empty is the file of an evaluation that ended before its first row, for example at a wrong --model
     files = [file.name for file in (path / "samples.jsonl", path / "result.json") if file.exists() and file.stat().st_size]
     if files:
-        raise SystemExit(f"--out {path}: {' and '.join(files)} would be overwritten; name another directory or move it away")
+        raise SystemExit(f"--out {path}: {' and '.join(files)} would be overwritten; name another directory or remove them")
     return path
 
 

@@ -1,14 +1,26 @@
 """Attention of training and scoring: which token sees which, and the backends that compute it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+# --- which token sees which --------------------------------------------------------------------------------------------------
+
+PATTERNS = ("full", "padded", "block-causal", "two-copy")
+NEVER = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which of S tokens sees which, for every family. Padding is never seen.
+    """Which of S tokens sees which, for every family. Padding is seen by nothing but itself, and sees itself.
 
     block [B, S] int64: number of each token's block, counted from the start of its row; None: all see every valid token.
     valid [B, S] bool: False on padding; None: there is none. noisy [S] bool: the noisy copy of a pass over [noisy | clean]. A
@@ -19,19 +31,38 @@ class Visibility:
     valid: torch.Tensor | None = None
     noisy: torch.Tensor | None = None
 
-    def dense(self):
-        """-> [B, S, S] bool (B = 1 without blocks and padding), True where the query sees the key; None: all see all."""
+    @property
+    def tokens(self):
+        """a tensor [B, S] on the device of the forward; None where all see all"""
+        return self.valid if self.block is None else self.block
+
+    @property
+    def pattern(self):
         if self.block is None:
-            visible = True
-        elif self.noisy is None:
-            visible = self.block[:, None, :] <= self.block[:, :, None]
-        else:
-            q, k, from_noisy, to_noisy = self.block[:, :, None], self.block[:, None, :], self.noisy[:, None], self.noisy[None]
-            visible = torch.where(from_noisy, torch.where(to_noisy, k == q, k < q), ~to_noisy & (k <= q))
-        if self.valid is None:
-            return None if visible is True else visible
-        itself = torch.eye(self.valid.shape[1], dtype=torch.bool, device=self.valid.device)  # padding: itself, never nothing
-        return self.valid[:, None] & visible | itself
+            return "full" if self.valid is None else "padded"
+        return "block-causal" if self.noisy is None else "two-copy"
+
+    def ranks(self):
+        """-> level, limit, group [B, S] int32: a query sees keys whose level is at most its limit or whose group is its own.
+
+        level: the block of a clean token, out of reach on others. limit: the last block whose clean tokens are seen. group: the
+        block of a noisy token; unique on others, so that each sees itself. All patterns are thus one FlexAttention kernel.
+        """
+        like = self.tokens
+        block = torch.zeros_like(like, dtype=torch.int32) if self.block is None else self.block.int()
+        noisy = torch.zeros_like(like[0], dtype=torch.bool) if self.noisy is None else self.noisy
+        valid = torch.ones_like(like, dtype=torch.bool) if self.valid is None else self.valid
+        level = block.masked_fill(noisy | ~valid, NEVER)
+        limit = (block - noisy.int()).masked_fill(~valid, -1)
+        unique = -1 - torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
+        return level, limit, torch.where(noisy & valid, block, unique)
+
+    def dense(self):
+        """-> [B, S, S] bool, True where the query (dimension 1) sees the key; None: all see all."""
+        if self.pattern == "full":
+            return None
+        level, limit, group = self.ranks()
+        return (level[:, None] <= limit[:, :, None]) | (group[:, None] == group[:, :, None])
 
 
 def bidirectional(valid):
@@ -55,12 +86,150 @@ def two_copy(block, valid, start):
     return Visibility(twice(block), None if valid.all() else twice(valid), noisy)
 
 
-def make_attend(visibility, backend="auto"):
-    """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h], rotated -> [B, H, S, h]"""
+# --- backends: Visibility -> attend(q, k, v). Masks and bounds are made once per forward, not per layer ----------------------
+
+
+def sdpa(visibility):
+    """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask, or none where all see all."""
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def attend(q, k, v):
+        with sdpa_kernel(order, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend
+
+
+def block_mask(visibility):
+    """-> FlexAttention's BlockMask: which tiles of 128 x 128 are skipped, taken whole or evaluated; None: all see all."""
+    if visibility.pattern == "full":
+        return None
+    level, limit, group = visibility.ranks()
+    B, S = level.shape
+    visible = lambda b, h, q, k: (level[b, k] <= limit[b, q]) | (group[b, k] == group[b, q])
+    return create_block_mask(visible, B, None, S, S, device=level.device)
+
+
+@cache
+def compiled_flex():
+    """dynamic: one kernel for all lengths. fullgraph: an error, where uncompiled FlexAttention would hold all scores."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def flex(visibility):
+    """FlexAttention."""
+    mask, kernel = block_mask(visibility), compiled_flex()
+    return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def packed(visibility, kernel):
+    """kernel(q, k, v, cu_q, cu_k, max_q, max_k) gets the N valid tokens alone, [N, H, h], row after row; padding gives 0."""
+    valid = visibility.valid
+    if valid is not None:
+        index, lengths = valid.flatten().nonzero()[:, 0], valid.sum(1)
+        bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
+
+    def attend(q, k, v):
+        B, H, S, h = q.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, H, h]
+        if valid is None:
+            every = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device)
+            out = kernel(q, k, v, every, every, S, S)
+        else:
+            out = kernel(*(x.index_select(0, index) for x in (q, k, v)), bounds, bounds, longest, longest)
+            out = torch.zeros_like(q).index_copy(0, index, out)
+        return out.unflatten(0, (B, S)).transpose(1, 2)
+
+    return attend
+
+
+def varlen(visibility):
+    """torch's own FlashAttention 2 over packed rows."""
+    by_default = "enable_gqa" not in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without being told
+    return packed(visibility, varlen_attn if by_default else partial(varlen_attn, enable_gqa=True))
+
+
+def flash_attn(visibility):
+    """The flash-attn package over packed rows."""
+    from flash_attn import flash_attn_varlen_func
+
+    return packed(visibility, flash_attn_varlen_func)
+
+
+# --- the choice ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backend:
+    prepare: Callable  # Visibility -> attend(q, k, v)
+    patterns: tuple
+    cpu: str  # what it does there: "training", "only the forward pass" or "nothing"
+    dtypes: tuple  # on CUDA
+    head_dims: range
+    installed: bool = True
+
+
+PACKED, HALF = ("full", "padded"), (torch.bfloat16, torch.float16)
+BACKENDS = {
+    "sdpa": Backend(sdpa, PATTERNS, "training", (*HALF, torch.float32, torch.float64), range(1, 1 << 16)),
+    "flex": Backend(flex, PATTERNS, "only the forward pass", HALF, range(16, 257)),
+    "varlen": Backend(varlen, PACKED, "nothing", HALF, range(8, 257, 8)),
+    "flash-attn": Backend(flash_attn, PACKED, "nothing", HALF, range(8, 257, 8), find_spec("flash_attn") is not None),
+}
+
+# "auto" on CUDA: (backend, from so many tokens a row); sdpa for shorter rows, for what BACKENDS refuses, and on CPU.
+# Not measured yet: python bench/attention.py --out DIR
+AUTO = {"full": ("sdpa", 0), "padded": ("varlen", 0), "block-causal": ("flex", 512), "two-copy": ("flex", 512)}
+
+
+def refusal(name, pattern, q=None):
+    """-> why a backend cannot do this, or None. q: the queries; without them, only what does not depend on them."""
+    backend = BACKENDS[name]
+    if not backend.installed:
+        return "is not installed"
+    if pattern not in backend.patterns:
+        return f"has no {pattern} pattern"
+    if q is None:
+        return None
+    if q.shape[-1] not in backend.head_dims:
+        return f"has no heads of {q.shape[-1]}"
+    if q.is_cuda:
+        return None if q.dtype in backend.dtypes else f"does not compute in {q.dtype}"
+    if backend.cpu == "nothing" or backend.cpu != "training" and q.requires_grad:
+        return f"does {backend.cpu} on {q.device.type}"
+    return None
+
+
+def refuse(name, pattern, q=None):
+    able = ", ".join(other for other in BACKENDS if not refusal(other, pattern, q))
+    raise SystemExit(f"attention backend {name} {refusal(name, pattern, q)}; able to do {pattern} attention here: {able}")
+
+
+def make_attend(visibility, backend="auto"):
+    """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h], rotated, H a multiple of K -> [B, H, S, h]
+
+    backend: a key of BACKENDS, or "auto". Where padding is the query the output is finite and means nothing. SystemExit names
+    a backend that cannot do this, and those that can.
+    """
+    pattern, name = visibility.pattern, backend
+    if backend == "auto":
+        name, shortest = AUTO[pattern]
+        tokens = visibility.tokens
+        if tokens is not None and (not tokens.is_cuda or tokens.shape[1] < shortest):
+            name = "sdpa"
+    if name not in BACKENDS:
+        raise SystemExit(f"attention backend {name} is unknown: auto, {', '.join(BACKENDS)}")
+    if refusal(name, pattern):
+        refuse(name, pattern)
+    compute = BACKENDS[name].prepare(visibility)
 
     def attend(layer, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        if not refusal(name, pattern, q):
+            return compute(q, k, v)
+        if backend != "auto":
+            refuse(name, pattern, q)
+        return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so that the mask is made again in every layer
 
     return attend

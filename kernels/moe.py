@@ -3,6 +3,9 @@
 On disk every expert has its own official tensors (`experts.3.gate_proj.weight`); in memory they are stacked, [E, out, in].
 """
 
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -53,10 +56,16 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.zeros(num_experts, 2 * intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
+        self.observer = None  # set by router_metrics; an attribute, because compiled blocks do not see hooks that come later
 
     def forward(self, x, index, weight):
         """x [..., D]; index [..., k] int64 experts of each token, weight [..., k] -> [..., D], weighted sum in fp32"""
-        return experts_loop(x, index, weight, self.gate_up, self.down)
+        if self.observer:
+            self.observer(index, weight)
+        # Grouped products are bf16 kernels, in eager and compiled code alike, over rows of whole 16 bytes.
+        is_grouped = x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
+        compute = experts_grouped if is_grouped else experts_loop
+        return compute(x, index, weight, self.gate_up, self.down)
 
 
 def experts_loop(x, index, weight, gate_up, down):
@@ -69,3 +78,53 @@ def experts_loop(x, index, weight, gate_up, down):
         out = (F.silu(gate) * up) @ down[e].T
         y = y.index_add(0, row, (out * weight[row, place, None]).to(y.dtype))
     return y.to(x.dtype).view(x.shape)
+
+
+def experts_grouped(x, index, weight, gate_up, down):
+    """The same with k copies of every token, sorted by expert: one grouped product for all experts; no sync, no atomics."""
+    k, D = index.shape[-1], x.shape[-1]
+    expert, order = index.flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True)
+    copies = x.reshape(-1, 1, D).expand(-1, k, -1).reshape(-1, D).index_select(0, order)
+    gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    out = torch.empty_like(out).index_copy(0, order, out).view(*index.shape, D)
+    return (out * weight[..., None]).sum(-2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def routing_sums(index, weight, num_experts):
+    """index, weight [..., k] -> [2, E] fp64: tokens that each expert got, and the weight they gave it. Adds up over batches."""
+    share = weight.double() / weight.double().sum(-1, keepdim=True)
+    values = torch.stack([torch.ones_like(share), share]).flatten(1)
+    return values.new_zeros(2, num_experts).index_add(1, index.flatten(), values)
+
+
+def routing_metrics(sums):
+    """sums: of `routing_sums` -> {"load" [E]: share of all assignments, "max_over_mean": of the load, 1 when balanced,
+    "entropy": of the mean routing distribution (each token's weights, made to sum to 1), in nats, ln E when balanced}
+    """
+    load, mean = sums / sums.sum(-1, keepdim=True)
+    return {"load": load, "max_over_mean": (load.max() / load.mean()).item(), "entropy": torch.special.entr(mean).sum().item()}
+
+
+@contextmanager
+def router_metrics(model):
+    """with router_metrics(model) as metrics: ...  -> metrics, filled at the end: {name of an Experts module: routing_metrics}
+
+    Over all tokens of this rank's forwards inside, padding and both copies of a two-copy pass included.
+    """
+    metrics, sums = {}, {}
+
+    @torch.compiler.disable
+    def add(name, num_experts, index, weight):
+        sums[name] = sums.get(name, 0) + routing_sums(index, weight.detach(), num_experts)
+
+    watched = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    try:
+        for name, module in watched.items():
+            module.observer = partial(add, name, len(module.down))
+        yield metrics
+    finally:
+        for module in watched.values():
+            module.observer = None
+    metrics |= {name: routing_metrics(total) for name, total in sums.items()}

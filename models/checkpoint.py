@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -47,6 +48,15 @@ def resolve(name_or_dir):
     except (OSError, ValueError) as error:  # no network, no such repository, a gated one
         reason = " ".join(str(error).split())[:200]
         raise SystemExit(f"{source} cannot be downloaded ({reason}): give --model a directory that holds it") from error
+
+
+def random_config(name):
+    """config.json of a model that is built in the process with random weights, None for any other name."""
+    from models import MODELS
+    from models.random_init import TINY_CONFIGS
+
+    kind, _, tiny = MODELS.get(name, str(name)).partition(":")
+    return TINY_CONFIGS.get(tiny) if kind == "random" else None
 
 
 def source_of(name_or_dir):
@@ -126,7 +136,7 @@ def tensor_shapes(model):
 
 
 def local_rows(value):
-    """A tensor or DTensor -> this rank's part of it and the range of rows that it is. FSDP2 shards dimension 0 as chunk does."""
+    """A tensor or DTensor -> this rank's part of it and the rows that it is. FSDP2 shards dimension 0 as torch.chunk does."""
     if not isinstance(value, DTensor):
         return value, range(len(value))
     size = math.ceil(len(value) / value.device_mesh.size())
@@ -195,6 +205,10 @@ def meta_model(name_or_dir, dtype=torch.float32):
     In between come what needs no weights: add_lora, FSDP2. The model carries mask_token_id, pad_token_id, eos_token_ids (every
     id that ends a completion) and its config. `dtype` is that of the parameters; what must stay fp32 stays fp32.
     """
+    if config := random_config(name_or_dir):
+        model = build_model(config, dtype)
+        model.sources = None, []
+        return set_special_tokens(model)
     directory, adapters = resolve(name_or_dir), []
     while (directory / "adapter_config.json").is_file():  # an adapter may have been trained on an adapter
         directory, adapters = resolve(adapter_base(directory)), [directory, *adapters]
@@ -210,7 +224,12 @@ def load_weights(model, device):
     """
     directory, adapters = model.sources
     materialize(model, device)
-    read_weights(model, directory)
+    if directory is None:
+        from models.random_init import random_weights
+
+        random_weights(model)
+    else:
+        read_weights(model, directory)
     for adapter in adapters:
         merge_adapter(model, adapter)
     return init_adapters(model) if has_lora(model) else model
@@ -238,18 +257,19 @@ def special_tokens(directory):
     return table
 
 
-def set_special_tokens(model, directory):
+def set_special_tokens(model, directory=None):
     """End-of-text and padding ids: generation_config.json where it states them (SDAR ends at two ids), else config.json, else
     the model file's own. A single end id is joined by that of the family's turn end, which comes first.
     """
-    generation = directory / "generation_config.json"
-    facts = model.checkpoint_config | (read_json(generation) if generation.is_file() else {})
+    generation = directory and directory / "generation_config.json"
+    facts = model.checkpoint_config | (read_json(generation) if directory and generation.is_file() else {})
     facts = {"eos_token_id": getattr(model, "eos_token_id", None)} | {k: v for k, v in facts.items() if v is not None}
-    eos, named = facts["eos_token_id"], special_tokens(directory)
+    eos, named = facts["eos_token_id"], special_tokens(directory) if directory else {}
     if eos is None:
         raise SystemExit(f"{directory}: neither generation_config.json nor config.json states eos_token_id")
     if named and model.mask_token_id not in named.values():
-        raise SystemExit(f"{directory}: mask_token_id {model.mask_token_id} is no special token of its tokenizer: {named}")
+        tokens = ", ".join(f"{token} {i}" for token, i in named.items())
+        raise SystemExit(f"{directory}: mask_token_id {model.mask_token_id} is no special token of its tokenizer ({tokens})")
     turn_end = [named[model.turn_end]] if model.turn_end in named else []
     model.eos_token_ids = eos if isinstance(eos, list) else [*turn_end, *({eos} - set(turn_end))]
     model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
@@ -260,11 +280,17 @@ def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
+    if random_config(name_or_dir):
+        from models.random_init import byte_tokenizer
+
+        return byte_tokenizer()
     directory = resolve(name_or_dir)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         raise SystemExit(f"{directory} holds no tokenizer: copy the tokenizer files of the model into it")
+    facts = read_json(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
+    kind = {"DreamTokenizer": "qwen2"}.get(facts.get("tokenizer_class"))  # Dream's class is Qwen2's under another name
     # An explicit config, because AutoTokenizer would look the model type up among its own and warn that it is not there.
-    return AutoTokenizer.from_pretrained(directory, config=PretrainedConfig(), trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(directory, config=PretrainedConfig(), tokenizer_type=kind, trust_remote_code=False)
 
 
 def prompt_ids(tokenizer, messages):
@@ -278,12 +304,14 @@ def prompt_ids(tokenizer, messages):
 def export_weights(model, dtype=None, merge_lora=True):
     """Yield (official name, full tensor on the model's device), one at a time; dtype None keeps each tensor's own.
 
+    Buffers always keep theirs: steps of an expert bias are smaller than bf16 resolves.
     merge_lora: add each adapter to its weight, in fp32 and from the frozen base, never from an earlier merge; False leaves the
     base as it is. Rounding a merged weight to bf16 eats early updates: export_adapter hands adapters over unmerged instead.
     Collective: with FSDP2 every rank must walk all of it, because gathering a tensor takes all ranks.
     """
     full = lambda value: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
     adapters = adapter_tensors(model) if merge_lora and has_lora(model) else {}
+    buffers = dict(model.named_buffers())
     source = gathered = None
     for name, (value, index) in tensor_parts(model).items():
         if source is not value:  # stacked experts are gathered once for all of them
@@ -292,32 +320,34 @@ def export_weights(model, dtype=None, merge_lora=True):
         if f"{layer}.lora_A.default.weight" in adapters:
             a, b = (full(adapters[f"{layer}.{part}.default.weight"]).float() for part in ("lora_A", "lora_B"))
             value = value.float() + lora_scaling(model.lora_config) * (b @ a)
-        yield name, value.to(dtype or value.dtype)
+        yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
 
 def save_model(model, directory, tokenizer):
     """Write a checkpoint that load_model and the official code read: collective over all ranks, rank 0 writes.
 
-    Tensors keep the dtype that config.json names; adapters are merged. SystemExit if the directory exists already or cannot be
-    written: then nothing appears under its name.
+    Tensors take the dtype that config.json names, expert biases stay fp32; adapters are merged. tokenizer: None writes no
+    tokenizer files. SystemExit if the directory exists already or cannot be written: then nothing appears under its name.
     """
     save, config = AtomicDirectory(directory), model.checkpoint_config
     dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
-    shards, pending = plan_shards(model, dtype), {}
+    shards, pending, total = plan_shards(model, dtype), {}, 0
+    tensors_in = Counter(shards.values())
     for name, tensor in export_weights(model, dtype):
+        total += tensor.nbytes
         if save.is_active:  # the others still take part in gathering
             pending[name] = tensor.contiguous().cpu().clone()
-            if len(pending) == sum(file == shards[name] for file in shards.values()):
+            if len(pending) == tensors_in[shards[name]]:
                 save.attempt(save_file, pending, save.folder / shards[name], {"format": "pt"})
                 pending = {}
-    total = sum(map(math.prod, tensor_shapes(model).values())) * dtype.itemsize
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
     if len(set(shards.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": shards}
         save.attempt(write_json, save.folder / "model.safetensors.index.json", index)
     save.attempt(write_json, save.folder / "config.json", config)
     save.attempt(write_json, save.folder / "generation_config.json", generation)
-    save.attempt(tokenizer.save_pretrained, save.folder)
+    if tokenizer:
+        save.attempt(tokenizer.save_pretrained, save.folder)
     save.finish()
 
 

@@ -24,7 +24,7 @@ def read_config(cls, raw, fixed, no_effect=()):
     if rope.get("rope_type", "default") != "default":
         raw["rope_scaling"] = rope
     required = [f.name for f in fields(cls) if f.default is MISSING]
-    if missing := [name for name in required if name not in raw]:
+    if missing := [name for name in required if raw.get(name) is None]:
         raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
     own = {f.name for f in fields(cls)}
     for name, value in raw.items():

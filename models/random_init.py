@@ -1,10 +1,9 @@
 """Random checkpoints: the starting point of tiny models, and stand-ins of real sizes for benchmarks without a download.
 
-python models/random_init.py --out runs/tiny-init                                  # tiny SDAR with the byte tokenizer
+python models/random_init.py --config tiny-llada --out runs/tiny-init              # a key of TINY_CONFIGS, byte tokenizer
 python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random   # the size that DIR/config.json states
 """
 
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -14,16 +13,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import load_tokenizer, save_model
-from models.checkpoint import build_model, materialize, resolve, set_special_tokens
+from models.checkpoint import build_model, local_rows, materialize, read_json, resolve, set_special_tokens
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]  # ids 256..259, behind the 256 bytes
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TINY_SDAR = {
-    "architectures": ["SDARForCausalLM"],
-    "model_type": "sdar",
+TINY = {
     "vocab_size": 264,
     "hidden_size": 96,
     "intermediate_size": 256,
@@ -36,11 +33,66 @@ TINY_SDAR = {
     "rope_theta": 10000,
     "tie_word_embeddings": False,
     "max_position_embeddings": 4096,
-    "block_size": 4,
     "mask_token_id": 257,
     "eos_token_id": 256,
     "pad_token_id": 256,
     "torch_dtype": "float32",
+}
+TINY_SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"} | TINY | {"block_size": 4}
+TINY_LLADA = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "vocab_size": 264,
+    "embedding_size": 264,
+    "d_model": 96,
+    "mlp_hidden_size": 256,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "activation_type": "silu",
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "rope": True,
+    "rope_full_precision": True,
+    "weight_tying": False,
+    "max_sequence_length": 4096,
+    "block_length": 4,
+    "mask_token_id": 257,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+    "torch_dtype": "float32",
+}
+TINY_DREAM = {"architectures": ["DreamModel"], "model_type": "Dream"} | TINY | {"block_length": 4}
+del TINY_DREAM["head_dim"]  # Dream's is hidden_size / heads
+SMALL_EXPERTS = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+TINY_SDAR_MOE = (
+    TINY_SDAR | {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"} | SMALL_EXPERTS | {"num_experts": 8}
+)
+TINY_LLADA2 = {
+    **({"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"} | TINY | SMALL_EXPERTS),
+    "num_experts": 16,
+    "num_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": 16,
+    "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid",
+    "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True,
+    "use_qk_norm": True,
+    "use_rmsnorm": True,
+    "block_size": 8,
+}
+TINY_CONFIGS = {
+    "tiny-sdar": TINY_SDAR,
+    "tiny-llada": TINY_LLADA,
+    "tiny-dream": TINY_DREAM,
+    "tiny-sdar-moe": TINY_SDAR_MOE,
+    "tiny-llada2": TINY_LLADA2,
 }
 
 
@@ -64,27 +116,40 @@ def byte_tokenizer():
 
 
 @torch.no_grad()
-def random_model(config, seed=0, device="cpu", dtype=torch.float32):
-    """config: content of config.json -> model with matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1."""
-    model = materialize(build_model(config, dtype), device)
-    generator = torch.Generator(device).manual_seed(seed)
+def random_weights(model, seed=0):
+    """Fill a materialised model: matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1, biases 0. -> the model
+
+    Values depend on the seed and the order of the tensors; a rank of a sharded model draws all and keeps its own rows.
+    """
+    generators = {}
     for name, value in model.state_dict().items():
+        if ".lora_" in name:  # adapters do not change what is under them
+            continue
+        local, rows = local_rows(value)
         if value.dim() == 1:
-            value.fill_(1.0)
-        else:
-            std = 0.02 if "embed" in name or "lm_head" in name else math.sqrt(0.5 / value.shape[1])
-            value.normal_(0.0, std, generator=generator)
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        is_end = value.shape[0] == model.checkpoint_config["vocab_size"]
+        std = 0.02 if is_end else math.sqrt(0.5 / value.shape[-1])
+        generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(seed))
+        full = torch.empty(value.shape, dtype=value.dtype, device=value.device).normal_(0.0, std, generator=generator)
+        local.copy_(full[rows.start : rows.stop])
     return model
+
+
+def random_model(config, seed=0, device="cpu", dtype=torch.float32):
+    """config: content of config.json -> model with `random_weights`"""
+    return random_weights(materialize(build_model(config, dtype), device), seed)
 
 
 @dataclass
 class Args:
     out: str
     """directory to write"""
-    config: str = ""
-    """directory with the config.json to follow; empty: the tiny SDAR"""
+    config: str = "tiny-sdar"
+    """key of TINY_CONFIGS, or a directory with the config.json to follow"""
     tokenizer: str = ""
-    """directory with the tokenizer to copy; empty: the byte tokenizer"""
+    """directory with the tokenizer to copy; empty: the byte tokenizer for a tiny model, none for another"""
     seed: int = 0
     """of the weights"""
     device: str = "cpu"
@@ -92,14 +157,15 @@ class Args:
 
 
 def main(args):
-    directory = resolve(args.config) if args.config else None
-    config = json.loads((directory / "config.json").read_text()) if directory else TINY_SDAR
-    model = random_model(config, args.seed, args.device)
-    if directory:
-        set_special_tokens(model, directory)
+    if args.config in TINY_CONFIGS:
+        model = set_special_tokens(random_model(TINY_CONFIGS[args.config], args.seed, args.device))
     else:
-        model.eos_token_ids, model.pad_token_id = [config["eos_token_id"]], config["pad_token_id"]
-    save_model(model, args.out, load_tokenizer(args.tokenizer) if args.tokenizer else byte_tokenizer())
+        directory = resolve(args.config)
+        config = read_json(directory / "config.json")
+        dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
+        model = set_special_tokens(random_model(config, args.seed, args.device, dtype), directory)
+    own = byte_tokenizer() if args.config in TINY_CONFIGS else None
+    save_model(model, args.out, load_tokenizer(args.tokenizer) if args.tokenizer else own)
 
 
 if __name__ == "__main__":

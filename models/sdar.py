@@ -174,6 +174,11 @@ class SDAR(nn.Module):
     def layers(self):
         return self.model.layers
 
+    @property
+    def fp32_modules(self):
+        """Modules whose parameters stay fp32 in compute: each is an FSDP2 group of its own."""
+        return [layer.mlp.gate for layer in self.layers if self.config.num_experts]
+
     def hidden(self, input_ids, position_ids, attend):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed.
 

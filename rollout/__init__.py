@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 
 from models import load_model
+from rollout.block import BlockEngine
+from rollout.masked import MaskedEngine
 from rollout.probe import probe
 from rollout.traces import Trace, rollout_means, rollout_sums
 
@@ -14,11 +16,10 @@ def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batc
 
     model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU, fp32 on CPU); or a model
     instance, used as it is. backend: "auto" takes the one of the model's attention pattern; "block" is cached block-causal
-    decoding. max_batch_size: rows decoded together; more are decoded in turn, with the same tokens.
+    decoding, "masked" decodes bidirectional models. max_batch_size: rows decoded together; more are decoded in turn, with the
+    same tokens.
     """
-    from rollout.block import BlockEngine
-
-    engines = {"block-causal": ("block", BlockEngine)}
+    engines = {"block-causal": ("block", BlockEngine), "bidirectional": ("masked", MaskedEngine)}
     if isinstance(model_or_dir, (str, Path)):
         dtype = dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32)
         model_or_dir = load_model(model_or_dir, device=device, dtype=dtype)

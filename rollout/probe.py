@@ -6,14 +6,15 @@ import torch
 def replay_logps(model, trace):
     """Log-probabilities of a trace by the learner, each token at the denoising state at which it was revealed. -> [N, L] fp32
 
-    One forward per denoising step; equally many on every rank that holds a trace of the same settings.
+    trace.num_replays forwards: equally many on every rank that holds a trace of the same settings.
     """
     input_ids, valid_mask = trace.sequences(model.pad_token_id)
     L = trace.completion_ids.shape[1]
     logps = torch.zeros(trace.completion_ids.shape, device=input_ids.device)
-    for step in range(trace.settings["denoising_steps"]):
+    for step in range(trace.num_replays):
         masked, scored = torch.zeros_like(valid_mask), torch.zeros_like(valid_mask)
-        masked[:, -L:], scored[:, -L:] = trace.replay_map >= step, trace.replay_map == step
+        masked[:, -L:] = (trace.replay_map >= step) | (trace.replay_map < 0)  # revealed later or never
+        scored[:, -L:] = trace.replay_map == step
         noisy_ids = torch.where(masked, model.mask_token_id, input_ids)
         with torch.no_grad():
             temperature = trace.settings["temperature"] or 1.0

@@ -10,16 +10,26 @@ class Trace:
     """N completions (num_samples of each prompt, contiguous) of width L. Ids, never text, go from here to the learner."""
 
     prompt_ids: list[list[int]]  # N, each prompt repeated for its samples
-    completion_ids: torch.Tensor  # [N, L] int64; pad id from canvas_length on
+    completion_ids: torch.Tensor  # [N, L] int64; pad id where nothing was revealed
     completion_mask: torch.Tensor  # [N, L] bool, up to and with the first EOS: what is scored and graded
-    canvas_length: torch.Tensor  # [N] int64, positions that the sampler denoised; block models: through the terminal block
-    step_map: torch.Tensor  # [N, L] int64, denoising step inside the position's own block; -1 where unused
+    # [N] int64, positions that the sampler's model saw. Block models: through the terminal block, all of them revealed.
+    # Bidirectional models: all L; behind the terminal block they stayed masked, and a replay must mask them.
+    canvas_length: torch.Tensor
+    step_map: torch.Tensor  # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
     replay_map: torch.Tensor  # [N, L] int64, equal numbers were revealed together and one forward of this family replays them
     logps: torch.Tensor  # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
     sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
     num_forwards: torch.Tensor  # [N] int64, forwards of this row: denoising and commit, without the prefill
     settings: dict = field(default_factory=dict)
     records: dict | None = None  # states or events, for methods that ask
+
+    @property
+    def num_replays(self):
+        """Forwards that replay this trace, numbered in replay_map: one for a step of one block; block models replay a step of all
+        blocks in one. The settings alone decide it, so it is equal on all ranks.
+        """
+        blocks = self.completion_ids.shape[1] // self.settings["block_length"]
+        return self.settings["denoising_steps"] * (blocks if self.settings["attention"] == "bidirectional" else 1)
 
     @property
     def truncated(self):
@@ -35,13 +45,9 @@ class Trace:
 
     def sequences(self, pad_token_id):
         """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no padding, only the canvas"""
-        device, L = self.completion_ids.device, self.completion_ids.shape[1]
-        P = max(map(len, self.prompt_ids))
-        prompts = torch.tensor([[pad_token_id] * (P - len(ids)) + ids for ids in self.prompt_ids], device=device)
-        start = torch.tensor([[P - len(ids)] for ids in self.prompt_ids], device=device)
-        column = torch.arange(P + L, device=device)
-        valid_mask = (column >= start) & (column < P + self.canvas_length[:, None])
-        return torch.cat([prompts, self.completion_ids], 1), valid_mask
+        prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
+        on_canvas = torch.arange(self.completion_ids.shape[1], device=valid.device) < self.canvas_length[:, None]
+        return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, on_canvas], 1)
 
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
@@ -60,13 +66,14 @@ class Trace:
         }
 
     def draw(self, i, tokenizer, width=110, max_lines=6):
-        """Completion i for a terminal: each token of the canvas over the denoising step of its block that revealed it.
+        """Completion i for a terminal: each revealed token over the denoising step of its block that revealed it.
 
         Blocks are parted by bars and never broken; max_lines pairs of lines of about `width` columns.
         """
-        block_length, start = self.settings["block_length"], len(self.prompt_ids[i])
+        block_length, revealed = self.settings["block_length"], (self.step_map[i] >= 0).nonzero().flatten().tolist()
+        start = 0 if self.settings["attention"] == "bidirectional" else len(self.prompt_ids[i])  # on the grid of blocks
         tops, bottoms = [""], [""]
-        for j in range(int(self.canvas_length[i])):
+        for j in revealed:
             token = repr(tokenizer.decode([int(self.completion_ids[i, j])]))[1:-1]  # a newline is shown as \n
             step = str(int(self.step_map[i, j]) + 1)
             opens_block = (start + j) % block_length == 0
@@ -80,8 +87,23 @@ class Trace:
         for top, bottom in list(zip(tops, bottoms, strict=True))[:max_lines]:
             lines += [f"tokens   {top}", f"step     {bottom}"]
         if len(tops) > max_lines:
-            lines.append(f"... {int(self.canvas_length[i])} tokens in all, see samples.jsonl")
+            lines.append(f"... {len(revealed)} tokens in all, see samples.jsonl")
         return "\n".join(lines)
+
+
+def left_padded(prompt_ids, pad_token_id, device):
+    """Lists of ids -> input_ids [N, P] int64, valid_mask [N, P] bool"""
+    P = max(map(len, prompt_ids))
+    input_ids = torch.tensor([[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids], device=device)
+    start = torch.tensor([[P - len(ids)] for ids in prompt_ids], device=device)
+    return input_ids, torch.arange(P, device=device) >= start
+
+
+def scored(completion_ids, canvas_length, eos_token_ids):
+    """What of completion_ids [N, L] is scored: up to and with the first EOS, on the canvas. -> [N, L] bool"""
+    on_canvas = torch.arange(completion_ids.shape[1], device=completion_ids.device) < canvas_length[:, None]
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device)) & on_canvas
+    return on_canvas & (is_eos.long().cumsum(1) - is_eos.long() == 0)
 
 
 def rollout_sums(trace, rewards, components, num_generations):

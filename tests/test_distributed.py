@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from algos import d1
 from models import export_weights, load_model, save_model
-from models.random_init import byte_tokenizer, random_model
+from models.random_init import random_model
 
-ARGS = SimpleNamespace(activation_checkpointing=False, compile=False)
+ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 
 
 def batch_of(rows=8, length=12):
@@ -49,7 +49,7 @@ def test_two_ranks_give_the_gradient_of_one(run_ranks, every, checkpointing):
         batch[2][4:7] = False  # rank 1's first micro-batch scores nothing
         num_tokens = batch[2].sum().item()
         want_loss = step_of(whole, *batch, num_tokens)
-        sharded = d1.parallelize(tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing, compile=False))
+        sharded = d1.parallelize(tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing, attention="auto", compile=False))
         mine = [tensor[rank * 4 : rank * 4 + 4] for tensor in batch]
         loss = step_of(sharded, *mine, num_tokens, scale=world_size, every=every)
         total = d1.all_reduce({"loss": loss})["loss"]
@@ -112,7 +112,7 @@ def test_weights_leave_the_shards_exactly(run_ranks, tmp_path):
             assert torch.equal(value, want.pop(name))
         assert not want
         sharded.checkpoint_config = sharded.checkpoint_config | {"torch_dtype": "float64"}
-        save_model(sharded, tmp_path / "saved", byte_tokenizer())
+        save_model(sharded, tmp_path / "saved", None)
         again = load_model(tmp_path / "saved", dtype=torch.float64)
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
 
@@ -126,7 +126,7 @@ def test_a_failed_save_stops_every_rank(run_ranks, tmp_path):
     def body(rank, world_size):
         sharded = d1.parallelize(tiny_model(), ARGS)
         with pytest.raises(SystemExit, match="could not save .*saved: it exists already"):
-            save_model(sharded, tmp_path / "saved", byte_tokenizer())
+            save_model(sharded, tmp_path / "saved", None)
 
     run_ranks(2, body)
 

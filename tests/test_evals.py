@@ -3,6 +3,7 @@
 The files are read from the folder in CLEANDLLM_DATA; without it their tests are skipped.
 """
 
+import contextlib
 import csv
 import json
 import math
@@ -21,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.planning import countdown_solutions, sudoku_solutions
-from evals import countdown, run, sudoku
+from evals import countdown, gsm8k, run, sudoku
 from evals.rewards import REWARDS, load_reward
 
 FILES = Path(os.environ.get("CLEANDLLM_DATA", "")) if os.environ.get("CLEANDLLM_DATA") else None
@@ -32,6 +33,26 @@ TAGS = {"numbers": [30, 100, 93], "target": 23, "style": "tags"}
 BOARD = {"puzzle": "3102200002100320", "solution": "3142243142131324", "style": "compact"}
 TAGS_BOARD = BOARD | {"style": "tags"}
 MANY_WAYS = {"puzzle": "0012120000212100", "solution": "3412123443212143", "style": "compact"}
+WORDS = {"question": "How many?", "gold": "18", "solution": "20 - 2 = 18", "style": "tags"}
+
+
+def one_line(call):
+    """The message of the SystemExit that `call` must raise, which must be one line."""
+    with pytest.raises(SystemExit) as exit:
+        call()
+    message = str(exit.value)
+    assert message and "\n" not in message
+    return message
+
+
+@contextlib.contextmanager
+def quick_and_silent(seconds):
+    """A block that gives no warning and takes less than `seconds`."""
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    assert time.perf_counter() - began < seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,9 +188,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
 def test_hostile_text_scores_zero_quickly_and_silently(text):
-    began = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with quick_and_silent(seconds=2.0):
         for completion in (text, f"<answer>{text}</answer>"):
             for example in (SMALL, TAGS):
                 assert countdown.score(completion, example) == 0.0
@@ -177,7 +196,6 @@ def test_hostile_text_scores_zero_quickly_and_silently(text):
             for board in (BOARD, TAGS_BOARD):
                 assert sudoku.score(completion, board) == 0.0
                 assert REWARDS["sudoku_cells"](completion, board) == {"cells": 0.0}
-    assert time.perf_counter() - began < 2.0
 
 
 def test_length_and_depth_limits_leave_room_for_honest_answers():
@@ -294,9 +312,27 @@ def test_reward_by_name():
     assert load_reward("countdown_partial", countdown) is REWARDS["countdown_partial"]
     assert load_reward("", countdown)("12-7+3", SMALL) == {"score": 1.0}
     assert load_reward("", sudoku)("", BOARD) == {"score": 0.0}
-    assert one_line(lambda: load_reward("cells", sudoku)) == (
-        "--reward cells: no such reward; known: countdown_partial, sudoku_cells, gsm8k_boxed, gsm8k_d1"
-    )
+    assert one_line(lambda: load_reward("cells", sudoku)) == f"--reward cells: no such reward; {FITTING}"
+
+
+FITTING = "known: countdown_partial for countdown; sudoku_cells for sudoku; gsm8k_boxed for gsm8k; gsm8k_d1 for gsm8k"
+
+
+@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize(("task", "example"), [(countdown, SMALL), (sudoku, BOARD), (gsm8k, WORDS)])
+def test_rewards_work_for_their_task_and_refuse_the_others(name, task, example):
+    task_name = task.__name__.removeprefix("evals.")
+    if name.startswith(task_name):
+        assert sum(load_reward(name, task)(task.answer(example), example).values()) >= 1.0
+    else:
+        assert one_line(lambda: load_reward(name, task)) == f"--reward {name}: does not fit {task_name}; {FITTING}"
+
+
+def test_a_reward_without_a_task_fits_every_task(monkeypatch):
+    monkeypatch.setitem(REWARDS, "length", lambda completion, example: {"length": len(completion)})
+    assert [load_reward("length", task)("12", {}) for task in (countdown, sudoku, gsm8k)] == [{"length": 2}] * 3
+    message = one_line(lambda: load_reward("gsm8k_d1", countdown))
+    assert message == f"--reward gsm8k_d1: does not fit countdown; {FITTING}; length for every task"
 
 
 def test_sudoku_cells_is_the_agreement_with_the_nearest_solution():
@@ -404,15 +440,6 @@ def test_bad_rows_are_named(tmp_path, task, good, bad):
     assert message.startswith(f"{path} row 2: ") and "needs" in message and "input and output" in message
     assert all(name in message for name in bad)
     assert len(task.load("test", path, limit=1)) == 1
-
-
-def one_line(call):
-    """The message of the SystemExit that `call` must raise, which must be one line."""
-    with pytest.raises(SystemExit) as exit:
-        call()
-    message = str(exit.value)
-    assert message and "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize(("task", "presets"), [(countdown, "small, cd3, cd4"), (sudoku, "sudoku4, sudoku4-tags")])
@@ -597,7 +624,8 @@ def test_command_line_errors_are_one_line(tmp_path, monkeypatch, capsys):
         return one_line(lambda: cli(monkeypatch, capsys, "--out", str(tmp_path), *flags))
 
     assert message() == message("--model", "m", "--completions", "c") != ""
-    assert "known: countdown_partial, sudoku_cells, gsm8k_boxed, gsm8k_d1" in message("--model", "m", "--reward", "cells")
+    assert FITTING in message("--model", "m", "--reward", "cells")
+    assert "does not fit countdown" in message("--model", "m", "--reward", "gsm8k_boxed")
     assert "presets: small, cd3, cd4" in message("--model", "m", "--data", "cd9")
     assert "must be at least 1" in message("--model", "m", "--limit", "0")
     assert "must be at least 1" in message("--model", "m", "--batch-size", "0")
@@ -688,6 +716,56 @@ def test_default_output_directory_and_score_batch(tmp_path, monkeypatch, capsys,
     assert cli(monkeypatch, capsys, "--model", "some/dir", "--limit", "3")["accuracy"] == 0.5
     (out,) = (tmp_path / "runs").iterdir()
     assert out.name.startswith("eval-countdown-dir-") and {p.name for p in out.iterdir()} == {"samples.jsonl", "result.json"}
+
+
+def test_evaluations_of_one_second_get_directories_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
+    for right in range(3):
+        path = gold_and_wrong(countdown, tmp_path / "c.jsonl", n=2, right=right)
+        assert cli(monkeypatch, capsys, "--completions", path)["accuracy"] == right / 2
+    names = [f"eval-countdown-c-20260102-030405{number}" for number in ("", "-2", "-3")]
+    assert sorted(path.name for path in Path("runs").iterdir()) == names
+    assert [json.loads((Path("runs") / name / "result.json").read_text())["accuracy"] for name in names] == [0.0, 0.5, 1.0]
+    monkeypatch.chdir(tmp_path / "runs")
+    Path("runs").write_text("")
+    assert "cannot be made" in one_line(lambda: cli(monkeypatch, capsys, "--completions", path))
+
+
+def test_results_are_not_overwritten(tmp_path, monkeypatch, capsys):
+    path, out = gold_and_wrong(countdown, tmp_path / "c.jsonl", n=2, right=1), tmp_path / "out"
+    out.mkdir()
+    (out / "log.txt").write_text("from `> out/log.txt`")
+    evaluate = lambda completions: cli(monkeypatch, capsys, "--completions", str(completions), "--out", str(out))
+    evaluate(path)
+
+    def files():
+        return {file.name: file.read_text() for file in out.iterdir()}
+
+    before = files()
+    assert before.keys() == {"log.txt", "samples.jsonl", "result.json"}
+    for completions in (path, out / "samples.jsonl"):
+        message = one_line(lambda completions=completions: evaluate(completions))
+        assert message.startswith(f"--out {out}: samples.jsonl and result.json would be overwritten; ") and files() == before
+    (out / "result.json").unlink()  # as an evaluation that was killed leaves it
+    assert "samples.jsonl would be overwritten" in one_line(lambda: evaluate(path))
+    (out / "samples.jsonl").unlink()
+    evaluate(path)
+    assert files() == before
+    out = tmp_path / "c.jsonl"
+    assert one_line(lambda: evaluate(path)) == f"--out {out}: the directory cannot be made (File exists)"
+
+
+def test_the_same_out_serves_again_after_a_model_that_does_not_load(tmp_path, monkeypatch, capsys, fake_services):
+    flags = ["--limit", "2", "--out", str(tmp_path)]
+
+    def no_model(*_, **__):
+        raise SystemExit("--model m: no such model")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["rollout"], "make_engine", no_model)
+        assert "no such model" in one_line(lambda: cli(monkeypatch, capsys, "--model", "m", *flags))
+    assert cli(monkeypatch, capsys, "--model", "m", *flags)["n"] == 2
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,18 @@ The files are read from the folder in CLEANDLLM_DATA; without it their tests are
 """
 
 import json
-import os
 import subprocess
 import sys
-import time
-import warnings
 from pathlib import Path
 
 import pytest
+from test_evals import FILES, cli, needs_files, one_line, quick_and_silent, write
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data import rows as row_files
-from evals import gsm8k, load_task, run
+from evals import gsm8k, load_task
 from evals.rewards import REWARDS
-
-FILES = Path(os.environ.get("CLEANDLLM_DATA", "")) if os.environ.get("CLEANDLLM_DATA") else None
-needs_files = pytest.mark.skipif(FILES is None, reason="set CLEANDLLM_DATA to the folder with the papers' files")
 
 ROW = {"question": "How many?", "answer": "He has 20 - 2 = <<20-2=18>>18 eggs.\nSo $<<18=18>>18.\n#### 18"}
 BOXED = {
@@ -298,24 +293,20 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:12]))
-def test_hostile_text_scores_zero_quickly_and_silently(text):
-    began = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def test_hostile_text_is_no_answer(text):
+    with quick_and_silent(seconds=5.0):
         for completion in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):
             for example in (BOXED, TAGS):
                 answer = gsm8k.extract(completion, example)
                 assert answer is None or 0 < len(answer) <= 512
                 assert REWARDS["gsm8k_boxed"](completion, example)["correct"] == 0.0
             assert 0.0 <= sum(REWARDS["gsm8k_d1"](completion, TAGS).values()) <= 2.0
-    assert time.perf_counter() - began < 5.0
 
 
 @pytest.mark.parametrize("text", ["{", "1 ", "$", "\\boxed{", "answer is", "\x00"])
 def test_a_megabyte_is_scored_in_a_second_or_two(text):
-    began = time.perf_counter()
-    assert gsm8k.score(text * (10**6 // len(text)), BOXED) == 0.0
-    assert time.perf_counter() - began < 5.0
+    with quick_and_silent(seconds=5.0):
+        assert gsm8k.score(text * (10**6 // len(text)), BOXED) == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -393,26 +384,6 @@ def test_d1_reward_needs_its_prompt():
 # loading
 
 
-def one_line(call):
-    """The message of the SystemExit that `call` must raise, which must be one line."""
-    with pytest.raises(SystemExit) as exit:
-        call()
-    message = str(exit.value)
-    assert message and "\n" not in message
-    return message
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def dare(content, gold):
     messages = [{"role": "user", "content": content}]
     return {"data_source": "gsm8k", "prompt": messages, "reward_model": {"ground_truth": gold, "style": "rule"}}
@@ -470,26 +441,55 @@ def test_unknown_data_and_task_names():
     assert load_task("gsm8k") is gsm8k
 
 
+# what the card of openai/gsm8k says about its files
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: socratic
+  data_files:
+  - split: train
+    path: socratic/train-*
+  - split: test
+    path: socratic/test-*
+---
+"""
+
+
 @pytest.fixture
-def hub(monkeypatch):
-    """datasets.load_dataset replaced: `hub` lists what was asked for, its rows are 1,000 of train and 3 of test."""
+def hub(tmp_path, monkeypatch):
+    """The hub is a folder laid out like openai/gsm8k, 1,000 rows of train and 3 of test, which `datasets` itself reads.
+
+    `hub` lists what was asked for.
+    """
     import datasets
 
-    asked = []
+    folder, asked, load_dataset = tmp_path / "openai/gsm8k", [], datasets.load_dataset
+    for config, solution in (("main", "so"), ("socratic", "How? ** so")):
+        (folder / config).mkdir(parents=True)
+        for split, count in (("train", 1000), ("test", 3)):
+            rows = [{"question": f"{split} {i}?", "answer": f"{solution}\n#### {i}"} for i in range(count)]
+            write(folder / config / f"{split}-00000-of-00001.parquet", rows)
+    (folder / "README.md").write_text(CARD)
 
-    def load_dataset(path, config, split):
-        asked.append((path, config, split))
-        rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {i}"} for i in range({"train": 1000, "test": 3}[split])]
-        return datasets.Dataset.from_list(rows)
+    def load_from_folder(path, *config, **settings):
+        asked.append((path, *config, settings))
+        return load_dataset(str(tmp_path / path), *config, **settings)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", load_from_folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return asked
 
 
 def test_hub_splits(hub):
     splits = {split: gsm8k.load(split) for split in ("train", "validation", "test")}
-    assert hub == [("openai/gsm8k", "main", split) for split in ("train", "train", "test")]
+    assert hub == [("openai/gsm8k", "main", {"split": split}) for split in ("train", "train", "test")]
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 488, "validation": 512, "test": 3}
+    assert splits["test"] == [{"question": f"test {i}?", "gold": str(i), "solution": "so", "style": "boxed"} for i in range(3)]
     golds = {split: [int(row["gold"]) for row in rows] for split, rows in splits.items()}
     assert sorted(golds["train"] + golds["validation"]) == list(range(1000)), "each row is in one of the two"
     assert all(rows == sorted(rows) for rows in golds.values()), "in the hub's order"
@@ -564,9 +564,9 @@ def test_completions_of_the_real_test_file_end_to_end(tmp_path, monkeypatch, cap
 
     def flags(name, completions):
         given = write(tmp_path / f"{name}.jsonl", [{"index": i, "completion": text} for i, text in enumerate(completions)])
-        return ["evals/gsm8k.py", "--completions", given, "--data", path, "--out", str(tmp_path / name)]
+        return ["--completions", given, "--data", path, "--out", str(tmp_path / name)]
 
-    oracle = flags("oracle", map(gsm8k.answer, examples))
+    oracle = ["evals/gsm8k.py", *flags("oracle", map(gsm8k.answer, examples))]
     done = subprocess.run([sys.executable, *oracle], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -574,9 +574,8 @@ def test_completions_of_the_real_test_file_end_to_end(tmp_path, monkeypatch, cap
     samples = [json.loads(line) for line in (tmp_path / "oracle/samples.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in samples] == [example["gold"] for example in examples]
 
-    monkeypatch.setattr(sys, "argv", [*flags("constant", [r"\boxed{2}"] * 1319), "--reward", "gsm8k_boxed"])
-    run.main("gsm8k")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    constant = flags("constant", [r"\boxed{2}"] * 1319)
+    result = cli(monkeypatch, capsys, *constant, "--reward", "gsm8k_boxed", task="gsm8k")
     twos = sum(example["gold"] == "2" for example in examples)
     assert result["accuracy"] == twos / 1319 and 0 < twos < 66
     assert result["reward"]["components"] == pytest.approx({"correct": twos / 1319, "format": 0.1})

@@ -32,7 +32,7 @@ from rollout.probe import replay_logps
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 4, 10  # scale 2.5
-ARGS = SimpleNamespace(activation_checkpointing=False, compile=False)
+ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 IDS = random_ids(3, 11, MASK)
 
 

@@ -5,17 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_masked import FAMILIES
+from test_masked import model_of as masked_model_of
 from test_models import exits_with_one_line
 from test_rollout import EOS, PAD, SMALL, model_of, prompts_of
 
-import rollout.block
+import rollout.engine
 from algos import d1
 from models import export_weights
 from rollout import make_engine, probe
-from rollout.block import REMASKING
+from rollout.engine import REMASKING
 from rollout.probe import replay_logps
 
-ARGS = SimpleNamespace(activation_checkpointing=False, compile=False)
+ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 PROMPT = [3, 4, 5, 6, 7, 8]
 SETTINGS = {"gen_length": 9, "block_length": 0, "denoising_steps": 2, "remasking": "low_confidence_static"}
 GAP = ("probe/logp_gap_mean", "probe/logp_gap_max")
@@ -84,20 +86,20 @@ def greedy(logits, uniform, temperature):
     return sample(logits, uniform, 0.0)
 
 
-sample = rollout.block.sample_categorical
+sample = rollout.engine.sample_categorical
 
 
 def test_a_greedy_engine_is_refused(monkeypatch):
-    monkeypatch.setattr(rollout.block, "sample_categorical", greedy)
+    monkeypatch.setattr(rollout.engine, "sample_categorical", greedy)
     with exits_with_one_line("1 different completions of 8 at temperature 100", "does not sample"):
         probe(make_engine(build()), build(), PROMPT, **SETTINGS)
 
 
 def test_rows_with_each_others_seeds_are_refused(monkeypatch):
     """lmdeploy 0.18: 16 samples of one prompt, 4 distinct. Here every two rows get one key."""
-    keyed = rollout.block.keyed_uniform
+    keyed = rollout.engine.keyed_uniform
     monkeypatch.setattr(
-        rollout.block, "keyed_uniform", lambda seed, sample, *rest: keyed(seed, torch.as_tensor(sample) // 2, *rest)
+        rollout.engine, "keyed_uniform", lambda seed, sample, *rest: keyed(seed, torch.as_tensor(sample) // 2, *rest)
     )
     with exits_with_one_line("4 different completions of 8"):
         probe(make_engine(build()), build(), PROMPT, **SETTINGS)
@@ -105,7 +107,9 @@ def test_rows_with_each_others_seeds_are_refused(monkeypatch):
 
 def test_an_engine_that_ignores_the_temperature_is_refused(monkeypatch):
     """It samples, but always at 0.05: at temperature 100 all must differ, and here they do not."""
-    monkeypatch.setattr(rollout.block, "sample_categorical", lambda logits, uniform, temperature: sample(logits, uniform, 0.02))
+    monkeypatch.setattr(
+        rollout.engine, "sample_categorical", lambda logits, uniform, temperature: sample(logits, uniform, 0.02)
+    )
     with exits_with_one_line("of 8 at temperature 100"):
         probe(make_engine(build()), build(), PROMPT, **SETTINGS)
 
@@ -155,6 +159,70 @@ def test_replay_works_without_revealed_tokens_in_a_step():
     )
     assert trace.step_map.max() == 0
     assert (replay_logps(model, trace) - trace.logps).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("remasking", REMASKING)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_of_bidirectional_models(monkeypatch, family, remasking, steps, temperature):
+    """One forward a step of each block, whatever was revealed; behind the terminal block all stays masked."""
+    model, forwards = masked_model_of(family), []
+    trace = make_engine(model).generate(
+        prompts_of([1, 6, 3], seed=5), num_samples=4, gen_length=14, denoising_steps=steps, temperature=temperature,
+        remasking=remasking, confidence_threshold=0.4, seed=3,
+    )  # fmt: skip
+    logps, revealed = model.logps, trace.step_map >= 0
+    monkeypatch.setattr(model, "logps", lambda *args, **options: forwards.append(1) or logps(*args, **options))
+    again = replay_logps(model, trace)
+    assert len(forwards) == trace.num_replays == 4 * steps
+    assert (again - trace.logps)[revealed].abs().max() < 2e-6 and not again[~revealed].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_of_another_state_shows(family):
+    """Negative controls: the order of the blocks turned round, and a canvas that is cut behind the terminal block."""
+    model = masked_model_of(family)
+    options = dict(num_samples=4, gen_length=14, seed=3, remasking="random")
+    gap = lambda trace: (replay_logps(model, trace) - trace.logps)[trace.step_map >= 0].abs().max()
+    whole = make_engine(model).generate(prompts_of([1, 6, 3], seed=5), stop_at_eos=False, **options)
+    assert gap(whole) < 2e-6
+    whole.replay_map = whole.num_replays - 1 - whole.replay_map
+    assert gap(whole) > 1e-3
+    ended = make_engine(model).generate(prompts_of([1, 6, 3], seed=5), **options)
+    assert gap(ended) < 2e-6 and (ended.step_map < 0).any()
+    ended.canvas_length = (ended.step_map >= 0).sum(1)
+    assert gap(ended) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probe_of_bidirectional_models(family):
+    """Equal weights pass with rounding alone, in any block length; other weights are seen."""
+    model = masked_model_of(family, scale=10, dtype=torch.float32)
+    engine = make_engine(masked_model_of(family, scale=10, dtype=torch.float32))
+    for block_length in (0, 3):
+        equal = probe(engine, model, PROMPT, **SETTINGS | {"block_length": block_length})
+        assert equal["probe/distinct_frac"] > 0.5 and equal[GAP[1]] < 5e-5, equal
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "up_proj" in name:
+                value.mul_(1.05)
+    assert probe(engine, model, PROMPT, **SETTINGS)[GAP[0]] > 1e-3
+
+
+def test_replay_on_two_ranks_with_different_traces(run_ranks):
+    """A rank whose rows end early makes as many forwards as one whose rows do not: under FSDP2 they wait for each other."""
+
+    def body(rank, world_size):
+        build = lambda: masked_model_of("llada", dtype=torch.float32)
+        model, engine = d1.parallelize(build(), ARGS), make_engine(build())
+        trace = engine.generate(prompts_of([3, 5]), num_samples=2, gen_length=12, seed=rank, stop_at_eos=False)
+        if rank == 0:  # its rows end with the first block
+            trace.step_map[:, 4:], trace.replay_map[:, 4:], trace.completion_ids[:, 4:] = -1, -1, PAD
+        first = (replay_logps(model, trace) - trace.logps)[:, :4].abs().max()
+        assert trace.replay_map.max() == (3 if rank == 0 else 11) and first < 5e-5
+
+    run_ranks(2, body)
 
 
 def test_the_probe_on_two_ranks(run_ranks):

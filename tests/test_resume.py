@@ -36,7 +36,7 @@ from models.training_state import Saves, load_state, newest_state, prune, save_s
 from runlog import RunLog, command_line
 
 ROOT = Path(__file__).parents[1]
-ARGS = SimpleNamespace(activation_checkpointing=False, compile=False)
+ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 full = pytest.mark.full
 
 

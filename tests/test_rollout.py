@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import rollout.block
+import rollout.engine
 from kernels.sampling import keyed_uniform
 from models import export_weights, save_model
 from models.random_init import TINY_SDAR, byte_tokenizer, random_model
 from rollout import Trace, make_engine, rollout_sums
-from rollout.block import REMASKING, BlockEngine, reveal_quota, select
+from rollout.block import BlockEngine
+from rollout.engine import REMASKING, reveal_quota, select
 from rollout.traces import concatenate
 
 V, M, EOS, PAD = 20, 19, (1, 2), 0
@@ -435,8 +436,8 @@ def scripted(monkeypatch, engine, script, prompt, **options):
         return tokens[at.long()], torch.full(at.shape, -0.5, dtype=logits.dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.block, "keyed_uniform", positions)
-        patch.setattr(rollout.block, "sample_categorical", draw)
+        patch.setattr(rollout.engine, "keyed_uniform", positions)
+        patch.setattr(rollout.engine, "sample_categorical", draw)
         return engine.generate(
             [prompt], **{"gen_length": 12, "denoising_steps": 4, "remasking": "low_confidence_static"} | options
         )
@@ -642,13 +643,13 @@ def test_the_exact_distribution_sees_faults(monkeypatch, toy, fault):
     with monkeypatch.context() as patch:
         if fault == "shared draws":  # every position of a sample gets the number of position 0
             shared = lambda *key: keyed_uniform(*key[:2], key[2] * 0, *key[3:])
-            patch.setattr(rollout.block, "keyed_uniform", shared)
+            patch.setattr(rollout.engine, "keyed_uniform", shared)
         elif fault == "shared order":  # left to right
             order = lambda *key: keyed_uniform(*key) if key[-1] == "token" else 1 / (2.0 + key[2])
-            patch.setattr(rollout.block, "keyed_uniform", order)
+            patch.setattr(rollout.engine, "keyed_uniform", order)
         elif fault == "wrong temperature":
-            sample = rollout.block.sample_categorical
-            patch.setattr(rollout.block, "sample_categorical", lambda z, u, T: sample(z, u, T * 1.15))
+            sample = rollout.engine.sample_categorical
+            patch.setattr(rollout.engine, "sample_categorical", lambda z, u, T: sample(z, u, T * 1.15))
         else:
             forward = BlockEngine._forward
             patch.setattr(
@@ -768,7 +769,7 @@ def trace_of(completions, masks, prompts=None, eos=(256,), block_length=4, steps
         logps=pad([[-0.123456 * (j + 1) for j in range(len(row))] for row in completions], 0.0),
         sample_index=torch.arange(len(completions)),
         num_forwards=torch.tensor([2 * len(row) for row in completions]),
-        settings={"eos_token_ids": list(eos), "block_length": block_length, "num_samples": 2},
+        settings={"eos_token_ids": list(eos), "attention": "block-causal", "block_length": block_length, "num_samples": 2},
     )
     return Trace(**values | changes)
 

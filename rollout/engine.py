@@ -1,0 +1,157 @@
+"""What every engine does alike: checks, keyed draws, the choice of tokens to reveal, and the hand-over of weights."""
+
+import torch
+
+from kernels.sampling import keyed_uniform, sample_categorical
+from models.checkpoint import tensor_names
+from models.lora import adapter_tensors
+from rollout.traces import concatenate
+
+REMASKING = ("low_confidence_static", "low_confidence_dynamic", "random")
+
+
+def reveal_quota(block_length, denoising_steps):
+    """Tokens to reveal at each step: evenly, the remainder in the first steps. -> list of denoising_steps ints"""
+    base, remainder = divmod(block_length, denoising_steps)
+    return [base + (step < remainder) for step in range(denoising_steps)]
+
+
+def select(confidence, masked, quota, remasking, threshold):
+    """Which masked tokens of a block to reveal.
+
+    confidence [N, n] fp32; masked [N, n] bool; quota: at least this many, as far as that many are masked. Ties go to the
+    lower position. low_confidence_static and random (whose confidence is noise) reveal the quota; low_confidence_dynamic
+    reveals all above the threshold if those are at least the quota. -> [N, n] bool
+    """
+    quota = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks
+    score = confidence.masked_fill(~masked, float("-inf"))
+    rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    best = rank < quota
+    if remasking != "low_confidence_dynamic":
+        return best
+    high = (score > threshold) & masked
+    return torch.where(high.sum(1, keepdim=True) >= quota, high, best)
+
+
+class Engine:
+    """Sampler whose `model` is its own copy of the weights. A subclass knows the attention pattern: it has `_generate`."""
+
+    def __init__(self, model, max_batch_size):
+        self.model, self.max_batch_size = model, max_batch_size
+        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+
+    @torch.no_grad()
+    def load_weights(self, weights):
+        """weights: pairs (name, full tensor), copied in place, all of them: those of export_weights, or those of export_adapter
+        for an engine whose model has the same adapters. ValueError names what does not fit or did not come.
+        """
+        own = None
+        for name, value in weights:
+            if own is None:
+                own = adapter_tensors(self.model) if ".lora_" in name else tensor_names(self.model)
+            if name not in own or own[name].shape != value.shape:
+                raise ValueError(f"{name} {list(value.shape)} is no tensor of this model, or came twice")
+            own.pop(name).copy_(value)
+        if own or own is None:
+            raise ValueError(f"weights did not come for {', '.join(list(own or ['any tensor'])[:5])}")
+
+    def block_length(self, asked):
+        """asked: tokens in a block, 0 or None for the model's own. -> tokens in a block"""
+        return asked or self.model.block_length
+
+    def plan(self, *, gen_length, denoising_steps, remasking, block_length=None, **settings):
+        """One line on what a rollout costs, for the log."""
+        n = self.block_length(block_length)
+        blocks, steps = -(-gen_length // n), min(denoising_steps, n)
+        at_least = "at least " if remasking == "low_confidence_dynamic" else ""
+        return (
+            f"{blocks} blocks of {n} tokens, {steps} steps each: {blocks * steps} steps, {at_least}{n / steps:g} tokens a step"
+        )
+
+    @torch.no_grad()
+    def generate(
+        self, prompt_ids, *, num_samples=1, gen_length=256, block_length=None, denoising_steps=4, temperature=1.0,
+        remasking="low_confidence_dynamic", confidence_threshold=0.9, seed=0, sample_offset=0, stop_at_eos=True, records=None,
+    ):  # fmt: skip
+        """Sample num_samples completions of each prompt (list of token ids, ragged, not empty). -> Trace
+
+        gen_length tokens each, rounded up so that the last block is whole; generation ends at the block that holds an EOS
+        unless stop_at_eos is False. denoising_steps: per block. block_length: 0 or None for the model's own, which is the only
+        one of a block-causal model. temperature 0: greedy.
+        Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
+        (seed, that number, position, step): batch size, other prompts and ranks do not change it.
+        """
+        n = self.block_length(block_length)
+        if remasking not in REMASKING:
+            raise SystemExit(f"--remasking {remasking}: there are {', '.join(REMASKING)}")
+        if min(n, denoising_steps, gen_length, num_samples) < 1 or temperature < 0:
+            counts = f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=}"
+            raise SystemExit(f"{counts} must be at least 1, {temperature=} at least 0")
+        if records is not None:
+            raise SystemExit(f"the engines keep no records of kind {records!r}")
+        prompt_ids = [ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids]
+        if not prompt_ids or not all(prompt_ids):
+            raise SystemExit("there are no prompts, or one has no tokens: every prompt needs at least one")
+        settings = {
+            "num_samples": num_samples,
+            "gen_length": gen_length,
+            "attention": self.model.attention,
+            "block_length": n,
+            "denoising_steps": denoising_steps,
+            "temperature": temperature,
+            "remasking": remasking,
+            "confidence_threshold": confidence_threshold,
+            "seed": seed,
+            "eos_token_ids": self.model.eos_token_ids,
+            "logps": "softmax(logits / temperature)" if temperature else "softmax(logits)",
+        }
+        parts, total = [], len(prompt_ids) * num_samples
+        for first in range(0, total, self.max_batch_size):
+            samples = torch.arange(first, min(first + self.max_batch_size, total), device=self.device)
+            owner = samples // num_samples
+            prompts = prompt_ids[int(owner[0]) : int(owner[-1]) + 1]
+            parts.append(self._generate(prompts, owner - owner[0], sample_offset + samples, settings, stop_at_eos))
+        return concatenate(parts, self.model.pad_token_id)
+
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+        """One batch: row i continues prompt_ids[owner[i]]. owner, sample_index [N] -> Trace"""
+        raise NotImplementedError
+
+    def _denoise(self, forward, block, masked, sample_index, offset, settings):
+        """Denoise one block of each row: forward, sample every masked token, reveal some; again until none is masked.
+
+        forward(block) -> hidden [R, n, D], whose row i scores token i of the block; block [R, n] tokens; masked [R, n] bool,
+        kept apart from the ids: nothing is inferred from them; sample_index [R] and offset [R, n] from the start of the
+        completion are the keys of the draws. -> tokens, step_map (-1 where nothing was masked), logps [R, n]; num_forwards [R]
+        """
+        step_map, num_forwards = torch.full_like(block, -1), torch.zeros_like(sample_index)
+        logps = torch.zeros(block.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        for step, least in enumerate(reveal_quota(block.shape[1], settings["denoising_steps"])):
+            if not masked.any():
+                break
+            hidden = forward(block)
+            num_forwards += masked.any(1)
+            r, j = masked.nonzero(as_tuple=True)  # the head sees masked positions alone
+            key = (settings["seed"], sample_index[r], offset[r, j], step)
+            drawn, drawn_logps = self._sample(hidden[r, j], keyed_uniform(*key, "token"), settings["temperature"])
+            if not drawn_logps.isfinite().all():
+                bad = sample_index[r[~drawn_logps.isfinite()]].unique().tolist()
+                raise SystemExit(f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged")
+            proposal, proposal_logps = block.clone(), torch.zeros_like(logps)
+            proposal[r, j], proposal_logps[r, j] = drawn, drawn_logps
+            confidence = proposal_logps.exp()
+            if settings["remasking"] == "random":
+                confidence[r, j] = keyed_uniform(*key, "order").to(confidence.dtype)
+            chosen = select(confidence, masked, least, settings["remasking"], settings["confidence_threshold"])
+            block, logps = torch.where(chosen, proposal, block), torch.where(chosen, proposal_logps, logps)
+            step_map, masked = step_map.masked_fill(chosen, step), masked & ~chosen
+        return block, step_map, logps, num_forwards
+
+    def _sample(self, hidden, uniform, temperature, chunk_rows=512):
+        """hidden [M, D], uniform [M] -> tokens [M], logps [M], chunk_rows rows at a time. The mask token is never drawn."""
+        parts = []
+        for rows in torch.arange(len(hidden), device=self.device).split(chunk_rows):
+            logits = self.model.head(hidden[rows])
+            logits[:, self.model.mask_token_id] = float("-inf")
+            parts.append(sample_categorical(logits, uniform[rows], temperature))
+        return tuple(torch.cat(values) for values in zip(*parts, strict=True))

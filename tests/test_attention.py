@@ -1,0 +1,438 @@
+"""kernels/attention.py: visibility against loops, every backend against plain softmax, the table's refusals."""
+
+import importlib.util
+import shutil
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from kernels import attention
+from kernels.attention import AUTO, BACKENDS, PATTERNS, bidirectional, block_causal, block_mask, make_attend, packed, two_copy
+
+# --- who sees whom -----------------------------------------------------------------------------------------------------------
+
+
+def valid_rows(T, padding):
+    """[3, T] bool: rows of different lengths, padded on a side, in the middle, or not at all."""
+    valid = torch.ones(3, T, dtype=torch.bool)
+    for row, pads in enumerate([0, T // 3, T - 1] if padding else [0, 0, 0]):
+        first = {"left": 0, "right": T - pads, "middle": (T - pads) // 2, None: 0}[padding]
+        valid[row, first : first + pads] = False
+    return valid
+
+
+def visibility_of(pattern, valid, N=4, start=0):
+    block = (valid.long().cumsum(1) - 1).clamp(min=0) // N
+    if pattern == "two-copy":
+        return two_copy(block, valid, start)
+    return block_causal(block, valid) if pattern == "block-causal" else bidirectional(valid)
+
+
+def dense_by_loops(pattern, valid, N, start):
+    """The definition, pair by pair: padding sees itself and is seen by nothing else."""
+    B, T = valid.shape
+    columns = [(True, t) for t in range(start, T)] * (pattern == "two-copy") + [(False, t) for t in range(T)]
+    mask = torch.zeros(B, len(columns), len(columns), dtype=torch.bool)
+    for b in range(B):
+        ordinal = {t: i for i, t in enumerate(t for t in range(T) if valid[b, t])}  # number among the valid tokens
+        for i, (q_noisy, q) in enumerate(columns):
+            for j, (k_noisy, k) in enumerate(columns):
+                if not (valid[b, q] and valid[b, k]):
+                    mask[b, i, j] = i == j
+                    continue
+                q_block, k_block = ordinal[q] // N, ordinal[k] // N
+                if pattern in ("full", "padded"):
+                    sees = True
+                elif not q_noisy:
+                    sees = not k_noisy and k_block <= q_block
+                else:
+                    sees = k_block == q_block if k_noisy else k_block < q_block
+                mask[b, i, j] = sees
+    return mask
+
+
+GRIDS = [(pattern, padding, T, N) for pattern in PATTERNS[1:] for padding in (None, "left", "right", "middle")
+         for T, N in ((12, 4), (11, 4), (3, 4), (7, 1)) if padding or pattern != "padded"]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern, padding, T, N", GRIDS)
+def test_dense_is_the_definition(pattern, padding, T, N):
+    valid = valid_rows(T, padding)
+    for start in (0, 1, T - 1) if pattern == "two-copy" else (0,):
+        visibility = visibility_of(pattern, valid, N, start)
+        want = dense_by_loops(pattern, valid, N, start)
+        assert visibility.pattern == pattern
+        assert torch.equal(visibility.dense().expand_as(want), want)
+        B, S = want.shape[:2]
+        if (valid == valid[:1]).all():
+            continue  # nothing more to see
+        assert not all(torch.equal(want[0], row) for row in want[1:])  # rows do differ: a mask shared by the batch would fail
+
+
+def test_full_rows_have_no_mask():
+    """'Full rows need no mask at all.'"""
+    assert bidirectional(torch.ones(2, 5, dtype=torch.bool)).dense() is None
+    assert block_mask(bidirectional(torch.ones(2, 5, dtype=torch.bool))) is None
+    assert bidirectional(torch.ones(2, 5, dtype=torch.bool)).pattern == "full"
+
+
+@pytest.mark.parametrize("leak", ["own clean block", "next clean block", "padding"])
+def test_the_loops_see_leaks(leak, monkeypatch):
+    """Negative control: limits and levels that are off by one block, and padding with a level, are not the definition."""
+    valid = valid_rows(11, "left")
+    visibility = visibility_of("two-copy", valid)
+    level, limit, group = visibility.ranks()
+    if leak == "own clean block":
+        limit = limit + visibility.noisy.int()
+    elif leak == "next clean block":
+        limit = limit + (~visibility.noisy).int()
+    else:
+        level = torch.where(visibility.noisy | visibility.valid, level, 0)
+    monkeypatch.setattr(attention.Visibility, "ranks", lambda self: (level, limit, group))
+    assert not torch.equal(visibility.dense(), dense_by_loops("two-copy", valid, 4, 0))
+
+
+@pytest.mark.parametrize("pattern, padding, T, N", [grid for grid in GRIDS if grid[2] == 11])
+def test_mask_mod_is_dense(pattern, padding, T, N):
+    """FlexAttention's mask_mod, called with plain indices."""
+    visibility = visibility_of(pattern, valid_rows(T, padding), N)
+    dense, visible = visibility.dense(), block_mask(visibility).mask_mod
+    B, S = dense.shape[:2]
+    got = [[[bool(visible(b, 0, q, k)) for k in range(S)] for q in range(S)] for b in range(B)]
+    assert got == dense.tolist()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[1:])
+@pytest.mark.parametrize("T", [256, 301])
+def test_tiles_are_skipped_only_where_nobody_sees(pattern, T):
+    """'which tiles of 128 x 128 are skipped, taken whole or evaluated', also at lengths that end inside a tile."""
+    visibility = visibility_of(pattern, valid_rows(T, "left"), 32)
+    mask, dense = block_mask(visibility), visibility.dense()
+    n = -(-dense.shape[1] // 128)
+    padded = F.pad(dense, (0, n * 128 - dense.shape[1]) * 2)
+    tiles = padded.unflatten(2, (n, 128)).unflatten(1, (n, 128)).transpose(2, 3).flatten(3)  # [B, n, n, 128 x 128]
+    kept = mask.to_dense()[:, 0].bool()
+    assert torch.equal(kept, tiles.any(-1)) and not kept.all()
+    whole = torch.zeros(len(kept), n, n + 1, dtype=torch.bool)
+    for b, q in torch.cartesian_prod(torch.arange(len(kept)), torch.arange(n)).tolist():
+        whole[b, q, mask.full_kv_indices[b, 0, q, : mask.full_kv_num_blocks[b, 0, q]].long()] = True
+    assert torch.equal(whole[..., :n], tiles.all(-1)) and whole.any()
+
+
+# --- backends ----------------------------------------------------------------------------------------------------------------
+
+
+def tensors(visibility, valid, H=4, K=2, h=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    S = valid.shape[1] if visibility.tokens is None else visibility.tokens.shape[1]
+    random = lambda heads: torch.randn(len(valid), S, heads, h, generator=generator, dtype=dtype).transpose(1, 2)
+    return [random(heads).requires_grad_() for heads in (H, K, K)]
+
+
+def softmax_attention(dense, q, k, v):
+    """The formula."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    scores = scores if dense is None else scores.masked_fill(~dense[:, None], float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def by_rows(q, k, v, cu_q, cu_k, max_q, max_k):
+    """What varlen_attn and flash_attn_varlen_func do, one row after the other: [N, H, h], bounds [B + 1] int32."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist()
+    assert cu_q[0] == 0 and cu_q[-1] == len(q) == len(k) == len(v)
+    assert max_q == max_k == cu_q.diff().max()
+    out = []
+    for first, last in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
+        row = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        out.append(softmax_attention(None, *row)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def test_signature_of_the_installed_varlen_attn():
+    """Names and order of the arguments that are passed by position (2.11 and later)."""
+    names = list(attention.signature(attention.varlen_attn).parameters)
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Backends that need a GPU, with a loop in place of their kernel."""
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = by_rows
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(attention, "varlen_attn", by_rows)
+    for name in ("varlen", "flash-attn"):
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], cpu="training", installed=True))
+
+
+CASES = [("full", None), *[(pattern, side) for pattern in PATTERNS[1:] for side in ("left", "right", "middle")],
+         ("block-causal", None), ("two-copy", None)]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "varlen", "flash-attn"])
+@pytest.mark.parametrize("pattern, padding", CASES)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (7, 1)])
+def test_output_and_gradients_are_those_of_plain_softmax(on_cpu, backend, pattern, padding, heads):
+    valid = valid_rows(9, padding)
+    visibility = visibility_of(pattern, valid, 4, 2)
+    if backend in BACKENDS and pattern not in BACKENDS[backend].patterns:
+        pytest.skip("refused: see below")
+    q, k, v = tensors(visibility, valid, *heads)
+    seen = (torch.ones(3, q.shape[2], dtype=torch.bool) if visibility.valid is None else visibility.valid)[:, None, :, None]
+    grad = torch.randn_like(q) * seen
+    got = make_attend(visibility, backend)(0, q, k, v)
+    want = softmax_attention(visibility.dense(), q, k, v)
+    assert got.shape == q.shape and got.isfinite().all()
+    torch.testing.assert_close(got * seen, want * seen, atol=1e-12, rtol=0)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(want, (q, k, v), grad), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("pattern, padding", CASES)
+def test_sdpa_gradcheck(pattern, padding):
+    valid = valid_rows(5, padding)
+    visibility = visibility_of(pattern, valid, 2, 2)
+    q, k, v = tensors(visibility, valid, H=2, K=1, h=2)
+    attend = make_attend(visibility, "sdpa")
+    assert torch.autograd.gradcheck(lambda *qkv: attend(0, *qkv), (q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_padding_never_attends(on_cpu, backend):
+    """What stands at padding changes no other output; a row of padding alone is finite too."""
+    valid = torch.cat([valid_rows(9, "middle"), torch.zeros(1, 9, dtype=torch.bool)])
+    attend = make_attend(bidirectional(valid), backend)
+    q, k, v = tensors(bidirectional(valid), valid)
+    before = attend(0, q, k, v)
+    away = (~valid)[:, None, :, None] * 100.0
+    after = attend(0, q + away, k + away, v + away)
+    assert before.isfinite().all() and after.isfinite().all()
+    assert torch.equal(
+        before.mT[..., 0, :][valid[:, None].expand(4, 4, 9)], after.mT[..., 0, :][valid[:, None].expand(4, 4, 9)]
+    )
+    assert not torch.equal(softmax_attention(None, q, k, v), softmax_attention(None, q, k + away, v + away))  # the control
+
+
+@pytest.mark.parametrize("wrong", ["bounds", "order", "padding kept"])
+def test_the_comparison_sees_wrong_packing(wrong):
+    """Negative controls of the packed path."""
+    valid = valid_rows(9, "left")
+    visibility = bidirectional(valid)
+    q, k, v = tensors(visibility, valid)
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k):
+        if wrong == "bounds":
+            cu_q = cu_k = torch.tensor([0, 8, *cu_q[2:].tolist()], dtype=torch.int32)
+            max_q = max_k = int(cu_q.diff().max())
+        out = by_rows(q, k, v, cu_q, cu_k, max_q, max_k)
+        return out.flip(0) if wrong == "order" else out
+
+    right = packed(replace(visibility, valid=None) if wrong == "padding kept" else visibility, kernel)(q, k, v)
+    error = (right - softmax_attention(visibility.dense(), q, k, v)) * valid[:, None, :, None]
+    assert error.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("takes_gqa", [False, True])
+def test_varlen_names_gqa_where_torch_asks_for_it(monkeypatch, takes_gqa):
+    """torch 2.13 refuses fewer key heads without enable_gqa, 2.11 does not know the argument."""
+    calls = []
+
+    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
+        return by_rows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+
+    def new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa=False):
+        calls.append(enable_gqa)
+        return old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+
+    monkeypatch.setattr(attention, "varlen_attn", new if takes_gqa else old)
+    valid = valid_rows(6, "left")
+    attention.varlen(bidirectional(valid))(*tensors(bidirectional(valid), valid))
+    assert calls == [True] * takes_gqa
+
+
+def test_sdpa_puts_cudnn_first_and_leaves_no_trace(monkeypatch):
+    from torch.nn.attention import SDPBackend
+
+    order, masks, plain = lambda: torch._C._get_sdp_priority_order(), [], F.scaled_dot_product_attention
+    before, inside = order(), []
+
+    def spy(*qkv, attn_mask, **rest):
+        inside.append(order()), masks.append(attn_mask)
+        return plain(*qkv, attn_mask=attn_mask, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    for padding in (None, "left"):
+        valid = valid_rows(6, padding)
+        make_attend(bidirectional(valid))(0, *tensors(bidirectional(valid), valid))
+    assert inside[0][0] == inside[1][0] == int(SDPBackend.CUDNN_ATTENTION) and order() == before
+    assert masks[0] is None and masks[1].shape == (3, 1, 6, 6)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_masks_are_made_once_per_forward(monkeypatch, backend):
+    made, ranks = [], attention.Visibility.ranks
+    monkeypatch.setattr(attention.Visibility, "ranks", lambda self: made.append(1) or ranks(self))
+    monkeypatch.setattr(attention, "compiled_flex", lambda: lambda q, k, v, **settings: q)
+    valid = valid_rows(9, "left")
+    visibility = visibility_of("two-copy", valid)
+    attend, qkv = make_attend(visibility, backend), [x.detach() for x in tensors(visibility, valid, h=16)]
+    for layer in range(4):
+        attend(layer, *qkv)
+    assert len(made) == 1
+
+
+# --- under torch.compile ------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.q, self.k, self.v, self.o = layer, *(nn.Linear(32, width, bias=False) for width in (32, 16, 16, 32))
+
+    def forward(self, x, attend):
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        return x + self.o(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("pattern", ["full", "two-copy"])
+def test_a_compiled_and_checkpointed_block_takes_attend_as_an_argument(pattern):
+    """One graph without breaks, whatever the forward's visibility; equal output and gradients."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    blocks = nn.ModuleList(Block(layer) for layer in range(2))
+    plain = [block.forward for block in blocks]
+    for block in blocks:
+        block.compile(backend=graphs, fullgraph=True, dynamic=True)
+
+    def run(T, layers):
+        valid = valid_rows(T, None if pattern == "full" else "left")
+        visibility = visibility_of(pattern, valid)
+        S = T if visibility.tokens is None else visibility.tokens.shape[1]
+        x = torch.randn(3, S, 32, generator=torch.Generator().manual_seed(T))
+        attend = make_attend(visibility)
+        for layer in layers:
+            x = checkpoint(layer, x, attend, use_reentrant=False)
+        return x.detach(), *torch.autograd.grad(x.square().sum(), list(blocks.parameters()))
+
+    for T in (9, 10, 14):
+        for got, want in zip(run(T, blocks), run(T, plain), strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert 1 <= graphs.frame_count <= 4  # the first block's input needs no gradient; torch 2.11: a graph per layer number
+    torch._dynamo.reset()
+
+
+def flex_against_dense(backend, shapes, monkeypatch):
+    """Flex on CPU, without gradients, over (pattern, B, T) -> number of graphs"""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(attention.flex_attention, dynamic=True, fullgraph=True, backend=graphs)
+    monkeypatch.setattr(attention, "compiled_flex", lambda: compiled)
+    for pattern, B, T in shapes:
+        valid = valid_rows(T, "left").repeat(-(-B // 3), 1)[:B]
+        visibility = visibility_of(pattern, valid, start=T // 3)
+        q, k, v = (x.detach() for x in tensors(visibility, valid, H=4, K=2, h=16, dtype=torch.float32))
+        got = make_attend(visibility, "flex")(0, q, k, v)
+        want = softmax_attention(visibility.dense(), q, k, v)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+        assert (softmax_attention(None, q, k, v) - want).abs().max() > 0.1  # the control: the mask matters
+    torch._dynamo.reset()
+    return graphs.frame_count
+
+
+def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
+    shapes = [("two-copy", 5, 200), ("two-copy", 6, 211), ("block-causal", 5, 390), ("padded", 8, 260), ("two-copy", 3, 150)]
+    assert flex_against_dense("aot_eager", shapes, monkeypatch) == 1
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
+def test_compiled_flex_on_cpu(monkeypatch):
+    assert flex_against_dense("inductor", [("two-copy", 5, 200), ("block-causal", 5, 290)], monkeypatch) == 1
+
+
+# --- the table ----------------------------------------------------------------------------------------------------------------
+
+
+def refused(*words):
+    return pytest.raises(SystemExit, match="^attention backend " + "".join(f"(?=.*{word})" for word in words) + ".*$")
+
+
+@pytest.mark.parametrize("pattern", ["block-causal", "two-copy"])
+@pytest.mark.parametrize("backend", ["varlen", "flash-attn"])
+def test_packed_backends_refuse_blocks_by_name(on_cpu, backend, pattern):
+    with refused(backend, pattern, "sdpa, flex$"):
+        make_attend(visibility_of(pattern, valid_rows(9, "left")), backend)
+
+
+def test_an_absent_package_and_an_unknown_name_are_refused(monkeypatch):
+    visibility = bidirectional(valid_rows(9, "left"))
+    monkeypatch.setitem(BACKENDS, "flash-attn", replace(BACKENDS["flash-attn"], installed=False))
+    with refused("flash-attn", "not installed", "padded", "sdpa, flex, varlen$"):
+        make_attend(visibility, "flash-attn")
+    with refused("flashy", "unknown", "auto", "sdpa", "flex", "varlen", "flash-attn"):
+        make_attend(visibility, "flashy")
+
+
+@pytest.mark.parametrize("backend, words", [("varlen", "nothing on cpu"), ("flex", "only the forward pass on cpu")])
+@pytest.mark.parametrize("padding, pattern", [(None, "full"), ("left", "padded")])
+def test_what_a_cpu_cannot_do_is_refused(backend, words, padding, pattern):
+    valid = valid_rows(9, padding)
+    qkv = tensors(bidirectional(valid), valid, h=16)
+    with refused(backend, words, f"{pattern} attention here: sdpa$"):
+        make_attend(bidirectional(valid), backend)(0, *qkv)
+
+
+def query(dtype=torch.bfloat16, h=128, device="cuda"):
+    """What the table reads of a query, without a GPU."""
+    return types.SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(2, 4, 9, h), requires_grad=True, device=device)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_table_on_cuda(on_cpu, name):
+    """bf16 heads of 128 run on all backends, fp32 and heads of 2 on sdpa alone."""
+    pattern = BACKENDS[name].patterns[-1]
+    assert attention.refusal(name, pattern, query()) is None
+    assert (attention.refusal(name, pattern, query(torch.float32)) is None) == (name == "sdpa")
+    assert (attention.refusal(name, pattern, query(h=2)) is None) == (name == "sdpa")
+    if name != "sdpa":
+        with refused(name, "float32", pattern, "sdpa$"):
+            attention.refuse(name, pattern, query(torch.float32))
+        with refused(name, "no heads of 2;", pattern, "sdpa$"):
+            attention.refuse(name, pattern, query(h=2))
+
+
+@pytest.mark.parametrize("choice", ["flex", "varlen", "flash-attn"])
+def test_auto_falls_back_to_sdpa(monkeypatch, choice):
+    """What `auto` would take cannot do this here (a CPU, as fp32 on CUDA): sdpa, silently and exactly."""
+    for pattern in PATTERNS:
+        monkeypatch.setitem(AUTO, pattern, (choice if pattern in BACKENDS[choice].patterns else "sdpa", 0))
+    monkeypatch.setitem(
+        BACKENDS, "flash-attn", replace(BACKENDS["flash-attn"], installed=True, prepare=lambda visibility: None)
+    )
+    for pattern, padding in CASES:
+        valid = valid_rows(9, padding)
+        visibility = visibility_of(pattern, valid)
+        q, k, v = tensors(visibility, valid, h=16)
+        want = softmax_attention(visibility.dense(), q, k, v)
+        torch.testing.assert_close(make_attend(visibility)(0, q, k, v), want, atol=1e-12, rtol=0)
+
+
+def test_auto_names_backends_that_can():
+    assert AUTO.keys() == set(PATTERNS)
+    for pattern, (name, shortest) in AUTO.items():
+        assert pattern in BACKENDS[name].patterns and shortest >= 0
+
+
+def test_flash_attn_is_optional():
+    assert BACKENDS["flash-attn"].installed == (importlib.util.find_spec("flash_attn") is not None)

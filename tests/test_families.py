@@ -1,0 +1,252 @@
+"""Every family through the same code: sharded loading, fp32 islands, and the three scripts on one and two ranks."""
+
+import json
+import math
+import os
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from algos import bgpo, d1, sft
+from bench.train import coin
+from evals.rewards import REWARDS
+from models import MODELS, add_lora, export_weights, load_model, load_tokenizer, load_weights, meta_model, save_model
+from models import checkpoint as checkpoint_module
+from models.checkpoint import tensor_parts
+from models.random_init import TINY_CONFIGS, byte_tokenizer, random_model, random_weights
+
+FAMILIES = list(TINY_CONFIGS)
+ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
+SCRIPTS = {"sft": sft, "d1": d1, "bgpo": bgpo}
+SMALL = {"max_steps": 2, "eval_limit": 0, "learning_rate": 1e-3, "micro_batch_size": 4}
+FLAGS = {
+    "sft": {"batch_size": 8, "eos_tail": 6},
+    "d1": {"prompts_per_step": 4, "num_generations": 4, "num_iterations": 2, "reward": "coin"},
+    "bgpo": {"prompts_per_step": 4, "num_generations": 4, "mc_num": 2, "reward": "coin"},
+}
+
+
+def saved(family, directory):
+    """A random checkpoint of the family on disk, biases and norms random too. -> the model"""
+    model = random_model(TINY_CONFIGS[family])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            if value.dim() == 1:
+                value.add_(torch.randn(value.shape, generator=generator) * 0.1)
+    model.eos_token_ids, model.pad_token_id = [256], 256
+    save_model(model, directory, byte_tokenizer())
+    return model
+
+
+# --- loading -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_load_their_rows_alone(run_ranks, tmp_path, monkeypatch, family):
+    """meta -> shard -> load: the gathered weights are the file's, bit for bit, and no rank read much more than its half."""
+    whole = saved(family, tmp_path / "model")
+    total = sum(value.numel() for value in whole.state_dict().values())
+    real_open, read = checkpoint_module.safe_open, []
+
+    class Slice:
+        def __init__(self, view):
+            self.view, self.get_shape, self.get_dtype = view, view.get_shape, view.get_dtype
+
+        def __getitem__(self, rows):
+            tensor = self.view[rows]
+            read.append(tensor.numel())
+            return tensor
+
+    class File:
+        def __init__(self, *args, **kwargs):
+            self.file = real_open(*args, **kwargs)
+            self.keys = self.file.keys
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def get_slice(self, name):
+            return Slice(self.file.get_slice(name))
+
+    monkeypatch.setattr(checkpoint_module, "safe_open", File)
+
+    def body(rank, world_size):
+        model = d1.parallelize(meta_model(str(tmp_path / "model")), ARGS)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        load_weights(model, "cpu")
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        want = dict(export_weights(whole))
+        for name, value in export_weights(model):
+            assert torch.equal(value, want.pop(name)), name
+        assert not want
+        assert 0.4 * total < sum(read) < 0.55 * total
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_adapters_start_like_whole_ones(run_ranks, tmp_path, family):
+    saved(family, tmp_path / "model")
+
+    def body(rank, world_size):
+        whole = add_lora(load_model(str(tmp_path / "model")), 4, 8, seed=3)
+        model = d1.parallelize(add_lora(meta_model(str(tmp_path / "model")), 4, 8, seed=3), ARGS)
+        load_weights(model, "cpu")
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+            n for n, p in whole.named_parameters() if p.requires_grad
+        }
+        for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(a.full_tensor(), b), name
+
+    run_ranks(2, body)
+
+
+def test_models_built_in_the_process(run_ranks):
+    """`--model tiny-dream` needs no file: the same weights on every rank and sharding."""
+
+    def body(rank, world_size):
+        for name in MODELS:
+            if not MODELS[name].startswith("random:"):
+                continue
+            whole, model = load_model(name), load_weights(d1.parallelize(meta_model(name), ARGS), "cpu")
+            adapted = load_weights(d1.parallelize(add_lora(meta_model(name), 4, 8), ARGS), "cpu")
+            want = dict(export_weights(whole))
+            for sharded in (model, adapted):
+                assert all(torch.equal(value, want[key]) for key, value in export_weights(sharded, merge_lora=False))
+            assert load_tokenizer(name).mask_token_id == whole.mask_token_id and whole.eos_token_ids == [256]
+
+    run_ranks(2, body)
+
+
+# --- fp32 islands ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "num_experts" in TINY_CONFIGS[f]])
+def test_fp32_islands_stay_fp32(run_ranks, family):
+    """Router and selection bias: through .to(bf16), on meta, materialised, and inside FSDP2's bf16 compute."""
+
+    def island(name):
+        return name.endswith(("mlp.gate.weight", "expert_bias"))
+
+    for model in (random_model(TINY_CONFIGS[family]), checkpoint_module.build_model(TINY_CONFIGS[family])):
+        before = {name: value.clone() for name, value in model.state_dict().items() if island(name)}
+        model.to(torch.bfloat16)
+        for name, value in model.state_dict().items():
+            assert value.dtype == (torch.float32 if island(name) else torch.bfloat16), name
+            assert not island(name) or value.is_meta or torch.equal(value, before[name])
+        assert before and model.fp32_modules
+
+    def body(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        model, seen = checkpoint_module.build_model(TINY_CONFIGS[family]), []
+        for module in model.fp32_modules:
+            fully_shard(module, mesh=mesh)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        random_weights(checkpoint_module.materialize(model, "cpu"))
+        for module in model.fp32_modules:
+            module.register_forward_hook(lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype)))
+        register_fsdp_forward_method(model, "logits")
+        model.logits(torch.zeros(1, 8, dtype=torch.long))
+        assert len(seen) == len(model.fp32_modules) and set(seen) == {(torch.float32, torch.float32)}
+
+    run_ranks(1, body)
+
+
+# --- scripts -----------------------------------------------------------------------------------------------------------------
+
+
+def _script(rank, world_size, port, script, flags, out):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    module = SCRIPTS[script]
+    module.main(replace(module.Args(), **SMALL | FLAGS[script] | flags, out=str(out)))
+
+
+def run_script(script, flags, ranks, out):
+    """The script's own main in forked processes, as under torchrun. -> rows of metrics.jsonl"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(_script, args=(ranks, port, script, flags, out), nprocs=ranks, join=True, start_method="fork")
+    (directory,) = out.iterdir()
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+PAIRWISE = [(f, s, rank) for i, f in enumerate(FAMILIES) for j, s in enumerate(SCRIPTS) for rank in (4 * ((i + j) % 2),)]
+GRID = [
+    pytest.param(f, s, rank, marks=[] if (f, s, rank) in PAIRWISE else pytest.mark.full)
+    for f in FAMILIES
+    for s in SCRIPTS
+    for rank in (0, 4)
+]
+
+
+@pytest.mark.parametrize("family, script, lora_rank", GRID)
+def test_scripts_run_on_every_family(tmp_path, monkeypatch, family, script, lora_rank):
+    """Unchanged, on one rank and on two, full and LoRA: finite, moving, and two ranks equal one."""
+    monkeypatch.setitem(REWARDS, "coin", coin)  # random weights solve nothing
+    flags = {"model": family, "lora_rank": lora_rank}
+    one, two = (run_script(script, flags, ranks, tmp_path / f"ranks{ranks}") for ranks in (1, 2))
+    steps = [row for row in one if "loss/total" in row]
+    assert len(steps) == 2 and any(row["optim/grad_norm"] > 0 for row in steps)
+    for a, b in zip(one, two, strict=True):
+        for name in a.keys() - {"probe/logp_gap_mean", "probe/logp_gap_max"}:
+            if not name.startswith(("time/", "speed/", "memory/")):
+                assert math.isfinite(a[name]) and a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (
+                    name,
+                    a[name],
+                    b[name],
+                )
+
+
+def test_every_official_tensor_is_reached_once():
+    for family in FAMILIES:
+        parts = tensor_parts(random_model(TINY_CONFIGS[family]))
+        assert len(parts) == len({(id(value), str(index)) for value, index in parts.values()})
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("damage", ["dtype", "mask id", "missing shard", "rope scaling", "unknown key"])
+def test_a_damaged_directory_is_refused_in_one_line(tmp_path, monkeypatch, family, damage):
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 300_000)
+    directory = tmp_path / "model"
+    saved(family, directory)
+    config = json.loads((directory / "config.json").read_text())
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    name, file = list(index.items())[-1]
+    if damage == "dtype":
+        tensors = load_file(directory / file)
+        save_file(tensors | {name: tensors[name].to(torch.int8)}, directory / file)
+        words = [name, "I8"]
+    elif damage == "mask id":
+        config["mask_token_id"], words = 7, ["mask_token_id 7", "<|MASK|> 257"]
+    elif damage == "missing shard":
+        (directory / file).unlink()
+        words = [file]
+    elif damage == "rope scaling":
+        config["rope_scaling"], words = {"type": "linear", "factor": 2.0}, ["rope_scaling"]
+    else:
+        config["attn_logit_softcapping"], words = 30.0, ["attn_logit_softcapping", "30.0"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as refused:
+        load_model(str(directory))
+    assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
