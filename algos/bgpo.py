@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -155,14 +156,16 @@ def parallelize(model, args):
     # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
     model.activation_checkpointing, model.attention_backend = args.activation_checkpointing, args.attention
+    torch._functorch.config.activation_memory_budget = 0.7  # compiled blocks recompute what is cheap: less memory, same speed
+    alone = {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None  # FSDP2 would copy these
     for module in model.fp32_modules:
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, ignored_params=alone)
     for layer in model.layers:
         if args.compile:
             layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
     # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -395,20 +398,21 @@ def main(args):
         raise SystemExit(f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0")
     load = lambda split, data, limit: load_problems(task, split, data, tokenizer, args.max_prompt_length, limit)
     problems, dropped = load("train", args.data, None)
-    splits = ("validation", "test") if args.eval_limit else ()
-    held_out = {split: load(split, args.eval_data or args.data, args.eval_limit) for split in splits}
+    held_out = {s: load(s, args.eval_data or args.data, args.eval_limit) for s in ("validation", "test") if args.eval_limit}
     shape = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold")
     rollout = {name: getattr(args, name) for name in shape}  # what training and evaluation have in common
-    frozen_base = torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
-    model, engine = meta_model(args.model, frozen_base), make_engine(args.model, args.rollout_backend, device)
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # of weights that are not trained
+    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    engine = make_engine(args.model, args.rollout_backend, device)
     beside = args.lora_rank and not args.lora_merged_rollout  # the engine holds adapters of its own
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     if beside:
         add_lora(engine.model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed, engine.dtype)
     model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
-    copies = args.beta and not args.lora_rank  # with LoRA the reference is the model without its adapters
-    ref_model = load_weights(parallelize(meta_model(args.model).requires_grad_(False), args), device) if copies else None
+    ref_model = None  # with LoRA the reference is the model without its adapters
+    if args.beta and not args.lora_rank:
+        ref_model = load_weights(parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
@@ -420,14 +424,12 @@ def main(args):
     log.say(f"{len(problems)} problems; dropped because of --max-prompt-length: {lost}; rollouts: {engine.plan(**rollout)}")
 
     hand_over = lambda: engine.load_weights(export_adapter(model) if beside else export_weights(model))
+    probe_engine = lambda: probe(engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout)
 
     def evaluate(split):
         hand_over()
         settings = rollout | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
         return mean_score(engine, task, tokenizer, held_out[split][0], **settings)
-
-    def probe_engine():
-        return probe(engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout)
 
     started, ended = time.perf_counter(), False
     if not start:
@@ -509,8 +511,7 @@ def main(args):
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | clock | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)})
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in range(args.num_generations)])
-        due, last = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps
-        ended = stop.is_set()
+        due, last, ended = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps, stop.is_set()
         saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
         if ended:
             log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")

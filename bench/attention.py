@@ -34,7 +34,7 @@ COMPILED_TOLERANCE = 2e-2  # two bf16 layers against two others
 @dataclass
 class Args:
     out: str
-    budget: float = 90
+    budget: float = 80
     """seconds after which nothing new is started: most of the time goes to compilation"""
 
 

@@ -113,14 +113,15 @@ def block_mask(visibility):
 
 
 @cache
-def compiled_flex():
+def compiled_flex(dynamic):
     """dynamic: one kernel for all lengths. fullgraph: an error, where uncompiled FlexAttention would hold all scores."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def flex(visibility):
     """FlexAttention."""
-    mask, kernel = block_mask(visibility), compiled_flex()
+    mask = block_mask(visibility)
+    kernel = compiled_flex(dynamic=torch.cuda.is_available())  # its C++ for CPUs does not compile with dynamic lengths
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -179,9 +180,14 @@ BACKENDS = {
     "flash-attn": Backend(flash_attn, PACKED, "nothing", HALF, range(8, 257, 8), find_spec("flash_attn") is not None),
 }
 
-# "auto" on CUDA: (backend, from so many tokens a row); sdpa for shorter rows, for what BACKENDS refuses, and on CPU.
-# Not measured yet: python bench/attention.py --out DIR
-AUTO = {"full": ("sdpa", 0), "padded": ("varlen", 0), "block-causal": ("flex", 512), "two-copy": ("flex", 512)}
+# "auto" on CUDA: (backend, from so many tokens S a row); sdpa for shorter rows, for what BACKENDS refuses, and on CPU.
+# Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128 over 8; full and padded over 32), forward +
+# backward in ms of a layer; Flex also takes 7 to 8 ms a forward to make its BlockMask:
+#   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
+#   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
+#   block-causal B16        S512: sdpa   1.02    flex   1.21                     S1280: sdpa  5.1   flex 4.3
+#   two-copy B16            S1024: sdpa  3.4     flex   2.7                      S2560: sdpa 19.8   flex 9.2
+AUTO = {"full": ("sdpa", 0), "padded": ("sdpa", 0), "block-causal": ("flex", 1280), "two-copy": ("flex", 1024)}
 
 
 def refusal(name, pattern, q=None):

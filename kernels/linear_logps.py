@@ -7,7 +7,9 @@ from torch.autograd.function import once_differentiable
 def _chunk_logits(hidden, weight, temperature, banned_id):
     """[n, D] x [V, D] -> logits [n, V] / temperature in at least fp32; the banned token has probability 0."""
     logits = hidden @ weight.T  # in the dtype of the model, as the engines compute it
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        logits /= temperature  # in place, as below: a chunk is the largest thing in memory
     if banned_id is not None:
         logits[:, banned_id] = float("-inf")
     return logits
@@ -40,13 +42,13 @@ class _LinearLogps(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if need_weight else None
         for i in range(0, len(hidden), chunk_rows):
             rows = slice(i, i + chunk_rows)
-            log_p = _chunk_logits(hidden[rows], weight, temperature, banned_id) - lse[rows, None]
-            p = log_p.exp()
-            slope = -grad_logps[rows, None] * p  # d logp_y / d z = onehot(y) - p
+            p = _chunk_logits(hidden[rows], weight, temperature, banned_id).sub_(lse[rows, None]).exp_()
+            by_entropy = grad_entropies[rows, None] * (torch.xlogy(p, p) + p * entropies[rows, None]) if entropy else None
+            slope = p.mul_(-grad_logps[rows, None])  # d logp_y / d z = onehot(y) - p
             slope[torch.arange(len(p), device=p.device), targets[rows]] += grad_logps[rows]
             if entropy:  # d H / d z = -p (log p + H)
-                slope -= grad_entropies[rows, None] * (torch.xlogy(p, p) + p * entropies[rows, None])
-            slope = (slope / temperature).to(weight.dtype)
+                slope -= by_entropy
+            slope = (slope if temperature == 1 else slope.div_(temperature)).to(weight.dtype)
             if need_hidden:
                 grad_hidden[rows] = slope @ weight
             if need_weight:

@@ -201,15 +201,16 @@ class Dream(nn.Module):
         -> [B, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a pair (logps, entropy in nats).
         """
         valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask
+        index = score_mask.flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
         position_ids, _ = self.grid(valid)
         hidden = self.hidden(noisy_ids, position_ids, make_attend(bidirectional(valid), self.attention_backend))
         scored = linear_logps(
-            self.align(hidden, valid)[score_mask],  # [n, D]: the head sees scored rows alone
+            self.align(hidden, valid).flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
             self.lm_head.weight,
-            input_ids[score_mask],
+            input_ids.flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        fill = lambda values: values.new_zeros(input_ids.shape).masked_scatter(score_mask, values)
+        fill = lambda values: values.new_zeros(input_ids.numel()).index_copy(0, index, values).view(input_ids.shape)
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

@@ -62,6 +62,11 @@ class Config:
             "score_function": "sigmoid", "use_qk_norm": True, "use_rmsnorm": True,
         }  # fmt: skip
         config = read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
+        if config.num_experts % config.n_group or config.topk_group > config.n_group:
+            groups = f"n_group = {config.n_group}, topk_group = {config.topk_group}"
+            raise SystemExit(
+                f"config.json has num_experts = {config.num_experts}, {groups}: these groups do not divide the experts"
+            )
         if raw.get("rotary_dim", config.rotary_dim) != config.rotary_dim:
             raise SystemExit(f"config.json has rotary_dim = {raw['rotary_dim']}, its other keys make it {config.rotary_dim}")
         return config
@@ -234,19 +239,21 @@ class LLaDA2(nn.Module):
         # The noisy copy starts at the first block that any row scores: nothing else of it is read.
         first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
         start = int((valid & (block >= first_block)).any(0).int().argmax())
+        index = score_mask[:, start:].flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
         hidden = self.hidden(
             torch.cat([noisy_ids[:, start:], input_ids], 1),
             torch.cat([position_ids[:, start:], position_ids], 1),
             make_attend(two_copy(block, valid, start), self.attention_backend),
         )
-        rows = hidden[:, : input_ids.shape[1] - start][score_mask[:, start:]]  # [n, D]: the head sees scored rows alone
+        targets = input_ids[:, start:]
         scored = linear_logps(
-            rows,
+            hidden[:, : targets.shape[1]].flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
             self.lm_head.weight,
-            input_ids[score_mask],
+            targets.flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        fill = lambda values: values.new_zeros(input_ids.shape).masked_scatter(score_mask, values)
+        spread = lambda values: values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+        fill = lambda values: F.pad(spread(values), (start, 0))
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

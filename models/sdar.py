@@ -46,19 +46,16 @@ class Config:
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
         fixed = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "rope_scaling": None}
-        if raw["model_type"] == "sdar_moe":  # its config.json leaves two facts to the official code's defaults
-            raw = {"mask_token_id": 151669, "block_size": 4} | raw
+        if raw["model_type"] == "sdar_moe":  # what config.json leaves out is the official code's default
+            raw = {"mask_token_id": 151669, "block_size": 4, "norm_topk_prob": False} | raw
+            needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+            if missing := [name for name in needed if not raw.get(name)]:
+                raise SystemExit(f"config.json of a sdar_moe model lacks {', '.join(missing)}")
             fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         no_effect = (
-            "debug",
-            "ep_size",
-            "fuse_cross_entropy",
-            "layer_types",
-            "micro_forward",
-            "output_router_logits",
-            "router_aux_loss_coef",
-            "skip_checkpoint",
-        )
+            "debug", "ep_size", "fuse_cross_entropy", "layer_types", "micro_forward", "output_router_logits",
+            "router_aux_loss_coef", "skip_checkpoint",
+        )  # fmt: skip
         return read_config(cls, raw, fixed, no_effect)
 
 
@@ -221,19 +218,21 @@ class SDAR(nn.Module):
         # The noisy copy starts at the first block that any row scores: nothing else of it is read.
         first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
         start = int((valid & (block >= first_block)).any(0).int().argmax())
+        index = score_mask[:, start:].flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
         hidden = self.hidden(
             torch.cat([noisy_ids[:, start:], input_ids], 1),
             torch.cat([position_ids[:, start:], position_ids], 1),
             make_attend(two_copy(block, valid, start), self.attention_backend),
         )
-        rows = hidden[:, : input_ids.shape[1] - start][score_mask[:, start:]]  # [n, D]: the head sees scored rows alone
+        targets = input_ids[:, start:]
         scored = linear_logps(
-            rows,
+            hidden[:, : targets.shape[1]].flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
             self.lm_head.weight,
-            input_ids[score_mask],
+            targets.flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        fill = lambda values: values.new_zeros(input_ids.shape).masked_scatter(score_mask, values)
+        spread = lambda values: values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+        fill = lambda values: F.pad(spread(values), (start, 0))
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

@@ -24,7 +24,6 @@ class MaskedEngine(Engine):
         (N, P), L = prompts.shape, -(-settings["gen_length"] // n) * n
         tokens, valid = F.pad(prompts, (0, L), value=model.mask_token_id), F.pad(valid, (0, L), value=True)
         offset = torch.arange(-P, L, device=self.device).expand(N, -1)  # from the start of the completion
-        masked = offset >= 0
         step_map = torch.full_like(tokens, -1)
         logps = torch.zeros(tokens.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         num_forwards, row = torch.zeros_like(sample_index), torch.arange(N, device=self.device)  # rows at work
@@ -33,10 +32,10 @@ class MaskedEngine(Engine):
             here = row, slice(start, start + n)
             tokens[here], step_map[here], logps[here], forwards = self._denoise(
                 partial(self._forward, tokens[row], valid[row], here[1]),
-                tokens[here], masked[here], sample_index[row], offset[here], settings,
+                tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here], settings,
             )  # fmt: skip
             num_forwards[row] += forwards
-            ended = torch.isin(tokens[here], eos).any(1)  # what follows an EOS cannot change the text: blocks are final
+            ended = torch.isin(tokens[here], eos).any(1)  # blocks are final: later ones cannot change the text
             row = row[~(ended & stop_at_eos)]
         step_map, revealed = step_map[:, P:], step_map[:, P:] >= 0
         completion_ids, canvas_length = tokens[:, P:].where(revealed, model.pad_token_id), torch.full_like(sample_index, L)

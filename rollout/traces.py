@@ -25,8 +25,8 @@ class Trace:
 
     @property
     def num_replays(self):
-        """Forwards that replay this trace, numbered in replay_map: one for a step of one block; block models replay a step of all
-        blocks in one. The settings alone decide it, so it is equal on all ranks.
+        """Forwards that replay this trace, numbered in replay_map: one for a step of one block; block models replay the step of
+        all their blocks in one. The settings alone decide it, so it is equal on all ranks.
         """
         blocks = self.completion_ids.shape[1] // self.settings["block_length"]
         return self.settings["denoising_steps"] * (blocks if self.settings["attention"] == "bidirectional" else 1)
@@ -102,8 +102,8 @@ def left_padded(prompt_ids, pad_token_id, device):
 def scored(completion_ids, canvas_length, eos_token_ids):
     """What of completion_ids [N, L] is scored: up to and with the first EOS, on the canvas. -> [N, L] bool"""
     on_canvas = torch.arange(completion_ids.shape[1], device=completion_ids.device) < canvas_length[:, None]
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device)) & on_canvas
-    return on_canvas & (is_eos.long().cumsum(1) - is_eos.long() == 0)
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device)).long()
+    return on_canvas & (is_eos.cumsum(1) - is_eos == 0)
 
 
 def rollout_sums(trace, rewards, components, num_generations):

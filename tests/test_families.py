@@ -250,3 +250,18 @@ def test_a_damaged_directory_is_refused_in_one_line(tmp_path, monkeypatch, famil
     with pytest.raises(SystemExit) as refused:
         load_model(str(directory))
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "family, change, words",
+    [
+        ("tiny-sdar-moe", {"num_experts": None}, "num_experts"),
+        ("tiny-sdar-moe", {"norm_topk_prob": None}, "norm_topk_prob"),
+        ("tiny-llada2", {"n_group": 3}, "n_group = 3"),
+        ("tiny-llada2", {"topk_group": 5}, "topk_group = 5"),
+    ],
+)
+def test_expert_configs_that_would_mean_another_model(family, change, words):
+    config = {key: value for key, value in (TINY_CONFIGS[family] | change).items() if value is not None}
+    with pytest.raises(SystemExit, match=words):
+        checkpoint_module.build_model(config)

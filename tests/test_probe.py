@@ -144,7 +144,7 @@ def test_replay_gives_the_engines_log_probabilities(remasking, steps, temperatur
     )  # fmt: skip
     again = replay_logps(model, trace)
     revealed = trace.step_map >= 0
-    assert again.shape == trace.logps.shape and not again.requires_grad
+    assert again.shape == trace.logps.shape and not again.requires_grad and trace.num_replays == steps
     assert (again - trace.logps)[revealed].abs().max() < 2e-6 and not again[~revealed].any()
     if steps > 1:  # negative control: another order of the same tokens
         trace.replay_map = torch.where(revealed, steps - 1 - trace.replay_map, trace.replay_map)
