@@ -408,7 +408,7 @@ def main(args):
     if args.beta and not args.lora_rank:
         ref_model = load_weights(parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda")
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)

@@ -250,7 +250,7 @@ def main(args):
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=args.learning_rate, betas=args.betas, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda")
     engine = make_engine(args.model, device=device) if args.eval_limit else None
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"

@@ -290,7 +290,7 @@ def forward(model, batch, args, matmul):
 def our_step(model, batch, args, matmul):
     """algos/sft.py's update on masked cross-entropy."""
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0, fused=params[0].is_cuda)
     scored = batch.masked.sum()
 
     def micro_loss(rows, is_last):

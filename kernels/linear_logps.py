@@ -5,11 +5,13 @@ from torch.autograd.function import once_differentiable
 
 
 def _chunk_logits(hidden, weight, temperature, banned_id):
-    """[n, D] x [V, D] -> logits [n, V] / temperature in at least fp32; the banned token has probability 0."""
-    logits = hidden @ weight.T  # in the dtype of the model, as the engines compute it
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """[n, D] x [V, D] -> logits [n, V] / temperature; the banned token has probability 0.
+
+    At temperature 1 they stay in the dtype of the model, as the engines compute them: softmax reads them in fp32 itself.
+    """
+    logits = hidden @ weight.T
     if temperature != 1:
-        logits /= temperature  # in place, as below: a chunk is the largest thing in memory
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
     if banned_id is not None:
         logits[:, banned_id] = float("-inf")
     return logits
@@ -19,36 +21,38 @@ class _LinearLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, banned_id, entropy, chunk_rows):
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        logps, lse, entropies = (torch.zeros(len(hidden), dtype=accumulate, device=hidden.device) for _ in range(3))
+        logps, entropies = (torch.zeros(len(hidden), dtype=accumulate, device=hidden.device) for _ in range(2))
         for i in range(0, len(hidden), chunk_rows):
             rows = slice(i, i + chunk_rows)
-            logits = _chunk_logits(hidden[rows], weight, temperature, banned_id)
-            lse[rows] = logits.logsumexp(-1)
-            logps[rows] = logits.gather(-1, targets[rows, None])[:, 0] - lse[rows]
+            log_p = _chunk_logits(hidden[rows], weight, temperature, banned_id).log_softmax(-1, dtype=accumulate)
+            logps[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
             if entropy:
-                log_p = logits - lse[rows, None]
-                entropies[rows] = -torch.xlogy(log_p.exp(), log_p.exp()).sum(-1)  # 0 log 0 = 0 for the banned token
-        ctx.save_for_backward(hidden, weight, targets, lse, entropies)
-        ctx.settings = temperature, banned_id, entropy, chunk_rows
+                p = log_p.exp_()
+                entropies[rows] = -torch.xlogy(p, p).sum(-1)  # 0 log 0 = 0 for the banned token
+        ctx.save_for_backward(hidden, weight, targets, entropies)
+        ctx.settings = temperature, banned_id, entropy, chunk_rows, accumulate
         return logps, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropies):
-        hidden, weight, targets, lse, entropies = ctx.saved_tensors
-        temperature, banned_id, entropy, chunk_rows = ctx.settings
+        hidden, weight, targets, entropies = ctx.saved_tensors
+        temperature, banned_id, entropy, chunk_rows, accumulate = ctx.settings
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if need_weight else None
+        grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device) if need_weight else None
         for i in range(0, len(hidden), chunk_rows):
             rows = slice(i, i + chunk_rows)
-            p = _chunk_logits(hidden[rows], weight, temperature, banned_id).sub_(lse[rows, None]).exp_()
-            by_entropy = grad_entropies[rows, None] * (torch.xlogy(p, p) + p * entropies[rows, None]) if entropy else None
-            slope = p.mul_(-grad_logps[rows, None])  # d logp_y / d z = onehot(y) - p
-            slope[torch.arange(len(p), device=p.device), targets[rows]] += grad_logps[rows]
+            grad, target = grad_logps[rows, None] / temperature, targets[rows, None]
+            p = _chunk_logits(hidden[rows], weight, temperature, banned_id).softmax(-1, dtype=accumulate)
+            at_target = (1 - p.gather(-1, target)) * grad  # d logp_y / d z = onehot(y) - p
             if entropy:  # d H / d z = -p (log p + H)
-                slope -= by_entropy
-            slope = (slope if temperature == 1 else slope.div_(temperature)).to(weight.dtype)
+                slope = torch.xlogy(p, p).addcmul_(p, entropies[rows, None]).mul_(-grad_entropies[rows, None] / temperature)
+                at_target += slope.gather(-1, target)
+                slope = slope.addcmul_(p, grad, value=-1).to(weight.dtype)
+            else:
+                slope = torch.mul(p, -grad, out=torch.empty_like(p, dtype=weight.dtype))  # rounded once, without a copy
+            slope.scatter_(-1, target, at_target.to(weight.dtype))
             if need_hidden:
                 grad_hidden[rows] = slope @ weight
             if need_weight:
