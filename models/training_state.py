@@ -40,7 +40,10 @@ def save_state(directory, model, optimizer, step, keep):
 def first_cause(error):
     """A CheckpointException holds one (exception, stack) per failed rank. -> the first, as one line"""
     rank, (cause, _) = next(iter(error.failures.items()))
-    return f"{str(cause).splitlines()[0]} (rank {rank})"
+    text = str(cause).splitlines()[0]
+    if "unexpected pos" in text:  # all that torch's writer says when a write was cut short
+        text = f"No space left, or a limit on file size ({text})"
+    return f"{text} (rank {rank})"
 
 
 class Saves:

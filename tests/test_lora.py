@@ -472,6 +472,8 @@ def test_compiled_blocks_with_adapters_on_two_ranks(run_ranks):
     """
 
     def body(rank, world_size):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         build = lambda: adapted(base=model_of(SMALL | {"num_hidden_layers": 4}), size=0.02)
         whole, compiled = build(), build()
         for layer in compiled.layers:

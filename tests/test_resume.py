@@ -225,7 +225,8 @@ def test_a_full_disk_leaves_earlier_states(run_ranks, tmp_path, limit):
         dist.barrier()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        with exits_with_one_line("could not save", "step-000002", "File too large"):
+        reason = "No space left" if limit else "File too large"
+        with exits_with_one_line("could not save", "step-000002", reason):
             save_state(tmp_path, model, optimizer, 2, keep=1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         dist.barrier()
