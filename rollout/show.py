@@ -1,0 +1,178 @@
+"""Watch a model denoise in the terminal: one frame per denoising step.
+
+    python rollout/show.py --model tiny-sdar --task countdown --index 3      a problem of the task's test split
+    python rollout/show.py --model tiny-llada --prompt " 7 12  8 =   3"
+    python rollout/show.py --model tiny-sdar --prompt "..." --colour | less -R
+
+A masked position is one ░, bars part the blocks. Tokens revealed in this step are inverted (without colour: marked ^), the
+colour is the probability that a token had when it was revealed, and what lies behind the first EOS is dim. Frames come from
+the Trace alone, whichever engine made it. The last thing printed is the completion as text.
+"""
+
+import os
+import signal
+import sys
+import time
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import get_terminal_size
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from evals import load_task
+from models import load_tokenizer, prompt_ids
+from rollout import make_engine
+
+NEW, OLD, DIM = "1;7", "22", "2"
+PROBABILITY = (160, 166, 172, 142, 106, 34)  # red to green for equal parts of 0..1; legible on dark and light ground
+
+
+def on_terminal():
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+@dataclass
+class Args:
+    model: str = "tiny-sdar"
+    """key of models.MODELS, or a directory in HF layout"""
+    prompt: str = ""
+    """a user message; it goes through the model's chat template"""
+    task: str = ""
+    """instead of --prompt: ask a problem of this task of evals/"""
+    index: int = 0
+    """which problem of the task's test split"""
+    gen_length: int = 12
+    """tokens to generate"""
+    block_length: int | None = None
+    """tokens per block; None: what the model's configuration says"""
+    denoising_steps: int = 2
+    """denoising steps per block"""
+    remasking: str = "low_confidence_static"
+    """how positions are chosen for revealing; an unknown name prints those that the engine has"""
+    temperature: float = 0.0
+    """sampling temperature; 0 is greedy"""
+    seed: int = 0
+    """sampling seed"""
+    delay: float = 0.4
+    """seconds between frames; without a terminal there is no wait"""
+    colour: bool = field(default_factory=lambda: on_terminal() and not os.environ.get("NO_COLOR"))
+    """on by default on a terminal, unless NO_COLOR is set"""
+
+
+def printable(text, keep=""):
+    """Escapes what moves the cursor or does not show: control and format characters, every separator but the space."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def token_text(tokenizer, token_id):
+    """One token, printable and never empty. A combining mark at its start is escaped: it would alter the token before."""
+    text = tokenizer.decode([token_id]) or f"<{token_id}>"
+    escaped = text[0].encode("unicode_escape").decode() if unicodedata.category(text[0])[0] == "M" else text[0]
+    return printable(escaped + text[1:])
+
+
+def width(text):
+    """Columns of printable text in a terminal: wide characters take two, combining marks none."""
+    nonspacing = lambda c: unicodedata.category(c) in ("Mn", "Me")
+    return sum(0 if nonspacing(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def schedule(trace, i):
+    """When completion i was revealed. -> frame of each position, from 0 without gaps, -1 where never revealed; its block"""
+    n, step = trace.settings["block_length"], trace.replay_map[i].cpu()
+    at = torch.arange(len(step))
+    if trace.settings["attention"] != "bidirectional":
+        at += len(trace.prompt_ids[i]) % n  # the grid of blocks starts at the prompt
+        # one forward replays a step of all blocks, but they were decoded one after the other
+        step = torch.where(step < 0, -1, at // n * (step.max() + 1) + step)
+    frame = torch.where(step < 0, -1, torch.searchsorted(step[step >= 0].unique(), step))
+    return frame.tolist(), (at // n).tolist()
+
+
+def layout(texts, block, columns):
+    """Wraps the texts of all positions at `columns` columns. -> lines of pairs (position, text); None for the bar of a block"""
+    lines, used, most = [[]], 0, max(columns // 2 - 1, 1)  # most: characters that fit behind a bar even if all are wide
+    for j, text in enumerate(texts):
+        for k in range(0, len(text), most):
+            bar = [(None, "│")] if k == 0 and (j == 0 or block[j] != block[j - 1]) else []
+            wide = len(bar) + width(text[k : k + most])
+            if used + wide > columns:
+                lines, used = [*lines, []], 0
+            lines[-1] += [*bar, (j, text[k : k + most])]
+            used += wide
+    return lines
+
+
+def frames(trace, i, tokens, columns=80, height=None, colour=False):
+    """Yields the canvas of completion i after each denoising step: a header, then lines of at most `columns` columns.
+
+    tokens: L printable texts. height: where there are more lines, only so many around the newest token; None: all.
+    """
+    (order, block), length, scored = schedule(trace, i), int(trace.canvas_length[i]), trace.completion_mask[i].tolist()
+    probability = trace.logps[i].double().exp().clamp(max=1).tolist()
+    hue = [f"38;5;{PROBABILITY[min(int(p * len(PROBABILITY)), len(PROBABILITY) - 1)]}" for p in probability]
+    paint = lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if colour else text
+    for now in range(max(order) + 1):
+        texts, styles, new = ["░"] * length, {None: DIM} | dict.fromkeys(range(length), DIM), []
+        for j in range(length):
+            if 0 <= order[j] <= now:
+                texts[j], styles[j] = tokens[j], f"{hue[j]};{NEW if order[j] == now else OLD if scored[j] else DIM}"
+                new += [j] * (order[j] == now)
+        lines, newest = [], 0
+        for line in layout(texts, block, columns):
+            lines.append("".join(paint(text, styles[j]) for j, text in line))
+            if marks := "".join(" ^"[j in new] * width(text) for j, text in line).rstrip():
+                newest = len(lines)
+                lines += [marks] * (not colour)
+        top = max(0, min(newest - height // 2, len(lines) - height)) if height else 0
+        chances, known = [probability[j] for j in new], sum(0 <= number <= now for number in order)
+        header = f"step {now + 1}/{max(order) + 1}  block {block[new[0]] + 1}/{block[length - 1] + 1}  tokens {known}/{length}"
+        header += f"  {len(new)} new, probability {min(chances):.2f} to {max(chances):.2f}"
+        yield [header[:columns], *lines[top : top + height if height else None]]
+
+
+def play(trace, i, tokenizer, delay=0.0, colour=False):
+    """Prints the prompt, the frames of completion i (in place on a terminal), its tokens per forward and its text."""
+    tokens = [token_text(tokenizer, token_id) for token_id in trace.completion_ids[i].tolist()]
+    in_place, size, shown = on_terminal(), get_terminal_size(), 0
+    print(printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t"), end="\n\n")
+    if colour:
+        scale = "".join(f"\x1b[38;5;{hue}m██\x1b[0m" for hue in PROBABILITY)
+        print(f"probability 0 {scale} 1, {trace.settings['logps']}", end="\n\n")
+    try:
+        for lines in frames(trace, i, tokens, size.columns - 1, max(size.lines - 3, 1) if in_place else None, colour):
+            print(f"\x1b[{shown}F\x1b[J" * (shown > 0) + "\n".join(lines), end="\n" if in_place else "\n\n", flush=True)
+            shown = len(lines) * in_place
+            time.sleep(delay * in_place)
+    except KeyboardInterrupt:
+        print()  # enough seen: on to the end
+    scored, forwards = int(trace.completion_mask[i].sum()), int(trace.num_forwards[i])
+    print("\n" * in_place + f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward")
+    print(printable(trace.text(i, tokenizer), keep="\n\t"))
+
+
+def main(args):
+    if bool(args.prompt) == bool(args.task):
+        raise SystemExit("give either --prompt or --task")
+    if args.delay < 0 or args.index < 0:
+        raise SystemExit(f"--delay {args.delay} and --index {args.index} must be at least 0")
+    messages = [{"role": "user", "content": args.prompt}]
+    if args.task:
+        task = load_task(args.task)
+        examples = task.load("test", "", args.index + 1)
+        if len(examples) <= args.index:
+            raise SystemExit(f"--index {args.index}: the test split of {args.task} has {len(examples)} problems, from 0")
+        messages = task.prompt(examples[args.index])
+    tokenizer, device = load_tokenizer(args.model), "cuda" if torch.cuda.is_available() else "cpu"
+    names = ("gen_length", "block_length", "denoising_steps", "remasking", "temperature", "seed")
+    settings = {name: getattr(args, name) for name in names}
+    trace = make_engine(args.model, device=device).generate([prompt_ids(tokenizer, messages)], **settings)
+    play(trace, 0, tokenizer, args.delay, args.colour)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    main(tyro.cli(Args, description="Watch a model denoise a completion, step by step."))
