@@ -16,25 +16,43 @@ def reveal_quota(block_length, denoising_steps):
     return [base + (step < remainder) for step in range(denoising_steps)]
 
 
-def select(confidence, masked, quota, remasking, threshold):
-    """Which masked tokens of a block to reveal.
+def select(confidence, masked, quota, remasking, threshold, factor=1.0):
+    """Which masked tokens of a block to reveal: the most confident ones, and of equals those at lower positions.
 
-    confidence [N, n] fp32; masked [N, n] bool; quota: at least this many, as far as that many are masked. Ties go to the
-    lower position. low_confidence_static and random (whose confidence is noise) reveal the quota; low_confidence_dynamic
-    reveals all above the threshold if those are at least the quota. -> [N, n] bool
+    confidence [N, n] fp32; masked [N, n] bool; quota: at least this many, as far as that many are masked. More only by
+    low_confidence_dynamic, all above the threshold, and low_confidence_factor (Fast-dLLM, arXiv 2505.22618), the largest
+    number k for which (k + 1)(1 - confidence of the k-th best) < factor. -> [N, n] bool
     """
-    quota = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks
-    score = confidence.masked_fill(~masked, float("-inf"))
-    rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    best = rank < quota
-    if remasking != "low_confidence_dynamic":
-        return best
-    high = (score > threshold) & masked
-    return torch.where(high.sum(1, keepdim=True) >= quota, high, best)
+    number = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks
+    score, order = confidence.masked_fill(~masked, float("-inf")).sort(dim=1, descending=True, stable=True)
+    if remasking == "low_confidence_dynamic":
+        number = torch.maximum(number, (score > threshold).sum(1, keepdim=True))
+    elif remasking == "low_confidence_factor":
+        above = torch.arange(2, score.shape[1] + 2, device=score.device)
+        number = torch.maximum(number, (above * (1 - score) < factor).sum(1, keepdim=True))
+    return order.argsort(dim=1) < number
+
+
+def confidence_of(logits, logps, temperature, remasking):
+    """How sure the model is of each row: what decides the order of reveals, read from the distribution that was sampled.
+
+    logits [M, V], -inf where banned; logps [M] of the drawn tokens. entropy: the negative entropy in nats, topk_margin: the
+    best probability minus the second best; neither depends on the draw, so that the sum of a trace's logps is the exact
+    log-likelihood of its trajectory. Every other rule: the probability of the drawn token. -> [M]
+    """
+    if remasking not in ("entropy", "topk_margin"):
+        return logps.exp()
+    p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
+    if remasking == "entropy":
+        return -torch.special.entr(p).sum(-1)
+    best, second = p.topk(2).values.unbind(-1)
+    return best - second
 
 
 class Engine:
     """Sampler whose `model` is its own copy of the weights. A subclass knows the attention pattern: it has `_generate`."""
+
+    choices = {"remasking": REMASKING}  # of generate's arguments: what this engine can do
 
     def __init__(self, model, max_batch_size):
         self.model, self.max_batch_size = model, max_batch_size
@@ -63,7 +81,7 @@ class Engine:
         """One line on what a rollout costs, for the log."""
         n = self.block_length(block_length)
         blocks, steps = -(-gen_length // n), min(denoising_steps, n)
-        at_least = "at least " if remasking == "low_confidence_dynamic" else ""
+        at_least = "at least " if remasking in ("low_confidence_dynamic", "low_confidence_factor") else ""
         return (
             f"{blocks} blocks of {n} tokens, {steps} steps each: {blocks * steps} steps, {at_least}{n / steps:g} tokens a step"
         )
@@ -71,19 +89,23 @@ class Engine:
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, gen_length=256, block_length=None, denoising_steps=4, temperature=1.0,
-        remasking="low_confidence_dynamic", confidence_threshold=0.9, seed=0, sample_offset=0, stop_at_eos=True, records=None,
+        remasking="low_confidence_dynamic", confidence_threshold=0.9, factor=1.0, seed=0, sample_offset=0,
+        stop_at_eos=True, records=None,
     ):  # fmt: skip
         """Sample num_samples completions of each prompt (list of token ids, ragged, not empty). -> Trace
 
         gen_length tokens each, rounded up so that the last block is whole; generation ends at the block that holds an EOS
         unless stop_at_eos is False. denoising_steps: per block. block_length: 0 or None for the model's own, which is the only
-        one of a block-causal model. temperature 0: greedy.
+        one of a block-causal model. temperature 0: greedy. remasking: the rule of `select` and `confidence_of`. With as many
+        denoising_steps as a block has tokens, confidence_threshold and factor alone decide how many are revealed, at least one.
         Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
         (seed, that number, position, step): batch size, other prompts and ranks do not change it.
         """
         n = self.block_length(block_length)
-        if remasking not in REMASKING:
-            raise SystemExit(f"--remasking {remasking}: there are {', '.join(REMASKING)}")
+        for name, value in {"remasking": remasking}.items():
+            if value not in self.choices[name]:
+                offer = f"the sampler of a {self.model.attention} model has {', '.join(self.choices[name])}"
+                raise SystemExit(f"--{name.replace('_', '-')} {value}: {offer}")
         if min(n, denoising_steps, gen_length, num_samples) < 1 or temperature < 0:
             counts = f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=}"
             raise SystemExit(f"{counts} must be at least 1, {temperature=} at least 0")
@@ -101,6 +123,7 @@ class Engine:
             "temperature": temperature,
             "remasking": remasking,
             "confidence_threshold": confidence_threshold,
+            "factor": factor,
             "seed": seed,
             "eos_token_ids": self.model.eos_token_ids,
             "logps": "softmax(logits / temperature)" if temperature else "softmax(logits)",
@@ -133,25 +156,25 @@ class Engine:
             num_forwards += masked.any(1)
             r, j = masked.nonzero(as_tuple=True)  # the head sees masked positions alone
             key = (settings["seed"], sample_index[r], offset[r, j], step)
-            drawn, drawn_logps = self._sample(hidden[r, j], keyed_uniform(*key, "token"), settings["temperature"])
+            drawn, drawn_logps, score = self._sample(hidden[r, j], keyed_uniform(*key, "token"), settings)
             if not drawn_logps.isfinite().all():
                 bad = sample_index[r[~drawn_logps.isfinite()]].unique().tolist()
                 raise SystemExit(f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged")
-            proposal, proposal_logps = block.clone(), torch.zeros_like(logps)
-            proposal[r, j], proposal_logps[r, j] = drawn, drawn_logps
-            confidence = proposal_logps.exp()
             if settings["remasking"] == "random":
-                confidence[r, j] = keyed_uniform(*key, "order").to(confidence.dtype)
-            chosen = select(confidence, masked, least, settings["remasking"], settings["confidence_threshold"])
+                score = keyed_uniform(*key, "order").to(score.dtype)
+            proposal, proposal_logps, confidence = block.clone(), torch.zeros_like(logps), torch.zeros_like(logps)
+            proposal[r, j], proposal_logps[r, j], confidence[r, j] = drawn, drawn_logps, score
+            chosen = select(confidence, masked, least, *(settings[k] for k in ("remasking", "confidence_threshold", "factor")))
             block, logps = torch.where(chosen, proposal, block), torch.where(chosen, proposal_logps, logps)
             step_map, masked = step_map.masked_fill(chosen, step), masked & ~chosen
         return block, step_map, logps, num_forwards
 
-    def _sample(self, hidden, uniform, temperature, chunk_rows=512):
-        """hidden [M, D], uniform [M] -> tokens [M], logps [M], chunk_rows rows at a time. The mask token is never drawn."""
-        parts = []
+    def _sample(self, hidden, uniform, settings, chunk_rows=512):
+        """hidden [M, D], uniform [M] -> tokens, logps, confidence [M], chunk_rows rows at a time. The mask is never drawn."""
+        parts, temperature = [], settings["temperature"]
         for rows in torch.arange(len(hidden), device=self.device).split(chunk_rows):
             logits = self.model.head(hidden[rows])
             logits[:, self.model.mask_token_id] = float("-inf")
-            parts.append(sample_categorical(logits, uniform[rows], temperature))
+            tokens, logps = sample_categorical(logits, uniform[rows], temperature)
+            parts.append((tokens, logps, confidence_of(logits, logps, temperature, settings["remasking"])))
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import bidirectional, make_attend
-from rollout.engine import Engine
+from rollout.engine import REMASKING, Engine
 from rollout.traces import Trace, left_padded, scored
 
 
 class MaskedEngine(Engine):
     """Sampler of a bidirectional model. The grid of blocks starts at the completion, and any block length will do."""
+
+    choices = Engine.choices | {"remasking": (*REMASKING, "low_confidence_factor", "entropy", "topk_margin")}
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
         model, n, steps = self.model, settings["block_length"], settings["denoising_steps"]

@@ -1,0 +1,191 @@
+"""rollout/masked.py beyond plain decoding: rules of reveal, each against a naive sampler of one row, with loops over positions.
+
+The naive sampler shares nothing with the engine but the model's own layers and the key of the draws.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from test_masked import FAMILIES, STATIC, M, V, model_of, prompts_of, uniform
+from test_rollout import model_of as block_model_of
+
+from rollout import make_engine
+from rollout.engine import confidence_of, select
+
+RULES = ("low_confidence_static", "low_confidence_dynamic", "low_confidence_factor", "random", "entropy", "topk_margin")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request):
+    return make_engine(model_of(request.param, scale=12))
+
+
+# --- the naive sampler -------------------------------------------------------------------------------------------------------
+
+
+def naive_rule(c, places, quota, remasking, threshold, factor):
+    """Which of the places to reveal, c: {place: confidence}."""
+    best = sorted(places, key=lambda p: (-c[p], p))
+    number = min(quota, len(places))
+    if remasking == "low_confidence_dynamic":
+        number = max(number, len([p for p in places if c[p] > threshold]))
+    if remasking == "low_confidence_factor":
+        able = [k for k in range(1, len(best) + 1) if (k + 1) * (1 - c[best[k - 1]]) < factor]
+        number = max([number, *able])
+    return best[:number]
+
+
+@torch.no_grad()
+def naive_sample(
+    model, prompt, number, *, gen_length=10, block_length=4, denoising_steps=4, temperature=1.0, remasking="entropy",
+    confidence_threshold=0.9, factor=1.0, seed=0, stop_at_eos=True,
+):  # fmt: skip
+    """One completion -> {"tokens", "steps", "logps": lists, None, -1 and 0 where never revealed; "forwards": int}"""
+    n, P = block_length, len(prompt)
+    L = math.ceil(gen_length / n) * n
+    ids, masked = prompt + [M] * L, [p >= P for p in range(P + L)]
+    steps, logps, forwards = [-1] * L, [0.0] * L, 0
+    for start in range(P, P + L, n):
+        for step in range(denoising_steps):
+            places = [p for p in range(start, start + n) if masked[p]]
+            if not places:
+                break
+            forwards += 1
+            logits = model.logits(torch.tensor([ids]))[0]
+            token, logp, score = {}, {}, {}
+            for p in places:
+                z = [-math.inf if v == M else value / (temperature or 1) for v, value in enumerate(logits[p].tolist())]
+                lse = max(z) + math.log(math.fsum(math.exp(value - max(z)) for value in z))
+                probs = [math.exp(value - lse) for value in z]
+                v, reached, target = z.index(max(z)), 0.0, uniform(seed, number, p - P, step, "token")
+                if temperature > 0:
+                    for v in range(V):
+                        reached += probs[v]
+                        if reached > target:
+                            break
+                token[p], logp[p] = v, z[v] - lse
+                score[p] = {
+                    "random": uniform(seed, number, p - P, step, "order"),
+                    "entropy": math.fsum(q * math.log(q) for q in probs if q > 0),
+                    "topk_margin": sorted(probs)[-1] - sorted(probs)[-2],
+                }.get(remasking, probs[v])
+            quota = n // denoising_steps + (step < n % denoising_steps)
+            for p in naive_rule(score, places, quota, remasking, confidence_threshold, factor):
+                ids[p], steps[p - P], logps[p - P], masked[p] = token[p], step, logp[p], False
+        if stop_at_eos and any(ids[p] in model.eos_token_ids for p in range(start, start + n)):
+            break
+    tokens = [None if masked[p] else ids[p] for p in range(P, P + L)]
+    return {"tokens": tokens, "steps": steps, "logps": logps, "forwards": forwards}
+
+
+def matches(trace, i, model, prompt, number, **options):
+    """Whether row i of a trace is the naive sampler's completion."""
+    want = naive_sample(model, prompt, number, **options)
+    tokens = [
+        None if step < 0 else v for v, step in zip(trace.completion_ids[i].tolist(), trace.step_map[i].tolist(), strict=True)
+    ]
+    same = (
+        tokens == want["tokens"] and trace.step_map[i].tolist() == want["steps"] and trace.num_forwards[i] == want["forwards"]
+    )
+    return same and (trace.logps[i] - torch.tensor(want["logps"], dtype=torch.float64)).abs().max().item() < 1e-9
+
+
+# --- (a) rules of reveal -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remasking", ["low_confidence_factor", "entropy", "topk_margin"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_rules_equal_the_naive_sampler(engine, remasking, temperature):
+    """Ragged prompts in one batch, more and fewer steps than tokens in a block, with and without the end at an EOS."""
+    prompts, others = prompts_of([1, 4, 7], seed=3), 0
+    for n, steps, gen_length, factor in ((4, 4, 12, 1.5), (8, 3, 10, 0.5), (5, 7, 9, 3.0)):
+        options = dict(
+            gen_length=gen_length, block_length=n, denoising_steps=steps, temperature=temperature, remasking=remasking,
+            factor=factor, seed=steps, stop_at_eos=n != 4,
+        )  # fmt: skip
+        trace = engine.generate(prompts, sample_offset=50, **options)
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, engine.model, prompt, 50 + i, **options)
+        assert trace.settings["remasking"] == remasking and trace.settings["factor"] == factor
+        control = options | {"remasking": "low_confidence_static"}
+        others += sum(not matches(trace, i, engine.model, prompt, 50 + i, **control) for i, prompt in enumerate(prompts))
+    assert others > 0
+
+
+@pytest.mark.parametrize("remasking", RULES)
+def test_select_against_the_definition(remasking):
+    """Ties, confidences of 0 and 1, negative ones (entropy), fewer masks than the quota, no masks at all."""
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 4, 7, 32):
+        confidence = torch.randint(-1, 5, (120, n), generator=generator) / 4
+        confidence[:60] = torch.rand(60, n, generator=generator) ** 0.1
+        masked = torch.rand(120, n, generator=generator) < torch.rand(120, 1, generator=generator)
+        for quota, threshold, factor in itertools.product((0, 1, n // 2 + 1), (-2.0, 0.5, 0.9), (0.1, 1.0, 3.0)):
+            got = select(confidence, masked, quota, remasking, threshold, factor)
+            for row in range(120):
+                places = masked[row].nonzero().flatten().tolist()
+                c = confidence[row].tolist()
+                want = naive_rule(c, places, quota, remasking, threshold, factor) if places else []
+                assert got[row].nonzero().flatten().tolist() == sorted(want)
+
+
+def test_factor_decoding_bounds_the_joint_error():
+    """Fast-dLLM's rule by hand: confidences .99 .95 .8 .3 and factor 1: 2(.01), 3(.05), 4(.2) < 1 but 5(.7) is not."""
+    confidence, masked = torch.tensor([[0.3, 0.99, 0.8, 0.95]]), torch.ones(1, 4, dtype=torch.bool)
+    reveal = lambda factor: select(confidence, masked, 1, "low_confidence_factor", 0.9, factor)[0].tolist()
+    assert reveal(1.0) == [False, True, True, True] and reveal(0.5) == [False, True, False, True]
+    assert reveal(1e-6) == [False, True, False, False] and reveal(4.0) == [True] * 4
+
+
+def test_parallel_rules_reveal_at_least_one_and_then_all_above(engine):
+    """denoising_steps = block_length: an unreachable threshold or factor gives one token a step, an easy one a whole block."""
+    for remasking, hard, easy in (
+        ("low_confidence_dynamic", {"confidence_threshold": 1.1}, {"confidence_threshold": -0.1}),
+        ("low_confidence_factor", {"factor": 1e-9}, {"factor": 1e9}),
+    ):
+        options = dict(block_length=6, denoising_steps=6, **STATIC | {"remasking": remasking})
+        slow, fast = (engine.generate(prompts_of([3, 5]), **options, **limit) for limit in (hard, easy))
+        static = engine.generate(prompts_of([3, 5]), block_length=6, denoising_steps=6, **STATIC)
+        assert torch.equal(slow.step_map, static.step_map) and slow.num_forwards.tolist() == [12, 12]
+        assert not fast.step_map.any() and fast.num_forwards.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 2.0])
+def test_confidence_is_of_the_sampled_distribution(temperature):
+    """Banned tokens have no part in it; a distribution of one token is sure, a flat one is not."""
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, M], logits[0, 1:] = -math.inf, -math.inf
+    logits[1, :M] = 0
+    p = (logits.double() / (temperature or 1)).softmax(-1)
+    logps = p.max(-1).values.log()
+    best = p.sort(-1, descending=True).values
+    want = {
+        "entropy": torch.stack([sum(x * x.log() for x in row if x > 0) for row in p]),
+        "topk_margin": best[:, 0] - best[:, 1],
+        "random": best[:, 0],
+    }
+    for remasking, value in want.items():
+        assert torch.allclose(confidence_of(logits, logps, temperature, remasking), value, atol=1e-12)
+    assert want["entropy"][:2].tolist() == pytest.approx([0, -math.log(M)])
+
+
+@pytest.mark.parametrize("remasking", ["entropy", "topk_margin"])
+def test_logps_of_draw_independent_rules_are_the_likelihood_of_the_trajectory(engine, remasking):
+    """The order does not depend on the draws, so that every state has one set of places to reveal at the next step."""
+    trace = engine.generate(
+        prompts_of([4]), num_samples=40, block_length=4, denoising_steps=4, temperature=3.0, **STATIC | {"remasking": remasking}
+    )
+    first = (trace.step_map[:, :4] == 0).long().argmax(1)
+    assert len(first.unique()) == 1 and len(trace.completion_ids[torch.arange(40), first].unique()) > 3
+    sampled = engine.generate(prompts_of([4]), num_samples=40, block_length=4, denoising_steps=4, temperature=3.0, **STATIC)
+    assert len((sampled.step_map[:, :4] == 0).long().argmax(1).unique()) > 1  # control: by the drawn token's probability
+
+
+def test_the_block_engine_refuses_rules_it_has_not():
+    for remasking in ("entropy", "topk_margin", "low_confidence_factor"):
+        with pytest.raises(
+            SystemExit, match=f"^--remasking {remasking}: .*block-causal model has low_confidence_static.*random$"
+        ):
+            make_engine(block_model_of()).generate([[3]], remasking=remasking)
