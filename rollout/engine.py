@@ -52,7 +52,7 @@ def confidence_of(logits, logps, temperature, remasking):
 class Engine:
     """Sampler whose `model` is its own copy of the weights. A subclass knows the attention pattern: it has `_generate`."""
 
-    choices = {"remasking": REMASKING}  # of generate's arguments: what this engine can do
+    choices = {"remasking": REMASKING, "cache": ("none",)}  # of generate's arguments: what this engine can do
 
     def __init__(self, model, max_batch_size):
         self.model, self.max_batch_size = model, max_batch_size
@@ -89,8 +89,8 @@ class Engine:
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, gen_length=256, block_length=None, denoising_steps=4, temperature=1.0,
-        remasking="low_confidence_dynamic", confidence_threshold=0.9, factor=1.0, seed=0, sample_offset=0,
-        stop_at_eos=True, records=None,
+        remasking="low_confidence_dynamic", confidence_threshold=0.9, factor=1.0, cache="none", seed=0,
+        sample_offset=0, stop_at_eos=True, records=None,
     ):  # fmt: skip
         """Sample num_samples completions of each prompt (list of token ids, ragged, not empty). -> Trace
 
@@ -98,11 +98,13 @@ class Engine:
         unless stop_at_eos is False. denoising_steps: per block. block_length: 0 or None for the model's own, which is the only
         one of a block-causal model. temperature 0: greedy. remasking: the rule of `select` and `confidence_of`. With as many
         denoising_steps as a block has tokens, confidence_threshold and factor alone decide how many are revealed, at least one.
+        cache: of bidirectional models, "prefix" or "dual": faster and approximate, and so are the logps of the trace, which
+        are those of the forwards that were made.
         Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
         (seed, that number, position, step): batch size, other prompts and ranks do not change it.
         """
         n = self.block_length(block_length)
-        for name, value in {"remasking": remasking}.items():
+        for name, value in {"remasking": remasking, "cache": cache}.items():
             if value not in self.choices[name]:
                 offer = f"the sampler of a {self.model.attention} model has {', '.join(self.choices[name])}"
                 raise SystemExit(f"--{name.replace('_', '-')} {value}: {offer}")
@@ -124,6 +126,7 @@ class Engine:
             "remasking": remasking,
             "confidence_threshold": confidence_threshold,
             "factor": factor,
+            "cache": cache,
             "seed": seed,
             "eos_token_ids": self.model.eos_token_ids,
             "logps": "softmax(logits / temperature)" if temperature else "softmax(logits)",

@@ -10,9 +10,12 @@ import pytest
 import torch
 from test_masked import FAMILIES, STATIC, M, V, model_of, prompts_of, uniform
 from test_rollout import model_of as block_model_of
+from test_rollout import rows_of, same_draws
 
-from rollout import make_engine
+from rollout import make_engine, probe
 from rollout.engine import confidence_of, select
+from rollout.masked import MaskedEngine
+from rollout.probe import replay_logps
 
 RULES = ("low_confidence_static", "low_confidence_dynamic", "low_confidence_factor", "random", "entropy", "topk_margin")
 
@@ -37,10 +40,32 @@ def naive_rule(c, places, quota, remasking, threshold, factor):
     return best[:number]
 
 
+def naive_logits(model, ids, fresh, stored):
+    """[T] ids -> [T, V]: one full forward in which only `fresh` positions have keys and values of their own.
+
+    stored: {layer: [k, v]} of all positions, from which the others come; what is fresh is written into it. Empty: all are.
+    """
+
+    def attend(layer, q, k, v):
+        if layer in stored:
+            for new, old in zip((k, v), stored[layer], strict=True):
+                for p in range(len(ids)):
+                    if p not in fresh:
+                        new[:, :, p] = old[:, :, p]
+        stored[layer] = [k.clone(), v.clone()]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return torch.einsum("bhqk,bhkd->bhqd", (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1), v)
+
+    hidden = model.hidden(torch.tensor([ids]), torch.arange(len(ids))[None], attend)[0]
+    if hasattr(model, "align"):  # Dream: token i is predicted where token i - 1 stands
+        hidden = torch.stack([hidden[max(i - 1, 0)] for i in range(len(ids))])
+    return model.head(hidden)
+
+
 @torch.no_grad()
 def naive_sample(
     model, prompt, number, *, gen_length=10, block_length=4, denoising_steps=4, temperature=1.0, remasking="entropy",
-    confidence_threshold=0.9, factor=1.0, seed=0, stop_at_eos=True,
+    confidence_threshold=0.9, factor=1.0, cache="none", seed=0, stop_at_eos=True,
 ):  # fmt: skip
     """One completion -> {"tokens", "steps", "logps": lists, None, -1 and 0 where never revealed; "forwards": int}"""
     n, P = block_length, len(prompt)
@@ -48,12 +73,14 @@ def naive_sample(
     ids, masked = prompt + [M] * L, [p >= P for p in range(P + L)]
     steps, logps, forwards = [-1] * L, [0.0] * L, 0
     for start in range(P, P + L, n):
+        first = start - 1 if hasattr(model, "align") else start
+        fresh, stored = range(first, {"dual": start + n}.get(cache, P + L)), {}
         for step in range(denoising_steps):
             places = [p for p in range(start, start + n) if masked[p]]
             if not places:
                 break
             forwards += 1
-            logits = model.logits(torch.tensor([ids]))[0]
+            logits = model.logits(torch.tensor([ids]))[0] if cache == "none" else naive_logits(model, ids, fresh, stored)
             token, logp, score = {}, {}, {}
             for p in places:
                 z = [-math.inf if v == M else value / (temperature or 1) for v, value in enumerate(logits[p].tolist())]
@@ -189,3 +216,116 @@ def test_the_block_engine_refuses_rules_it_has_not():
             SystemExit, match=f"^--remasking {remasking}: .*block-causal model has low_confidence_static.*random$"
         ):
             make_engine(block_model_of()).generate([[3]], remasking=remasking)
+
+
+# --- (b) caches --------------------------------------------------------------------------------------------------------------
+
+CACHED = dict(gen_length=12, block_length=4, denoising_steps=3, stop_at_eos=False, remasking="low_confidence_static")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_caches_are_exact_for_one_layer(family, cache):
+    """Keys and values of one layer depend on their own token alone: no step of any row differs from decoding without cache."""
+    engine = make_engine(model_of(family, scale=12, **{{"llada": "n_layers", "dream": "num_hidden_layers"}[family]: 1}))
+    for remasking in ("low_confidence_dynamic", "entropy", "random"):
+        options = dict(num_samples=3, seed=2, **CACHED | {"remasking": remasking, "stop_at_eos": True})
+        plain, cached = (engine.generate(prompts_of([1, 4, 9, 6]), cache=kind, **options) for kind in ("none", cache))
+        assert same_draws(plain, cached, 1e-9) and cached.settings == plain.settings | {"cache": cache}
+        assert (cached.step_map < 0).any() and cached.step_map.max() > 0
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_caches_equal_the_naive_cached_sampler(engine, cache, temperature):
+    """Two layers, ragged prompts in one batch: tokens, order and logps are those of stale keys and values, and no others."""
+    prompts = prompts_of([1, 4, 9], seed=3)
+    for n, steps, gen_length in ((4, 4, 12), (6, 3, 10), (1, 1, 4)):
+        options = dict(
+            gen_length=gen_length, block_length=n, denoising_steps=steps, temperature=temperature, cache=cache, seed=steps,
+            remasking="low_confidence_dynamic", confidence_threshold=0.6, stop_at_eos=n != 4,
+        )  # fmt: skip
+        trace = engine.generate(prompts, sample_offset=20, **options)
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, engine.model, prompt, 20 + i, **options)
+            for other in {"none", "prefix", "dual"} - {cache} if n == 4 else ():
+                assert not matches(trace, i, engine.model, prompt, 20 + i, **options | {"cache": other})
+
+
+def test_the_first_step_of_a_block_is_exact(engine):
+    """'first step after a refresh exact, later ones approximate': by the model's own replay of the recorded states."""
+    for cache in ("none", "prefix", "dual"):
+        trace = engine.generate(prompts_of([1, 4, 9]), num_samples=2, cache=cache, **CACHED)
+        gap = (replay_logps(engine.model, trace) - trace.logps).abs()
+        assert gap[trace.step_map == 0].max() < 2e-6
+        assert (gap[trace.step_map > 0].max() > 1e-3) == (cache != "none")
+    one_step = dict(CACHED, denoising_steps=1)
+    plain = engine.generate(prompts_of([1, 4, 9]), **one_step)
+    assert same_draws(engine.generate(prompts_of([1, 4, 9]), cache="dual", **one_step), plain, 1e-12)
+
+
+def test_the_refresh_serves_step_0_and_windows_are_small(monkeypatch, engine):
+    """Widths of the forwards: the whole once a block, then block and suffix, or the block; Dream's has the token before."""
+    widths, hidden, before = [], engine.model.hidden, int(hasattr(engine.model, "align"))
+    monkeypatch.setattr(engine.model, "hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest))
+    for cache, later in (("none", [17, 17, 17]), ("prefix", [12, 8, 4]), ("dual", [4, 4, 4])):
+        widths.clear()
+        trace = engine.generate(prompts_of([2, 5]), cache=cache, **CACHED)
+        extra = before if cache != "none" else 0
+        assert widths == [w for width in later for w in (17, width + extra, width + extra)]
+        assert trace.num_forwards.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_batches_and_padding_change_no_cached_draw(engine, cache):
+    """A row beside longer and shorter prompts, in batches of 1, 3 and all, is the row alone."""
+    prompts, options = prompts_of([3, 9, 1, 6]), dict(CACHED, cache=cache, num_samples=2, stop_at_eos=True)
+    whole = engine.generate(prompts, **options)
+    for size in (1, 3):
+        assert same_draws(make_engine(engine.model, max_batch_size=size).generate(prompts, **options), whole, 1e-9)
+    for p in range(4):
+        alone = engine.generate([prompts[p]], sample_offset=2 * p, **options)
+        assert rows_of(alone, [0, 1]) == rows_of(whole, [2 * p, 2 * p + 1])
+
+
+class Faulty(MaskedEngine):
+    """A cache that is wrong in one way."""
+
+    def __init__(self, model, fault):
+        super().__init__(model, 256)
+        self.fault = fault
+
+    def _cached_forward(self, tokens, valid, columns, kind, cache, block):
+        if self.fault == "padding seen" and cache:
+            valid = valid | True
+        hidden = super()._cached_forward(tokens, valid, columns, kind, cache, block)
+        return hidden.roll(1, 1) if self.fault == "rows shifted" else hidden
+
+    def _align(self, hidden, valid):
+        return hidden if self.fault == "not aligned" else super()._align(hidden, valid)
+
+
+@pytest.mark.parametrize("fault", ["padding seen", "rows shifted", "not aligned"])
+def test_faults_of_a_cache_show(engine, fault):
+    """Negative controls of the comparison with the naive cached sampler. Dream's shift is one of them."""
+    prompts, options = prompts_of([2, 8]), dict(CACHED, cache="dual")
+    trace = Faulty(engine.model, fault).generate(prompts, **options)
+    right = matches(trace, 0, engine.model, prompts[0], 0, **options)
+    assert right == (fault == "not aligned" and not hasattr(engine.model, "align"))
+
+
+def test_the_probe_reports_the_gap_of_a_cache(engine):
+    """Neither hidden nor refused: without a cache it is rounding, with one it is not."""
+    metrics = {
+        cache: probe(engine, engine.model, [3, 4, 5], num_samples=4, cache=cache, **CACHED)
+        for cache in ("none", "prefix", "dual")
+    }
+    gaps = {cache: values["probe/logp_gap_mean"] for cache, values in metrics.items()}
+    assert gaps["none"] < 1e-6 and min(gaps["prefix"], gaps["dual"]) > 1e-3
+
+
+def test_caches_are_refused_where_there_are_none(engine):
+    with pytest.raises(SystemExit, match="^--cache dual: the sampler of a block-causal model has none$"):
+        make_engine(block_model_of()).generate([[3]], cache="dual")
+    with pytest.raises(SystemExit, match="^--cache full: the sampler of a bidirectional model has none, prefix, dual$"):
+        engine.generate([[3]], cache="full")
