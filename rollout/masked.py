@@ -25,7 +25,9 @@ class MaskedEngine(Engine):
 
     choices = {
         "remasking": (*REMASKING, "low_confidence_factor", "entropy", "topk_margin"),
+        "schedule": ("uniform", "ascending"),
         "cache": ("none", "prefix", "dual"),
+        "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
@@ -46,6 +48,7 @@ class MaskedEngine(Engine):
             tokens[here], step_map[here], logps[here], forwards = self._denoise(
                 partial(self._forward, *canvas) if settings["cache"] == "none" else cached,
                 tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here], settings,
+                first_step=(start - P) // n * steps,
             )  # fmt: skip
             num_forwards[row] += forwards
             ended = torch.isin(tokens[here], eos).any(1)  # blocks are final: later ones cannot change the text

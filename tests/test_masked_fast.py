@@ -1,6 +1,7 @@
-"""rollout/masked.py beyond plain decoding: rules of reveal, each against a naive sampler of one row, with loops over positions.
+"""rollout/masked.py beyond plain decoding: rules of reveal, caches, the end of a text, schedules.
 
-The naive sampler shares nothing with the engine but the model's own layers and the key of the draws.
+Each is compared with a naive sampler of one row, with loops over positions, which shares nothing with the engine but the
+model's own layers and the key of the draws.
 """
 
 import itertools
@@ -8,12 +9,12 @@ import math
 
 import pytest
 import torch
-from test_masked import FAMILIES, STATIC, M, V, model_of, prompts_of, uniform
+from test_masked import EOS, FAMILIES, STATIC, M, V, model_of, prompts_of, uniform
 from test_rollout import model_of as block_model_of
-from test_rollout import rows_of, same_draws
+from test_rollout import rows_of, same_draws, scripted
 
 from rollout import make_engine, probe
-from rollout.engine import confidence_of, select
+from rollout.engine import confidence_of, eoser_weight, reveal_quota, select
 from rollout.masked import MaskedEngine
 from rollout.probe import replay_logps
 
@@ -65,7 +66,8 @@ def naive_logits(model, ids, fresh, stored):
 @torch.no_grad()
 def naive_sample(
     model, prompt, number, *, gen_length=10, block_length=4, denoising_steps=4, temperature=1.0, remasking="entropy",
-    confidence_threshold=0.9, factor=1.0, cache="none", seed=0, stop_at_eos=True,
+    confidence_threshold=0.9, factor=1.0, schedule="uniform", cache="none", eos_policy="none", seed=0,
+    stop_at_eos=True,
 ):  # fmt: skip
     """One completion -> {"tokens", "steps", "logps": lists, None, -1 and 0 where never revealed; "forwards": int}"""
     n, P = block_length, len(prompt)
@@ -83,7 +85,8 @@ def naive_sample(
             logits = model.logits(torch.tensor([ids]))[0] if cache == "none" else naive_logits(model, ids, fresh, stored)
             token, logp, score = {}, {}, {}
             for p in places:
-                z = [-math.inf if v == M else value / (temperature or 1) for v, value in enumerate(logits[p].tolist())]
+                banned = {M, *model.eos_token_ids} if eos_policy == "suppress" else {M}
+                z = [-math.inf if v in banned else value / (temperature or 1) for v, value in enumerate(logits[p].tolist())]
                 lse = max(z) + math.log(math.fsum(math.exp(value - max(z)) for value in z))
                 probs = [math.exp(value - lse) for value in z]
                 v, reached, target = z.index(max(z)), 0.0, uniform(seed, number, p - P, step, "token")
@@ -98,7 +101,16 @@ def naive_sample(
                     "entropy": math.fsum(q * math.log(q) for q in probs if q > 0),
                     "topk_margin": sorted(probs)[-1] - sorted(probs)[-2],
                 }.get(remasking, probs[v])
+                if v in model.eos_token_ids and eos_policy == "demote":
+                    score[p] = -1e9
+                if v in model.eos_token_ids and eos_policy == "eoser":
+                    now, last = (start - P) // n * denoising_steps + step, L // n * denoising_steps - 1
+                    score[p] *= (
+                        0.01 + 0.99 * (2 * 2**now - 1) / 2 ** (last + 1) if schedule != "uniform" else 0.4 + 0.6 * now / last
+                    )
             quota = n // denoising_steps + (step < n % denoising_steps)
+            if schedule == "ascending":
+                quota = 2**step if step < denoising_steps - 1 else n
             for p in naive_rule(score, places, quota, remasking, confidence_threshold, factor):
                 ids[p], steps[p - P], logps[p - P], masked[p] = token[p], step, logp[p], False
         if stop_at_eos and any(ids[p] in model.eos_token_ids for p in range(start, start + n)):
@@ -329,3 +341,95 @@ def test_caches_are_refused_where_there_are_none(engine):
         make_engine(block_model_of()).generate([[3]], cache="dual")
     with pytest.raises(SystemExit, match="^--cache full: the sampler of a bidirectional model has none, prefix, dual$"):
         engine.generate([[3]], cache="full")
+
+
+# --- (c) the end of a text, (d) schedules ------------------------------------------------------------------------------------
+
+ENDS = dict(gen_length=12, block_length=6, denoising_steps=4, stop_at_eos=False)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ender(request):
+    """Of a model that likes to end: many tokens of the vocabulary are EOS."""
+    return make_engine(model_of(request.param, scale=12, eos=(1, 2, 3, 5, 8, 13)))
+
+
+@pytest.mark.parametrize("eos_policy", ["suppress", "demote", "eoser"])
+@pytest.mark.parametrize("remasking", RULES)
+def test_eos_policies_equal_the_naive_sampler(ender, eos_policy, remasking):
+    if (eos_policy, remasking) == ("eoser", "entropy"):
+        with pytest.raises(SystemExit, match="^--eos-policy eoser .* --remasking entropy are negative$"):
+            ender.generate([[3]], eos_policy=eos_policy, remasking=remasking)
+        return
+    prompts, others = prompts_of([1, 4, 7, 2], seed=3), 0
+    for stop_at_eos, temperature in ((False, 1.5), (True, 1.0), (False, 0)):
+        options = dict(
+            ENDS, temperature=temperature, remasking=remasking, confidence_threshold=0.5, factor=1.5, stop_at_eos=stop_at_eos,
+            eos_policy=eos_policy,
+        )  # fmt: skip
+        trace = ender.generate(prompts, sample_offset=30, **options)
+        assert trace.settings["eos_policy"] == eos_policy
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, ender.model, prompt, 30 + i, **options)
+            others += not matches(trace, i, ender.model, prompt, 30 + i, **options | {"eos_policy": "none"})
+    assert others > 0
+
+
+def test_suppressed_ends_never_come_and_the_trace_says_so(ender):
+    eos = torch.tensor(ender.model.eos_token_ids)
+    plain, banned = (ender.generate(prompts_of([3, 5]), num_samples=8, eos_policy=p, **ENDS) for p in ("none", "suppress"))
+    assert torch.isin(plain.completion_ids, eos).any() and not torch.isin(banned.completion_ids, eos).any()
+    assert banned.truncated.all() and banned.completion_mask.all()
+    assert plain.settings["logps"] == "softmax(logits / temperature)"
+    assert banned.settings["logps"] == "softmax(logits / temperature), EOS banned"
+
+
+def test_demoted_ends_come_last_in_their_block(monkeypatch, engine):
+    """A script of tokens: the two ends of each block are revealed behind all others, from left to right; nothing is stuck."""
+    script = [EOS[0], 7, 8, EOS[1], 9, 10] * 2
+    steps = dict(block_length=6, denoising_steps=6, stop_at_eos=False)
+    trace = scripted(monkeypatch, engine, script, [3, 4], eos_policy="demote", **steps)
+    assert trace.completion_ids[0].tolist() == script and trace.step_map[0].tolist() == [4, 0, 1, 5, 2, 3] * 2
+    assert scripted(monkeypatch, engine, script, [3, 4], **steps).step_map[0].tolist() == [0, 1, 2, 3, 4, 5] * 2
+    only = scripted(monkeypatch, engine, [EOS[0]] * 12, [3, 4], eos_policy="demote", **steps)
+    assert only.completion_ids[0].tolist() == [EOS[0]] * 12 and only.num_forwards.tolist() == [12]
+
+
+def test_eoser_weights():
+    """0.4 to 1 over all steps of a completion, also with many blocks; with ASS the share of 2^steps, from 0.01."""
+    assert [eoser_weight(i, 4, "uniform") for i in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert [eoser_weight(i, 128, "uniform") for i in (0, 127)] == [0.4, 1.0] and eoser_weight(0, 1, "uniform") == 0.4
+    assert [eoser_weight(i, 3, "ascending") for i in range(3)] == pytest.approx([0.01 + 0.99 * x / 8 for x in (1, 3, 7)])
+
+
+def test_ascending_quotas():
+    """specs of ASS: 256 tokens in 8 steps are 1, 2, 4, ..., 64, 129."""
+    assert reveal_quota(256, 8, "ascending") == [1, 2, 4, 8, 16, 32, 64, 129] and reveal_quota(5, 1, "ascending") == [5]
+    for n in range(2, 70):
+        for steps in range(1, int(math.log2(n)) + 1):
+            quota = reveal_quota(n, steps, "ascending")
+            assert sum(quota) == n and len(quota) == steps and quota == sorted(quota) and quota[-1] >= 2 ** (steps - 1)
+
+
+@pytest.mark.parametrize("eos_policy", ["none", "eoser"])
+def test_the_ascending_schedule_equals_the_naive_sampler(ender, eos_policy):
+    """One block of 11 in 3 steps, 1, 2 and 8 tokens; replayed by the model."""
+    options = dict(gen_length=11, block_length=11, denoising_steps=3, schedule="ascending", remasking="low_confidence_static")
+    prompts = prompts_of([1, 4, 7])
+    trace = ender.generate(prompts, eos_policy=eos_policy, **options)
+    for i, prompt in enumerate(prompts):
+        assert matches(trace, i, ender.model, prompt, i, eos_policy=eos_policy, **options)
+        assert trace.step_map[i].bincount().tolist() == [1, 2, 8]
+    assert (replay_logps(ender.model, trace) - trace.logps).abs().max() < 2e-6
+    for wrong in ({"gen_length": 12}, {"denoising_steps": 4}):
+        with pytest.raises(
+            SystemExit, match="^--schedule ascending takes one block of at least 2.steps tokens, not --block-le"
+        ):
+            ender.generate(prompts, **options | wrong)
+
+
+def test_the_block_engine_refuses_policies_and_schedules():
+    for options in ({"eos_policy": "demote"}, {"schedule": "ascending"}):
+        ((name, value),) = options.items()
+        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value}: the sampler of a block-causal model has"):
+            make_engine(block_model_of()).generate([[3]], **options)
