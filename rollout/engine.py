@@ -10,31 +10,66 @@ from rollout.traces import concatenate
 REMASKING = ("low_confidence_static", "low_confidence_dynamic", "random")
 
 
-def reveal_quota(block_length, denoising_steps):
-    """Tokens to reveal at each step: evenly, the remainder in the first steps. -> list of denoising_steps ints"""
+def reveal_quota(block_length, denoising_steps, schedule="uniform"):
+    """Tokens to reveal at each step. -> list of denoising_steps ints
+
+    uniform: evenly, the remainder in the first steps. ascending: 1, 2, 4, ... and the rest at last (ASS, arXiv 2509.23924).
+    """
+    if schedule == "ascending":
+        early = [2**step for step in range(denoising_steps - 1)]
+        return [*early, block_length - sum(early)]
     base, remainder = divmod(block_length, denoising_steps)
     return [base + (step < remainder) for step in range(denoising_steps)]
 
 
-def select(confidence, masked, quota, remasking, threshold):
-    """Which masked tokens of a block to reveal.
+def select(confidence, masked, quota, remasking, threshold, factor=1.0):
+    """Which masked tokens of a block to reveal: the most confident ones, and of equals those at lower positions.
 
-    confidence [N, n] fp32; masked [N, n] bool; quota: at least this many, as far as that many are masked. Ties go to the
-    lower position. low_confidence_static and random (whose confidence is noise) reveal the quota; low_confidence_dynamic
-    reveals all above the threshold if those are at least the quota. -> [N, n] bool
+    confidence [N, n] fp32; masked [N, n] bool; quota: at least this many, as far as that many are masked. More only by
+    low_confidence_dynamic, all above the threshold, and low_confidence_factor (Fast-dLLM, arXiv 2505.22618), the largest
+    number k for which (k + 1)(1 - confidence of the k-th best) < factor. -> [N, n] bool
     """
-    quota = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks
-    score = confidence.masked_fill(~masked, float("-inf"))
-    rank = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    best = rank < quota
-    if remasking != "low_confidence_dynamic":
-        return best
-    high = (score > threshold) & masked
-    return torch.where(high.sum(1, keepdim=True) >= quota, high, best)
+    number = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks
+    score, order = confidence.masked_fill(~masked, float("-inf")).sort(dim=1, descending=True, stable=True)
+    if remasking == "low_confidence_dynamic":
+        number = torch.maximum(number, (score > threshold).sum(1, keepdim=True))
+    elif remasking == "low_confidence_factor":
+        above = torch.arange(2, score.shape[1] + 2, device=score.device)
+        number = torch.maximum(number, (above * (1 - score) < factor).sum(1, keepdim=True))
+    return order.argsort(dim=1) < number
+
+
+def confidence_of(logits, logps, temperature, remasking):
+    """How sure the model is of each row: what decides the order of reveals, read from the distribution that was sampled.
+
+    logits [M, V], -inf where banned; logps [M] of the drawn tokens. entropy: the negative entropy in nats, topk_margin: the
+    best probability minus the second best; neither depends on the draw, so that the sum of a trace's logps is the exact
+    log-likelihood of its trajectory. Every other rule: the probability of the drawn token. -> [M]
+    """
+    if remasking not in ("entropy", "topk_margin"):
+        return logps.exp()
+    p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
+    if remasking == "entropy":
+        return -torch.special.entr(p).sum(-1)
+    best, second = p.topk(2).values.unbind(-1)
+    return best - second
+
+
+def eoser_weight(step, num_steps, schedule):
+    """What the confidence of an EOS is multiplied by under eos_policy="eoser" (arXiv 2509.23924), so that answers do not end
+    early: at step number `step` of num_steps, both of the whole completion. Linear from 0.4 to 1; with the ascending schedule
+    as the share of tokens revealed, from 0.01. The released code sets the step inside a block against the steps of all blocks.
+    """
+    if schedule == "ascending":
+        return 0.01 + 0.99 * (2 ** (step + 1) - 1) / 2**num_steps
+    return 0.4 + 0.6 * step / max(num_steps - 1, 1)
 
 
 class Engine:
     """Sampler whose `model` is its own copy of the weights. A subclass knows the attention pattern: it has `_generate`."""
+
+    # Of generate's arguments: what this engine can do.
+    choices = {"remasking": REMASKING, "schedule": ("uniform",), "cache": ("none",), "eos_policy": ("none",)}
 
     def __init__(self, model, max_batch_size):
         self.model, self.max_batch_size = model, max_batch_size
@@ -63,7 +98,7 @@ class Engine:
         """One line on what a rollout costs, for the log."""
         n = self.block_length(block_length)
         blocks, steps = -(-gen_length // n), min(denoising_steps, n)
-        at_least = "at least " if remasking == "low_confidence_dynamic" else ""
+        at_least = "at least " if remasking in ("low_confidence_dynamic", "low_confidence_factor") else ""
         return (
             f"{blocks} blocks of {n} tokens, {steps} steps each: {blocks * steps} steps, {at_least}{n / steps:g} tokens a step"
         )
@@ -71,22 +106,36 @@ class Engine:
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, gen_length=256, block_length=None, denoising_steps=4, temperature=1.0,
-        remasking="low_confidence_dynamic", confidence_threshold=0.9, seed=0, sample_offset=0, stop_at_eos=True, records=None,
+        remasking="low_confidence_dynamic", confidence_threshold=0.9, factor=1.0, schedule="uniform", cache="none",
+        eos_policy="none", seed=0, sample_offset=0, stop_at_eos=True, records=None,
     ):  # fmt: skip
         """Sample num_samples completions of each prompt (list of token ids, ragged, not empty). -> Trace
 
         gen_length tokens each, rounded up so that the last block is whole; generation ends at the block that holds an EOS
         unless stop_at_eos is False. denoising_steps: per block. block_length: 0 or None for the model's own, which is the only
-        one of a block-causal model. temperature 0: greedy.
+        one of a block-causal model. temperature 0: greedy. remasking: the rule of `select` and `confidence_of`. With as many
+        denoising_steps as a block has tokens, confidence_threshold and factor alone decide how many are revealed, at least one.
+        cache: of bidirectional models, "prefix" or "dual": faster and approximate, and so are the logps of the trace, which
+        are those of the forwards that were made.
+        schedule: of `reveal_quota`; ascending takes one block. eos_policy: none; suppress: an EOS has probability 0, which the
+        learner's log-probabilities do not know; demote: of its block an EOS is revealed last; eoser: its confidence is damped,
+        see `eoser_weight`.
         Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
         (seed, that number, position, step): batch size, other prompts and ranks do not change it.
         """
         n = self.block_length(block_length)
-        if remasking not in REMASKING:
-            raise SystemExit(f"--remasking {remasking}: there are {', '.join(REMASKING)}")
+        for name, value in {"remasking": remasking, "schedule": schedule, "cache": cache, "eos_policy": eos_policy}.items():
+            if value not in self.choices[name]:
+                offer = f"the sampler of a {self.model.attention} model has {', '.join(self.choices[name])}"
+                raise SystemExit(f"--{name.replace('_', '-')} {value}: {offer}")
         if min(n, denoising_steps, gen_length, num_samples) < 1 or temperature < 0:
             counts = f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=}"
             raise SystemExit(f"{counts} must be at least 1, {temperature=} at least 0")
+        if schedule == "ascending" and (gen_length > n or 2**denoising_steps > n):
+            shape = f"--block-length {n} --gen-length {gen_length} --denoising-steps {denoising_steps}"
+            raise SystemExit(f"--schedule ascending takes one block of at least 2^steps tokens, not {shape}")
+        if eos_policy == "eoser" and remasking == "entropy":
+            raise SystemExit("--eos-policy eoser scales confidences of at least 0: those of --remasking entropy are negative")
         if records is not None:
             raise SystemExit(f"the engines keep no records of kind {records!r}")
         prompt_ids = [ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids]
@@ -101,9 +150,14 @@ class Engine:
             "temperature": temperature,
             "remasking": remasking,
             "confidence_threshold": confidence_threshold,
+            "factor": factor,
+            "schedule": schedule,
+            "cache": cache,
+            "eos_policy": eos_policy,
             "seed": seed,
             "eos_token_ids": self.model.eos_token_ids,
-            "logps": "softmax(logits / temperature)" if temperature else "softmax(logits)",
+            "logps": ("softmax(logits / temperature)" if temperature else "softmax(logits)")
+            + (", EOS banned" if eos_policy == "suppress" else ""),
         }
         parts, total = [], len(prompt_ids) * num_samples
         for first in range(0, total, self.max_batch_size):
@@ -117,41 +171,55 @@ class Engine:
         """One batch: row i continues prompt_ids[owner[i]]. owner, sample_index [N] -> Trace"""
         raise NotImplementedError
 
-    def _denoise(self, forward, block, masked, sample_index, offset, settings):
+    def _denoise(self, forward, block, masked, sample_index, offset, settings, first_step=0):
         """Denoise one block of each row: forward, sample every masked token, reveal some; again until none is masked.
 
         forward(block) -> hidden [R, n, D], whose row i scores token i of the block; block [R, n] tokens; masked [R, n] bool,
         kept apart from the ids: nothing is inferred from them; sample_index [R] and offset [R, n] from the start of the
-        completion are the keys of the draws. -> tokens, step_map (-1 where nothing was masked), logps [R, n]; num_forwards [R]
+        completion are the keys of the draws; first_step: steps of the blocks before.
+        -> tokens, step_map (-1 where nothing was masked), logps [R, n]; num_forwards [R]
         """
         step_map, num_forwards = torch.full_like(block, -1), torch.zeros_like(sample_index)
         logps = torch.zeros(block.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        for step, least in enumerate(reveal_quota(block.shape[1], settings["denoising_steps"])):
+        for step, least in enumerate(reveal_quota(block.shape[1], settings["denoising_steps"], settings["schedule"])):
             if not masked.any():
                 break
             hidden = forward(block)
             num_forwards += masked.any(1)
             r, j = masked.nonzero(as_tuple=True)  # the head sees masked positions alone
             key = (settings["seed"], sample_index[r], offset[r, j], step)
-            drawn, drawn_logps = self._sample(hidden[r, j], keyed_uniform(*key, "token"), settings["temperature"])
+            drawn, drawn_logps, score = self._sample(hidden[r, j], keyed_uniform(*key, "token"), settings)
             if not drawn_logps.isfinite().all():
                 bad = sample_index[r[~drawn_logps.isfinite()]].unique().tolist()
                 raise SystemExit(f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged")
-            proposal, proposal_logps = block.clone(), torch.zeros_like(logps)
-            proposal[r, j], proposal_logps[r, j] = drawn, drawn_logps
-            confidence = proposal_logps.exp()
             if settings["remasking"] == "random":
-                confidence[r, j] = keyed_uniform(*key, "order").to(confidence.dtype)
-            chosen = select(confidence, masked, least, settings["remasking"], settings["confidence_threshold"])
+                score = keyed_uniform(*key, "order").to(score.dtype)
+            if settings["eos_policy"] in ("demote", "eoser"):
+                score = self._damp_eos(score, drawn, first_step + step, settings)
+            proposal, proposal_logps, confidence = block.clone(), torch.zeros_like(logps), torch.zeros_like(logps)
+            proposal[r, j], proposal_logps[r, j], confidence[r, j] = drawn, drawn_logps, score
+            chosen = select(confidence, masked, least, *(settings[k] for k in ("remasking", "confidence_threshold", "factor")))
             block, logps = torch.where(chosen, proposal, block), torch.where(chosen, proposal_logps, logps)
             step_map, masked = step_map.masked_fill(chosen, step), masked & ~chosen
         return block, step_map, logps, num_forwards
 
-    def _sample(self, hidden, uniform, temperature, chunk_rows=512):
-        """hidden [M, D], uniform [M] -> tokens [M], logps [M], chunk_rows rows at a time. The mask token is never drawn."""
-        parts = []
+    def _damp_eos(self, score, tokens, step, settings):
+        """score, tokens [M] at step number `step` of the completion -> score, lower where the token is an EOS."""
+        is_eos = torch.isin(tokens, torch.tensor(settings["eos_token_ids"], device=self.device))
+        if settings["eos_policy"] == "demote":
+            return score.masked_fill(is_eos, torch.finfo(score.dtype).min)  # finite: revealed if nothing else is left
+        blocks = -(-settings["gen_length"] // settings["block_length"])
+        weight = eoser_weight(step, blocks * settings["denoising_steps"], settings["schedule"])
+        return torch.where(is_eos, weight * score, score)
+
+    def _sample(self, hidden, uniform, settings, chunk_rows=512):
+        """hidden [M, D], uniform [M] -> tokens, logps, confidence [M], chunk_rows rows at a time. The mask is never drawn."""
+        parts, temperature = [], settings["temperature"]
         for rows in torch.arange(len(hidden), device=self.device).split(chunk_rows):
             logits = self.model.head(hidden[rows])
             logits[:, self.model.mask_token_id] = float("-inf")
-            parts.append(sample_categorical(logits, uniform[rows], temperature))
+            if settings["eos_policy"] == "suppress":
+                logits[:, settings["eos_token_ids"]] = float("-inf")
+            tokens, logps = sample_categorical(logits, uniform[rows], temperature)
+            parts.append((tokens, logps, confidence_of(logits, logps, temperature, settings["remasking"])))
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))

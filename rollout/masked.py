@@ -1,7 +1,13 @@
-"""Decoding of bidirectional masked diffusion models (LLaDA, Dream), block by block, without a cache. Plain and exact.
+"""Decoding of bidirectional masked diffusion models (LLaDA, Dream), block by block: plain and exact, or from a cache.
 
 The canvas of a completion is all masks at first. Its blocks are denoised from left to right, and every step is one forward of
 the prompt and the whole canvas: the masks behind the block are attended to, so the length of the canvas is part of the input.
+
+Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block is that same forward and keeps all keys and values. Later steps
+forward a window alone and attend to the kept ones elsewhere: approximate from the second layer on, whose keys and values
+outside the window do not know what was revealed since.
+prefix   the window is the block and all masks behind it
+dual     the window is the block
 """
 
 from functools import partial
@@ -10,12 +16,19 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import bidirectional, make_attend
-from rollout.engine import Engine
+from rollout.engine import REMASKING, Engine
 from rollout.traces import Trace, left_padded, scored
 
 
 class MaskedEngine(Engine):
     """Sampler of a bidirectional model. The grid of blocks starts at the completion, and any block length will do."""
+
+    choices = {
+        "remasking": (*REMASKING, "low_confidence_factor", "entropy", "topk_margin"),
+        "schedule": ("uniform", "ascending"),
+        "cache": ("none", "prefix", "dual"),
+        "eos_policy": ("none", "suppress", "demote", "eoser"),
+    }
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
         model, n, steps = self.model, settings["block_length"], settings["denoising_steps"]
@@ -30,9 +43,12 @@ class MaskedEngine(Engine):
         eos = torch.tensor(model.eos_token_ids, device=self.device)
         for start in range(P, P + L, n):
             here = row, slice(start, start + n)
+            canvas = tokens[row], valid[row], here[1]
+            cached = partial(self._cached_forward, *canvas, settings["cache"], [])
             tokens[here], step_map[here], logps[here], forwards = self._denoise(
-                partial(self._forward, tokens[row], valid[row], here[1]),
+                partial(self._forward, *canvas) if settings["cache"] == "none" else cached,
                 tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here], settings,
+                first_step=(start - P) // n * steps,
             )  # fmt: skip
             num_forwards[row] += forwards
             ended = torch.isin(tokens[here], eos).any(1)  # blocks are final: later ones cannot change the text
@@ -52,11 +68,40 @@ class MaskedEngine(Engine):
             settings=settings,
         )
 
-    def _forward(self, tokens, valid, columns, block):
-        """Forward tokens [R, T] with the block in its columns; valid [R, T]: no padding. -> hidden [R, n, D] of the block"""
+    def _forward(self, tokens, valid, columns, block, keep=None):
+        """Forward tokens [R, T] with the block in its columns; valid [R, T]: no padding. -> hidden [R, n, D] of the block
+
+        keep: a list that gets the keys and values of each layer, rotated: [R, K, T, h].
+        """
         tokens[:, columns] = block
         position_ids, _ = self.model.grid(valid)
-        attend = make_attend(bidirectional(valid), self.model.attention_backend)
-        hidden = self.model.hidden(tokens, position_ids, attend)
-        align = getattr(self.model, "align", lambda hidden, valid_mask: hidden)  # row i is to score token i
-        return align(hidden, valid)[:, columns]
+        attend_all = make_attend(bidirectional(valid), self.model.attention_backend)
+
+        def attend(layer, q, k, v):
+            if keep is not None:
+                keep.append((k, v))
+            return attend_all(layer, q, k, v)
+
+        return self._align(self.model.hidden(tokens, position_ids, attend), valid)[:, columns]
+
+    def _cached_forward(self, tokens, valid, columns, kind, cache, block):
+        """`_forward`, first of all tokens, which fills the empty list `cache`, then of the window, which is updated in it."""
+        if not cache:
+            return self._forward(tokens, valid, columns, block, keep=cache)
+        tokens[:, columns] = block
+        before = 1 if hasattr(self.model, "align") else 0  # the token that a shifted row comes from, never padding
+        window = slice(columns.start - before, columns.stop if kind == "dual" else tokens.shape[1])
+        position_ids, _ = self.model.grid(valid)
+        visible = None if valid.all() else valid[:, None, None]  # [R, 1, 1, T]
+
+        def attend(layer, q, k, v):
+            keys, values = cache[layer]
+            keys[:, :, window], values[:, :, window] = k, v
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
+
+        hidden = self.model.hidden(tokens[:, window], position_ids[:, window], attend)
+        return self._align(hidden, valid[:, window])[:, before : before + block.shape[1]]
+
+    def _align(self, hidden, valid):
+        """Rows as the head takes them: row i scores token i."""
+        return self.model.align(hidden, valid) if hasattr(self.model, "align") else hidden

@@ -1,0 +1,435 @@
+"""rollout/masked.py beyond plain decoding: rules of reveal, caches, the end of a text, schedules.
+
+Each is compared with a naive sampler of one row, with loops over positions, which shares nothing with the engine but the
+model's own layers and the key of the draws.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from test_masked import EOS, FAMILIES, STATIC, M, V, model_of, prompts_of, uniform
+from test_rollout import model_of as block_model_of
+from test_rollout import rows_of, same_draws, scripted
+
+from rollout import make_engine, probe
+from rollout.engine import confidence_of, eoser_weight, reveal_quota, select
+from rollout.masked import MaskedEngine
+from rollout.probe import replay_logps
+
+RULES = ("low_confidence_static", "low_confidence_dynamic", "low_confidence_factor", "random", "entropy", "topk_margin")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request):
+    return make_engine(model_of(request.param, scale=12))
+
+
+# --- the naive sampler -------------------------------------------------------------------------------------------------------
+
+
+def naive_rule(c, places, quota, remasking, threshold, factor):
+    """Which of the places to reveal, c: {place: confidence}."""
+    best = sorted(places, key=lambda p: (-c[p], p))
+    number = min(quota, len(places))
+    if remasking == "low_confidence_dynamic":
+        number = max(number, len([p for p in places if c[p] > threshold]))
+    if remasking == "low_confidence_factor":
+        able = [k for k in range(1, len(best) + 1) if (k + 1) * (1 - c[best[k - 1]]) < factor]
+        number = max([number, *able])
+    return best[:number]
+
+
+def naive_logits(model, ids, fresh, stored):
+    """[T] ids -> [T, V]: one full forward in which only `fresh` positions have keys and values of their own.
+
+    stored: {layer: [k, v]} of all positions, from which the others come; what is fresh is written into it. Empty: all are.
+    """
+
+    def attend(layer, q, k, v):
+        if layer in stored:
+            for new, old in zip((k, v), stored[layer], strict=True):
+                for p in range(len(ids)):
+                    if p not in fresh:
+                        new[:, :, p] = old[:, :, p]
+        stored[layer] = [k.clone(), v.clone()]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return torch.einsum("bhqk,bhkd->bhqd", (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1), v)
+
+    hidden = model.hidden(torch.tensor([ids]), torch.arange(len(ids))[None], attend)[0]
+    if hasattr(model, "align"):  # Dream: token i is predicted where token i - 1 stands
+        hidden = torch.stack([hidden[max(i - 1, 0)] for i in range(len(ids))])
+    return model.head(hidden)
+
+
+@torch.no_grad()
+def naive_sample(
+    model, prompt, number, *, gen_length=10, block_length=4, denoising_steps=4, temperature=1.0, remasking="entropy",
+    confidence_threshold=0.9, factor=1.0, schedule="uniform", cache="none", eos_policy="none", seed=0,
+    stop_at_eos=True,
+):  # fmt: skip
+    """One completion -> {"tokens", "steps", "logps": lists, None, -1 and 0 where never revealed; "forwards": int}"""
+    n, P = block_length, len(prompt)
+    L = math.ceil(gen_length / n) * n
+    ids, masked = prompt + [M] * L, [p >= P for p in range(P + L)]
+    steps, logps, forwards = [-1] * L, [0.0] * L, 0
+    for start in range(P, P + L, n):
+        first = start - 1 if hasattr(model, "align") else start
+        fresh, stored = range(first, {"dual": start + n}.get(cache, P + L)), {}
+        for step in range(denoising_steps):
+            places = [p for p in range(start, start + n) if masked[p]]
+            if not places:
+                break
+            forwards += 1
+            logits = model.logits(torch.tensor([ids]))[0] if cache == "none" else naive_logits(model, ids, fresh, stored)
+            token, logp, score = {}, {}, {}
+            for p in places:
+                banned = {M, *model.eos_token_ids} if eos_policy == "suppress" else {M}
+                z = [-math.inf if v in banned else value / (temperature or 1) for v, value in enumerate(logits[p].tolist())]
+                lse = max(z) + math.log(math.fsum(math.exp(value - max(z)) for value in z))
+                probs = [math.exp(value - lse) for value in z]
+                v, reached, target = z.index(max(z)), 0.0, uniform(seed, number, p - P, step, "token")
+                if temperature > 0:
+                    for v in range(V):
+                        reached += probs[v]
+                        if reached > target:
+                            break
+                token[p], logp[p] = v, z[v] - lse
+                score[p] = {
+                    "random": uniform(seed, number, p - P, step, "order"),
+                    "entropy": math.fsum(q * math.log(q) for q in probs if q > 0),
+                    "topk_margin": sorted(probs)[-1] - sorted(probs)[-2],
+                }.get(remasking, probs[v])
+                if v in model.eos_token_ids and eos_policy == "demote":
+                    score[p] = -1e9
+                if v in model.eos_token_ids and eos_policy == "eoser":
+                    now, last = (start - P) // n * denoising_steps + step, L // n * denoising_steps - 1
+                    score[p] *= (
+                        0.01 + 0.99 * (2 * 2**now - 1) / 2 ** (last + 1) if schedule != "uniform" else 0.4 + 0.6 * now / last
+                    )
+            quota = n // denoising_steps + (step < n % denoising_steps)
+            if schedule == "ascending":
+                quota = 2**step if step < denoising_steps - 1 else n
+            for p in naive_rule(score, places, quota, remasking, confidence_threshold, factor):
+                ids[p], steps[p - P], logps[p - P], masked[p] = token[p], step, logp[p], False
+        if stop_at_eos and any(ids[p] in model.eos_token_ids for p in range(start, start + n)):
+            break
+    tokens = [None if masked[p] else ids[p] for p in range(P, P + L)]
+    return {"tokens": tokens, "steps": steps, "logps": logps, "forwards": forwards}
+
+
+def matches(trace, i, model, prompt, number, **options):
+    """Whether row i of a trace is the naive sampler's completion."""
+    want = naive_sample(model, prompt, number, **options)
+    tokens = [
+        None if step < 0 else v for v, step in zip(trace.completion_ids[i].tolist(), trace.step_map[i].tolist(), strict=True)
+    ]
+    same = (
+        tokens == want["tokens"] and trace.step_map[i].tolist() == want["steps"] and trace.num_forwards[i] == want["forwards"]
+    )
+    return same and (trace.logps[i] - torch.tensor(want["logps"], dtype=torch.float64)).abs().max().item() < 1e-9
+
+
+# --- (a) rules of reveal -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remasking", ["low_confidence_factor", "entropy", "topk_margin"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_rules_equal_the_naive_sampler(engine, remasking, temperature):
+    """Ragged prompts in one batch, more and fewer steps than tokens in a block, with and without the end at an EOS."""
+    prompts, others = prompts_of([1, 4, 7], seed=3), 0
+    for n, steps, gen_length, factor in ((4, 4, 12, 1.5), (8, 3, 10, 0.5), (5, 7, 9, 3.0)):
+        options = dict(
+            gen_length=gen_length, block_length=n, denoising_steps=steps, temperature=temperature, remasking=remasking,
+            factor=factor, seed=steps, stop_at_eos=n != 4,
+        )  # fmt: skip
+        trace = engine.generate(prompts, sample_offset=50, **options)
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, engine.model, prompt, 50 + i, **options)
+        assert trace.settings["remasking"] == remasking and trace.settings["factor"] == factor
+        control = options | {"remasking": "low_confidence_static"}
+        others += sum(not matches(trace, i, engine.model, prompt, 50 + i, **control) for i, prompt in enumerate(prompts))
+    assert others > 0
+
+
+@pytest.mark.parametrize("remasking", RULES)
+def test_select_against_the_definition(remasking):
+    """Ties, confidences of 0 and 1, negative ones (entropy), fewer masks than the quota, no masks at all."""
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 4, 7, 32):
+        confidence = torch.randint(-1, 5, (120, n), generator=generator) / 4
+        confidence[:60] = torch.rand(60, n, generator=generator) ** 0.1
+        masked = torch.rand(120, n, generator=generator) < torch.rand(120, 1, generator=generator)
+        for quota, threshold, factor in itertools.product((0, 1, n // 2 + 1), (-2.0, 0.5, 0.9), (0.1, 1.0, 3.0)):
+            got = select(confidence, masked, quota, remasking, threshold, factor)
+            for row in range(120):
+                places = masked[row].nonzero().flatten().tolist()
+                c = confidence[row].tolist()
+                want = naive_rule(c, places, quota, remasking, threshold, factor) if places else []
+                assert got[row].nonzero().flatten().tolist() == sorted(want)
+
+
+def test_factor_decoding_bounds_the_joint_error():
+    """Fast-dLLM's rule by hand: confidences .99 .95 .8 .3 and factor 1: 2(.01), 3(.05), 4(.2) < 1 but 5(.7) is not."""
+    confidence, masked = torch.tensor([[0.3, 0.99, 0.8, 0.95]]), torch.ones(1, 4, dtype=torch.bool)
+    reveal = lambda factor: select(confidence, masked, 1, "low_confidence_factor", 0.9, factor)[0].tolist()
+    assert reveal(1.0) == [False, True, True, True] and reveal(0.5) == [False, True, False, True]
+    assert reveal(1e-6) == [False, True, False, False] and reveal(4.0) == [True] * 4
+
+
+def test_parallel_rules_reveal_at_least_one_and_then_all_above(engine):
+    """denoising_steps = block_length: an unreachable threshold or factor gives one token a step, an easy one a whole block."""
+    for remasking, hard, easy in (
+        ("low_confidence_dynamic", {"confidence_threshold": 1.1}, {"confidence_threshold": -0.1}),
+        ("low_confidence_factor", {"factor": 1e-9}, {"factor": 1e9}),
+    ):
+        options = dict(block_length=6, denoising_steps=6, **STATIC | {"remasking": remasking})
+        slow, fast = (engine.generate(prompts_of([3, 5]), **options, **limit) for limit in (hard, easy))
+        static = engine.generate(prompts_of([3, 5]), block_length=6, denoising_steps=6, **STATIC)
+        assert torch.equal(slow.step_map, static.step_map) and slow.num_forwards.tolist() == [12, 12]
+        assert not fast.step_map.any() and fast.num_forwards.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 2.0])
+def test_confidence_is_of_the_sampled_distribution(temperature):
+    """Banned tokens have no part in it; a distribution of one token is sure, a flat one is not."""
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, M], logits[0, 1:] = -math.inf, -math.inf
+    logits[1, :M] = 0
+    p = (logits.double() / (temperature or 1)).softmax(-1)
+    logps = p.max(-1).values.log()
+    best = p.sort(-1, descending=True).values
+    want = {
+        "entropy": torch.stack([sum(x * x.log() for x in row if x > 0) for row in p]),
+        "topk_margin": best[:, 0] - best[:, 1],
+        "random": best[:, 0],
+    }
+    for remasking, value in want.items():
+        assert torch.allclose(confidence_of(logits, logps, temperature, remasking), value, atol=1e-12)
+    assert want["entropy"][:2].tolist() == pytest.approx([0, -math.log(M)])
+
+
+@pytest.mark.parametrize("remasking", ["entropy", "topk_margin"])
+def test_logps_of_draw_independent_rules_are_the_likelihood_of_the_trajectory(engine, remasking):
+    """The order does not depend on the draws, so that every state has one set of places to reveal at the next step."""
+    trace = engine.generate(
+        prompts_of([4]), num_samples=40, block_length=4, denoising_steps=4, temperature=3.0, **STATIC | {"remasking": remasking}
+    )
+    first = (trace.step_map[:, :4] == 0).long().argmax(1)
+    assert len(first.unique()) == 1 and len(trace.completion_ids[torch.arange(40), first].unique()) > 3
+    sampled = engine.generate(prompts_of([4]), num_samples=40, block_length=4, denoising_steps=4, temperature=3.0, **STATIC)
+    assert len((sampled.step_map[:, :4] == 0).long().argmax(1).unique()) > 1  # control: by the drawn token's probability
+
+
+def test_the_block_engine_refuses_rules_it_has_not():
+    for remasking in ("entropy", "topk_margin", "low_confidence_factor"):
+        with pytest.raises(
+            SystemExit, match=f"^--remasking {remasking}: .*block-causal model has low_confidence_static.*random$"
+        ):
+            make_engine(block_model_of()).generate([[3]], remasking=remasking)
+
+
+# --- (b) caches --------------------------------------------------------------------------------------------------------------
+
+CACHED = dict(gen_length=12, block_length=4, denoising_steps=3, stop_at_eos=False, remasking="low_confidence_static")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_caches_are_exact_for_one_layer(family, cache):
+    """Keys and values of one layer depend on their own token alone: no step of any row differs from decoding without cache."""
+    engine = make_engine(model_of(family, scale=12, **{{"llada": "n_layers", "dream": "num_hidden_layers"}[family]: 1}))
+    for remasking in ("low_confidence_dynamic", "entropy", "random"):
+        options = dict(num_samples=3, seed=2, **CACHED | {"remasking": remasking, "stop_at_eos": True})
+        plain, cached = (engine.generate(prompts_of([1, 4, 9, 6]), cache=kind, **options) for kind in ("none", cache))
+        assert same_draws(plain, cached, 1e-9) and cached.settings == plain.settings | {"cache": cache}
+        assert (cached.step_map < 0).any() and cached.step_map.max() > 0
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_caches_equal_the_naive_cached_sampler(engine, cache, temperature):
+    """Two layers, ragged prompts in one batch: tokens, order and logps are those of stale keys and values, and no others."""
+    prompts = prompts_of([1, 4, 9], seed=3)
+    for n, steps, gen_length in ((4, 4, 12), (6, 3, 10), (1, 1, 4)):
+        options = dict(
+            gen_length=gen_length, block_length=n, denoising_steps=steps, temperature=temperature, cache=cache, seed=steps,
+            remasking="low_confidence_dynamic", confidence_threshold=0.6, stop_at_eos=n != 4,
+        )  # fmt: skip
+        trace = engine.generate(prompts, sample_offset=20, **options)
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, engine.model, prompt, 20 + i, **options)
+            for other in {"none", "prefix", "dual"} - {cache} if n == 4 else ():
+                assert not matches(trace, i, engine.model, prompt, 20 + i, **options | {"cache": other})
+
+
+def test_the_first_step_of_a_block_is_exact(engine):
+    """'first step after a refresh exact, later ones approximate': by the model's own replay of the recorded states."""
+    for cache in ("none", "prefix", "dual"):
+        trace = engine.generate(prompts_of([1, 4, 9]), num_samples=2, cache=cache, **CACHED)
+        gap = (replay_logps(engine.model, trace) - trace.logps).abs()
+        assert gap[trace.step_map == 0].max() < 2e-6
+        assert (gap[trace.step_map > 0].max() > 1e-3) == (cache != "none")
+    one_step = dict(CACHED, denoising_steps=1)
+    plain = engine.generate(prompts_of([1, 4, 9]), **one_step)
+    assert same_draws(engine.generate(prompts_of([1, 4, 9]), cache="dual", **one_step), plain, 1e-12)
+
+
+def test_the_refresh_serves_step_0_and_windows_are_small(monkeypatch, engine):
+    """Widths of the forwards: the whole once a block, then block and suffix, or the block; Dream's has the token before."""
+    widths, hidden, before = [], engine.model.hidden, int(hasattr(engine.model, "align"))
+    monkeypatch.setattr(engine.model, "hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest))
+    for cache, later in (("none", [17, 17, 17]), ("prefix", [12, 8, 4]), ("dual", [4, 4, 4])):
+        widths.clear()
+        trace = engine.generate(prompts_of([2, 5]), cache=cache, **CACHED)
+        extra = before if cache != "none" else 0
+        assert widths == [w for width in later for w in (17, width + extra, width + extra)]
+        assert trace.num_forwards.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_batches_and_padding_change_no_cached_draw(engine, cache):
+    """A row beside longer and shorter prompts, in batches of 1, 3 and all, is the row alone."""
+    prompts, options = prompts_of([3, 9, 1, 6]), dict(CACHED, cache=cache, num_samples=2, stop_at_eos=True)
+    whole = engine.generate(prompts, **options)
+    for size in (1, 3):
+        assert same_draws(make_engine(engine.model, max_batch_size=size).generate(prompts, **options), whole, 1e-9)
+    for p in range(4):
+        alone = engine.generate([prompts[p]], sample_offset=2 * p, **options)
+        assert rows_of(alone, [0, 1]) == rows_of(whole, [2 * p, 2 * p + 1])
+
+
+class Faulty(MaskedEngine):
+    """A cache that is wrong in one way."""
+
+    def __init__(self, model, fault):
+        super().__init__(model, 256)
+        self.fault = fault
+
+    def _cached_forward(self, tokens, valid, columns, kind, cache, block):
+        if self.fault == "padding seen" and cache:
+            valid = valid | True
+        hidden = super()._cached_forward(tokens, valid, columns, kind, cache, block)
+        return hidden.roll(1, 1) if self.fault == "rows shifted" else hidden
+
+    def _align(self, hidden, valid):
+        return hidden if self.fault == "not aligned" else super()._align(hidden, valid)
+
+
+@pytest.mark.parametrize("fault", ["padding seen", "rows shifted", "not aligned"])
+def test_faults_of_a_cache_show(engine, fault):
+    """Negative controls of the comparison with the naive cached sampler. Dream's shift is one of them."""
+    prompts, options = prompts_of([2, 8]), dict(CACHED, cache="dual")
+    trace = Faulty(engine.model, fault).generate(prompts, **options)
+    right = matches(trace, 0, engine.model, prompts[0], 0, **options)
+    assert right == (fault == "not aligned" and not hasattr(engine.model, "align"))
+
+
+def test_the_probe_reports_the_gap_of_a_cache(engine):
+    """Neither hidden nor refused: without a cache it is rounding, with one it is not."""
+    metrics = {
+        cache: probe(engine, engine.model, [3, 4, 5], num_samples=4, cache=cache, **CACHED)
+        for cache in ("none", "prefix", "dual")
+    }
+    gaps = {cache: values["probe/logp_gap_mean"] for cache, values in metrics.items()}
+    assert gaps["none"] < 1e-6 and min(gaps["prefix"], gaps["dual"]) > 1e-3
+
+
+def test_caches_are_refused_where_there_are_none(engine):
+    with pytest.raises(SystemExit, match="^--cache dual: the sampler of a block-causal model has none$"):
+        make_engine(block_model_of()).generate([[3]], cache="dual")
+    with pytest.raises(SystemExit, match="^--cache full: the sampler of a bidirectional model has none, prefix, dual$"):
+        engine.generate([[3]], cache="full")
+
+
+# --- (c) the end of a text, (d) schedules ------------------------------------------------------------------------------------
+
+ENDS = dict(gen_length=12, block_length=6, denoising_steps=4, stop_at_eos=False)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ender(request):
+    """Of a model that likes to end: many tokens of the vocabulary are EOS."""
+    return make_engine(model_of(request.param, scale=12, eos=(1, 2, 3, 5, 8, 13)))
+
+
+@pytest.mark.parametrize("eos_policy", ["suppress", "demote", "eoser"])
+@pytest.mark.parametrize("remasking", RULES)
+def test_eos_policies_equal_the_naive_sampler(ender, eos_policy, remasking):
+    if (eos_policy, remasking) == ("eoser", "entropy"):
+        with pytest.raises(SystemExit, match="^--eos-policy eoser .* --remasking entropy are negative$"):
+            ender.generate([[3]], eos_policy=eos_policy, remasking=remasking)
+        return
+    prompts, others = prompts_of([1, 4, 7, 2], seed=3), 0
+    for stop_at_eos, temperature in ((False, 1.5), (True, 1.0), (False, 0)):
+        options = dict(
+            ENDS, temperature=temperature, remasking=remasking, confidence_threshold=0.5, factor=1.5, stop_at_eos=stop_at_eos,
+            eos_policy=eos_policy,
+        )  # fmt: skip
+        trace = ender.generate(prompts, sample_offset=30, **options)
+        assert trace.settings["eos_policy"] == eos_policy
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, ender.model, prompt, 30 + i, **options)
+            others += not matches(trace, i, ender.model, prompt, 30 + i, **options | {"eos_policy": "none"})
+    assert others > 0
+
+
+def test_suppressed_ends_never_come_and_the_trace_says_so(ender):
+    eos = torch.tensor(ender.model.eos_token_ids)
+    plain, banned = (ender.generate(prompts_of([3, 5]), num_samples=8, eos_policy=p, **ENDS) for p in ("none", "suppress"))
+    assert torch.isin(plain.completion_ids, eos).any() and not torch.isin(banned.completion_ids, eos).any()
+    assert banned.truncated.all() and banned.completion_mask.all()
+    assert plain.settings["logps"] == "softmax(logits / temperature)"
+    assert banned.settings["logps"] == "softmax(logits / temperature), EOS banned"
+
+
+def test_demoted_ends_come_last_in_their_block(monkeypatch, engine):
+    """A script of tokens: the two ends of each block are revealed behind all others, from left to right; nothing is stuck."""
+    script = [EOS[0], 7, 8, EOS[1], 9, 10] * 2
+    steps = dict(block_length=6, denoising_steps=6, stop_at_eos=False)
+    trace = scripted(monkeypatch, engine, script, [3, 4], eos_policy="demote", **steps)
+    assert trace.completion_ids[0].tolist() == script and trace.step_map[0].tolist() == [4, 0, 1, 5, 2, 3] * 2
+    assert scripted(monkeypatch, engine, script, [3, 4], **steps).step_map[0].tolist() == [0, 1, 2, 3, 4, 5] * 2
+    only = scripted(monkeypatch, engine, [EOS[0]] * 12, [3, 4], eos_policy="demote", **steps)
+    assert only.completion_ids[0].tolist() == [EOS[0]] * 12 and only.num_forwards.tolist() == [12]
+
+
+def test_eoser_weights():
+    """0.4 to 1 over all steps of a completion, also with many blocks; with ASS the share of 2^steps, from 0.01."""
+    assert [eoser_weight(i, 4, "uniform") for i in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert [eoser_weight(i, 128, "uniform") for i in (0, 127)] == [0.4, 1.0] and eoser_weight(0, 1, "uniform") == 0.4
+    assert [eoser_weight(i, 3, "ascending") for i in range(3)] == pytest.approx([0.01 + 0.99 * x / 8 for x in (1, 3, 7)])
+
+
+def test_ascending_quotas():
+    """specs of ASS: 256 tokens in 8 steps are 1, 2, 4, ..., 64, 129."""
+    assert reveal_quota(256, 8, "ascending") == [1, 2, 4, 8, 16, 32, 64, 129] and reveal_quota(5, 1, "ascending") == [5]
+    for n in range(2, 70):
+        for steps in range(1, int(math.log2(n)) + 1):
+            quota = reveal_quota(n, steps, "ascending")
+            assert sum(quota) == n and len(quota) == steps and quota == sorted(quota) and quota[-1] >= 2 ** (steps - 1)
+
+
+@pytest.mark.parametrize("eos_policy", ["none", "eoser"])
+def test_the_ascending_schedule_equals_the_naive_sampler(ender, eos_policy):
+    """One block of 11 in 3 steps, 1, 2 and 8 tokens; replayed by the model."""
+    options = dict(gen_length=11, block_length=11, denoising_steps=3, schedule="ascending", remasking="low_confidence_static")
+    prompts = prompts_of([1, 4, 7])
+    trace = ender.generate(prompts, eos_policy=eos_policy, **options)
+    for i, prompt in enumerate(prompts):
+        assert matches(trace, i, ender.model, prompt, i, eos_policy=eos_policy, **options)
+        assert trace.step_map[i].bincount().tolist() == [1, 2, 8]
+    assert (replay_logps(ender.model, trace) - trace.logps).abs().max() < 2e-6
+    for wrong in ({"gen_length": 12}, {"denoising_steps": 4}):
+        with pytest.raises(
+            SystemExit, match="^--schedule ascending takes one block of at least 2.steps tokens, not --block-le"
+        ):
+            ender.generate(prompts, **options | wrong)
+
+
+def test_the_block_engine_refuses_policies_and_schedules():
+    for options in ({"eos_policy": "demote"}, {"schedule": "ascending"}):
+        ((name, value),) = options.items()
+        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value}: the sampler of a block-causal model has"):
+            make_engine(block_model_of()).generate([[3]], **options)
