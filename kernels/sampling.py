@@ -1,5 +1,7 @@
 """Keyed randomness and categorical sampling: a draw depends on its key alone, never on its neighbours in the batch."""
 
+from importlib.util import find_spec
+
 import torch
 
 
@@ -40,17 +42,31 @@ def keyed_uniform(*key):
     return _shift_right(state, 11).double() * 2.0**-53
 
 
-def sample_categorical(logits, uniform, temperature=1.0):
+def sample_categorical(logits, uniform, temperature=1.0, banned_id=None, statistics=False):
     """Draw one token a row by inverting its distribution function.
 
-    logits [N, V] floating, -inf for banned tokens; uniform [N] fp64 in [0, 1); temperature 0 takes the argmax.
-    -> tokens [N] int64, logps [N] in at least fp32: log-probability under softmax(logits / temperature), the plain softmax at
-    temperature 0.
+    logits [N, V] floating, -inf for banned tokens, banned_id for one more; uniform [N] fp64 in [0, 1); temperature 0 takes the
+    argmax. -> tokens [N] int64, logps [N] in at least fp32: log-probability under softmax(logits / temperature), the plain
+    softmax at temperature 0. statistics: also max_probs [N] and entropies [N] (nats) of that distribution, as logps.
 
     One 53-bit uniform a row instead of a Gumbel number per entry: low-precision Gumbel noise cuts the upper tail off (24 bits
     cannot exceed 16.6), which lowers the effective temperature at large vocabularies.
+    CUDA logits up to fp32 take two Triton kernels. Their token is that of sample_reference unless uniform is within
+    1e-6 + 2^-23 max |logits / temperature| of an edge of its bin: the reference rounds logits / temperature to fp32.
     """
+    if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton"):
+        from kernels.sampling_triton import sample_fused  # not at the top: machines without a GPU have no Triton
+
+        draws = sample_fused(logits, uniform, temperature, banned_id)
+        return draws if statistics else draws[:2]
+    return sample_reference(logits, uniform, temperature, banned_id, statistics)
+
+
+def sample_reference(logits, uniform, temperature=1.0, banned_id=None, statistics=False):
+    """sample_categorical in plain PyTorch, on every device and in fp64 too; holds the distribution functions [N, V] in fp64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if banned_id is not None:
+        logits = logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == banned_id, float("-inf"))
     if temperature == 0:
         logps = logits.log_softmax(-1)
         tokens = logps.argmax(-1)
@@ -60,4 +76,5 @@ def sample_categorical(logits, uniform, temperature=1.0):
         target = uniform[:, None] * cdf[:, -1:]  # below the total: u <= 1 - 2^-53 cannot round up to it
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0]  # the first entry above it, so its probability is not 0
         tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a row with NaN has no such entry; its logp is NaN
-    return tokens, logps.gather(-1, tokens[:, None])[:, 0]
+    draws = tokens, logps.gather(-1, tokens[:, None])[:, 0]
+    return (*draws, logps.amax(-1).exp(), torch.special.entr(logps.exp()).sum(-1)) if statistics else draws
