@@ -62,10 +62,12 @@ class Experts(nn.Module):
         """x [..., D]; index [..., k] int64 experts of each token, weight [..., k] -> [..., D], weighted sum in fp32"""
         if self.observer:
             self.observer(index, weight)
-        # Grouped products are bf16 kernels, in eager and compiled code alike, over rows of whole 16 bytes.
-        is_grouped = x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
-        compute = experts_grouped if is_grouped else experts_loop
+        compute = experts_grouped if self.is_grouped(x.dtype) else experts_loop
         return compute(x, index, weight, self.gate_up, self.down)
+
+    def is_grouped(self, dtype):
+        """Grouped products are bf16 kernels, in eager and compiled code alike, over rows of whole 16 bytes."""
+        return dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
 
 
 def experts_loop(x, index, weight, gate_up, down):

@@ -4,6 +4,7 @@ The naive sampler below is written from specs/rollout.md 3 and shares nothing wi
 full forward a step, loops over positions, Python integers for the random numbers.
 """
 
+import copy
 import itertools
 import json
 import math
@@ -287,7 +288,8 @@ class WithoutCommit(BlockEngine):
     """Keeps the keys and values made while the block was noisy."""
 
     def _forward(self, block, at, cache):
-        return super()._forward(block, at, cache) if (block == M).any() else None
+        is_commit = not (block == M).any()
+        return super()._forward(block, at, copy.deepcopy(cache) if is_commit else cache)
 
 
 def test_decoding_without_the_commit_forward_differs():
