@@ -204,10 +204,10 @@ class BlockEngine(engine.Engine):
         offset = at - slots.prompt_length[row, None]
         key = slots.seed, slots.sample_index[row, None], offset, step[:, None]
         uniform = engine.keyed_uniform(*key, "token")
-        drawn, logps = self._sample(hidden.flatten(0, 1), uniform.flatten(), rule.temperature)
-        drawn, logps = drawn.view(R, n), logps.view(R, n)
-        is_random = rule.remasking == "random"
-        confidence = engine.keyed_uniform(*key, "order").to(logps.dtype) if is_random else logps.exp()
+        how = {"temperature": rule.temperature, "remasking": rule.remasking, "eos_policy": "none"}
+        drawn, logps, confidence = (x.view(R, n) for x in self._sample(hidden.flatten(0, 1), uniform.flatten(), how))
+        if rule.remasking == "random":
+            confidence = engine.keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule.denoising_steps)
         quota = (base + (step < remainder))[:, None]  # reveal_quota, of each row's own step
         chosen = engine.select(confidence, masked, quota, rule.remasking, rule.confidence_threshold)
