@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.sft import parallelize, setup_distributed
 from models import add_lora, load_weights, meta_model
-from models.checkpoint import read_json, tensor_files
+from models.checkpoint import read_json, resolve, tensor_files
 
 # The projection behind attention, by family: it has heads x head size inputs.
 ATTENTION_OUTPUT = ("o_proj", "attn_out", "dense")
@@ -46,7 +46,7 @@ ATTENTION_OUTPUT = ("o_proj", "attn_out", "dense")
 @dataclass
 class Args:
     model: str
-    """directory in HF layout"""
+    """key of models.MODELS, or a directory in HF layout"""
     lora_rank: int = 128
     """0: full fine-tuning"""
     lora_alpha: int = 64
@@ -352,6 +352,7 @@ def official_step(args, device, adapters, logits_of):
 
 def main(args):
     rank, world_size, device = setup_distributed()
+    args.model = str(resolve(args.model))
     report = Report(args)
     setting = {key: getattr(args, key) for key in ("lora_rank", "rows", "length", "attention", "compile")}
     setting |= {"activation_checkpointing": args.activation_checkpointing}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from kernels.moe import expert_parts
 from models.atomic import AtomicDirectory
+from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
 
 # model_type of config.json -> (module, class)
@@ -81,9 +82,12 @@ def read_json(path):
     if not path.is_file():
         raise SystemExit(f"{path} is missing: a model directory needs config.json, *.safetensors and a tokenizer")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise SystemExit(f"{path} is not JSON ({error}): it is truncated or damaged; copy it again") from error
+    if not isinstance(content, dict):
+        raise SystemExit(f"{path} holds no JSON object: it is damaged; copy it again")
+    return content
 
 
 def build_model(config, dtype=torch.float32):
@@ -96,6 +100,7 @@ def build_model(config, dtype=torch.float32):
     with torch.device("meta"):
         model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
     model.checkpoint_config = config
+    stored_dtype(config)  # a wrong one would show only when the trained model is saved
     return model
 
 
@@ -148,7 +153,7 @@ def tensor_files(directory):
     """{tensor name: file} through model.safetensors.index.json, or from a single model.safetensors."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
-        return {name: directory / file for name, file in read_json(index)["weight_map"].items()}
+        return {name: directory / file for name, file in read_json(index).get("weight_map", {}).items()}
     if single.is_file():
         with open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -205,14 +210,14 @@ def meta_model(name_or_dir, dtype=torch.float32):
     In between come what needs no weights: add_lora, FSDP2. The model carries mask_token_id, pad_token_id, eos_token_ids (every
     id that ends a completion) and its config. `dtype` is that of the parameters; what must stay fp32 stays fp32.
     """
-    if config := random_config(name_or_dir):
-        model = build_model(config, dtype)
-        model.sources = None, []
-        return set_special_tokens(model)
-    directory, adapters = resolve(name_or_dir), []
-    while (directory / "adapter_config.json").is_file():  # an adapter may have been trained on an adapter
-        directory, adapters = resolve(adapter_base(directory)), [directory, *adapters]
-    model = build_model(read_json(directory / "config.json"), dtype)
+    adapters = []
+    while Path(name_or_dir, "adapter_config.json").is_file():  # an adapter may have been trained on an adapter
+        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
+    config, directory = random_config(name_or_dir), None
+    if config is None:
+        directory = resolve(name_or_dir)
+        config = read_json(directory / "config.json")
+    model = build_model(config, dtype)
     model.sources = directory, adapters
     return set_special_tokens(model, directory)
 
@@ -330,7 +335,7 @@ def save_model(model, directory, tokenizer):
     tokenizer files. SystemExit if the directory exists already or cannot be written: then nothing appears under its name.
     """
     save, config = AtomicDirectory(directory), model.checkpoint_config
-    dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
+    dtype = stored_dtype(config)
     shards, pending, total = plan_shards(model, dtype), {}, 0
     tensors_in = Counter(shards.values())
     for name, tensor in export_weights(model, dtype):

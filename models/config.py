@@ -2,6 +2,8 @@
 
 from dataclasses import MISSING, fields
 
+import torch
+
 # Keys of any config.json that change no logit.
 NO_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "dtype",
@@ -17,12 +19,13 @@ def read_config(cls, raw, fixed, no_effect=()):
     (None, False, 0, "" or []). SystemExit names missing keys and everything that is not implemented.
     """
     family = raw.get("model_type")
-    rope = raw.get("rope_parameters") or {}  # where transformers 5 writes rope_theta and rope_scaling
+    rope = raw.get("rope_parameters") or {}  # where transformers 5 writes rope_theta, rope_scaling and the rotary width
     raw = {key: value for key, value in raw.items() if key != "rope_parameters"}
-    if "rope_theta" in rope:
-        raw = {"rope_theta": rope["rope_theta"]} | raw
-    if rope.get("rope_type", "default") != "default":
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
+    for name, value in rope.items():
+        if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
+            raise SystemExit(f"config.json has {name} = {raw[name]!r} and, in rope_parameters, {value!r}")
     required = [f.name for f in fields(cls) if f.default is MISSING]
     if missing := [name for name in required if raw.get(name) is None]:
         raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
@@ -32,4 +35,20 @@ def read_config(cls, raw, fixed, no_effect=()):
             raise SystemExit(f"config.json has {name} = {value!r}; {family} models are implemented with {fixed[name]!r}")
         if name not in own and name not in fixed and name not in NO_EFFECT and name not in no_effect and value:
             raise SystemExit(f"config.json has {name} = {value!r}, which is not implemented for {family} models")
+    for f in fields(cls):
+        is_size = f.type in ("int", int) and f.default is MISSING and not f.name.endswith("_id")
+        if is_size and (not isinstance(raw[f.name], int) or raw[f.name] < 1):
+            raise SystemExit(f"config.json has {f.name} = {raw[f.name]!r}: {family} models need a whole number of at least 1")
+        if f.type in ("float", float) and isinstance(raw.get(f.name, 0.0), (str, bool)):
+            raise SystemExit(f"config.json has {f.name} = {raw[f.name]!r}, which is no number")
+    if raw.get("layer_types") and set(raw["layer_types"]) != {"full_attention"}:
+        raise SystemExit(f"config.json has layer_types = {raw['layer_types']!r}; {family} models have full attention alone")
     return cls(**{name: raw[name] for name in own if name in raw})
+
+
+def stored_dtype(raw):
+    """raw: content of config.json -> the dtype in which its weights are kept. SystemExit if it is no floating type of torch."""
+    name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
+    if name not in ("float64", "float32", "float16", "bfloat16"):
+        raise SystemExit(f"config.json has torch_dtype = {name!r}; weights are kept in float32, bfloat16, float16 or float64")
+    return getattr(torch, name)

@@ -133,7 +133,7 @@ class Dream(nn.Module):
         self.config = config
         self.attention_backend = "auto"  # of kernels/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_length
-        self.eos_token_ids, self.pad_token_id = [], 0  # load_model sets them from the checkpoint
+        self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -154,7 +154,7 @@ class Dream(nn.Module):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed, where they are computed: not shifted.
 
         attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k rotated -> [B, H, T, h].
-        Training passes masks, engines their KV cache.
+        Training passes masks, engines keep keys and values.
         """
         x = self.model.embed_tokens(input_ids)
         cos, sin = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
@@ -212,5 +212,6 @@ class Dream(nn.Module):
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        fill = lambda values: values.new_zeros(input_ids.numel()).index_copy(0, index, values).view(input_ids.shape)
+        place = index // input_ids.shape[1], index % input_ids.shape[1]
+        fill = lambda values: values.new_zeros(input_ids.shape).index_put(place, values)
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

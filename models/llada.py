@@ -124,7 +124,7 @@ class LLaDA(nn.Module):
         self.config = config
         self.attention_backend = "auto"  # of kernels/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_length
-        self.eos_token_ids, self.pad_token_id = [], 0  # load_model sets them from the checkpoint
+        self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.transformer = nn.Module()
@@ -150,7 +150,7 @@ class LLaDA(nn.Module):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed.
 
         attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k rotated -> [B, H, T, h].
-        Training passes masks, engines their KV cache.
+        Training passes masks, engines keep keys and values.
         """
         x = self.model.transformer.wte(input_ids)
         cos, sin = rope_tables(position_ids, self.config.d_model // self.config.n_heads, self.config.rope_theta)
@@ -198,5 +198,6 @@ class LLaDA(nn.Module):
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        fill = lambda values: values.new_zeros(input_ids.numel()).index_copy(0, index, values).view(input_ids.shape)
+        place = index // input_ids.shape[1], index % input_ids.shape[1]
+        fill = lambda values: values.new_zeros(input_ids.shape).index_put(place, values)
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

@@ -62,11 +62,13 @@ class Config:
             "score_function": "sigmoid", "use_qk_norm": True, "use_rmsnorm": True,
         }  # fmt: skip
         config = read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
-        if config.num_experts % config.n_group or config.topk_group > config.n_group:
-            groups = f"n_group = {config.n_group}, topk_group = {config.topk_group}"
-            raise SystemExit(
-                f"config.json has num_experts = {config.num_experts}, {groups}: these groups do not divide the experts"
-            )
+        each, left = divmod(config.num_experts, config.n_group)  # experts of a group: its score is the sum of the best two
+        if left or each < 2 or config.topk_group > config.n_group or config.num_experts_per_tok > each * config.topk_group:
+            names = ("num_experts", "n_group", "topk_group", "num_experts_per_tok")
+            counts = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
+            raise SystemExit(f"config.json has {counts}: the groups do not divide the experts, or offer too few")
+        if config.rotary_dim % 2:
+            raise SystemExit(f"config.json has partial_rotary_factor = {config.partial_rotary_factor}: an odd rotary width")
         if raw.get("rotary_dim", config.rotary_dim) != config.rotary_dim:
             raise SystemExit(f"config.json has rotary_dim = {raw['rotary_dim']}, its other keys make it {config.rotary_dim}")
         return config
@@ -179,7 +181,7 @@ class LLaDA2(nn.Module):
         self.config = config
         self.attention_backend = "auto"  # of kernels/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_size
-        self.eos_token_ids, self.pad_token_id = [], 0  # load_model sets them from the checkpoint
+        self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)

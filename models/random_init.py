@@ -14,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import load_tokenizer, save_model
 from models.checkpoint import build_model, local_rows, materialize, read_json, resolve, set_special_tokens
+from models.config import stored_dtype
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]  # ids 256..259, behind the 256 bytes
 CHAT_TEMPLATE = (
@@ -129,7 +130,7 @@ def random_weights(model, seed=0):
         if value.dim() == 1:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        is_end = value.shape[0] == model.checkpoint_config["vocab_size"]
+        is_end = value.shape[0] == model.lm_head.weight.shape[0]  # embedding or head
         std = 0.02 if is_end else math.sqrt(0.5 / value.shape[-1])
         generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(seed))
         full = torch.empty(value.shape, dtype=value.dtype, device=value.device).normal_(0.0, std, generator=generator)
@@ -162,8 +163,7 @@ def main(args):
     else:
         directory = resolve(args.config)
         config = read_json(directory / "config.json")
-        dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
-        model = set_special_tokens(random_model(config, args.seed, args.device, dtype), directory)
+        model = set_special_tokens(random_model(config, args.seed, args.device, stored_dtype(config)), directory)
     own = byte_tokenizer() if args.config in TINY_CONFIGS else None
     save_model(model, args.out, load_tokenizer(args.tokenizer) if args.tokenizer else own)
 

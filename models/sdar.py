@@ -51,6 +51,9 @@ class Config:
             needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
             if missing := [name for name in needed if not raw.get(name)]:
                 raise SystemExit(f"config.json of a sdar_moe model lacks {', '.join(missing)}")
+            if raw["num_experts_per_tok"] > raw["num_experts"]:
+                counts = f"num_experts_per_tok = {raw['num_experts_per_tok']}, num_experts = {raw['num_experts']}"
+                raise SystemExit(f"config.json has {counts}: a token cannot use more experts than there are")
             fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         no_effect = (
             "debug", "ep_size", "fuse_cross_entropy", "layer_types", "micro_forward", "output_router_logits",
@@ -157,7 +160,7 @@ class SDAR(nn.Module):
         )
         self.attention_backend = "auto"  # of kernels/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_size
-        self.eos_token_ids, self.pad_token_id = [], 0  # load_model sets them from the checkpoint
+        self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

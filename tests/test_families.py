@@ -18,7 +18,18 @@ from torch.distributed.tensor import DTensor
 from algos import bgpo, d1, sft
 from bench.train import coin
 from evals.rewards import REWARDS
-from models import MODELS, add_lora, export_weights, load_model, load_tokenizer, load_weights, meta_model, save_model
+from models import (
+    MODELS,
+    add_lora,
+    export_weights,
+    load_model,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+    save_adapter,
+    save_model,
+    source_of,
+)
 from models import checkpoint as checkpoint_module
 from models.checkpoint import tensor_parts
 from models.random_init import TINY_CONFIGS, byte_tokenizer, random_model, random_weights
@@ -252,6 +263,50 @@ def test_a_damaged_directory_is_refused_in_one_line(tmp_path, monkeypatch, famil
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"rope_parameters": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
+        ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
+        ({"torch_dtype": "int8"}, "torch_dtype = 'int8'"),
+        ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_facts_in_other_places_are_not_overlooked(family, change, words):
+    with pytest.raises(SystemExit, match=words):
+        checkpoint_module.build_model(TINY_CONFIGS[family] | change)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_whole_numbers(family):
+    layers = "n_layers" if family == "tiny-llada" else "num_hidden_layers"
+    for bad in (0, -1, 2.5, "4"):
+        with pytest.raises(SystemExit, match=layers):
+            checkpoint_module.build_model(TINY_CONFIGS[family] | {layers: bad})
+    with pytest.raises(SystemExit, match="rms_norm_eps"):
+        checkpoint_module.build_model(TINY_CONFIGS[family] | {"rms_norm_eps": "1e-5"})
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if MODELS[name].startswith("random:")])
+def test_an_adapter_of_a_model_built_in_the_process_loads(run_ranks, tmp_path, family):
+    def body(rank, world_size):
+        model = add_lora(load_model(family), 4, 8, seed=2)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "lora_B" in name:
+                    value.normal_(generator=torch.Generator().manual_seed(5))
+        save_adapter(model, tmp_path / "adapter", source_of(family), load_tokenizer(family))
+        want = dict(export_weights(model))
+        for name, value in load_model(str(tmp_path / "adapter")).state_dict().items():
+            if name in want:
+                torch.testing.assert_close(value, want[name], atol=1e-6, rtol=1e-5)
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize(
     "family, change, words",
     [
@@ -259,9 +314,13 @@ def test_a_damaged_directory_is_refused_in_one_line(tmp_path, monkeypatch, famil
         ("tiny-sdar-moe", {"norm_topk_prob": None}, "norm_topk_prob"),
         ("tiny-llada2", {"n_group": 3}, "n_group = 3"),
         ("tiny-llada2", {"topk_group": 5}, "topk_group = 5"),
+        ("tiny-llada2", {"n_group": 16}, "n_group = 16"),
+        ("tiny-llada2", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
+        ("tiny-llada2", {"rotary_dim": 9, "partial_rotary_factor": 0.3}, "partial_rotary_factor"),
+        ("tiny-sdar-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
     ],
 )
-def test_expert_configs_that_would_mean_another_model(family, change, words):
+def test_configs_that_would_mean_another_model(family, change, words):
     config = {key: value for key, value in (TINY_CONFIGS[family] | change).items() if value is not None}
     with pytest.raises(SystemExit, match=words):
         checkpoint_module.build_model(config)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models.checkpoint
-from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
 from kernels import attention
+from models import export_weights, load_model, load_tokenizer, prompt_ids, save_model
 from models.checkpoint import build_model, tensor_names
 from models.random_init import SPECIAL_TOKENS, TINY_SDAR, byte_tokenizer, random_model
 
@@ -455,6 +455,17 @@ def qwen3_config(directory, config):
     raw = json.loads((directory / "config.json").read_text())
     raw |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | config
     (directory / "config.json").write_text(json.dumps(raw))
+
+
+@torch.no_grad()
+def test_bf16_argmax_agrees_with_qwen3():
+    model = model_of(CONFIG)
+    reference, n = qwen3(model, "sdpa"), model.block_length
+    ids = random_ids(40, 24, CONFIG["vocab_size"])
+    mask = additive(block_causal(24, n)).expand(40, 1, 24, 24)
+    want = reference.bfloat16()(input_ids=ids, attention_mask=mask.bfloat16()).logits
+    agreement = (want.argmax(-1) == model.bfloat16().logits(ids).argmax(-1)).float().mean()
+    assert agreement >= 0.97, agreement
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 32, 17000])
