@@ -82,6 +82,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
+        if x.is_cuda:  # one kernel for seven, with the same rounding
+            return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 

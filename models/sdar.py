@@ -70,6 +70,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
+        if x.is_cuda:  # one kernel for eight, with the same rounding
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 

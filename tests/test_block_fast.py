@@ -84,12 +84,12 @@ def test_buckets_and_replays_do_not_change_the_draws(monkeypatch, remasking, sto
     options = OPTIONS | dict(remasking=remasking, stop_at_eos=stop_at_eos)
     for i, lengths in enumerate([range(1, 8), [5], [9, 2, 4], range(1, 12)]):  # the slots grow, stay, stay, grow
         slots = engine.slots
-        for seed in (i, 2**63 + i, -i):
+        for seed in (-i, 2**63 + i):
             prompts, changes = prompts_of(lengths, seed=i), dict(temperature=i % 3 / 2, sample_offset=7 * i, seed=seed)
             assert same_draws(engine.generate(prompts, **options | changes), plain.generate(prompts, **options | changes))
         assert (engine.slots is slots) == (i in (1, 2))
         if graphs:
-            assert engine.graphs.replays > 2 * len(engine.graphs.graphs) > 0
+            assert engine.graphs.replays > len(engine.graphs.graphs) > 0
 
 
 def test_a_number_in_the_graph_is_seen(monkeypatch):
@@ -125,7 +125,7 @@ def test_reading_back_is_seen(monkeypatch, look):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts(monkeypatch, name):
-    """fp64: buckets draw what the exact shapes draw. bf16, whose experts are grouped: a replayed step is the step, bit for bit."""
+    """fp64: buckets draw what the exact shapes draw. bf16, where experts are grouped: a replay is the step, bit for bit."""
     build = lambda dtype: random_model(MIXTURES[name], dtype=dtype)
     prompts = prompts_of([3, 9, 5])
     traces = [
