@@ -45,18 +45,22 @@ class MaskedEngine(Engine):
         events = [] if settings["records"] == "events" else None
         for start in range(P, P + L, n):
             here = row, slice(start, start + n)
-            canvas = tokens[row], valid[row], here[1]
-            cached = partial(self._cached_forward, *canvas, settings["cache"], [])
+            forward = partial(self._forward, tokens[row], valid[row], here[1])
+            if settings["cache"] != "none":
+                forward = partial(self._cached_forward, *forward.args, settings["cache"], [])
             tokens[here], step_map[here], logps[here], forwards = self._denoise(
-                partial(self._forward, *canvas) if settings["cache"] == "none" else cached,
-                tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here], settings,
-                first_step=(start - P) // n * steps, events=events,
+                forward, tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here],
+                settings, first_step=(start - P) // n * steps, events=events,
             )  # fmt: skip
             num_forwards[row] += forwards
             ended = torch.isin(tokens[here], eos).any(1)  # blocks are final: later ones cannot change the text
             row = row[~(ended & stop_at_eos)]
         step_map, revealed = step_map[:, P:], step_map[:, P:] >= 0
         completion_ids, canvas_length = tokens[:, P:].where(revealed, model.pad_token_id), torch.full_like(sample_index, L)
+        records = None
+        if events:
+            changes, change_logps = zip(*events, strict=True)
+            records = {"events": torch.cat(changes), "logps": torch.cat(change_logps)}
         return Trace(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
@@ -68,7 +72,7 @@ class MaskedEngine(Engine):
             sample_index=sample_index,
             num_forwards=num_forwards,
             settings=settings,
-            records=events and dict(zip(("events", "logps"), map(torch.cat, zip(*events, strict=True)), strict=True)),
+            records=records,
         )
 
     def _forward(self, tokens, valid, columns, block, keep=None):
