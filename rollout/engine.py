@@ -70,6 +70,7 @@ class Engine:
 
     # Of generate's arguments: what this engine can do.
     choices = {"remasking": REMASKING, "schedule": ("uniform",), "cache": ("none",), "eos_policy": ("none",)}
+    records = (None,)
 
     def __init__(self, model, max_batch_size):
         self.model, self.max_batch_size = model, max_batch_size
@@ -119,7 +120,7 @@ class Engine:
         are those of the forwards that were made.
         schedule: of `reveal_quota`; ascending takes one block. eos_policy: none; suppress: an EOS has probability 0, which the
         learner's log-probabilities do not know; demote: of its block an EOS is revealed last; eoser: its confidence is damped,
-        see `eoser_weight`.
+        see `eoser_weight`. records: "events", of bidirectional models: Trace.records then tells every change of a token.
         Sample i of prompt p is number sample_offset + p * num_samples + i, and every draw is keyed by
         (seed, that number, position, step): batch size, other prompts and ranks do not change it.
         """
@@ -136,8 +137,8 @@ class Engine:
             raise SystemExit(f"--schedule ascending takes one block of at least 2^steps tokens, not {shape}")
         if eos_policy == "eoser" and remasking == "entropy":
             raise SystemExit("--eos-policy eoser scales confidences of at least 0: those of --remasking entropy are negative")
-        if records is not None:
-            raise SystemExit(f"the engines keep no records of kind {records!r}")
+        if records not in self.records:
+            raise SystemExit(f"the sampler of a {self.model.attention} model keeps no records of kind {records!r}")
         prompt_ids = [ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids]
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("there are no prompts, or one has no tokens: every prompt needs at least one")
@@ -154,6 +155,7 @@ class Engine:
             "schedule": schedule,
             "cache": cache,
             "eos_policy": eos_policy,
+            "records": "events" if remasking == "rcr" else records,  # without them a trace of rcr could not be replayed
             "seed": seed,
             "eos_token_ids": self.model.eos_token_ids,
             "logps": ("softmax(logits / temperature)" if temperature else "softmax(logits)")
@@ -171,16 +173,21 @@ class Engine:
         """One batch: row i continues prompt_ids[owner[i]]. owner, sample_index [N] -> Trace"""
         raise NotImplementedError
 
-    def _denoise(self, forward, block, masked, sample_index, offset, settings, first_step=0):
+    def _denoise(self, forward, block, masked, sample_index, offset, settings, first_step=0, events=None):
         """Denoise one block of each row: forward, sample every masked token, reveal some; again until none is masked.
 
         forward(block) -> hidden [R, n, D], whose row i scores token i of the block; block [R, n] tokens; masked [R, n] bool,
         kept apart from the ids: nothing is inferred from them; sample_index [R] and offset [R, n] from the start of the
-        completion are the keys of the draws; first_step: steps of the blocks before.
+        completion are the keys of the draws; first_step: steps of the blocks before; events: a list that gets,
+        for each step, the changes of tokens [E, 4] and their logps [E] as in Trace.records.
+        Under rcr (running confidence remasking, MDPO, arXiv 2508.13148) a step writes every masked token, then masks those of
+        the block again that were least confident when they were written, until as many are left as the steps so far reveal.
         -> tokens, step_map (-1 where nothing was masked), logps [R, n]; num_forwards [R]
         """
         step_map, num_forwards = torch.full_like(block, -1), torch.zeros_like(sample_index)
         logps = torch.zeros(block.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        rule = [settings[name] for name in ("remasking", "confidence_threshold", "factor")]
+        running, owed = torch.zeros_like(logps), 0  # rcr: confidence of the last writing, tokens that are to be shown by now
         for step, least in enumerate(reveal_quota(block.shape[1], settings["denoising_steps"], settings["schedule"])):
             if not masked.any():
                 break
@@ -198,9 +205,19 @@ class Engine:
                 score = self._damp_eos(score, drawn, first_step + step, settings)
             proposal, proposal_logps, confidence = block.clone(), torch.zeros_like(logps), torch.zeros_like(logps)
             proposal[r, j], proposal_logps[r, j], confidence[r, j] = drawn, drawn_logps, score
-            chosen = select(confidence, masked, least, *(settings[k] for k in ("remasking", "confidence_threshold", "factor")))
-            block, logps = torch.where(chosen, proposal, block), torch.where(chosen, proposal_logps, logps)
-            step_map, masked = step_map.masked_fill(chosen, step), masked & ~chosen
+            if settings["remasking"] == "rcr":
+                running, owed = torch.where(masked, confidence, running), owed + least
+                shown = select(running, torch.ones_like(masked), owed, *rule)
+            else:
+                shown = ~masked | select(confidence, masked, least, *rule)
+            chosen, again = masked & shown, ~(masked | shown)
+            block = torch.where(chosen, proposal, block).masked_fill(again, self.model.mask_token_id)
+            logps = torch.where(chosen, proposal_logps, logps).masked_fill(again, 0.0)
+            step_map, masked = step_map.masked_fill(chosen, step), ~shown
+            if events is not None:
+                r, j = (chosen | again).nonzero(as_tuple=True)
+                now = torch.full_like(r, first_step + step)
+                events.append((torch.stack([sample_index[r], now, offset[r, j], block[r, j]], 1), logps[r, j]))
         return block, step_map, logps, num_forwards
 
     def _damp_eos(self, score, tokens, step, settings):

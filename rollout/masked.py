@@ -24,11 +24,12 @@ class MaskedEngine(Engine):
     """Sampler of a bidirectional model. The grid of blocks starts at the completion, and any block length will do."""
 
     choices = {
-        "remasking": (*REMASKING, "low_confidence_factor", "entropy", "topk_margin"),
+        "remasking": (*REMASKING, "low_confidence_factor", "entropy", "topk_margin", "rcr"),
         "schedule": ("uniform", "ascending"),
         "cache": ("none", "prefix", "dual"),
         "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
+    records = (None, "events")
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
         model, n, steps = self.model, settings["block_length"], settings["denoising_steps"]
@@ -41,20 +42,25 @@ class MaskedEngine(Engine):
         logps = torch.zeros(tokens.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         num_forwards, row = torch.zeros_like(sample_index), torch.arange(N, device=self.device)  # rows at work
         eos = torch.tensor(model.eos_token_ids, device=self.device)
+        events = [] if settings["records"] == "events" else None
         for start in range(P, P + L, n):
             here = row, slice(start, start + n)
-            canvas = tokens[row], valid[row], here[1]
-            cached = partial(self._cached_forward, *canvas, settings["cache"], [])
+            forward = partial(self._forward, tokens[row], valid[row], here[1])
+            if settings["cache"] != "none":
+                forward = partial(self._cached_forward, *forward.args, settings["cache"], [])
             tokens[here], step_map[here], logps[here], forwards = self._denoise(
-                partial(self._forward, *canvas) if settings["cache"] == "none" else cached,
-                tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here], settings,
-                first_step=(start - P) // n * steps,
+                forward, tokens[here], torch.ones_like(tokens[here], dtype=torch.bool), sample_index[row], offset[here],
+                settings, first_step=(start - P) // n * steps, events=events,
             )  # fmt: skip
             num_forwards[row] += forwards
             ended = torch.isin(tokens[here], eos).any(1)  # blocks are final: later ones cannot change the text
             row = row[~(ended & stop_at_eos)]
         step_map, revealed = step_map[:, P:], step_map[:, P:] >= 0
         completion_ids, canvas_length = tokens[:, P:].where(revealed, model.pad_token_id), torch.full_like(sample_index, L)
+        records = None
+        if events:
+            changes, change_logps = zip(*events, strict=True)
+            records = {"events": torch.cat(changes), "logps": torch.cat(change_logps)}
         return Trace(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
@@ -66,6 +72,7 @@ class MaskedEngine(Engine):
             sample_index=sample_index,
             num_forwards=num_forwards,
             settings=settings,
+            records=records,
         )
 
     def _forward(self, tokens, valid, columns, block, keep=None):

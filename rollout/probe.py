@@ -11,11 +11,10 @@ def replay_logps(model, trace):
     input_ids, valid_mask = trace.sequences(model.pad_token_id)
     L = trace.completion_ids.shape[1]
     logps = torch.zeros(trace.completion_ids.shape, device=input_ids.device)
-    for step in range(trace.num_replays):
-        masked, scored = torch.zeros_like(valid_mask), torch.zeros_like(valid_mask)
-        masked[:, -L:] = (trace.replay_map >= step) | (trace.replay_map < 0)  # revealed later or never
+    for step, state in enumerate(trace.states(model.mask_token_id)):
+        scored = torch.zeros_like(valid_mask)
         scored[:, -L:] = trace.replay_map == step
-        noisy_ids = torch.where(masked, model.mask_token_id, input_ids)
+        noisy_ids = torch.cat([input_ids[:, :-L], state], 1)
         with torch.no_grad():
             temperature = trace.settings["temperature"] or 1.0
             logps += model.logps(input_ids, noisy_ids, scored, valid_mask, temperature=temperature)[:, -L:].float()

@@ -21,7 +21,10 @@ class Trace:
     sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
     num_forwards: torch.Tensor  # [N] int64, forwards of this row: denoising and commit, without the prefill
     settings: dict = field(default_factory=dict)
-    records: dict | None = None  # states or events, for methods that ask
+    # Of records="events": "events" [E, 4] int64, in order, each a change of a token: sample index, number of the replay whose
+    # forward decided it, position in the completion, new token (the mask token where it was masked again); "logps" [E], of new
+    # tokens, 0 where masked again. step_map, replay_map and logps above are those of the last change.
+    records: dict | None = None
 
     @property
     def num_replays(self):
@@ -48,6 +51,16 @@ class Trace:
         prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
         on_canvas = torch.arange(self.completion_ids.shape[1], device=valid.device) < self.canvas_length[:, None]
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, on_canvas], 1)
+
+    def states(self, mask_token_id):
+        """What the forward of each replay sees of the completions: num_replays tensors [N, L], masked where not revealed."""
+        state, records = torch.full_like(self.completion_ids, mask_token_id), self.records or {}
+        for replay in range(self.num_replays):
+            yield state
+            state = torch.where(self.replay_map == replay, self.completion_ids, state)
+            if "events" in records:  # tokens that were masked again as well
+                sample, _, position, token = records["events"][records["events"][:, 1] == replay].unbind(1)
+                state[torch.searchsorted(self.sample_index, sample.contiguous()), position] = token
 
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
@@ -145,6 +158,8 @@ def concatenate(traces, pad_token_id):
             parts = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler[f.name]) for part in parts]
         if f.name == "prompt_ids":
             values[f.name] = [ids for part in parts for ids in part]
+        elif f.name == "records":
+            values[f.name] = parts[0] and {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         else:
             values[f.name] = torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
     return Trace(**values)

@@ -9,10 +9,11 @@ import math
 
 import pytest
 import torch
-from test_masked import EOS, FAMILIES, STATIC, M, V, model_of, prompts_of, uniform
+from test_masked import EOS, FAMILIES, PAD, STATIC, M, V, model_of, prompts_of, uniform
 from test_rollout import model_of as block_model_of
 from test_rollout import rows_of, same_draws, scripted
 
+import rollout.engine
 from rollout import make_engine, probe
 from rollout.engine import confidence_of, eoser_weight, reveal_quota, select
 from rollout.masked import MaskedEngine
@@ -69,14 +70,15 @@ def naive_sample(
     confidence_threshold=0.9, factor=1.0, schedule="uniform", cache="none", eos_policy="none", seed=0,
     stop_at_eos=True,
 ):  # fmt: skip
-    """One completion -> {"tokens", "steps", "logps": lists, None, -1 and 0 where never revealed; "forwards": int}"""
+    """One completion -> {"tokens", "steps", "logps": lists, None, -1 and 0 where never revealed; "forwards": int; "events"}"""
     n, P = block_length, len(prompt)
     L = math.ceil(gen_length / n) * n
     ids, masked = prompt + [M] * L, [p >= P for p in range(P + L)]
-    steps, logps, forwards = [-1] * L, [0.0] * L, 0
+    steps, logps, forwards, events = [-1] * L, [0.0] * L, 0, []
     for start in range(P, P + L, n):
         first = start - 1 if hasattr(model, "align") else start
         fresh, stored = range(first, {"dual": start + n}.get(cache, P + L)), {}
+        run, owed = {}, 0
         for step in range(denoising_steps):
             places = [p for p in range(start, start + n) if masked[p]]
             if not places:
@@ -111,12 +113,28 @@ def naive_sample(
             quota = n // denoising_steps + (step < n % denoising_steps)
             if schedule == "ascending":
                 quota = 2**step if step < denoising_steps - 1 else n
-            for p in naive_rule(score, places, quota, remasking, confidence_threshold, factor):
+            reveal, owed, before = (
+                naive_rule(score, places, quota, remasking, confidence_threshold, factor),
+                owed + quota,
+                list(ids),
+            )
+            if remasking == "rcr":
+                run.update(score)
+                keep = sorted(run, key=lambda p: (-run[p], p))[:owed]
+                reveal = [p for p in places if p in keep]
+                for p in run:
+                    if p not in places and p not in keep:
+                        ids[p], masked[p] = M, True
+            for p in reveal:
                 ids[p], steps[p - P], logps[p - P], masked[p] = token[p], step, logp[p], False
+            for p in range(P, P + L):
+                if ids[p] != before[p]:
+                    now = (start - P) // n * denoising_steps + step
+                    events.append((number, now, p - P, ids[p], 0.0 if masked[p] else logps[p - P]))
         if stop_at_eos and any(ids[p] in model.eos_token_ids for p in range(start, start + n)):
             break
     tokens = [None if masked[p] else ids[p] for p in range(P, P + L)]
-    return {"tokens": tokens, "steps": steps, "logps": logps, "forwards": forwards}
+    return {"tokens": tokens, "steps": steps, "logps": logps, "forwards": forwards, "events": events}
 
 
 def matches(trace, i, model, prompt, number, **options):
@@ -433,3 +451,96 @@ def test_the_block_engine_refuses_policies_and_schedules():
         ((name, value),) = options.items()
         with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value}: the sampler of a block-causal model has"):
             make_engine(block_model_of()).generate([[3]], **options)
+
+
+# --- (e) running confidence remasking ----------------------------------------------------------------------------------------
+
+RCR = dict(gen_length=12, block_length=6, denoising_steps=4, remasking="rcr")
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_rcr_equals_the_naive_sampler_event_by_event(ender, cache, temperature):
+    """Tokens, last steps, logps, and every reveal and remasking in order; rows that end early among others."""
+    prompts, remasked, others = prompts_of([1, 4, 7, 2], seed=3), 0, 0
+    for stop_at_eos, eos_policy in ((False, "none"), (True, "demote")):
+        options = dict(RCR, temperature=temperature, cache=cache, stop_at_eos=stop_at_eos, eos_policy=eos_policy)
+        trace = ender.generate(prompts, sample_offset=30, **options)
+        for i, prompt in enumerate(prompts):
+            assert matches(trace, i, ender.model, prompt, 30 + i, **options)
+            want = naive_sample(ender.model, prompt, 30 + i, **options)["events"]
+            mine = trace.records["events"][:, 0] == 30 + i
+            assert trace.records["events"][mine].tolist() == [list(event[:4]) for event in want]
+            assert trace.records["logps"][mine].tolist() == pytest.approx([event[4] for event in want], abs=1e-9)
+            remasked += sum(event[3] == M for event in want)
+            others += not matches(trace, i, ender.model, prompt, 30 + i, **options | {"remasking": "low_confidence_static"})
+    assert remasked > 0 and others > 0
+
+
+def test_rcr_by_hand(monkeypatch):
+    """Quotas 2, 1, 1; by the confidence of each writing: {0, 1}, then 0 is masked again: {1, 2, 3}, then all."""
+    engine = make_engine(model_of("llada"))
+    table = torch.tensor([[0.45, 0.60, 0.30, 0.20], [0, 0, 0.90, 0.80], [0.50, 0, 0, 0]])
+    place = lambda *key: key[2] + 4 * key[3] + 0.0
+
+    def draw(logits, at, temperature):
+        return at.long() // 4 + 5, table.flatten()[at.long()].log().to(logits.dtype)
+
+    monkeypatch.setattr(rollout.engine, "keyed_uniform", place)
+    monkeypatch.setattr(rollout.engine, "sample_categorical", draw)
+    trace = engine.generate([[3]], **RCR | {"gen_length": 4, "block_length": 4, "denoising_steps": 3})
+    assert trace.completion_ids.tolist() == [[7, 5, 6, 6]] and trace.step_map.tolist() == [[2, 0, 1, 1]]
+    assert trace.logps.exp().tolist()[0] == pytest.approx([0.5, 0.6, 0.9, 0.8])
+    assert trace.num_forwards.tolist() == [3] and trace.records["events"][:, 1:].tolist() == [
+        [0, 0, 5], [0, 1, 5], [1, 0, M], [1, 2, 6], [1, 3, 6], [2, 0, 7],
+    ]  # fmt: skip
+    states = [state[0].tolist() for state in trace.states(M)]
+    assert states == [[M] * 4, [5, 5, M, M], [M, 5, 6, 6]]
+
+
+@pytest.mark.parametrize("max_batch_size", [256, 3])
+def test_the_event_log_replays_rcr(engine, max_batch_size):
+    """The learner's logps in the states of the log are the engine's, for final tokens and for those masked again."""
+    trace = make_engine(engine.model, max_batch_size=max_batch_size).generate(
+        prompts_of([1, 4, 7]), num_samples=4, temperature=1.5, sample_offset=7, **RCR
+    )
+    events, L = trace.records["events"], 12
+    assert (events[:, 3] == M).sum() > 3 and trace.records["logps"].shape == events[:, 0].shape
+    assert (replay_logps(engine.model, trace) - trace.logps)[trace.step_map >= 0].abs().max() < 2e-6
+    input_ids, valid = trace.sequences(PAD)
+    for replay, state in enumerate(trace.states(M)):
+        now = (events[:, 1] == replay) & (events[:, 3] != M)
+        row, at, token = (events[now, 0] - 7), events[now, 2], events[now, 3]
+        clean, score = torch.cat([input_ids[:, :-L], state], 1), torch.zeros_like(valid)
+        noisy = clean.clone()
+        clean[row, at - L], score[row, at - L] = token, True
+        assert (state[row, at] == M).all()
+        logps = engine.model.logps(clean, noisy, score, valid, 1.5)[row, at - L]
+        assert (logps - trace.records["logps"][now]).abs().max() < 2e-6 if now.any() else True
+    last = {(s, p): v for s, _, p, v in events.tolist()}
+    for i in range(12):
+        assert [last.get((7 + i, p), PAD) for p in range(L)] == trace.completion_ids[i].tolist()
+    trace.records = None  # control: a step map cannot represent rcr
+    assert (replay_logps(engine.model, trace) - trace.logps)[trace.step_map >= 0].abs().max() > 1e-3
+
+
+def test_events_of_other_rules_are_their_step_map(engine):
+    """Nothing is masked again; without records="events" nothing is kept; the tokens are the same."""
+    options = dict(gen_length=9, block_length=3, num_samples=2, seed=4)
+    plain, kept = (engine.generate(prompts_of([2, 5]), records=records, **options) for records in (None, "events"))
+    assert plain.records is None and same_draws(plain, kept, 0)
+    sample, replay, position, token = kept.records["events"].unbind(1)
+    assert len(sample) == (kept.step_map >= 0).sum()
+    assert torch.equal(kept.replay_map[sample, position], replay) and torch.equal(kept.completion_ids[sample, position], token)
+    assert torch.equal(kept.logps[sample, position], kept.records["logps"])
+
+
+def test_the_probe_of_rcr_has_no_gap(engine):
+    assert probe(engine, engine.model, [3, 4, 5], num_samples=4, **RCR)["probe/logp_gap_max"] < 2e-5
+
+
+def test_records_are_refused_where_there_are_none(engine):
+    with pytest.raises(SystemExit, match="^the sampler of a block-causal model keeps no records of kind 'events'$"):
+        make_engine(block_model_of()).generate([[3]], records="events")
+    with pytest.raises(SystemExit, match="^the sampler of a bidirectional model keeps no records of kind 'states'$"):
+        engine.generate([[3]], records="states")
