@@ -63,7 +63,10 @@ def sample_categorical(logits, uniform, temperature=1.0, banned_id=None, statist
 
 
 def sample_reference(logits, uniform, temperature=1.0, banned_id=None, statistics=False):
-    """sample_categorical in plain PyTorch, on every device and in fp64 too; holds the distribution functions [N, V] in fp64."""
+    """sample_categorical in plain PyTorch, on every device and in fp64 too; holds the distribution functions [N, V] in fp64.
+
+    On CUDA PyTorch's order of summation depends on N, and so do the last bits; those of the kernels do not.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if banned_id is not None:
         logits = logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == banned_id, float("-inf"))

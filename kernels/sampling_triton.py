@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 4096  # tokens a program: their weights stay in registers
+# Measured on one H200 (torch 2.11, Triton 3.6; 512 x 151936 bf16): 0.068 ms, 2.3 TB/s; chunks of 4096, 4 warps 0.075, of 8192,
+# 8 warps 0.088; sample_reference 1.92, softmax + multinomial 1.29.
+CHUNK = 2048  # tokens a program: their weights stay in registers
 GROUP = 32  # tokens summed in fp32; all sums above are fp64, so a peak hides at most 2^-24 of itself from its neighbours
-WARPS = 4
+WARPS = 2
 
 
 @triton.jit
@@ -36,7 +38,7 @@ def _group_sums(x, CHUNK: tl.constexpr, GROUP: tl.constexpr):
     return tl.sum(tl.reshape(x, (CHUNK // GROUP, GROUP)), 1).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["banned_id", "chunks"])
 def _chunk_kernel(
     logits, row_stride, V, banned_id, scale, peaks, sums, moments, chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
@@ -51,7 +53,7 @@ def _chunk_kernel(
     tl.store(moments + here, tl.sum(weights * d, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["banned_id", "chunks"])
 def _draw_kernel(
     logits, row_stride, V, banned_id, scale, uniform, peaks, sums, moments, chunks, tokens, logps, max_probs, entropies,
     GREEDY: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
@@ -93,7 +95,7 @@ def _draw_kernel(
 
     LN2: tl.constexpr = 0.6931471805599453
     log_total = tl.log2(total)
-    tl.store(tokens + n, (chosen * CHUNK + token).to(tl.int64))
+    tl.store(tokens + n, tl.minimum(chosen * CHUNK + token, V - 1).to(tl.int64))  # a row of NaN has no such token
     tl.store(logps + n, (LN2 * ((drawn - peak).to(tl.float64) * scale - log_total)).to(tl.float32))
     tl.store(max_probs + n, (1 / total).to(tl.float32))  # the peak's weight is 1
     tl.store(entropies + n, (LN2 * (log_total - scale * moment / total)).to(tl.float32))
