@@ -49,7 +49,9 @@ def test_two_ranks_give_the_gradient_of_one(run_ranks, every, checkpointing):
         batch[2][4:7] = False  # rank 1's first micro-batch scores nothing
         num_tokens = batch[2].sum().item()
         want_loss = step_of(whole, *batch, num_tokens)
-        sharded = d1.parallelize(tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing, attention="auto", compile=False))
+        sharded = d1.parallelize(
+            tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing, attention="auto", compile=False)
+        )
         mine = [tensor[rank * 4 : rank * 4 + 4] for tensor in batch]
         loss = step_of(sharded, *mine, num_tokens, scale=world_size, every=every)
         total = d1.all_reduce({"loss": loss})["loss"]
