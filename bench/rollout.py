@@ -10,10 +10,12 @@ bytes of weights and mean cache over the 4.8 TB/s of an H200, or 2 FLOP a weight
 
 Measured on one H200 (torch 2.11, bf16, prompt 217, 4 static steps), tokens/s and milliseconds a step:
                                               16 rows         64 rows         128 rows
-    SDAR-8B    graphs, gen_length 128         1456   8.8      3785  13.6      4665  22.1
-               --no-graphs, gen_length 16      567  23.3      2160  24.5      3799  27.8
-    SDAR-1.7B  graphs, gen_length 128         2754   4.7      7223   7.1      9631  10.7
-               --no-graphs, gen_length 24      739  17.7      2866  18.3      6008  17.4
+    SDAR-8B    graphs, gen_length 256         1550   8.3      4078  12.6      5026  20.4
+               graphs, gen_length 128 *       1456   8.8      3785  13.6      4665  22.1
+               --no-graphs, gen_length 16 *    567  23.3      2160  24.5      3799  27.8
+    SDAR-1.7B  graphs, gen_length 128 *       2754   4.7      7223   7.1      9631  10.7
+               --no-graphs, gen_length 24 *    739  17.7      2866  18.3      6008  17.4
+* before the fused sampler of kernels/sampling_triton.py
 """
 
 import json

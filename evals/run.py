@@ -46,6 +46,12 @@ class Args:
     """how positions are chosen for revealing; an unknown name prints those that the engine has"""
     confidence_threshold: float = 0.9
     """dynamic remasking reveals every position above this confidence; static remasking does not look at it"""
+    factor: float = 1.0
+    """low_confidence_factor: Fast-dLLM's f, larger reveals more at once"""
+    cache: str = "none"
+    """of bidirectional models: none, or Fast-dLLM's approximate prefix or dual"""
+    eos_policy: str = "none"
+    """of bidirectional models: none, suppress, demote or eoser, which keep answers from ending early"""
     temperature: float = 0.0
     """sampling temperature; 0 is greedy"""
     rollout_backend: str = "auto"
@@ -77,7 +83,8 @@ def main(task_name: str) -> None:
 
     settings = {"data": args.data, "split": args.split, "limit": args.limit, "torch": version("torch")}
     if args.model:
-        sampling = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold", "temperature", "seed")
+        sampling = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold", "factor", "cache")
+        sampling += ("eos_policy", "temperature", "seed")
         sampling = {name: getattr(args, name) for name in sampling}
         prompts = [task.prompt(example) for example in examples]
         batches = generated(prompts, args.model, args.rollout_backend, args.batch_size, **sampling)
