@@ -19,13 +19,15 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: part of the full grid (make test-all)")
+    config.addinivalue_line("markers", "cuda: for machines with a GPU, left out on others")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    marks = [] if config.getoption("--all") else ["full"]
+    marks += [] if torch.cuda.is_available() else ["cuda"]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -200,7 +200,7 @@ def test_the_quota_of_a_step_is_that_of_the_schedule(monkeypatch):
         assert torch.bincount(trace.step_map[0], minlength=steps).tolist() == reveal_quota(n, steps)
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_cuda = pytest.mark.cuda
 
 
 @needs_cuda
