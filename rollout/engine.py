@@ -66,7 +66,11 @@ def eoser_weight(step, num_steps, schedule):
 
 
 class Engine:
-    """Sampler whose `model` is its own copy of the weights. A subclass knows the attention pattern: it has `_generate`."""
+    """Sampler whose `model` is its own copy of the weights.
+
+    A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings, stop_at_eos) -> Trace
+    decodes one batch, in which row i continues prompt_ids[owner[i]]; owner, sample_index [N].
+    """
 
     # Of generate's arguments: what this engine can do.
     choices = {"remasking": REMASKING, "schedule": ("uniform",), "cache": ("none",), "eos_policy": ("none",)}
@@ -168,10 +172,6 @@ class Engine:
             prompts = prompt_ids[int(owner[0]) : int(owner[-1]) + 1]
             parts.append(self._generate(prompts, owner - owner[0], sample_offset + samples, settings, stop_at_eos))
         return concatenate(parts, self.model.pad_token_id)
-
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
-        """One batch: row i continues prompt_ids[owner[i]]. owner, sample_index [N] -> Trace"""
-        raise NotImplementedError
 
     def _denoise(self, forward, block, masked, sample_index, offset, settings, first_step=0, events=None):
         """Denoise one block of each row: forward, sample every masked token, reveal some; again until none is masked.

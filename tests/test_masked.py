@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from test_models import exits_with_one_line
-from test_rollout import EOS, PAD, M, V, prompts_of, rows_of, same_draws, scripted, trace_of, uniform
+from test_rollout import EOS, PAD, M, V, prompts_of, reveals, rows_of, same_draws, scripted, trace_of, uniform
 from test_rollout import model_of as block_model_of
 
 import rollout.engine
@@ -450,12 +450,7 @@ def exact_distribution(model, denoising_steps, remasking, threshold, temperature
             for draw in itertools.product(range(TOKENS), repeat=len(masked)):
                 token = dict(zip(masked, draw, strict=True))
                 chance = probability * math.prod(p[j][v] for j, v in token.items())
-                if remasking == "random":
-                    choices = list(itertools.combinations(masked, q))
-                else:
-                    above = [j for j in masked if p[j][token[j]] > threshold]
-                    best = sorted(masked, key=lambda j: (-p[j][token[j]], j))[:q]  # noqa: B023
-                    choices = [above if remasking == "low_confidence_dynamic" and len(above) >= q else best]
+                choices = reveals(masked, {j: p[j][v] for j, v in token.items()}, q, remasking, threshold)
                 for chosen in choices:
                     new = tuple(token[j] if j in chosen else state[j] for j in range(CANVAS))
                     later[new] = later.get(new, 0.0) + chance / len(choices)

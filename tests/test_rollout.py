@@ -559,6 +559,16 @@ TOY = SMALL | {
 TOY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 
 
+def reveals(masked, confidence, q, remasking, threshold):
+    """Masked positions, the confidence of each one's draw, the quota -> equally likely choices of the positions to reveal."""
+    if remasking == "random":
+        return list(itertools.combinations(masked, q))
+    above = [j for j in masked if confidence[j] > threshold]
+    if remasking == "low_confidence_dynamic" and len(above) >= q:
+        return [above]
+    return [sorted(masked, key=lambda j: (-confidence[j], j))[:q]]
+
+
 @torch.no_grad()
 def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperature):
     """{completion: probability}, by enumerating every draw of every masked token and every order, from every state."""
@@ -574,12 +584,7 @@ def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperatu
             for draw in itertools.product(range(TOKENS), repeat=len(masked)):
                 chance = probability * math.prod(p[j][v] for j, v in zip(masked, draw, strict=True))
                 token = dict(zip(masked, draw, strict=True))
-                if remasking == "random":
-                    choices = list(itertools.combinations(masked, q))
-                else:
-                    above = [j for j in masked if p[j][token[j]] > threshold]
-                    best = sorted(masked, key=lambda j: (-p[j][token[j]], j))[:q]  # noqa: B023
-                    choices = [above if remasking == "low_confidence_dynamic" and len(above) >= q else best]
+                choices = reveals(masked, {j: p[j][v] for j, v in token.items()}, q, remasking, threshold)
                 for chosen in choices:
                     new = tuple(token[j] if j in chosen else state[j] for j in range(L))
                     later[new] = later.get(new, 0.0) + chance / len(choices)
