@@ -37,7 +37,7 @@ class Args:
     denoising_steps: int = 4
     remasking: str = REMASKING[0]
     ridge: int | None = None
-    """RIDGE of rollout/block.py: 0 commits blocks separately, a large number joins every commit with the next step"""
+    """RIDGE of rollout/block.py, which matters to low_confidence_dynamic: 0: separate commits; a large number: all joined"""
 
 
 def main(args):

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.fast_dllm import FastDLLM
 from rollout import make_engine
+from rollout.block import ADAPTIVE
 
 BYTES_PER_S, FLOP_PER_S = 4.8e12, 790e12
 # Matrices that multiply the same rows: one product.
@@ -173,11 +174,14 @@ def forwards_of(trace, slots):
     masked = max(round((trace.step_map + 1).sum().item() / denoising), 1)  # what the head sees at once
     if settings["attention"] == "block-causal":
         canvas = trace.canvas_length.float().mean().item()
-        joined = steps == denoising and canvas > n  # no commits: each is part of the next block's forwards, of two blocks
-        context, rows = P + canvas / 2, R * n * (1 + joined)
-        prompts, sizes = sum(map(len, {tuple(ids) for ids in trace.prompt_ids})), (R * context, rows * context)
+        separate, context = steps - denoising, P + canvas / 2
+        # The other commits are part of steps of two blocks: one a block, or all steps where the model decides their number.
+        blocks = ((P + canvas) // n - P // n) * N / R
+        joined = denoising if settings["remasking"] in ADAPTIVE and not separate else max(blocks - 1 - separate, 0)
+        prompts, sizes = sum(map(len, {tuple(ids) for ids in trace.prompt_ids})), lambda rows: (R * context, rows * context)
         prefill = (1, prompts, 0, 0, prompts * P / 2)
-        return [prefill, (denoising, rows, masked, *sizes), (steps - denoising, rows, 0, *sizes)], steps
+        step, two = (R * n, masked, *sizes(R * n)), (2 * R * n, masked, *sizes(2 * R * n))
+        return [prefill, (denoising - joined, *step), (joined, *two), (separate, R * n, 0, *sizes(R * n))], steps
     blocks, S = L // n, P + L
     whole = round(R * S), masked, R * S, R * S * S
     if settings["cache"] == "none":

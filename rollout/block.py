@@ -9,8 +9,10 @@ commit it. A row that has ended leaves its place to the next sample that waits; 
 is in use. A step has fixed shapes and reads nothing back, so that on CUDA it is one graph, and the host looks at the rows as
 they were one step before: the device has a step to do meanwhile.
 
-Where a forward of few tokens costs what reading the weights costs, a commit is joined with the next block's first step: every
-forward is of two blocks, the one before and the one in work, and what it writes of the former is its commit, again or at last.
+On CUDA a commit is joined with the next block's first step: a joined step is a forward of two blocks, the one before and the
+one in work, and what it writes of the former is its commit, again or at last. Under a rule of k steps a block every k-th one is
+joined; a row that finishes a block in between commits it by itself and so falls into step. Where the number of steps depends on
+the model, all steps are joined, as long as a forward costs what reading the weights costs.
 
 Token editing (LLaDA2.1, arXiv 2602.08676, its modeling file's generate): a step also replaces revealed tokens of the block for
 which it draws another one with a probability above editing_threshold. A clean block goes on until a step, the commit, finds
@@ -20,6 +22,7 @@ nothing to replace, or max_post_steps have.
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -35,9 +38,10 @@ from rollout.traces import Trace, most_steps, scored
 WIDTHS = 128  # on CUDA the cache is read and kept in multiples of so many positions,
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48)  # and so many rows, or a multiple of 32, are stepped: each pair is a graph
 PREFILL = 1 << 15  # most tokens in a forward of prompts
-# On CUDA, most tokens of a forward of two blocks a row, for dense models. Joined over separate commits, tokens/s of SDAR-8B on
-# one H200 (bench/refill.py --ridge): 4 static steps, to 8 rows 1.18, 16 1.09, 24 0.99, 32 0.93; 2 steps 1.38, 1.27, 1.13, 1.05.
+# On CUDA, most tokens of steps that are all joined, for dense models. Joined over separate commits, tokens/s of SDAR-8B on one
+# H200 (bench/refill.py --ridge) with 4 steps a block: to 8 rows 1.18, 16 1.09, 24 0.99, 32 0.93; with 2 1.38, 1.27, 1.13, 1.05.
 RIDGE = 128
+ADAPTIVE = ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded")  # rules that may end a block early
 NOT_FINITE, LATE = 1, 2  # faults of a row
 
 
@@ -77,7 +81,8 @@ class BlockEngine(engine.Engine):
         self.in_buckets = self.use_graphs = self.device.type == "cuda"  # in_buckets: batches of few sizes, in lasting slots
         self.slots = self.graphs = None
         experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
-        self.ridge = RIDGE if self.in_buckets and experts is None else 0  # more tokens would wake more experts
+        self.joins = self.in_buckets  # whether a commit may be part of the next block's first step
+        self.ridge = RIDGE if experts is None else 0  # more tokens would wake more experts
         if self.use_graphs and experts is not None and not experts.is_grouped(self.dtype):
             print(
                 f"rollout without CUDA graphs: experts in {self.dtype} run one after the other, bf16 ones together", flush=True
@@ -148,7 +153,7 @@ class BlockEngine(engine.Engine):
         start, end, _ = slots.look()()
         places, entered, looks = list(range(N, N + R)), 0, deque()  # places: the sample at each, an ended one where it is free
         slots.sample[:R] = torch.arange(N, N + R, device=self.device)
-        while True:
+        for clock in count():
             free = [r for r in range(R) if start[places[r]] >= end[places[r]]]
             if entered < N and free:
                 samples = range(entered, min(entered + len(free), N))
@@ -157,21 +162,30 @@ class BlockEngine(engine.Engine):
             live = [r for r in range(R) if start[places[r]] < end[places[r]]]
             if not live:
                 break
-            # The furthest that a row can be: each step ends a block at most.
-            furthest = max(2 * n, *(min(start[i] + (behind + 1) * n, end[i]) for i in (places[r] for r in live)))
+            joined = self._is_joined(R, rule, clock)
+            # The furthest that a row can be: each step ends a block at most, and a joined one begins the next.
+            furthest = max(2 * n, *(min(start[i] + (behind + 1 + joined) * n, end[i]) for i in (places[r] for r in live)))
             width = min(slots.tokens.shape[1], -(-furthest // WIDTHS) * WIDTHS if self.in_buckets else furthest)
             fewer = self._bucket(len(live))
             if entered == N and fewer < R:
                 R, free = fewer, [r for r in range(fewer) if r not in live]
                 far = [r for r in live if r >= R]
                 self._move(slots, places, far, free, width)
-            step = partial(self._step, slots, R, width, rule)
-            self.graphs.run((R, width, rule), step) if self.graphs else step()
+            step = partial(self._step, slots, R, width, rule, joined)
+            self.graphs.run((R, width, rule, joined), step) if self.graphs else step()
             looks.append(slots.look())
             if len(looks) > behind:
                 start, end, fault = looks.popleft()()
                 if any(fault):
                     self._fail(slots, fault, rule)
+
+    def _is_joined(self, R, rule, clock):
+        """Whether step number `clock` of a rollout is joined. Only its speed depends on the answer."""
+        if not self.joins or rule.editing_threshold is not None:  # an edit may follow the last reveal
+            return False
+        if rule.remasking in ADAPTIVE:
+            return 2 * R * self.model.block_length <= self.ridge
+        return clock > 0 and clock % rule.denoising_steps == 0
 
     def _fail(self, slots, fault, rule):
         bad = [i for i, code in zip(slots.sample_index.tolist(), fault, strict=True) if code == NOT_FINITE]
@@ -234,17 +248,21 @@ class BlockEngine(engine.Engine):
         with fused_kernels():
             self.model.hidden(ids, position_ids, attend)
 
-    def _step(self, slots, R, width, rule):
+    def _step(self, slots, R, width, rule, joined=False):
         """One forward of the block in work of each of the first R rows, over `width` positions: denoises or commits it.
 
-        A block without masks is committed, but the last one needs no commit. Rows that have ended are carried along and change
-        nothing.
+        A block without masks is committed, but the last one needs no commit; joined: together with a step of the next one.
+        Rows that have ended are carried along and change nothing.
         """
-        joined = rule.editing_threshold is None and 2 * R * self.model.block_length <= self.ridge
         n, row = self.model.block_length, slots.sample[:R]
         start, end, step = slots.start[row], slots.end[row], slots.step[row]
         is_live = start < end
-        at = start.clamp(max=width - n)[:, None] + torch.arange(n, device=self.device)  # [R, n] positions of each row's block
+        place = lambda: start.clamp(max=width - n)[:, None] + torch.arange(n, device=self.device)  # [R, n] of each row's block
+        at = place()
+        if joined:
+            goes_on = is_live & ~slots.masked[row[:, None], at].any(1)
+            start, step = start + n * goes_on, torch.where(goes_on, 0, step)
+            at = place()
         here = row[:, None], at
         block, masked = slots.tokens[here], slots.masked[here] & is_live[:, None]
         if joined:
@@ -291,7 +309,7 @@ class BlockEngine(engine.Engine):
         stops = is_whole & (is_eos & (offset >= 0)).any(1) & rule.stop_at_eos
         end = torch.where(stops, start + n, end)
         is_last = is_whole & (start + n >= end)
-        is_done = is_committed | (is_whole if joined else is_last)
+        is_done = is_committed | is_last
         slots.end[row], slots.start[row] = end, start + n * is_done
         slots.step[row] = torch.where(is_done, 0, step + is_live)
 

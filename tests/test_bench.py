@@ -69,11 +69,12 @@ def test_forwards_of_a_trace_are_those_that_were_made(name, cache):
     assert needed == watch.head_rows if name == "tiny-llada" else needed < watch.head_rows
 
 
-def test_forwards_with_joined_commits_are_of_two_blocks():
-    """Where the block sampler makes no commits of their own, as on CUDA with few rows."""
+@pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic"])
+def test_forwards_with_joined_commits_are_of_two_blocks(remasking):
+    """Where the block sampler joins commits with steps, as on CUDA: at the first step of a block, or at all of them."""
     engine = engine_without_end("tiny-sdar")
-    engine.ridge, watch = 10**6, Watch(engine.model)
-    trace = engine.generate([[1] * 8, [2] * 8], gen_length=16, denoising_steps=4, remasking="low_confidence_static")
+    engine.joins, engine.ridge, watch = True, 10**6, Watch(engine.model)
+    trace = engine.generate([[1] * 8, [2] * 8], gen_length=16, denoising_steps=4, remasking=remasking, confidence_threshold=1.0)
     (_, prefill, *_), *work = forwards_of(trace, 64)[0]
     assert prefill == 16 and prefill + sum(number * rows for number, rows, *_ in work) == watch.rows
 

@@ -226,11 +226,11 @@ class Spy(BlockEngine):
         self.done.append(("prefill", prompts))
         return super()._prefill(prompts, *rest)
 
-    def _step(self, slots, R, width, rule):
+    def _step(self, slots, R, width, rule, joined):
         row = slots.sample[:R]
         assert len(set(row.tolist())) == R  # two places with one sample would write it twice
         self.done.append(("step", R, int((slots.start[row] < slots.end[row]).sum())))
-        return super()._step(slots, R, width, rule)
+        return super()._step(slots, R, width, rule, joined)
 
 
 @pytest.mark.parametrize("name, kind", [("SDAR", "graphs"), *itertools.product(["SDAR", *MIXTURES], ["plain", "buckets"])])
@@ -326,30 +326,59 @@ def test_a_rule_that_never_ends_is_stopped(monkeypatch):
 # --- joined commits ----------------------------------------------------------------------------------------------------------
 
 
+def blocks_of(trace, n=4):
+    P = torch.tensor([len(ids) for ids in trace.prompt_ids])
+    return (P + trace.canvas_length) // n - P // n
+
+
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic", "entropy_bounded"])
+@pytest.mark.parametrize("remasking", ["low_confidence_dynamic", "entropy_bounded"])
 def test_joined_commits_draw_the_same(monkeypatch, remasking, graphs):
     """Forwards of two blocks, of all rows or of the few at the end: the same draws; blocks but the last save a forward each."""
     prompts, options = prompts_of([3, 9, 1, 6, 8, 4]), OPTIONS | {"remasking": remasking, "eb_threshold": 0.8}
     model, options = model_of(eos=(2, 9, 16)), options | {"gen_length": 24}
     want = make_engine(model).generate(prompts, **options)
-    blocks = torch.tensor([len(ids) for ids in want.prompt_ids])
-    blocks = (blocks + want.canvas_length) // 4 - blocks // 4
+    blocks = blocks_of(want)
     for ridge, places in ((1000, 256), (1000, 5), (130, 256)):
         engine = bucketed(model, monkeypatch, graphs, max_batch_size=places)
-        engine.ridge = ridge
+        engine.joins, engine.ridge = True, ridge
         got = engine.generate(prompts, **options)
         saved = want.num_forwards - got.num_forwards
         assert (saved == blocks - 1).all() if ridge == 1000 else ((0 <= saved) & (saved < blocks)).all() and saved.any()
         assert same_draws_but_forwards(got, want)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("remasking", ["low_confidence_static", "random", "sequential"])
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_rows_fall_into_step_with_the_joined_steps(monkeypatch, remasking, steps, graphs):
+    """Every `steps`-th step is joined: the same draws; a row out of step commits by itself, steps - 1 times at most. Rows that
+    begin together with whole blocks commit nothing by themselves, and nothing is joined in between."""
+    model, options = model_of(eos=(2, 9, 16)), OPTIONS | {"gen_length": 24, "denoising_steps": steps, "remasking": remasking}
+    for lengths, places in (([3, 9, 1, 6, 8, 4], 256), ([3, 9, 1, 6, 8, 4], 5), ([8, 4, 12], 256)):
+        prompts = prompts_of(lengths)
+        want = make_engine(model).generate(prompts, **options)
+        engine, widths = bucketed(model, monkeypatch, graphs, max_batch_size=places), []
+        engine.joins, forward = True, engine._forward
+        engine._forward = lambda block, at, cache: widths.append(block.shape[1]) or forward(block, at, cache)  # noqa: B023
+        got = engine.generate(prompts, **options)
+        saved, blocks = want.num_forwards - got.num_forwards, blocks_of(want)
+        assert (saved < blocks).all() and (saved >= (blocks - steps).clamp(min=0)).all() and saved.any()
+        assert same_draws_but_forwards(got, want)
+        if lengths == [8, 4, 12]:
+            assert torch.equal(saved, blocks - 1)
+            assert graphs or widths == [8 if clock and clock % steps == 0 else 4 for clock in range(len(widths))]
+
+
+@pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic"])
 @pytest.mark.parametrize("fault", ["stale", "all seen", "other keys"])
-def test_a_wrong_joined_commit_is_seen(monkeypatch, fault):
+def test_a_wrong_joined_commit_is_seen(monkeypatch, fault, remasking):
     """Negative controls: the block before goes in with a mask, sees the block in work, or its keys lie elsewhere."""
 
     class Wrong(BlockEngine):
         def _forward(self, block, at, cache):
+            if block.shape[1] == 4:
+                return super()._forward(block, at, cache)
             if fault == "stale":
                 block = torch.where(torch.arange(8) == 3, M, block)
             if fault == "other keys":
@@ -362,10 +391,10 @@ def test_a_wrong_joined_commit_is_seen(monkeypatch, fault):
                 self.model.block_length = 4
 
     engine = bucketed(model_of(), monkeypatch, cls=Wrong)
-    engine.ridge = 1000
-    prompts = prompts_of([3, 9, 1, 6])
-    want = make_engine(model_of()).generate(prompts, **OPTIONS)
-    assert not same_draws_but_forwards(engine.generate(prompts, **OPTIONS), want)
+    engine.joins, engine.ridge = True, 1000
+    prompts, options = prompts_of([3, 9, 1, 6]), OPTIONS | {"remasking": remasking}
+    want = make_engine(model_of()).generate(prompts, **options)
+    assert not same_draws_but_forwards(engine.generate(prompts, **options), want)
 
 
 def same_draws_but_forwards(a, b, tolerance=1e-12):
