@@ -3,13 +3,12 @@
     python evals/run.py --model tiny-sdar --tasks countdown,sudoku,gsm8k --data gsm8k=test.jsonl
     torchrun --standalone --nproc-per-node 8 evals/run.py --model sdar-8b --tasks gsm8k,math500,mmlu,humaneval,aime24
     python evals/run.py --resume runs/eval-...                               go on: finished samples are kept
-    python evals/countdown.py --model tiny-sdar                              one task: samples.jsonl + result.json
+    python evals/countdown.py --model tiny-sdar                              one task; this too goes on with --resume
     python evals/countdown.py --completions samples.jsonl --data cd3         only score rows {"index": i, "completion": text}
 
 Lengths, steps and temperatures that no flag gives are those of evals/decoding.py: the setting of the task's published number
-for this model. Ranks share the problems of every task, and their number changes no completion. The directory of evals/run.py
-has results.json and table.md (rewritten after every task) and a directory for each task with samples.jsonl, result.json and
-settings.json, which a resumed run must equal.
+for this model. Ranks share the problems of every task, and their number changes no completion. What is written and how a run
+goes on stands in evals/results.py.
 The last line on stdout of one task is one JSON object: task, n, accuracy, stderr, answered, truncated, ..., settings;
 macro_accuracy too, the plain mean of the subjects, where the examples have a "subject". With --repeats N every problem is
 answered N times, with seeds --seed to --seed + N - 1: accuracy is the mean of the repeats, `accuracies` has each, stderr is
@@ -22,8 +21,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from hashlib import blake2b
 from importlib import import_module
@@ -32,11 +31,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-import tyro
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from evals import decoding, load_task, samples
+from evals import decoding, load_task, results, samples
 
 
 @dataclass
@@ -108,6 +106,8 @@ class Args(Sampling):
     """also report the mean of this shaped reward of evals/rewards.py"""
     out: str = ""
     """output directory, refused if results lie in it; empty: runs/eval-<task>-<model>-<time>"""
+    resume: str = ""
+    """go on in this directory of an earlier run, whose flags are the defaults: finished samples are kept"""
 
 
 @dataclass
@@ -142,13 +142,16 @@ def main(task_name: str) -> None:
     """Command line of evals/<task_name>.py. Unusable input ends in SystemExit with one line that says what to change."""
     from evals.rewards import load_reward  # here, because the tasks that it imports import this file
 
-    args = tyro.cli(Args, description=f"Evaluate a model, or score given completions, on {task_name}.")
+    args = results.command_line(Args, task_name, f"Evaluate a model, or score given completions, on {task_name}.")
     task = import_module(f"evals.{task_name}")
     if bool(args.model) == bool(args.completions):
         raise SystemExit("give either --model (generate and score) or --completions (only score)")
+    if args.resume and args.completions:
+        raise SystemExit(f"--resume {args.resume} only scored {args.completions}: score again, with a new --out")
     reward = load_reward(args.reward, task) if args.reward != "none" else None
     check_counts(args.batch_size, args.limit, args.repeats)
-    keep_results(args.out)
+    if not args.resume:
+        results.keep_results(args.out)
     examples = task.load(args.split, args.data, args.limit)
     if not examples:
         raise SystemExit(f"--data {args.data}: no rows")
@@ -159,44 +162,42 @@ def main(task_name: str) -> None:
     name = Path(args.model).name if args.model else Path(args.completions).stem
     default = f"runs/eval-{task_name}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     source = {"data": args.data, "split": args.split, "limit": args.limit, "torch": version("torch")}
-    if args.model:
-        engine, tokenizer = load_engine(args.model, args.rollout_backend, device, args.batch_size)
-        prompts = [task.prompt(example) for example in examples]
-        source |= task_settings(vars(args), engine, task_name, task, examples, prompts, args.repeats)
-        print_plan(engine, source, rank)
-        out = broadcast(lambda: make_out(args.out, default))
-        rows = evaluate(task_name, task, examples, prompts, engine, tokenizer, source, args.batch_size, out, reward)
-        counts, repeats = {}, source["repeats"]
-    else:
-        repeats = args.repeats or 1
-        given, faults, missing = samples.given(args.completions, len(examples), repeats)
-        samples.name_faults(args.completions, faults, "rows not used")
-        samples.name_faults(args.completions, missing, "problems without a completion, not in the mean: index")
-        counts = {"unused": len(faults), "missing": len(missing)}
-        source |= {"repeats": repeats, "completions": args.completions}
-        out = make_out(args.out, default)
-        with tqdm(total=len(given), desc=task_name, disable=None) as bar:
-            parts = (given[first : first + PART] for first in range(0, len(given), PART))
-            samples.write_scored(out / "samples.jsonl", parts, task, examples, reward, bar)
-        rows = given
-    if rank:
-        return
-    result = samples.summary(task_name, rows, examples, repeats) | counts | {"settings": source}
-    if reward:
-        result["reward"] = {"name": args.reward} | result["reward"]
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    with ExitStack() as held:  # by rank 0, the lock of the directory
+        take = lambda: held.enter_context(results.directory(args, task_name, default))
+        if args.model:
+            out = broadcast(take) if args.resume else None
+            engine, tokenizer = load_engine(args.model, args.rollout_backend, device, args.batch_size)
+            prompts = [task.prompt(example) for example in examples]
+            source |= task_settings(vars(args), engine, task_name, task, examples, prompts, args.repeats)
+            source |= {"reward": args.reward} if reward else {}
+            print_plan(engine, source, rank)
+            out = out or broadcast(take)
+            broadcast(lambda: results.begin(task_name, out, source, args.resume))
+            rows = evaluate(task_name, task, examples, prompts, engine, tokenizer, source, args.batch_size, out, reward)
+            counts, repeats = {}, source["repeats"]
+        else:
+            repeats = args.repeats or 1
+            rows, faults, missing = samples.given(args.completions, len(examples), repeats)
+            samples.name_faults(args.completions, faults, "rows not used")
+            samples.name_faults(args.completions, missing, "problems without a completion, not in the mean: index")
+            counts = {"unused": len(faults), "missing": len(missing)}
+            source |= {"repeats": repeats, "completions": args.completions}
+            out = take()
+            with tqdm(total=len(rows), desc=task_name, disable=None) as bar:
+                parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
+                samples.write_scored(out / "samples.jsonl", parts, task, examples, reward, bar)
+        if rank:
+            return
+        result = samples.summary(task_name, rows, examples, repeats) | counts | {"settings": source}
+        if reward:
+            result["reward"] = {"name": args.reward} | result["reward"]
+        results.write(out / "result.json", result)
     print(json.dumps(result), flush=True)
 
 
 def many() -> None:
     """Command line of evals/run.py. A task whose data is missing costs one line and the exit status, not the other tasks."""
-    args = tyro.cli(ManyArgs, description="Evaluate a model on many benchmarks.")
-    if args.resume:
-        config = Path(args.resume) / "config.json"
-        saved = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        if saved.keys() != {field.name for field in fields(ManyArgs)}:
-            raise SystemExit(f"--resume {args.resume} is no directory of evals/run.py: config.json with its flags is not there")
-        args = tyro.cli(ManyArgs, default=ManyArgs(**saved | {"data": tuple(saved["data"]), "out": args.resume}))
+    args = results.command_line(ManyArgs, "run", "Evaluate a model on many benchmarks.")
     names = list(dict.fromkeys(filter(None, args.tasks.replace(",", " ").split())))
     if not (args.model and names):
         raise SystemExit("give --model and --tasks, such as --tasks gsm8k,math500")
@@ -206,7 +207,7 @@ def many() -> None:
     if unknown := [item for item in args.data if "=" not in item or item.partition("=")[0] not in tasks]:
         raise SystemExit(f"--data {' '.join(unknown)}: give TASK=SOURCE, where TASK is one of {', '.join(names)}")
     if not args.resume:
-        keep_results(args.out, names)
+        results.keep_results(args.out, names)
 
     rank, ranks, device = place()
     examples, lost = {}, {}
@@ -220,38 +221,34 @@ def many() -> None:
     same_everywhere(list(examples))
     if not examples:
         raise SystemExit(f"none of {', '.join(names)} can be evaluated")
+
     default = f"runs/eval-{Path(args.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out = Path(args.resume) if args.resume else broadcast(lambda: make_out(args.out, default))
-    results = {}
-    if args.resume:  # config.json stays, so that --resume alone always takes the flags that the run was begun with
-        before = out / "results.json"
-        earlier = json.loads(before.read_text(encoding="utf-8"))["tasks"] if before.is_file() else {}
-        results = {name: result for name, result in earlier.items() if name not in tasks}
-    elif rank == 0:
-        write(out / "config.json", asdict(args) | {"out": "", "resume": ""})
-    engine, tokenizer = load_engine(args.model, args.rollout_backend, device, args.batch_size)
-    for name, loaded in examples.items():
-        task, folder = tasks[name], out / name
-        prompts = [task.prompt(example) for example in loaded]
-        source = {"data": data.get(name, ""), "split": "test", "limit": args.limit, "torch": version("torch")}
-        repeats = args.repeats if name in REPEATED else None
-        try:
-            source |= task_settings(vars(args), engine, name, task, loaded, prompts, repeats)
-            print_plan(engine, source, rank)
-        except SystemExit as error:
-            lose(lost, name, str(error), rank)
-            continue
-        begun = broadcast(lambda folder=folder, source=source: begin(folder, source, args.resume))
-        if begun:
-            raise SystemExit(f"--resume {args.resume}: {name} was begun with {begun}; take the old value, or a new --out")
-        rows = evaluate(name, task, loaded, prompts, engine, tokenizer, source, args.batch_size, folder)
+    with ExitStack() as held:  # by rank 0, the lock of the directory
+        take = lambda: held.enter_context(results.directory(args, "run", default))
+        out = broadcast(take) if args.resume else None
+        engine, tokenizer = load_engine(args.model, args.rollout_backend, device, args.batch_size)
+        out = out or broadcast(take)  # not before: a wrong --model leaves none behind
+        made = {name: result for name, result in results.finished(out).items() if name not in tasks}
+        for name, loaded in examples.items():
+            task, folder = tasks[name], out / name
+            prompts = [task.prompt(example) for example in loaded]
+            source = {"data": data.get(name, ""), "split": "test", "limit": args.limit, "torch": version("torch")}
+            repeats = args.repeats if name in REPEATED else None
+            try:
+                source |= task_settings(vars(args), engine, name, task, loaded, prompts, repeats)
+                print_plan(engine, source, rank)
+            except SystemExit as error:
+                lose(lost, name, str(error), rank)
+                continue
+            broadcast(lambda name=name, folder=folder, source=source: results.begin(name, folder, source, args.resume))
+            rows = evaluate(name, task, loaded, prompts, engine, tokenizer, source, args.batch_size, folder)
+            if rank == 0:
+                made[name] = samples.summary(name, rows, loaded, source["repeats"]) | {"settings": source | {"ranks": ranks}}
+                results.write(folder / "result.json", made[name])
+                results.write_all(out, args.model, made, lost)
         if rank == 0:
-            results[name] = samples.summary(name, rows, loaded, source["repeats"]) | {"settings": source | {"ranks": ranks}}
-            write(folder / "result.json", results[name])
-            write_all(out, args.model, results, lost)
-    if rank == 0:
-        write_all(out, args.model, results, lost)
-        print(table(results, lost) + f"\n{out}/results.json", flush=True)
+            results.write_all(out, args.model, made, lost)
+            print(results.table(made, lost) + f"\n{out}/results.json", flush=True)
     if lost:
         raise SystemExit(f"{len(lost)} of {len(names)} tasks not evaluated: {', '.join(lost)}" if rank == 0 else 1)
 
@@ -385,18 +382,6 @@ def print_plan(engine: object, settings: dict, rank: int) -> None:
         print(plan, file=sys.stderr)
 
 
-def begin(folder: Path, settings: dict, resume: str) -> str:
-    """Write settings.json, or hold those of an earlier run against `settings`. -> what differs, "" if nothing"""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, settings = folder / "settings.json", json.loads(json.dumps(settings))
-    before = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else settings
-    free = {"batch_size"}  # changes no completion beyond rounding
-    changed = [key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key) and key not in free]
-    if not changed:
-        write(path, settings)
-    return ", ".join(f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(changed))
-
-
 def evaluate(
     name: str,
     task: ModuleType,
@@ -435,75 +420,11 @@ def evaluate(
     return rows
 
 
-def make_out(out: str, default: str) -> Path:
-    """Make the directory `out`; where `out` is empty, `default`, with -2, -3 ... where that exists.
-
-    SystemExit where it cannot be made, or where rows or a result of another evaluation or a training run lie in it.
-    """
-    path, number = Path(out or default), 1
-    while True:
-        try:  # mkdir itself is the test: of two evaluations in one second only one gets the name
-            path.mkdir(parents=True, exist_ok=bool(out))
-            break
-        except OSError as error:
-            if out or not path.exists():
-                raise SystemExit(f"--out {path}: the directory cannot be made ({error.strerror})") from error
-            number += 1
-            path = Path(f"{default}-{number}")
-    keep_results(path)
-    return path
-
-
-def keep_results(out: str | Path, tasks: Iterable[str] = ()) -> None:
-    """SystemExit where rows or results lie in the directory `out`, or in those of `tasks` in it; nothing for an empty name."""
-    if not out:
-        return
-    folders = [Path(out), *(Path(out) / task for task in tasks)]
-    found = [file for folder in folders for file in (folder / "samples.jsonl", *sorted(folder.glob("samples-*.jsonl")))]
-    found += [Path(out) / "result.json", Path(out) / "results.json"]
-    # empty is the file of an evaluation that ended before its first row, for example at a wrong --model
-    if files := [str(file.relative_to(out)) for file in found if file.exists() and file.stat().st_size]:
-        rest = f"name another directory, {'go on with --resume, ' if tasks else ''}or remove them"
-        raise SystemExit(f"--out {out}: {' and '.join(files)} would be overwritten; {rest}")
-
-
 def lose(lost: dict[str, str], name: str, message: str, rank: int) -> None:
     """Note a task that cannot be evaluated, and say it in one line."""
     lost[name] = message
     if rank == 0:
         print(f"{name} is not evaluated: {message}", file=sys.stderr)
-
-
-def write(path: Path, value: object) -> None:
-    """JSON; a process killed at any moment leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def write_all(out: Path, model: str, results: dict[str, dict], lost: dict[str, str]) -> None:
-    """results.json and table.md of the tasks so far."""
-    write(out / "results.json", {"model": model, "tasks": results, "not evaluated": lost})
-    (out / "table.md").write_text(table(results, lost), encoding="utf-8")
-
-
-def table(results: dict[str, dict], lost: dict[str, str]) -> str:
-    """Results as a Markdown table with aligned columns; percent, and tok/s of one rank. Behind it what was not evaluated."""
-    head = ["task", "n", "score", "by subject", "answered", "cut off", "tok/forward", "tok/s", "shots", "tokens, block, steps"]
-    lines = [[*head, "temperature"]]
-    percent = lambda value: "" if value is None else f"{100 * value:.2f}"
-    for name, result in results.items():
-        how, forward = result["settings"], result["tokens_per_forward"]
-        times = f" x {how['repeats']}" if how["repeats"] > 1 else ""
-        line = [name, f"{result['n']}{times}", f"{percent(result['accuracy'])} ± {percent(result['stderr'])}"]
-        line += [percent(result.get("macro_accuracy")), percent(result["answered"]), percent(result["truncated"])]
-        line += ["" if forward is None else f"{forward:.2f}", f"{result['tokens_per_s']:.0f}", str(how["shots"])]
-        line += [f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}", f"{how['temperature']:g}"]
-        lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    return "\n".join([*rows, *(f"\n{name}: not evaluated: {message}" for name, message in lost.items())]) + "\n"
 
 
 def tagged_answer(completion: str) -> str | None:

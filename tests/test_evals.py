@@ -818,7 +818,9 @@ def test_default_output_directory_and_score_batch(tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(countdown, "score_batch", lambda completions, examples: [0.5] * len(examples), raising=False)
     assert cli(monkeypatch, capsys, "--model", "some/dir", "--limit", "3")["accuracy"] == 0.5
     (out,) = (tmp_path / "runs").iterdir()
-    assert out.name.startswith("eval-countdown-dir-") and {p.name for p in out.iterdir()} == {"samples.jsonl", "result.json"}
+    files = {path.name for path in out.iterdir()}
+    assert files == {"config.json", "settings.json", "samples.jsonl", "result.json"}
+    assert out.name.startswith("eval-countdown-dir-")
 
 
 def test_evaluations_of_one_second_get_directories_of_their_own(tmp_path, monkeypatch, capsys):
@@ -846,13 +848,20 @@ def test_results_are_not_overwritten(tmp_path, monkeypatch, capsys):
         return {file.name: file.read_text() for file in out.iterdir()}
 
     before = files()
-    assert before.keys() == {"log.txt", "samples.jsonl", "result.json"}
+    assert before.keys() == {"log.txt", "config.json", "samples.jsonl", "result.json"}
     for completions in (path, out / "samples.jsonl"):
         message = one_line(lambda completions=completions: evaluate(completions))
-        assert message.startswith(f"--out {out}: samples.jsonl and result.json would be overwritten; ") and files() == before
-    (out / "result.json").unlink()  # as an evaluation that was killed leaves it
-    assert "samples.jsonl would be overwritten" in one_line(lambda: evaluate(path))
-    (out / "samples.jsonl").unlink()
+        assert "samples.jsonl and config.json and result.json would be overwritten; " in message and files() == before
+    for name in ("samples.jsonl", "config.json", "result.json"):
+        (out / name).unlink()
+    for name in (
+        "samples.jsonl",
+        "config.json",
+        "result.json",
+    ):  # any alone, as an evaluation that was killed leaves it
+        (out / name).write_text(before[name])
+        assert f": {name} would be overwritten" in one_line(lambda: evaluate(path))
+        (out / name).unlink()
     evaluate(path)
     assert files() == before
     out = tmp_path / "c.jsonl"

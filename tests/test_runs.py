@@ -3,6 +3,7 @@ with every kind of fault."""
 
 import gzip
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from test_math import ENDLESS
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import scoring
-from evals import countdown, decoding, load_task, math500, run, samples
+from evals import countdown, decoding, load_task, math500, results, run, samples
 from evals.sandbox import SandboxError
 from rollout import make_engine
 
@@ -166,7 +167,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys, f
     assert len(rows_of(path)) == 6 and not (tmp_path / "cut/results.json").exists()
     # samples of a run that was cut are not those of another one
     message = one_line(lambda: many(monkeypatch, *flags[:-1], "6", "--out", tmp_path / "cut"))
-    assert "countdown/samples.jsonl would be overwritten; name another directory, go on with --resume" in message
+    assert "samples.jsonl and config.json would be overwritten; name another directory, go on with --resume" in message
     with open(path, "a") as file:
         file.write(json.dumps(rows_of(path)[0] | {"index": 6})[:-20])  # a row that was being written
     (path.parent / "samples-1.jsonl").write_text(
@@ -178,8 +179,8 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys, f
     assert [(n, s["sample_offset"], s["seed"]) for n, s in GoldEngine.calls] == [(2, 6, 5), (1, 9, 5)]
     assert "countdown: 7 finished samples are kept" in capsys.readouterr().err
     assert tokens_of(tmp_path / "cut")["countdown"] == whole and not list(path.parent.glob("samples-*"))
-    results = [json.loads((tmp_path / name / "results.json").read_text())["tasks"]["countdown"] for name in ("whole", "cut")]
-    assert results[0].pop("tokens_per_s") and results[1].pop("tokens_per_s") and results[0] == results[1]
+    one, two = [json.loads((tmp_path / name / "results.json").read_text())["tasks"]["countdown"] for name in ("whole", "cut")]
+    assert one.pop("tokens_per_s") and two.pop("tokens_per_s") and one == two
     # results of other tasks of the run stay when it goes on with one of them
     file = tmp_path / "cut/results.json"
     everything = json.loads(file.read_text())
@@ -205,6 +206,9 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake_servic
     before = {path: path.read_text() for path in tmp_path.glob("countdown/*")}
     resume = lambda *flags: one_line(lambda: many(monkeypatch, "--resume", tmp_path, *flags))
     assert "countdown was begun with temperature 0.0, now 0.5; take the old value" in resume("--temperature", "0.5")
+    assert "model 'm', now 'n'" in resume("--model", "n") and "model 'm', now 'n'" in resume(
+        "--model", "n", "--temperature", "0"
+    )
     assert "seed 0, now 1" in resume("--seed", "1") and "limit 4, now 5" in resume("--limit", "5")
     assert "data '', now 'cd3'" in resume("--data", "countdown=cd3") and "prompts_hash" in resume("--data", "countdown=cd3")
     many(monkeypatch, "--resume", tmp_path)  # nothing of what was refused is remembered
@@ -218,6 +222,96 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake_servic
     (tmp_path / "countdown/config.json").write_text('{"script": "d1", "args": {}}')  # of a training run
     for place in ("countdown", "sudoku"):
         assert "no directory of evals/run.py" in one_line(lambda place=place: many(monkeypatch, "--resume", tmp_path / place))
+
+
+def test_one_task_alone_goes_on_too(tmp_path, monkeypatch, capsys, fake_services):
+    out, flags = tmp_path / "cut", ["--model", "m", "--limit", "10", "--batch-size", "3", "--reward", "countdown_partial"]
+    whole = cli(monkeypatch, capsys, *flags, "--out", str(tmp_path / "whole"))
+    answer = GoldEngine.generate
+
+    def fails(self, prompt_ids, **settings):
+        if settings["sample_offset"] == 6:
+            raise Interrupted
+        return answer(self, prompt_ids, **settings)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(GoldEngine, "generate", fails)
+        cli(patch, capsys, *flags, "--out", str(out))
+    assert len(rows_of(out / "samples.jsonl")) == 6
+    resume = lambda *flags: cli(monkeypatch, capsys, "--resume", str(out), *flags)
+    assert "reward 'countdown_partial', now 'countdown_d1'" in one_line(lambda: resume("--reward", "countdown_d1"))
+    assert "model 'm', now 'n'" in one_line(lambda: resume("--model", "n"))
+    assert "is no directory of evals/run.py" in one_line(lambda: many(monkeypatch, "--resume", out))
+    GoldEngine.calls.clear()
+    again = resume()
+    assert [(n, s["sample_offset"]) for n, s in GoldEngine.calls] == [(3, 6), (1, 9)]
+    assert whole.pop("tokens_per_s") and again.pop("tokens_per_s") and again == whole
+    scored = ["--completions", str(out / "samples.jsonl"), "--limit", "10", "--out", str(tmp_path / "scored")]
+    assert cli(monkeypatch, capsys, *scored)["accuracy"] == whole["accuracy"]
+    out = tmp_path / "scored"
+    assert "score again, with a new --out" in one_line(resume)
+
+
+def test_a_wrong_model_leaves_no_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for flags in ([], ["--out", "mine"]):
+        with pytest.raises(SystemExit):
+            many(monkeypatch, "--model", "tiny-none", "--tasks", "countdown", *flags)
+        with pytest.raises(SystemExit):
+            cli(monkeypatch, capsys, "--model", "tiny-none", *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_evaluations_at_once_in_one_directory_are_refused(tmp_path, monkeypatch, fake_services):
+    """A second --resume while the engine of the first answers; a run that was killed holds nothing."""
+    said, answer = [], GoldEngine.generate
+
+    def generate(self, prompt_ids, **settings):
+        said.append(one_line(lambda: many(monkeypatch, "--resume", tmp_path)))
+        return answer(self, prompt_ids, **settings)
+
+    flags = ["--model", "m", "--tasks", "countdown", "--limit", "4", "--batch-size", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(GoldEngine, "generate", generate)
+        many(patch, *flags, "--out", tmp_path)
+    assert said == [f"{tmp_path}: another evaluation works there; wait for its end, or take a new --out"] * 2
+    assert [row["index"] for row in rows_of(tmp_path / "countdown/samples.jsonl")] == [0, 1, 2, 3]
+
+    def hold(ready):
+        with results.directory(SimpleNamespace(resume=str(tmp_path)), "run", ""):
+            ready.set()
+            signal.pause()
+
+    context = multiprocessing.get_context("fork")
+    holder = context.Process(target=hold, args=(ready := context.Event(),))
+    holder.start()
+    try:
+        assert ready.wait(60)
+        assert "another evaluation works there" in one_line(lambda: many(monkeypatch, "--resume", tmp_path))
+    finally:
+        holder.kill()
+        holder.join()
+    many(monkeypatch, "--resume", tmp_path)
+
+
+def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys, fake_services):
+    def flock(file, how):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(results.fcntl, "flock", flock)
+    many(monkeypatch, "--model", "m", "--tasks", "countdown", "--limit", "2", "--out", tmp_path)
+    assert f"{tmp_path}: no lock (No locks available): start no second evaluation there\n" in capsys.readouterr().err
+
+
+def test_the_hash_of_the_code_that_asks_and_scores(tmp_path, monkeypatch):
+    (tmp_path / "gsm8k.py").write_text("a")
+    (tmp_path / "samples.jsonl").write_text("a")
+    monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
+    before = run.hash_of_evals()
+    (tmp_path / "samples.jsonl").write_text("b")
+    assert run.hash_of_evals() == before
+    (tmp_path / "gsm8k.py").write_text("b")
+    assert run.hash_of_evals() != before
 
 
 def test_flags_of_many(tmp_path, monkeypatch, capsys, fake_services):
