@@ -1,6 +1,7 @@
 """Check and time the attention backends on the shapes that training uses. One CUDA GPU.
 
     python bench/attention.py --out runs/attention      # prints a table, writes runs/attention/attention.json
+    python bench/attention.py --out runs/attention --packed        # rows of several documents alone
     python bench/attention.py --out runs/attention --decoding      # the attention of rollout/block.py over its cache
 
 First each backend's output and gradients are held against dense fp32 SDPA, on the first and the last row of the batch: the
@@ -53,6 +54,8 @@ class Args:
     """attention over the cache of block decoding instead"""
     budget: float = 80
     """seconds after which nothing new is started: most of the time goes to compilation"""
+    packed: bool = False
+    """rows of several documents alone"""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,10 @@ TIMED = [
     *[(Case("block-causal", 8, T, N=32, **SDAR), MASKED) for T in (512, 1280)],
     *[(Case("full", B, 512, **heads), PACKED) for heads in (LLADA, DREAM) for B in (16, 8)],
     *[(Case("padded", B, 512, padded=True, **heads), PACKED) for heads in (LLADA, DREAM) for B in (16, 8)],
-    *[(Case("packed", 2, 4096, document=180, **heads), (*PACKED, "flex")) for heads in (LLADA, DREAM)],
-    *[(Case("two-copy", 2, 4096, N=N, document=192, **SDAR), ("flex",)) for N in (4, 32)],
+    *[(Case("packed", B, T, document=180, **LLADA), (*PACKED, "flex")) for B, T in [(2, 4096), (8, 1024), (16, 512)]],
+    (Case("packed", 2, 4096, document=180, **DREAM), (*PACKED, "flex")),
+    *[(Case("two-copy", B, T, document=192, **SDAR), MASKED) for B, T in [(2, 4096), (8, 1024), (16, 512)]],
+    (Case("two-copy", 2, 4096, N=32, document=192, **SDAR), ("flex",)),
     *[(Case(pattern, 2, 600, padded=True, dtype="float32", **SDAR), ("auto",)) for pattern in ("padded", "two-copy")],
 ]
 NEW_LENGTHS = [("two-copy", SDAR, "flex"), ("full", LLADA, "sdpa"), ("padded", LLADA, "sdpa"), ("padded", LLADA, "varlen")]
@@ -319,6 +324,7 @@ def show(row):
     number = lambda key, digits=2: f"{row[key]:.{digits}f}" if key in row else "-"
     rate = lambda key: f"{number(key, 0)} ({number(key + '_dense', 0)})"
     pattern = row["pattern"] + " padded" * (row["padded"] and row["pattern"] != "padded")
+    pattern += f" of {row['document']}" * (row["document"] > 0)
     shape = f"{pattern} B{row['B']} T{row['T']} H{row['H']}/{row['K']} N{row['N']} {row['dtype']}"
     cells = [row["job"], f"{shape:50}", f"{row['backend']:10}", f"{row.get('kernel', ''):9}"]
     cells += [number(key) for key in ("first_ms", "second_ms", "prepare_ms", "forward_ms", "backward_ms")]
@@ -338,12 +344,13 @@ def main(args):
         sys.exit(not all(row["ok"] for row in report["rows"]))
     print("job | shape | backend | kernel | ms: first, second, prepare, forward, backward | TFLOP/s: forward, backward "
           "(dense) | GiB | error | graphs")  # fmt: skip
-    jobs = [(timed, case, backend) for case, backends in TIMED for backend in backends]
-    for pattern, heads, backend in NEW_LENGTHS:
-        jobs += [(new_length, Case(pattern, 16, T, padded=pattern == "padded", **heads), backend) for T in (501, 502, 637)]
-    for pattern, backend in COMPILED:
-        jobs += [(compiled, Case(pattern, 4, 512, H=4, K=2, padded=pattern != "full"), backend)]
-    jobs += [(timed, case, backend) for case, backends in TIMED_LAST for backend in backends]
+    jobs = [(timed, case, backend) for case, backends in TIMED if case.document or not args.packed for backend in backends]
+    if not args.packed:
+        for pattern, heads, backend in NEW_LENGTHS:
+            jobs += [(new_length, Case(pattern, 16, T, padded=pattern == "padded", **heads), backend) for T in (501, 502, 637)]
+        for pattern, backend in COMPILED:
+            jobs += [(compiled, Case(pattern, 4, 512, H=4, K=2, padded=pattern != "full"), backend)]
+        jobs += [(timed, case, backend) for case, backends in TIMED_LAST for backend in backends]
     report["rows"] = []
     for job, case, backend in jobs:
         row = {"job": job.__name__, "backend": backend, **asdict(case), "at_s": time.perf_counter() - start}

@@ -147,11 +147,9 @@ def matmul_rate(device):
     return {"n": n, "tflops": 2 * n**3 * 20 / seconds / 1e12}
 
 
-def flops(model, rows, length, scored, backward):
-    """The formula above for one pass over rows x length tokens, `scored` of which go through the head. -> FLOPs of one rank"""
-    is_block_model = model.attention == "block-causal"
-    tokens = rows * length * (1 + is_block_model)
-    pairs = rows * length * (length + model.block_length if is_block_model else length)  # the two copies: T (T + block) in all
+def flops(model, tokens, pairs, scored, backward):
+    """The formula above for `tokens` that go through the blocks, `scored` of them through the head, and `pairs` that see each
+    other. -> FLOPs"""
     head = model.lm_head.weight
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
     total = 0
@@ -164,6 +162,12 @@ def flops(model, rows, length, scored, backward):
         layer = name.removesuffix(".weight").removesuffix(".base_layer").rsplit(".", 1)[-1]
         total += 4 * weight.shape[1] * pairs * (1 + 2 * backward) if layer in ATTENTION_OUTPUT else 0
     return total
+
+
+def full_rows(model, rows, length):
+    """-> tokens and pairs of one pass over rows x length tokens; the two copies of a block model: T (T + block) pairs a row"""
+    is_block_model = model.attention == "block-causal"
+    return rows * length * (1 + is_block_model), rows * length * (length + model.block_length * is_block_model)
 
 
 @dataclass
@@ -284,7 +288,10 @@ def forward(model, batch, args, matmul):
         return logps.mean().item()
 
     seconds, facts = timed(run, args.steps)
-    return rates(seconds, flops(model, args.rows, args.length, args.rows * args.length, False), args, matmul) | facts
+    return (
+        rates(seconds, flops(model, *full_rows(model, args.rows, args.length), args.rows * args.length, False), args, matmul)
+        | facts
+    )
 
 
 def our_step(model, batch, args, matmul):
@@ -299,7 +306,8 @@ def our_step(model, batch, args, matmul):
         return -logps.sum() / scored
 
     seconds, facts = timed(lambda: train_step(micro_loss, params, optimizer, args, args.micro_batch_size), args.steps)
-    return rates(seconds, flops(model, args.rows, args.length, scored.item(), True), args, matmul) | facts
+    work = flops(model, *full_rows(model, args.rows, args.length), scored.item(), True)
+    return rates(seconds, work, args, matmul) | facts
 
 
 def official_step(args, device, adapters, logits_of):

@@ -364,9 +364,35 @@ def test_the_benchmark_draws_lengths_of_gsm8k_and_gives_every_layout_the_same_st
         args, facts = packing.Args(batch_size=6, steps=1, micro_batch_tokens=1024), {}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for layout in ({"group_by_length": False}, {}, {"pack_length": 512}):
-            facts[str(layout)] = packing.measure(model, optimizer, args, layout, rank, world_size, CPU)
+            facts[str(layout)] = packing.measure(model, optimizer, args, layout, 1.0, rank, world_size, CPU)
         first, *others = facts.values()
         assert all(other["first_loss"] == pytest.approx(first["first_loss"], rel=1e-5) for other in others)
         assert first["real_share"] < others[0]["real_share"] <= 1 and others[1]["real_share"] > 0.8
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-sdar"])
+def test_the_benchmark_counts_what_the_loss_needs(name, monkeypatch):
+    """Tokens and pairs of two packed documents and a filler, counted on the mask of the forward itself."""
+    monkeypatch.setattr(packing, "flops", lambda model, tokens, pairs, scored, backward: (tokens, pairs, scored))
+    model = random_model(TINY_CONFIGS[name])
+    model.pad_token_id = 256
+    args = sft.Args(batch_size=2, pack_length=40, max_length=40, eos_tail=2)
+    batch = sft.make_batch([([5] * 9, [6] * 8), ([7] * 3, [8] * 5)], args, model, 0, 0, 1, CPU)
+    u = batch.uniform() < 0.3
+    masked = u & batch.answer_mask
+    assert 0 < masked.sum() < batch.answer_mask.sum()
+    real = batch.valid_mask & (batch.document_ids >= 0)
+    tokens, pairs, scored = packing.work(model, batch, masked)
+    assert scored == masked.sum()
+    if name == "tiny-llada":
+        sees = attention.bidirectional(batch.valid_mask, batch.document_ids).dense()
+        used = real
+    else:
+        _, block = model.grid(batch.valid_mask, batch.document_ids)
+        columns = attention.scored_columns(masked, block, batch.valid_mask)
+        sees = attention.two_copy(block, batch.valid_mask, columns, batch.document_ids).dense()
+        used = torch.cat([torch.ones_like(columns, dtype=torch.bool), real], 1)
+        assert columns.shape[1] < real.sum()
+    assert tokens == used.sum() and pairs == (sees & used[:, :, None]).sum()
