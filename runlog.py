@@ -288,9 +288,10 @@ def command_line(arguments):
 
 
 # flags that count something which must be there; every other whole number may be 0
-AT_LEAST_ONE = (
-    "max_steps micro_batch_size batch_size prompts_per_step gen_length denoising_steps num_iterations mc_num max_length"
-)
+AT_LEAST_ONE = {
+    *("max_steps", "micro_batch_size", "batch_size", "prompts_per_step", "num_iterations", "mc_num"),
+    *("gen_length", "denoising_steps", "max_length"),
+}
 
 
 def check_numbers(args):

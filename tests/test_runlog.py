@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import runlog
-from runlog import RunLog, Stopwatch, peak_memory_gb
+from runlog import RunLog, Stopwatch, check_numbers, peak_memory_gb
 
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
 RL_ROW = {
@@ -227,3 +228,21 @@ def test_stopwatch_adds_up_the_seconds_of_a_phase(monkeypatch):
 
 def test_peak_memory_on_cpu_is_that_of_the_process():
     assert 0.05 < peak_memory_gb("cpu") < 100
+
+
+@dataclass
+class Numbers:
+    max_steps: int = 1
+    batch_size: int = 1
+    steps: int = 0  # part of a name that must be there
+    length: int = 0
+    save_every: int = 0
+    track: bool = False
+    beta: float = -1.0
+
+
+def test_numbers_that_count_something_are_at_least_one():
+    assert check_numbers(Numbers()) == Numbers()
+    for name, value, least in (("max_steps", 0, 1), ("batch_size", 0, 1), ("steps", -1, 0), ("save_every", -1, 0)):
+        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value} must be at least {least}$"):
+            check_numbers(replace(Numbers(), **{name: value}))
