@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
-from data.reference import ReferenceCache, row_digests, weights_checksum
+from data.reference import ReferenceCache, model_facts, row_digests
 from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
 from kernels.moe import router_metrics, routing_extremes
@@ -406,7 +406,7 @@ def main(args):
     with reference() as ref:
         compared = {split: held_out_draws(rows, args, model, ref, device) for split, rows in compared.items() if rows}
         if args.ref_cache:
-            cache = ReferenceCache(args.ref_cache, {"device": device.type, "weights": weights_checksum(ref)})
+            cache = ReferenceCache(args.ref_cache, {"device": device.type} | model_facts(ref))
             for step in {0, len(cache) - 1} if len(cache) else ():  # a file of other draws must not be added to
                 batch, _, ref_masks = draw(step)
                 cache.values(step, 2 * rank * per_rank, digests(batch, ref_masks))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 class ReferenceCache:
     """One-draw values of the sequences of steps 0, 1, ...: in memory, and in one safetensors file for later runs.
 
-        cache = ReferenceCache(path, {"weights": weights_checksum(model), "draws": 8})
+        cache = ReferenceCache(path, model_facts(model) | {"device": "cpu"})
         for step in range(len(cache), steps):
             cache.append(values, digests)       # of this rank's sequences, [B, n] and [B]; ranks in order, equally many each
         cache.save()
@@ -101,6 +101,12 @@ def row_digests(valid_mask, *tensors):
         parts = [tensor[i, ..., :width].contiguous().numpy().tobytes() for tensor in tensors]
         rows.append(int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little", signed=True))
     return torch.tensor(rows, device=valid_mask.device)
+
+
+def model_facts(model):
+    """Hashes of what a model's values depend on: its weights, and what its class reads of config.json. Collective."""
+    config = hashlib.blake2b(repr(model.config).encode(), digest_size=8).hexdigest()
+    return {"config": config, "weights": weights_checksum(model)}
 
 
 def weights_checksum(model):

@@ -14,7 +14,8 @@ from test_methods import EOS, MASK, gradient, relative, single_rank, tiny_model
 
 from algos import vrpo
 from bench import margin_variance
-from data.reference import ReferenceCache, weights_checksum
+from data import reference
+from data.reference import ReferenceCache, model_facts, weights_checksum
 from models import add_lora, load_model, load_tokenizer, load_weights, meta_model, save_model
 from models.random_init import TINY_LLADA, random_model
 
@@ -474,6 +475,46 @@ def test_the_checksum_of_weights_is_that_of_every_sharding(run_ranks, tmp_path):
 
     for ranks in (1, 3):
         run_ranks(ranks, body)
+
+
+def test_a_cache_knows_the_config_of_its_model(tmp_path):
+    """The same weights under another rotary base are another model; another name in config.json is not."""
+    name, path = tmp_path / "model", tmp_path / "values.safetensors"
+    save_model(load_model("tiny-sdar"), name, load_tokenizer("tiny-sdar"))
+    config = json.loads((name / "config.json").read_text())
+    facts = []
+    for change in ({}, {"_name_or_path": "elsewhere"}, {"rope_theta": 2 * config["rope_theta"]}):
+        (name / "config.json").write_text(json.dumps(config | change))
+        facts.append(model_facts(load_model(str(name))))
+    same, named, turned = facts
+    assert same == named and turned["weights"] == same["weights"] and turned["config"] != same["config"]
+    cache = ReferenceCache(path, same)
+    cache.append(torch.zeros(2, 2), torch.arange(2))
+    cache.save()
+    with pytest.raises(SystemExit, match=f"is stale: config {same['config']} there, {turned['config']} here; name another"):
+        ReferenceCache(path, turned)
+
+
+def test_runs_that_share_a_cache_write_it_whole(tmp_path, monkeypatch):
+    """Under names of their own until it is complete: one saves while the other does, and neither is in the other's way."""
+    path, save_file, seen = tmp_path / "values.safetensors", reference.save_file, []
+
+    def filled(value):
+        cache = ReferenceCache(path, {})
+        cache.append(torch.full((2, 2), value), torch.arange(2))
+        return cache
+
+    def slowly(tensors, temporary, about):
+        save_file(tensors, temporary, about)
+        seen.append((path.exists(), temporary.parent == tmp_path))
+        if len(seen) == 1:
+            second.save()
+
+    monkeypatch.setattr(reference, "save_file", slowly)
+    first, second = filled(1.0), filled(2.0)
+    first.save()
+    assert seen == [(False, True)] * 2 and [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert ReferenceCache(path, {}).values(0, 0, torch.arange(2)).tolist() == [[1.0, 1.0]] * 2  # of the last to end
 
 
 def test_a_cache_gives_back_what_was_put_in_by_all_ranks(run_ranks, tmp_path):
