@@ -9,6 +9,7 @@ Every (pair, repeat) has draws of its own; the variance is over the repeats of a
 import json
 import sys
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def measure(args):
     """-> rows, one for every budget with shared draws, then with draws of the reference's own"""
     _, _, device = vrpo.setup_distributed()  # the counts of a batch are collectives
     policy, reference = (load_model(name, device) for name in (args.policy, args.model))
-    chosen = training_pairs(load_task(args.task), args.data)[: args.pairs]
+    chosen = islice(training_pairs(load_task(args.task), args.data), args.pairs)
     pairs = encode_pairs(chosen, load_tokenizer(args.model), reference, 2048, use_cache=False).at_least(1)
     print(f"{len(pairs)} pairs, {args.repeats} margins each")
     print("| n_t / n_yt | draws of the reference | mean margin | variance of the margin | of the loss |\n|---|---|---|---|---|")

@@ -9,12 +9,13 @@ Pairs can be made of a model's own answers, scored by the task: sample several t
 import json
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from jinja2 import TemplateError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import READERS, describe_columns, one_line, read_jsonl, read_rows
+from data.rows import READERS, Rows, describe_columns, hub_split, hub_splits, one_line, open_rows, read_jsonl
 from data.sft import question
 from data.tokens import Dropped, token_rows
 from evals import score_all
@@ -31,6 +32,7 @@ COLUMNS = "chosen and rejected, as messages that end with an assistant turn or a
 
 def training_pairs(task, data, asked=()):
     """Pairs to train on: {"prompt": messages, "chosen": text, "rejected": text}; left out: {"dropped": (why, detail)}.
+    They can be gone through again and again, and those of a data set are read anew each time.
 
     data: a file (.jsonl, .parquet), a folder of such files (train.jsonl, validation.jsonl, test.jsonl) or a hub id, with
     columns chosen and rejected, each text or messages, and prompt, which may be missing where they are messages (the layout
@@ -42,7 +44,8 @@ def training_pairs(task, data, asked=()):
     pairs = gold_pairs(task, "train", data) if not data or data in presets else split_pairs(data, "train", presets)
     asked = set(map(question, asked))
     leaks = lambda pair: "prompt" in pair and question(pair["prompt"]) in asked
-    return [{"dropped": ("ask what the run is scored on", shown(pair))} if leaks(pair) else pair for pair in pairs]
+    checked = lambda pair: {"dropped": ("ask what the run is scored on", shown(pair))} if leaks(pair) else pair
+    return Rows(lambda: map(checked, pairs))
 
 
 def held_out_pairs(task, split, data, eval_pairs, limit):
@@ -55,11 +58,12 @@ def held_out_pairs(task, split, data, eval_pairs, limit):
     if not source or source in presets:
         return gold_pairs(task, split, source)[:limit]
     if is_file(source):
-        return split_pairs(source, split, presets)[:limit] if eval_pairs else []
+        return list(islice(split_pairs(source, split, presets), limit)) if eval_pairs else []
     has = {name: any(alias in split_names(source) for alias in SPLITS[name]) for name in ("validation", "test")}
     if has["test"] and not has["validation"]:
-        return split_pairs(source, "test", presets)[list(has).index(split) :: 2][:limit]
-    return split_pairs(source, split, presets)[:limit] if has[split] else []
+        first = list(has).index(split)
+        return list(islice(split_pairs(source, "test", presets), first, first + 2 * limit, 2))
+    return list(islice(split_pairs(source, split, presets), limit)) if has[split] else []
 
 
 def gold_pairs(task, split, preset):
@@ -91,10 +95,10 @@ def split_pairs(data, split, presets):
         if not files:
             raise SystemExit(f"--data {data}: the folder has no {split}.jsonl and no {split}.parquet")
         data = str(files[0])
-    elif not is_file(data):
-        names = split_names(data)
-        split = next((name for name in SPLITS[split] if name in names), SPLITS[split][-1])
-    return [preference(row) for row in read_rows(data, split, presets)]
+    else:
+        split = hub_split(data, SPLITS[split])
+    rows = open_rows(data, split, presets)
+    return Rows(lambda: map(preference, rows))
 
 
 def is_file(data):
@@ -108,14 +112,7 @@ def folder_files(folder, split):
 
 def split_names(data):
     """Splits of a folder or a hub data set; none where the hub does not tell."""
-    if Path(data).is_dir():
-        return [split for split in SPLITS if folder_files(data, split)]
-    import datasets  # seconds to import, and only needed here
-
-    try:
-        return datasets.get_dataset_split_names(data)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError):  # read_rows says what is wrong
-        return []
+    return [split for split in SPLITS if folder_files(data, split)] if Path(data).is_dir() else hub_splits(data)
 
 
 def preference(row):

@@ -4,50 +4,75 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+BATCH = 1024  # rows of a parquet file or a hub data set that are Python values at a time
 
-def read_rows(path: str, split: str, presets: Iterable[str], limit: int | None = None, config: str | None = None) -> list[dict]:
-    """Rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name"); at most `limit`, the first.
+
+class Rows:
+    """Rows that are made anew whenever they are gone through, so that a large data set is never in memory as a whole."""
+
+    def __init__(self, make: Callable[[], Iterator[dict]]):
+        self.make = make
+
+    def __iter__(self) -> Iterator[dict]:
+        return self.make()
+
+
+def open_rows(path: str, split: str, presets: Iterable[str], config: str | None = None) -> Rows:
+    """Rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name").
 
     A file has no splits: it gives the same rows for every one. csv cells stay text, so leading zeros live. config: the part
     of a hub data set that has several.
-    SystemExit where `path` is neither, with the names of `presets` that the task knows; and where the file is cut off, not
-    UTF-8 or damaged in another way, with the line for text.
+    SystemExit where `path` is neither, with the names of `presets` that the task knows; and, when they are gone through, where
+    the file is cut off, not UTF-8 or damaged in another way, with the line for text.
     """
     file = Path(path)
     if file.is_file() and file.suffix in READERS:
-        return list(islice(READERS[file.suffix](file), limit))
-    if "/" in path and not file.exists() and file.suffix not in READERS:
+        return Rows(lambda: READERS[file.suffix](file))
+    if is_hub_id(path):
         import datasets  # seconds to import, and only needed here
 
         try:
-            dataset = datasets.load_dataset(path, *([config] if config else []), split=split)
+            dataset = datasets.load_dataset(path, *([config] if config else []), split=split).with_format("arrow")
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # unknown id or split, no network, bad files
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
-        return dataset.select(range(len(dataset) if limit is None else min(limit, len(dataset)))).to_list()
+        return Rows(lambda: (row for batch in dataset.iter(BATCH) for row in batch.to_pylist()))
     problem = f"a file must end in {', '.join(READERS)}" if file.exists() else "no such preset or file"
     raise SystemExit(f"--data {path}: {problem}; presets: {', '.join(presets)}")
 
 
-def hub_split(path: str, names: Iterable[str]) -> str:
-    """The first of `names` that is a split of the hub data set `path`; for a file, and where the hub does not tell, the last.
+def read_rows(path: str, split: str, presets: Iterable[str], limit: int | None = None, config: str | None = None) -> list[dict]:
+    """`open_rows` as a list: at most `limit` rows, the first."""
+    return list(islice(open_rows(path, split, presets, config), limit))
 
-    Data sets with several trainings name their splits: train_sft and train_prefs of ultrachat and ultrafeedback.
-    """
-    *_, last = names
-    if Path(path).exists() or "/" not in path or Path(path).suffix in READERS:
-        return last
+
+def is_hub_id(path: str) -> bool:
+    return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
+
+
+def hub_splits(path: str) -> list[str]:
+    """Names of the splits of a hub data set; none for a file, and where the hub does not tell."""
+    if not is_hub_id(path):
+        return []
     import datasets  # seconds to import, and only needed here
 
     try:
-        found = datasets.get_dataset_split_names(path)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError):  # read_rows says what is wrong
-        found = ()
-    return next((name for name in names if name in found), last)
+        return datasets.get_dataset_split_names(path)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError):  # open_rows says what is wrong
+        return []
+
+
+def hub_split(path: str, names: Sequence[str]) -> str:
+    """The first of `names` that is one of `hub_splits`; where none is, the last.
+
+    Data sets with several trainings name their splits: train_sft and train_prefs of ultrachat and ultrafeedback.
+    """
+    found = hub_splits(path)
+    return next((name for name in names if name in found), names[-1])
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
@@ -93,12 +118,14 @@ def read_csv(path: Path) -> Iterator[dict]:
         raise SystemExit(f"{path} cannot be read behind line {line}: {one_line(error)}") from error
 
 
-def read_parquet(path: Path) -> list[dict]:
+def read_parquet(path: Path) -> Iterator[dict]:
     """Rows of a parquet file as plain Python values."""
     import pyarrow.parquet  # a second to import, and only needed here
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH):
+                yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"{path} is no parquet file, or a truncated or damaged one: {one_line(error)}") from error
 

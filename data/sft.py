@@ -2,7 +2,7 @@
 
 from jinja2 import TemplateError
 
-from data.rows import describe_columns, hub_split, one_line, read_rows
+from data.rows import Rows, describe_columns, hub_split, one_line, open_rows
 from data.tokens import Dropped, is_first_rank, progress, token_rows
 from models.checkpoint import prompt_text
 
@@ -13,6 +13,7 @@ COLUMNS = "messages that end with an assistant turn, or prompt and response as t
 
 def training_rows(task, data, held_out=()):
     """Rows of the train split: {"prompt": messages, "response": text}; {"dropped": (reason, detail)} for one to leave out.
+    They can be gone through again and again, and those of a data set are read anew each time.
 
     data: a file (.jsonl, .parquet) or hub id with columns messages, or prompt and response; or whatever the task loads: a
     preset, its own (empty, or their hub id), a file of its problems. Then the rows are the task's prompts with its gold
@@ -22,14 +23,15 @@ def training_rows(task, data, held_out=()):
     """
     presets = getattr(task, "PRESETS", ())
     is_own = not data or data in (*presets, getattr(task, "HUB", ""))
-    rows = [] if is_own else read_rows(data, hub_split(data, SPLITS), presets)
+    rows = [] if is_own else open_rows(data, hub_split(data, SPLITS), presets)
     if any("messages" in row or {"prompt", "response"} <= row.keys() for row in rows):
-        rows = [conversation(row) for row in rows]
+        found = Rows(lambda: map(conversation, rows))
     else:
-        rows = gold_answers(task, data)
+        found = gold_answers(task, data)
     asked = {question(task.prompt(problem)) for problem in held_out}
     leaks = lambda row: "prompt" in row and question(row["prompt"]) in asked
-    return [{"dropped": ("ask what the run is scored on", shown(row))} if leaks(row) else row for row in rows]
+    checked = lambda row: {"dropped": ("ask what the run is scored on", shown(row))} if leaks(row) else row
+    return Rows(lambda: map(checked, found))
 
 
 def conversation(row):

@@ -26,8 +26,8 @@ class ShuffledStream:
         epoch, position = divmod(i, len(self.items))
         if epoch != self.epoch:
             draws = keyed_uniform("epoch", self.seed, epoch, torch.arange(len(self.items)))
-            self.epoch, self.order = epoch, draws.argsort(stable=True).tolist()
-        return self.items[self.order[position]]
+            self.epoch, self.order = epoch, draws.argsort(stable=True)
+        return self.items[int(self.order[position])]
 
 
 def check_items(items, config_file):
@@ -37,7 +37,7 @@ def check_items(items, config_file):
     digest = hashlib.blake2b(digest_size=8)
     if hasattr(items, "tokens"):  # data.tokens.TokenRows
         digest.update(items.tokens.numpy())
-        digest.update(repr(items.ends).encode())
+        digest.update(items.ends.numpy())
     else:
         digest.update(repr(items).encode())
     found, config = {"count": len(items), "hash": digest.hexdigest()}, json.loads(config_file.read_text(encoding="utf-8"))

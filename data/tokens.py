@@ -11,8 +11,10 @@ import json
 import os
 import sys
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,16 +41,15 @@ class Dropped(NamedTuple):
 class TokenRows(Sequence):
     """Rows of token ids: rows[i] -> tuple of lists of int, one per part (prompt and answer; or prompt, chosen, rejected).
 
-    The ids lie in one int32 array, which is mapped from the cache: the processes of a machine share one copy of it.
+    The ids lie in one int32 array, mapped from the cache like `ends`: the processes of a machine share one copy of them.
     """
 
     def __init__(self, tokens, ends, parts, dropped):
         """tokens [total] int32; ends [rows * parts] int64: where each part ends; dropped: {reason: {"rows", "first"}}"""
-        self.tokens, self.parts, self.dropped = tokens, parts, dropped
-        self.ends = [0, *ends.tolist()]
+        self.tokens, self.ends, self.parts, self.dropped = tokens, ends, parts, dropped
 
     def __len__(self):
-        return (len(self.ends) - 1) // self.parts
+        return len(self.ends) // self.parts
 
     def __getitem__(self, i):
         if isinstance(i, slice):
@@ -56,13 +57,14 @@ class TokenRows(Sequence):
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         first = i % len(self) * self.parts
-        ends = self.ends[first : first + self.parts + 1]
-        return tuple(self.tokens[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False))
+        ends = self.ends[first : first + self.parts].tolist()
+        starts = [int(self.ends[first - 1]) if first else 0, *ends[:-1]]
+        return tuple(self.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True))
 
     @property
     def lengths(self):
         """[rows, parts] int64: tokens of every part"""
-        return torch.tensor(self.ends).diff().view(-1, self.parts)
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).view(-1, self.parts)
 
     @property
     def num_dropped(self):
@@ -89,18 +91,19 @@ class TokenRows(Sequence):
 def token_rows(rows, tokenizer, encode: Callable, parts: int, settings: dict, use_cache: bool = True) -> TokenRows:
     """Tokenise rows, or take them from the cache.
 
-    encode(rows, tokenizer, **settings) -> for every row a tuple of `parts` lists of ids, or Dropped. It gets up to CHUNK rows
-    at a time and depends on nothing else. rows and settings: values that JSON can hold.
+    rows: gone through twice, by rank 0 for their hash and by the rank that tokenises them; never in memory as a whole where
+    they are data.rows.Rows. encode(rows, tokenizer, **settings) -> for every row a tuple of `parts` lists of ids, or Dropped.
+    It gets up to CHUNK rows at a time and depends on nothing else. rows and settings: values that JSON can hold.
 
     The key of the cache is a hash of the rows, of the settings, of the tokenizer's files with its chat template, and of the
     code of `encode` and of the library that tokenises. Ranks and runs that need the same entry wait for the one that makes it;
-    whoever gets no lock, or cannot write, tokenises for itself.
+    whoever gets no lock, or cannot write, tokenises for itself. SystemExit where the rows are not those of the hash.
     """
-    build = lambda is_shown: _build(rows, tokenizer, encode, parts, settings, is_shown)
     is_first = is_first_rank()
     if not use_cache:
-        return build(is_first)
-    path = cache_directory() / f"{content_key(rows, tokenizer, encode, settings)}.safetensors"
+        return _build(rows, tokenizer, encode, parts, settings, is_first)
+    digest, total = _of_first_rank(lambda: _digest(rows))
+    path = cache_directory() / f"{content_key(digest, tokenizer, encode, settings)}.safetensors"
     if (found := _load(path, parts)) is not None:
         return found
     with _locked(path) as problem:
@@ -108,11 +111,14 @@ def token_rows(rows, tokenizer, encode: Callable, parts: int, settings: dict, us
             return found
         if path.exists():
             print(f"{path} is damaged: its rows are tokenised again", file=sys.stderr)
-        made = build(is_first or not problem)
+        check = hashlib.blake2b(digest_size=16)
+        made = _build(_hashed(rows, check), tokenizer, encode, parts, settings, is_first or not problem, total)
+        if check.hexdigest() != digest:
+            raise SystemExit("--data has other rows than a moment ago, or than on rank 0: start again when it is whole")
         problem = problem or _save(made, path)
         if problem and is_first:
             print(f"tokenised rows are not kept in {path.parent} ({problem})", file=sys.stderr)
-    return made
+    return made if problem else _load(path, parts) or made
 
 
 def is_first_rank() -> bool:
@@ -132,8 +138,41 @@ def cache_directory() -> Path:
         raise SystemExit(f"{one_line(error)} Tokenised rows need a place: set CLEANDLLM_CACHE, or --no-token-cache") from error
 
 
-def content_key(rows, tokenizer, encode, settings) -> str:
-    """Hash of all that the tokens depend on; equal in every process and on every machine."""
+def _of_first_rank(make):
+    """make() of rank 0, on every rank; a SystemExit of it too."""
+    if not dist.is_initialized():
+        return make()
+    found = [None, None]
+    if is_first_rank():
+        try:
+            found[0] = make()
+        except SystemExit as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise SystemExit(found[1])
+    return found[0]
+
+
+def _digest(rows) -> tuple[str, int]:
+    """-> hash of rows, their number"""
+    key, total = hashlib.blake2b(digest_size=16), 0
+    with progress(None, "reading") as bar:
+        for _ in _hashed(rows, key):
+            total += 1
+            bar.update()
+    return key.hexdigest(), total
+
+
+def _hashed(rows, key):
+    """The rows, each of them put into the hash `key` as it goes by."""
+    for row in rows:
+        key.update(b"\n" + json.dumps(row, sort_keys=True, default=repr).encode())
+        yield row
+
+
+def content_key(digest, tokenizer, encode, settings) -> str:
+    """Hash of all that the tokens depend on, of the rows their `digest`; equal in every process and on every machine."""
     key = hashlib.blake2b(digest_size=16)
     for code in (inspect.getmodule(encode), sys.modules[__name__], checkpoint.prompt_text):
         key.update(inspect.getsource(code).encode())
@@ -142,28 +181,27 @@ def content_key(rows, tokenizer, encode, settings) -> str:
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
             key.update(f"\n{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
     key.update(json.dumps([transformers.__version__, tokenizers.__version__, settings], sort_keys=True).encode())
-    for row in rows:
-        key.update(b"\n" + json.dumps(row, sort_keys=True, default=repr).encode())
+    key.update(digest.encode())
     return key.hexdigest()
 
 
-def _build(rows, tokenizer, encode, parts, settings, is_shown) -> TokenRows:
-    tokens, lengths, dropped = [], [], {}
-    with progress(len(rows), "tokenising", is_shown) as bar:
-        for start in range(0, len(rows), CHUNK):
-            chunk = rows[start : start + CHUNK]
-            flat = []
-            for number, row in enumerate(encode(chunk, tokenizer, **settings), start + 1):
+def _build(rows, tokenizer, encode, parts, settings, is_shown, total=None) -> TokenRows:
+    tokens, lengths, dropped, seen = array("i"), array("q"), {}, 0
+    rows = iter(rows)
+    with progress(total, "tokenising", is_shown) as bar:
+        while chunk := list(islice(rows, CHUNK)):
+            for number, row in enumerate(encode(chunk, tokenizer, **settings), seen + 1):
                 if isinstance(row, Dropped):
                     counted = dropped.setdefault(row.reason, {"rows": 0, "first": f"row {number}, {row.detail}"})
                     counted["rows"] += 1
                     continue
                 for part in row:
-                    flat += part
-                lengths += map(len, row)
-            tokens.append(torch.tensor(flat, dtype=torch.int32))
+                    tokens.extend(part)
+                lengths.extend(map(len, row))
+            seen += len(chunk)
             bar.update(len(chunk))
-    return TokenRows(torch.cat([torch.zeros(0, dtype=torch.int32), *tokens]), torch.tensor(lengths).cumsum(0), parts, dropped)
+    tensor = lambda values, dtype: torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+    return TokenRows(tensor(tokens, torch.int32), tensor(lengths, torch.int64).cumsum(0), parts, dropped)
 
 
 def _checksum(tensors: Iterable[torch.Tensor], about: str) -> str:
@@ -186,7 +224,7 @@ def _load(path, parts) -> TokenRows | None:
 
 def _save(rows: TokenRows, path) -> str:
     """Write an entry of the cache: the whole file or nothing. -> what went wrong, "" where nothing did"""
-    tensors, dropped = {"tokens": rows.tokens, "ends": torch.tensor(rows.ends[1:], dtype=torch.int64)}, json.dumps(rows.dropped)
+    tensors, dropped = {"tokens": rows.tokens, "ends": rows.ends}, json.dumps(rows.dropped)
     try:
         for left in path.parent.glob(f".{path.stem}.*.tmp"):  # of a process that was killed, the lock is ours
             left.unlink(missing_ok=True)

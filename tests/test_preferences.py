@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def test_every_layout_gives_the_same_pair(tmp_path, row, suffix):
         path.write_text(json.dumps(row) + "\n")
     else:
         pandas.DataFrame([row]).to_parquet(path)
-    assert training_pairs(COUNTDOWN, str(path)) == [{"prompt": [USER], "chosen": "2", "rejected": "3"}]
+    assert list(training_pairs(COUNTDOWN, str(path))) == [{"prompt": [USER], "chosen": "2", "rejected": "3"}]
 
 
 def test_history_stays_in_the_prompt():
@@ -130,7 +131,7 @@ def test_pairs_that_ask_a_held_out_question_are_not_trained_on(tmp_path):
 
 @pytest.mark.parametrize("data", ["", "small"])
 def test_a_task_gives_right_against_wrong_answers(data):
-    pairs, problems = training_pairs(COUNTDOWN, data), COUNTDOWN.load("train", data)
+    pairs, problems = list(training_pairs(COUNTDOWN, data)), COUNTDOWN.load("train", data)
     assert len(pairs) > 0.99 * len(problems)
     by_prompt = {json.dumps(COUNTDOWN.prompt(problem)): problem for problem in problems}
     for row in pairs[::50]:
@@ -146,7 +147,7 @@ def test_a_hub_id_is_read_from_its_split_of_preferences(monkeypatch, names, spli
     asked = []
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: names)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or rows)
-    assert training_pairs(COUNTDOWN, "owner/name") == [pair()] and asked == [("owner/name", split)]
+    assert list(training_pairs(COUNTDOWN, "owner/name")) == [pair()] and asked == [("owner/name", split)]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_samples_of_an_evaluation_become_a_file_of_pairs(tmp_path, capsys):
     path.write_text("".join(json.dumps(row) + "\n" for row in samples((0, "a", 1.0), (0, "b", 0.0), (1, "c", 0.0))))
     preferences.main(preferences.Args(str(path), str(out)))
     assert "1 pairs of 1 prompts, out of 3 answers to 2 prompts" in capsys.readouterr().out
-    assert training_pairs(COUNTDOWN, str(tmp_path / "pairs")) == [{"prompt": turns("p0"), "chosen": "a", "rejected": "b"}]
+    assert list(training_pairs(COUNTDOWN, str(tmp_path / "pairs"))) == [{"prompt": turns("p0"), "chosen": "a", "rejected": "b"}]
     path.write_text(json.dumps(samples((0, "a", 1.0))[0]) + "\n")
     with pytest.raises(SystemExit, match="no prompt of 1 has two answers of different score"):
         preferences.main(preferences.Args(str(path), str(out)))
@@ -302,3 +303,24 @@ def test_gold_pairs_leave_out_what_has_no_answer(monkeypatch):
         wrong = next((text for text in others if COUNTDOWN.score(text, problem) < 1), None)
         found = [pair for pair in pairs if pair["prompt"] == COUNTDOWN.prompt(problem)]
         assert [(pair["chosen"], pair["rejected"]) for pair in found] == [(texts[i], wrong)]
+
+
+def test_gold_pairs_are_scored_in_batches():
+    """Each against the first of the next eight that scores less, by brute force; all that are left in one call."""
+    N, rng, calls = 30, random.Random(0), []
+    table = [rng.choices([0.0, 0.5, 1.0], [1, 9, 1], k=N) for _ in range(N)]
+    for i in range(N):
+        table[i][i] = 0.5  # the gold answers are only half right: another one of these is no rejected answer
+
+    def score_batch(answers, problems):
+        calls.append(len(answers))
+        return [table[i][int(text)] for i, text in zip(problems, answers, strict=True)]
+
+    task = SimpleNamespace(load=lambda *_: list(range(N)), answer=str, prompt=lambda i: turns(f"p{i}"), score_batch=score_batch)
+    found = {i: next((k for k in range(1, 9) if table[i][(i + k) % N] < 0.5), None) for i in range(N)}
+    assert {1, 8, None} <= set(found.values()), "the table has every case"
+    want = [(f"p{i}", str(i), str((i + k) % N)) for i, k in found.items() if k]
+    pairs = gold_pairs(task, "train", "")
+    assert [(pair["prompt"][0]["content"], pair["chosen"], pair["rejected"]) for pair in pairs] == want
+    left = [sum(k is None or k >= n for k in found.values()) for n in range(1, 9)]
+    assert calls == [N, *left], "the gold answers, then those without a pair yet"

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,7 +96,7 @@ def test_rows_are_left_out_counted_and_the_first_is_shown(tmp_path, bad, reason,
     head, line = rows.report("training rows").splitlines()
     assert head == "2 training rows, 27 tokens, the longest has 20; 2 of 4 dropped:" and line.startswith(f"  2 {reason}")
     assert line.endswith(f"; the first: {counted['first']}")
-    bad_rows = training_rows(COUNTDOWN, str(path), held_out)[1::2]
+    bad_rows = list(training_rows(COUNTDOWN, str(path), held_out))[1::2]
     with pytest.raises(SystemExit) as error:
         encode(bad_rows, byte_tokenizer(), TINY, 20, use_cache=False)
     message = str(error.value)
@@ -153,13 +154,13 @@ def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or rows)
     for names, split in ((["train", "test"], "train"), (["train_gen", "train_sft"], "train_sft")):
         monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, names=names: names)
-        assert training_rows(COUNTDOWN, "owner/name") == [row("a", "b")] and asked.pop() == ("owner/name", split)
+        assert list(training_rows(COUNTDOWN, "owner/name")) == [row("a", "b")] and asked.pop() == ("owner/name", split)
 
 
 @pytest.mark.parametrize("data", ["", "small"])
 def test_a_task_gives_its_prompts_with_gold_answers(data):
     held_out = [problem for split in ("validation", "test") for problem in COUNTDOWN.load(split, data)]
-    rows = training_rows(COUNTDOWN, data, held_out)  # a preset's splits share no problem: none is left out
+    rows = list(training_rows(COUNTDOWN, data, held_out))  # a preset's splits share no problem: none is left out
     assert len(rows) > 5052 and all(isinstance(r["response"], str) for r in rows)  # several answers are several rows
     first = COUNTDOWN.load("train")[0]
     assert {COUNTDOWN.score(r["response"], first) for r in rows if r["prompt"] == COUNTDOWN.prompt(first)} == {1.0}
@@ -170,13 +171,13 @@ def test_the_hub_id_of_a_task_is_its_own_problems(monkeypatch):
     monkeypatch.setattr(
         task, "_hub_rows", lambda split: asked.append(split) or [{"question": "1 + 1?", "answer": "Two.\n#### 2"}]
     )
-    rows = training_rows(task, "openai/gsm8k")
-    assert rows == training_rows(task, "") and rows[0]["response"].startswith("Two.") and asked == ["train", "train"]
+    rows = list(training_rows(task, "openai/gsm8k"))
+    assert rows == list(training_rows(task, "")) and rows[0]["response"].startswith("Two.") and asked == ["train", "train"]
 
 
 def test_a_file_of_problems_gives_the_gold_answers_of_the_task(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"numbers": [1, 2, 3], "target": 6}\n')
-    rows = training_rows(COUNTDOWN, str(tmp_path / "p.jsonl"))
+    rows = list(training_rows(COUNTDOWN, str(tmp_path / "p.jsonl")))
     assert rows and all("<answer>" in r["response"] for r in rows)
 
 
@@ -190,6 +191,17 @@ def test_the_stream_gives_every_item_once_per_epoch_in_a_keyed_order():
     assert [other[i] for i in range(21)] != stream
 
 
+def test_a_large_file_is_read_row_by_row_as_often_as_one_likes(tmp_path):
+    """What is wrong in its last line says so when that line is read."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "response": "x"}\n{"prompt": "b", "response": "y"}\n{"prompt"\n')
+    rows = training_rows(COUNTDOWN, str(path))
+    for _ in range(2):
+        assert list(islice(rows, 2)) == [row("a", "x"), row("b", "y")]
+    with pytest.raises(SystemExit, match="line 3: not JSON"):
+        list(rows)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_files_read_alike(tmp_path, suffix):
     import pandas
@@ -201,7 +213,7 @@ def test_files_read_alike(tmp_path, suffix):
     else:
         pandas.DataFrame(rows).to_parquet(path)
     assert list(read_rows(str(path), "train", ())) == rows
-    assert training_rows(COUNTDOWN, str(path)) == [row("é", "x"), row("b", "y")]
+    assert list(training_rows(COUNTDOWN, str(path))) == [row("é", "x"), row("b", "y")]
 
 
 def test_parquet_messages_keep_their_turns(tmp_path):
@@ -209,7 +221,7 @@ def test_parquet_messages_keep_their_turns(tmp_path):
 
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     pandas.DataFrame({"messages": [turns]}).to_parquet(tmp_path / "m.parquet")
-    assert training_rows(COUNTDOWN, str(tmp_path / "m.parquet")) == [{"prompt": turns[:1], "response": "b"}]
+    assert list(training_rows(COUNTDOWN, str(tmp_path / "m.parquet"))) == [{"prompt": turns[:1], "response": "b"}]
 
 
 def test_a_problem_without_an_answer_is_left_out(tmp_path):
@@ -246,7 +258,7 @@ def test_mistakes_are_named(tmp_path, task, name, content, message):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit, match=message):
-        training_rows(load_task(task), str(tmp_path / name))
+        list(training_rows(load_task(task), str(tmp_path / name)))
 
 
 @needs_hf
@@ -313,7 +325,7 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
     if tokenizer.vocab_size > 1000:
         assert own_id == turn_end and tokenizer.convert_ids_to_tokens(model.mask_token_id) in ("<|MASK|>", "<|mask|>")
     model = SimpleNamespace(eos_token_ids=[own_id], mask_token_id=model.mask_token_id)
-    rows = training_rows(GSM8K, str(FILES / "gsm8k/train.jsonl"))[::200]
+    rows = list(training_rows(GSM8K, str(FILES / "gsm8k/train.jsonl")))[::200]
     turns = [*rows[0]["prompt"], {"role": "assistant", "content": rows[0]["response"]}, *rows[1]["prompt"]]
     rows += [{"prompt": turns, "response": rows[1]["response"]}]
     for given, (prompt, answer) in zip(rows, ids(rows, 5000, tokenizer, model), strict=True):

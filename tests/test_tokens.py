@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from data import tokens
+from data.rows import Rows
 from data.sft import encode
 from data.stream import ShuffledStream
 from data.tokens import Dropped, TokenRows, cache_directory, token_rows
@@ -72,9 +74,44 @@ def test_the_second_time_nothing_is_tokenised(cache):
 
 
 def test_processes_share_the_mapped_file(cache):
-    rows_of(cache)
-    rows = rows_of(cache)
-    assert str(entry(cache)) in Path("/proc/self/maps").read_text() and len(rows) == 2940
+    """The one that makes it too."""
+    for _ in range(2):
+        rows = rows_of(cache)
+        assert str(entry(cache)) in Path("/proc/self/maps").read_text() and len(rows) == 2940
+        del rows
+        assert str(entry(cache)) not in Path("/proc/self/maps").read_text()
+
+
+class Row(list):
+    __hash__ = object.__hash__
+
+
+def test_rows_are_never_in_memory_as_a_whole(cache):
+    """Of Rows, those of two calls of encode are alive while they are tokenised, and two while they are hashed."""
+    alive, most = weakref.WeakSet(), []
+
+    def make():
+        most.append(0)
+        for values in ROWS:
+            row = Row(values)
+            alive.add(row)
+            most[-1] = max(most[-1], len(alive))
+            yield row
+            del row
+
+    want = list(rows_of(cache, Rows(make)))
+    assert most[0] <= 2 and tokens.CHUNK <= most[1] <= 2 * tokens.CHUNK and len(most) == 2
+    assert list(rows_of(cache, Rows(make))) == want and most[2] <= 2 and len(most) == 3
+    assert list(rows_of(cache, Rows(make), use_cache=False)) == want and most[3] <= 2 * tokens.CHUNK
+
+
+def test_rows_that_change_while_they_are_read_are_refused(cache):
+    passes = iter([ROWS, [*ROWS[:-1], [7, 7]], ROWS, ROWS])
+    rows = Rows(lambda: iter(next(passes)))
+    with pytest.raises(SystemExit, match="--data has other rows than a moment ago"):
+        rows_of(cache, rows)
+    assert not list(cache.glob("*.safetensors")) and not list(cache.glob("*.lock"))
+    assert len(rows_of(cache, rows)) == 2940
 
 
 @pytest.mark.parametrize(
@@ -197,6 +234,33 @@ def rank_reads(rank, world_size, cache):
 def test_several_ranks_tokenise_once(cache, run_ranks):
     run_ranks(3, rank_reads, str(cache))
     assert calls(cache) == 3 and not list(cache.glob("*.lock")) and not list(cache.glob(".*"))
+
+
+def first_rank_reads(rank, world_size, cache):
+    def make():
+        assert rank == 0, "rank 1 needs no rows"
+        return iter(ROWS)
+
+    assert rows_of(Path(cache), Rows(make))[0] == ([1], [1, 2, 2])
+
+
+def test_of_a_cached_data_set_one_rank_reads_the_rows(cache, run_ranks):
+    rows_of(cache)
+    run_ranks(2, first_rank_reads, str(cache))
+    assert calls(cache) == 3
+
+
+def first_rank_refuses(rank, world_size, cache):
+    def make():
+        yield ROWS[0]
+        raise SystemExit(f"rows.jsonl line 2: not JSON, on rank {rank}")
+
+    with pytest.raises(SystemExit, match="line 2: not JSON, on rank 0"):
+        rows_of(Path(cache), Rows(make))
+
+
+def test_all_ranks_end_where_the_first_finds_a_damaged_row(cache, run_ranks):
+    run_ranks(2, first_rank_refuses, str(cache))
 
 
 def slow(rows, tokenizer):
