@@ -1,6 +1,6 @@
 """Redraw the figures and tables of the doc pages from the runs kept in docs/curves: `python docs/plot.py`.
 
-docs/curves/<method>/<name>.jsonl holds the rows of one run's metrics.jsonl that have a score or a reward, without the clock.
+docs/curves/<method>/<name>.jsonl holds the rows of a run's metrics.jsonl that have a score, reward or loss, without the clock.
 docs/curves/comparison/<size>.jsonl holds one run a line, written by bench/curves.py. To keep a run of the first kind:
 
     python docs/plot.py RUN_DIR bgpo tiny-seed0
@@ -35,13 +35,16 @@ def smooth(values, window=5):
 def draw(folder):
     """folder: curves/<method> -> curves/<method>.png: training reward, and scores on held-out problems.
 
-    Of preference runs, which have no reward, the share of pairs ranked right: in training, and of held-out pairs.
+    Of preference runs, which have no reward, the share of pairs ranked right: in training, and of held-out pairs. Of
+    supervised runs the loss alone.
     """
     from matplotlib.figure import Figure
 
+    runs = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))}
+    if not any(key.startswith("reward/") for rows in runs.values() for row in rows for key in row):
+        return draw_losses(folder, runs)
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     reward, score = figure.subplots(1, 2)
-    runs = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))}
     preferences = any("reward/accuracy" in row for rows in runs.values() for row in rows)
     for number, (name, rows) in enumerate(runs.items()):
         color, key = f"C{number}", "reward/accuracy" if preferences else "reward/mean"
@@ -70,6 +73,23 @@ def draw(folder):
             axes.legend(frameon=False, fontsize=8)
     reward.set_ylim(0.4 if preferences else 0, None)
     figure.suptitle(f"{folder.name} (dots: validation, stars: test)" if preferences else folder.name, fontweight="bold")
+    figure.savefig(folder.with_suffix(".png"), dpi=110)
+
+
+def draw_losses(folder, runs):
+    """runs: {name: rows} -> curves/<method>.png: the loss of every step, faint, and its mean over 21 steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, rows) in enumerate(runs.items()):
+        steps, losses = zip(*((row["step"], row["loss/total"]) for row in rows if "loss/total" in row), strict=True)
+        axes.plot(steps, losses, color=f"C{number}", alpha=0.3, lw=0.8)
+        axes.plot(steps, smooth(losses, 10), color=f"C{number}", label=name)
+    axes.set(title="loss in training (mean over 21 steps)", xlabel="training step", ylabel="nats", ylim=(0, None))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(folder.name, fontweight="bold")
     figure.savefig(folder.with_suffix(".png"), dpi=110)
 
 

@@ -226,9 +226,14 @@ BACKENDS = {
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21                     S1280: sdpa  5.1   flex 4.3
 #   two-copy B16            S1024: sdpa  3.4     flex   2.7                      S2560: sdpa 19.8   flex 9.2
-# packed was not measured: varlen computes only pairs of one document, the others all S x S or, flex, whole tiles of it.
+# Documents of 180 to 192 tokens, 8,192 in all (--packed); varlen computes only pairs of one document, sdpa all S x S; the
+# BlockMask takes 11 to 14 ms. Between 1024 and 4096 sdpa's time goes with S: it meets varlen's at about 1150:
+#   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
+#   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
+#   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68   (28 over 4: 5.55, 1.38, 1.28, 1.63)
+#   two-copy of documents   S1024: sdpa  3.34    flex   2.52   S2048: 6.46, 2.65             S8192: sdpa 24.9   flex 2.63
 AUTO = {
-    "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 0), "block-causal": ("flex", 1280),
+    "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152), "block-causal": ("flex", 1280),
     "two-copy": ("flex", 1024),
 }  # fmt: skip
 
