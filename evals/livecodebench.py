@@ -36,6 +36,7 @@ COLUMNS = "question_content, starter_code, contest_date, public_test_cases, priv
 TIMEOUT = 6  # seconds of each test; (TIMEOUT + 1) * tests + 5 for all together
 MEMORY = 4 << 30  # bytes
 MAX_TESTS = 1 << 30  # bytes of one problem's tests, decoded
+LARGE = 32 << 20  # bytes of a problem's packed tests from which it is judged alone: judging takes about 15 times as much
 
 SYSTEM = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct "
@@ -166,7 +167,7 @@ for number, (given, want) in enumerate(json.loads({tests!r})):
 
 def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
     """Examples {"question", "starter": code, "" if there is none, "name": method, "" for stdin, "public": tests, "private":
-    text, or (file, offset) of a row that has it, "source": file and row}, at most `limit`, the first.
+    text, or (file, offset, bytes) of a row that has it, "source": file and row}, at most `limit`, the first.
 
     path: empty for release_v6 of HUB; another release, release_v1 to release_v6, or what one added, v1 to v6; a .jsonl (such
     as test6.jsonl of HUB), .jsonl.gz or .parquet file with the columns of HUB; or a hub id. Behind any of them @FIRST..LAST
@@ -240,9 +241,13 @@ def score(completion: str, example: dict) -> float:
 
 
 def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
-    """`score` of each, on all cores; tests are in memory only while their program runs."""
+    """`score` of each, on all cores; tests are in memory only while their program runs, and LARGE ones of one problem."""
     pairs = list(zip(completions, examples, strict=True))
-    return pass_or_fail([partial(job, *pair) if extract(*pair) is not None else None for pair in pairs])
+    jobs = [partial(job, *pair) if extract(*pair) is not None else None for pair in pairs]
+    private = [example["private"] for example in examples]
+    is_large = [(len(tests) if isinstance(tests, str) else tests[2]) >= LARGE for tests in private]
+    scores = pass_or_fail([None if large else job for job, large in zip(jobs, is_large, strict=True)])
+    return [pass_or_fail([job])[0] if large else score for job, large, score in zip(jobs, is_large, scores, strict=True)]
 
 
 def answer(example: dict, draw: int = 0) -> str:
@@ -251,7 +256,7 @@ def answer(example: dict, draw: int = 0) -> str:
 
 
 def _rows(path: str, split: str):
-    """(file or hub id, row, (file, offset) of the row where it can be read again) of `path`, in order."""
+    """(file or hub id, row, (file, offset, bytes) of the row where it can be read again) of `path`, in order."""
     files = [path] if path.endswith(".jsonl") and Path(path).is_file() else []
     if path in RELEASES or path == HUB:
         import huggingface_hub  # here, because scoring a file does not need it
@@ -271,7 +276,7 @@ def _rows(path: str, split: str):
                         row = json.loads(line)
                     except ValueError as error:
                         raise SystemExit(f"{name}: the line at byte {file.tell() - len(line)} is not JSON ({error})") from error
-                    yield name, row if isinstance(row, dict) else {}, (name, file.tell() - len(line))
+                    yield name, row if isinstance(row, dict) else {}, (name, file.tell() - len(line), len(line))
     if not files:
         for row in read_rows(path, split, PRESETS):
             yield path, row, None

@@ -318,6 +318,21 @@ def test_large_tests(tmp_path):
     assert not sandbox.run(lcb.job("print(end='')", example)).passed  # it reads nothing
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_problems_with_large_tests_are_judged_one_at_a_time(tmp_path, monkeypatch, patient, suffix):
+    """Their tests are packed text in memory, or lie in the file; verdicts keep their places."""
+    numbers = "1 2 " * 5000
+    large = SUM | {"private_test_cases": cases("stdin", (numbers, "15000"))}
+    problems = lcb.load("test", write(tmp_path / f"rows.{suffix}", [large, SUM, large, SUM, large]))
+    batches, judge = [], lcb.pass_or_fail
+    monkeypatch.setattr(lcb, "pass_or_fail", lambda jobs: batches.append([job is not None for job in jobs]) or judge(jobs))
+    right, wrong = "print(sum(map(float, input().split())))", "print(3)"
+    texts = [f"```python\n{code}\n```" for code in (right, right, wrong, wrong)] + [""]
+    monkeypatch.setattr(lcb, "LARGE", 10_000)
+    assert lcb.score_batch(texts, problems) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert batches == [[False, True, False, True, False], [True], [True], [False]]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="reads its own memory, as root")
 @pytest.mark.parametrize("known", [False, True])
 def test_the_expected_output_is_in_no_memory_of_the_program(tmp_path, known):
