@@ -1,7 +1,7 @@
 """Learning curves of the online methods, every run of a family from one SFT checkpoint: the data of docs/curves/comparison.
 
     python bench/curves.py --size tiny --jobs 2           # the shipped models of 0.5 million parameters, CPU, countdown alone
-    python bench/curves.py --size small --jobs 8          # 6 million, one GPU, countdown and sudoku
+    python bench/curves.py --size small --jobs 8          # 6 million, on GPUs, countdown and sudoku
     python bench/curves.py --size tiny --keep             # what is finished -> docs/curves/comparison; then docs/plot.py
 
 Stages, in this order; each leaves out what an earlier call has finished:
@@ -12,8 +12,11 @@ Stages, in this order; each leaves out what an earlier call has finished:
     rates   every method on countdown at every learning rate, with seed 1000; the best last validation score wins.
     runs    countdown with seeds 0, 1, 2 and sudoku with seed 0, at that rate. The test split is scored before and after,
             as the scripts always do; nothing is chosen by it.
-    time    every method for a few steps with the machine to itself: seconds a step. Runs that share a machine wait for each
-            other, so their own clocks would compare nothing.
+    time    every method for a few steps with the machine, or a GPU and its share of the cores, to itself: seconds a step.
+            Runs that share one wait for each other, so their own clocks would compare nothing.
+
+Runs that share a GPU take turns, one program at a time, unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d`
+before, `echo quit | nvidia-cuda-mps-control` after (docs/curves.md has what it brought).
 
 All methods get the same rollouts and the same optimizer (SHARED), and --passes forward-backward passes a completion, which each
 spends its own way (METHODS): updates per rollout, draws of a bound, or denoising steps. The rest is the method's own default.
@@ -27,10 +30,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal
 
 import torch
@@ -63,6 +68,7 @@ SEEDS = {"countdown": (0, 1, 2), "sudoku": (0,)}
 RATE_SEED = 1000
 FIXED = (
     "rates",
+    "rate_steps",
     "max_steps",
     "prompts_per_step",
     "eval_every",
@@ -102,12 +108,14 @@ class Args:
     size: Literal["tiny", "small"] = "tiny"
     """of the models: 0.5 or 6 million parameters"""
     jobs: int = 2
-    """runs at a time; the cores are dealt out among them"""
+    """runs at a time; cores and GPUs are dealt out among them"""
     stages: tuple[Literal["sft", "rates", "runs", "time"], ...] = ("sft", "rates", "runs", "time")
     methods: tuple[str, ...] = tuple(METHODS)
     families: tuple[str, ...] = tuple(FAMILIES)
     rates: tuple[float, ...] = (1e-4, 3e-4)
     """learning rates to choose from"""
+    rate_steps: int = 0
+    """rollouts of a try of a rate; 0: as many as of a run"""
     max_steps: int = 80
     """rollouts of a run"""
     prompts_per_step: int = 16
@@ -118,9 +126,9 @@ class Args:
     """forward-backward passes a completion"""
     start: float = 0.15
     """share of the validation problems of both tasks that the SFT checkpoint solves"""
-    sft_steps: int = 1500
+    sft_steps: int = 800
     """most optimizer steps of SFT, 128 rows each"""
-    sft_learning_rate: float = 3e-3
+    sft_learning_rate: float = 2e-3
     keep: bool = False
     """copy the finished runs to docs/curves/comparison, and run nothing"""
 
@@ -164,13 +172,21 @@ class Curves:
         words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", *map(str, listed(value)))]
         with open(folder / "log", "w") as log:
             command = [sys.executable, str(ROOT / f"algos/{script}.py"), "--out", str(folder), *words]
-            env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
+            gpu = self.gpus.get()  # never waits: at_once has put in as many as it runs at a time
+            env = os.environ | {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+            try:
+                code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
+            finally:
+                self.gpus.put(gpu)
         return f"{' '.join(command)}: exit {code}\n{(folder / 'log').read_text()[-2000:]}" if code else ""
 
-    def at_once(self, work, items):
-        """work(item) for every item, --jobs at a time; a failure is raised when the others have ended."""
-        with ThreadPoolExecutor(self.args.jobs) as pool:
+    def at_once(self, work, items, jobs=0):
+        """work(item) for every item, `jobs` or --jobs at a time; a failure is raised when the others have ended."""
+        jobs, gpus = jobs or self.args.jobs, visible_gpus()
+        self.gpus = SimpleQueue()  # of those who run now, "" on CPU
+        for job in range(jobs):
+            self.gpus.put(gpus[job % len(gpus)])
+        with ThreadPoolExecutor(jobs) as pool:
             for future in [pool.submit(work, item) for item in items]:
                 future.result()
 
@@ -218,25 +234,31 @@ class Curves:
             raise SystemExit(error)
 
     def choose_start(self, family):
-        """The first save good enough on both tasks becomes `start`."""
-        folder, tried = self.root / f"sft-{family}", []
-        for save in sorted((folder / "run").glob("*/checkpoints/step-*")):
-            scores = {task: self.validate(save, task) for task in self.tasks}
-            tried.append(f"{save.name} {scores}")
-            if min(scores.values()) >= self.args.start:
-                shutil.copytree(save, folder / "chosen", dirs_exist_ok=True)
-                os.replace(folder / "chosen", self.checkpoint(family))
-                print(f"{family}: starts from {tried[-1]}", flush=True)
-                return
-        raise SystemExit(f"{family}: no save solves {self.args.start:.0%} of both tasks:\n" + "\n".join(tried))
+        """The first save good enough on both tasks becomes `start`: found by bisection, as scores rise with the steps."""
+        folder, tried = self.root / f"sft-{family}", {}
+        saves = sorted((folder / "run").glob("*/checkpoints/step-*"))
 
-    def validate(self, checkpoint, task_name):
-        """Greedy score on the validation problems, as the scripts score them. -> float"""
-        task, tokenizer = load_task(task_name), load_tokenizer(str(checkpoint))
-        problems, _ = load_problems(task, "validation", "", tokenizer, 1024, self.args.eval_limit)
-        engine = make_engine(str(checkpoint), device=self.device)
-        settings = {"gen_length": TASKS[task_name], "denoising_steps": STEPS_PER_BLOCK, "remasking": "low_confidence_static"}
-        return mean_score(engine, task, tokenizer, problems, temperature=0.0, **settings)
+        def is_good(save):
+            tried[save.name] = self.validate(save)
+            return min(tried[save.name].values()) >= self.args.start
+
+        first = bisect_left(saves, True, key=is_good)
+        if first == len(saves):
+            raise SystemExit(f"{family}: no save solves {self.args.start:.0%} of both tasks: {tried}")
+        save = saves[first]
+        shutil.copytree(save, folder / "chosen", dirs_exist_ok=True)
+        os.replace(folder / "chosen", self.checkpoint(family))
+        print(f"{family}: starts from {save.name}, which solves {tried[save.name]}; looked at {tried}", flush=True)
+
+    def validate(self, checkpoint):
+        """Greedy scores on the validation problems, as the scripts score them. -> {task: share solved}"""
+        engine, tokenizer, scores = make_engine(str(checkpoint), device=self.device), load_tokenizer(str(checkpoint)), {}
+        for name in self.tasks:
+            task = load_task(name)
+            problems, _ = load_problems(task, "validation", "", tokenizer, 1024, self.args.eval_limit)
+            settings = {"gen_length": TASKS[name], "denoising_steps": STEPS_PER_BLOCK, "remasking": "low_confidence_static"}
+            scores[name] = mean_score(engine, task, tokenizer, problems, temperature=0.0, **settings)
+        return scores
 
     # ---------------------------------------------------------------------------------------------------------- the runs
 
@@ -264,6 +286,8 @@ class Curves:
         flags |= {"seed": run.seed, "learning_rate": run.rate, "prompts_per_step": args.prompts_per_step}
         flags |= {"max_steps": args.max_steps, "eval_every": args.eval_every, "eval_limit": args.eval_limit}
         flags |= {"micro_batch_size": 8 * args.prompts_per_step}
+        if run.stage == "rates":
+            flags |= {"max_steps": args.rate_steps or args.max_steps}
         if run.stage == "time":
             flags |= {"max_steps": TIMED_STEPS, "eval_limit": 0}
         if error := self.call(run.method, self.folder(run), flags, self.threads()):
@@ -302,9 +326,8 @@ class Curves:
         self.at_once(self.train, self.planned())
 
     def time(self):
-        for run in self.planned():
-            if run.seed == 0 and run.task == "countdown":
-                self.train(replace(run, stage="time"))
+        timed = [replace(run, stage="time") for run in self.planned() if run.seed == 0 and run.task == "countdown"]
+        self.at_once(self.train, timed, jobs=len(visible_gpus()))
 
     # ------------------------------------------------------------------------------------------------------ what is kept
 
@@ -316,13 +339,13 @@ class Curves:
     def keep(self):
         folder = ROOT / "docs/curves/comparison"
         folder.mkdir(parents=True, exist_ok=True)
-        starts = {(f, task): self.validate(self.checkpoint(f), task) for f in self.args.families for task in self.tasks}
+        starts = {family: self.validate(self.checkpoint(family)) for family in self.args.families}
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {len(os.sched_getaffinity(0))} cores"
         kept = []
         for run in self.planned():
             if rows := self.rows(run):
                 test = [row[f"test/{run.task}"] for row in rows if f"test/{run.task}" in row]
-                points = [(0, starts[run.family, run.task]), *self.validation(run)]
+                points = [(0, starts[run.family][run.task]), *self.validation(run)]
                 facts = {"size": self.args.size, "machine": machine, "seconds_per_step": self.seconds(run)} | self.settings
                 facts |= {"rollouts_per_step": SHARED["num_generations"] * self.args.prompts_per_step}
                 facts |= {"rates_tried": self.tried(run.family, run.method), "test": test, "validation": points}
@@ -330,6 +353,13 @@ class Curves:
                 kept.append({**asdict(run), **facts, "reward": rewards})
         write_atomically(folder / f"{self.args.size}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         print(f"{len(kept)} runs kept in {folder / self.args.size}.jsonl")
+
+
+def visible_gpus():
+    """-> names of the GPUs that runs are dealt out to, as CUDA_VISIBLE_DEVICES takes them; [""] without one"""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return named.split(",")[:count] or [""]
 
 
 def listed(value):

@@ -4,14 +4,19 @@ import ast
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from bench import train as bench_train
 from evals import load_task
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +112,64 @@ def test_every_flag_is_one_of_the_script(method, tmp_path, monkeypatch):
     assert given.keys() <= known and given["gen_length"] == 16 and given["eval_limit"] == 0
 
 
+def test_tries_of_a_rate_may_be_shorter(tmp_path, monkeypatch):
+    comparison = curves.Curves(curves.Args(out=str(tmp_path), max_steps=40, rate_steps=20), torch.device("cpu"))
+    steps = []
+    monkeypatch.setattr(comparison, "call", lambda script, folder, flags, threads: steps.append(flags["max_steps"]) or "")
+    for stage in ("rates", "runs", "time"):
+        comparison.train(curves.Run("llada", "d1", "countdown", 0, 1e-4, stage))
+    assert steps == [20, 40, curves.TIMED_STEPS]
+
+
+def test_runs_are_dealt_out_over_the_gpus(comparison, monkeypatch):
+    """Never more on one than its share, also when some end before others; only one each while times are taken."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    lock, here, most = Lock(), {"5": 0, "7": 0}, {}
+
+    def fake(command, env, **_):
+        gpu = env["CUDA_VISIBLE_DEVICES"]
+        with lock:
+            here[gpu] += 1
+            most[gpu] = max(most.get(gpu, 0), here[gpu])
+        time.sleep(0.002 * (command[-1] == "0"))  # some last longer
+        with lock:
+            here[gpu] -= 1
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    for jobs, share in ((6, 3), (2, 1)):
+        most.clear()
+        work = lambda i: comparison.call("d1", comparison.root / f"run{i}", {"seed": i % 3}, 1)
+        comparison.at_once(work, range(60), jobs)
+        assert most.keys() == {"5", "7"} and max(most.values()) <= share
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert curves.visible_gpus() == [""]
+
+
+@pytest.mark.parametrize("first_good", [0, 3, 7, 8])
+def test_the_first_save_that_is_good_enough_on_both_tasks_is_the_start(first_good, tmp_path, monkeypatch):
+    comparison = curves.Curves(curves.Args(out=str(tmp_path), size="small", start=0.15), torch.device("cpu"))
+    folder, looked_at = tmp_path / "small/sft-sdar", []
+    for i in range(8):
+        (folder / f"run/sft/checkpoints/step-{50 * i:06}").mkdir(parents=True)
+        (folder / f"run/sft/checkpoints/step-{50 * i:06}/number").write_text(str(i))
+
+    def validate(save):
+        looked_at.append(i := int((save / "number").read_text()))
+        return {"countdown": 0.15 if i >= first_good else 0.14, "sudoku": 0.9}
+
+    monkeypatch.setattr(comparison, "validate", validate)
+    if first_good == 8:
+        with pytest.raises(SystemExit, match="sdar: no save solves 15% of both tasks"):
+            comparison.choose_start("sdar")
+        assert not comparison.checkpoint("sdar").exists()
+    else:
+        comparison.choose_start("sdar")
+        assert (comparison.checkpoint("sdar") / "number").read_text() == str(first_good)
+    assert len(looked_at) == len(set(looked_at)) <= 4
+
+
 @pytest.mark.parametrize("task", curves.TASKS)
 def test_rows_of_the_start_are_right_answers_of_the_train_split(task):
     task = load_task(task)
@@ -145,6 +208,18 @@ def test_one_comparison_from_end_to_end(tmp_path, monkeypatch):
     plot.draw_comparison("tiny")
     assert (tmp_path / "docs/curves/comparison-tiny.png").stat().st_size > 10_000
     assert f"{row['test'][0]:.1%} | {row['test'][1]:.1%} | 0.50 |" in plot.comparison_table("tiny")
+
+
+def test_the_clock_of_the_estimates_adds_up_within_a_step(monkeypatch):
+    """bench/train.py: two calls in the first step, none in the second, one in the third."""
+    clock = iter([1.0, 1.5, 2.0, 2.25, 7.0, 9.0])
+    monkeypatch.setattr(bench_train, "now", lambda: next(clock))
+    script = SimpleNamespace(Stopwatch=dict, frozen_estimates=lambda model, rows: model + rows)
+    seconds = bench_train.time_estimates(script)
+    for calls in (2, 0, 1):
+        assert script.Stopwatch() == {}
+        assert [script.frozen_estimates(40, 2) for _ in range(calls)] == [42] * calls
+    assert seconds == [0.75, 0.0, 2.0]
 
 
 def test_the_tables_of_the_page_are_those_of_the_kept_runs():
