@@ -271,4 +271,4 @@ class Engine:
                 continue
             tokens, logps = sample_categorical(left, uniform[rows], temperature)
             parts.append((tokens, logps, confidence_of(logits, logps, temperature, settings["remasking"])))
-        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))

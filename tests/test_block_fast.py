@@ -8,8 +8,10 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,10 @@ from rollout.schedules import reveal_quota
 from rollout.slots import Slots
 
 OPTIONS = dict(num_samples=3, gen_length=13, denoising_steps=3, confidence_threshold=0.5, seed=4)
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+RUNS = bool(find_spec("triton") and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"))
+needs_triton = (lambda test: test) if RUNS and not ON_GPU else pytest.mark.cuda
 MIXTURES = {"SDAR-MoE": TINY_SDAR_MOE, "LLaDA2": TINY_LLADA2}
 READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 
@@ -399,6 +405,53 @@ def test_a_wrong_joined_commit_is_seen(monkeypatch, fault, remasking):
 
 def same_draws_but_forwards(a, b, tolerance=1e-12):
     return same_draws(dataclasses.replace(a, num_forwards=b.num_forwards), b, tolerance)
+
+
+# --- bookkeeping in two kernels ----------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("remasking", BlockEngine.choices["remasking"])
+def test_the_kernels_around_a_forward_do_what_the_plain_step_does(monkeypatch, remasking, joins):
+    """Ragged prompts, ended rows, refills, EOS, steps alone and joined: equal tokens, steps, forwards; blocks of 4 and 6."""
+    for block, steps, stop_at_eos in ((4, 3, True), (4, 4, False), (6, 2, True)):
+        model = model_of(eos=(2, 9, 16)).to(DEVICE)
+        model.block_length = block
+        options = OPTIONS | {"gen_length": 24, "denoising_steps": steps, "remasking": remasking, "stop_at_eos": stop_at_eos}
+        options |= {"eb_threshold": 0.8, "factor": 0.9}
+        prompts = prompts_of([3, 9, 1, 6, 8, 4])
+        want, got = bucketed(model, monkeypatch, max_batch_size=5), bucketed(model, monkeypatch, max_batch_size=5)
+        want.joins = got.joins = joins
+        want.fuses, got.fuses = False, True
+        assert same_draws(got.generate(prompts, **options), want.generate(prompts, **options))
+        greedy = options | {"temperature": 0.0, "seed": 2**63 + 5, "sample_offset": 7}
+        assert same_draws(got.generate(prompts, **greedy), want.generate(prompts, **greedy))
+
+
+@needs_triton
+def test_the_kernels_around_a_forward_see_what_is_wrong(monkeypatch):
+    """Logits that are not finite, and a rule that never ends."""
+    model = model_of().to(DEVICE)
+    engine = bucketed(model, monkeypatch)
+    engine.fuses = True
+    sample = engine._sample
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_sample", lambda hidden, *rest: sample(hidden * torch.nan, *rest))
+        with pytest.raises(SystemExit, match="logits are not finite at samples"):
+            engine.generate([[3, 4]], **OPTIONS)
+    from kernels import block_triton
+
+    begin = block_triton.begin
+
+    def begin_late(*args, **kwargs):
+        *rest, (start, step) = begin(*args, **kwargs)
+        return *rest, (start, step + 100)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_triton, "begin", begin_late)
+        with pytest.raises(RuntimeError, match="low_confidence_dynamic left tokens masked after 3 steps"):
+            engine.generate([[3, 4]], **OPTIONS)
 
 
 # --- token editing -----------------------------------------------------------------------------------------------------------
