@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 DTYPES = (torch.bfloat16, torch.float16)
-FEW = 16  # tokens, of which products are Triton's and not cuBLAS's: see fused_triton.linear
+FEW = 64  # tokens, of which products are Triton's and not cuBLAS's: see fused_triton.linear
 _entered = 0
 
 
@@ -111,6 +111,16 @@ def project(x, *layers):
     if weight is None:
         return [layer(x) for layer in layers]
     return product(x, weight).split([len(layer.weight) for layer in layers], -1)
+
+
+def add_product(onto, x, layer):
+    """onto + layer(x)"""
+    weight = joined_weight([layer]) if is_fused(x) and is_few(x) else None
+    if weight is None:
+        return onto + layer(x)
+    from kernels import fused_triton
+
+    return fused_triton.linear(x, weight, onto=onto)
 
 
 def gated(x, gate, up):

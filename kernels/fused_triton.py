@@ -4,12 +4,38 @@ Imported only where they run. Each rounds where the plain code of the model file
 """
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.fused import FEW
+# --- one kernel after the other ----------------------------------------------------------------------------------------------
+
+
+@cache
+def _starts_early(device):
+    """Programmatic dependent launch, from Hopper on: programs of a kernel start while the last of the one before still run."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(x):
+    """Arguments of a kernel on x's device that calls `_await_previous` before it reads or writes what others do."""
+    pdl = x.is_cuda and _starts_early(x.device)
+    return {"PDL": pdl, "launch_pdl": pdl} if x.is_cuda else {"PDL": False}
+
+
+@triton.jit
+def _await_previous(PDL: tl.constexpr):
+    """Lets the next kernel start early, then waits until the previous one has ended and all that it wrote can be read.
+
+    Every program of every kernel launched early calls it, so all kernels before the previous one have ended too.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
 
 # --- norms, rotary embedding, gates ------------------------------------------------------------------------------------------
 
@@ -25,18 +51,19 @@ def _normed(x, rstd, weight, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, delta, weight, total, out, D, eps, ADD: tl.constexpr, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    x, delta, weight, total, out, D, eps, ADD: tl.constexpr, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     here, inside = row * D + d, d < D
     dtype: tl.constexpr = out.dtype.element_ty
+    w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    _await_previous(PDL)
     value = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value = (value + tl.load(delta + here, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + here, value, mask=inside)
         value = value.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
-    w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + here, _normed(value, rstd, w, dtype, ROUND_FIRST), mask=inside)
 
 
@@ -49,7 +76,7 @@ def add_rms_norm(x, delta, weight, eps, round_first):
     delta = x if delta is None else delta.contiguous()
     _add_rms_norm_kernel[(x.numel() // D,)](
         x, delta, weight, total, out, D, eps,
-        ADD=total is not x, ROUND_FIRST=round_first, BLOCK=size, num_warps=min(max(size // 512, 1), 16),
+        ADD=total is not x, ROUND_FIRST=round_first, BLOCK=size, num_warps=min(max(size // 512, 1), 16), **early(x),
     )  # fmt: skip
     return total, out
 
@@ -58,7 +85,7 @@ def add_rms_norm(x, delta, weight, eps, round_first):
 def _norm_rotate_kernel(
     q, k, q_weight, k_weight, cos, sin, out, T, eps, q_b, q_h, q_t, k_b, k_h, k_t, H, K,
     HEAD: tl.constexpr, ROTARY: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: those of q first, then those of k. Pairs (j, j + ROTARY / 2) turn, the rest of a head is kept."""
     token = tl.program_id(0).to(tl.int64)
@@ -72,6 +99,7 @@ def _norm_rotate_kernel(
     half: tl.constexpr = ROTARY // 2
     j = tl.arange(0, HALF)[None]
     here = inside & (j < half)
+    _await_previous(PDL)
     x = tl.load(source + j, mask=here, other=0.0).to(tl.float32)
     y = tl.load(source + half + j, mask=here, other=0.0).to(tl.float32)
     squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
@@ -103,7 +131,7 @@ def norm_rotate(q, k, q_weight, k_weight, eps, cos, sin, round_first):
     _norm_rotate_kernel[(B * T, triton.cdiv(H + K, heads))](
         q, k, q_weight, k_weight, cos.contiguous(), sin.contiguous(), out, T, eps, *q.stride()[:3], *k.stride()[:3], H, K,
         HEAD=h, ROTARY=r, ROUND_FIRST=round_first, HEADS=heads, HALF=size(r // 2), REST=size(max(h - r, 1)),
-        num_warps=4, enable_fp_fusion=False,  # else a product and a sum become one rounding
+        num_warps=4, enable_fp_fusion=False, **early(q),  # fusion: a product and a sum would be one rounding
     )  # fmt: skip
     out = out.transpose(1, 2)
     return out[:, :H], out[:, H:]
@@ -112,7 +140,7 @@ def norm_rotate(q, k, q_weight, k_weight, eps, cos, sin, round_first):
 @triton.jit
 def _rotate_kernel(
     q, k, cos, sin, out, T, q_b, q_h, q_t, k_b, k_h, k_t, H, K,
-    HEAD: tl.constexpr, ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEAD: tl.constexpr, ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: those of q first, then those of k. Pairs (j, j + HEAD / 2) turn."""
     token = tl.program_id(0).to(tl.int64)
@@ -125,6 +153,7 @@ def _rotate_kernel(
     half: tl.constexpr = HEAD // 2
     j = tl.arange(0, HALF)[None]
     here = (head < H + K)[:, None] & (j < half)
+    _await_previous(PDL)
     x = tl.load(source + j, mask=here, other=0.0).to(tl.float32)
     y = tl.load(source + half + j, mask=here, other=0.0).to(tl.float32)
     table = token * HEAD + j  # its halves are equal
@@ -146,16 +175,17 @@ def rotate(q, k, cos, sin):
     _rotate_kernel[(B * T, triton.cdiv(H + K, heads))](
         q, k, cos.contiguous(), sin.contiguous(), out, T, *q.stride()[:3], *k.stride()[:3], H, K,
         HEAD=h, ROUND_PRODUCTS=cos.dtype == q.dtype, HEADS=heads, HALF=triton.next_power_of_2(h // 2),
-        num_warps=4, enable_fp_fusion=False,  # else a product and a sum become one rounding
+        num_warps=4, enable_fp_fusion=False, **early(q),  # fusion: a product and a sum would be one rounding
     )  # fmt: skip
     out = out.transpose(1, 2)
     return out[:, :H], out[:, H:]
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, out, f, gate_row, up_row, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate, up, out, f, gate_row, up_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = out.dtype.element_ty
+    _await_previous(PDL)
     x = tl.load(gate + row * gate_row + j, mask=j < f, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + j, mask=j < f, other=0.0).to(tl.float32)
     x = (x / (1 + tl.exp(-x))).to(dtype).to(tl.float32)
@@ -169,7 +199,7 @@ def silu_mul(gate, up):
     gate, up = gate.flatten(0, -2), up.flatten(0, -2)
     size = min(triton.next_power_of_2(f), 1024)
     _silu_mul_kernel[(gate.shape[0], triton.cdiv(f, size))](
-        gate, up, out, f, gate.stride(0), up.stride(0), BLOCK=size, num_warps=4
+        gate, up, out, f, gate.stride(0), up.stride(0), BLOCK=size, num_warps=4, **early(gate)
     )
     return out
 
@@ -179,18 +209,28 @@ def silu_mul(gate, up):
 
 @triton.jit
 def _linear_kernel(
-    x, weight, out, M, N, K: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, onto, out, parts, arrived, M, N, K: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    ONTO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = weight[n] . x[m]; GATED: silu of that, times row N + n of weight. The long side, n, leads the products."""
-    n, m, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    """out[m, n] = weight[n] . x[m]; GATED: silu of that, times row N + n of weight; ONTO: rounded, then added to onto[m, n].
+
+    The long side, n, leads the products.
+
+    SPLITS: programs that share the inputs of the same outputs; the last to arrive adds up the parts, in their order.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n, m, d = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     dtype: tl.constexpr = out.dtype.element_ty
-    rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + d[None]
-    tokens = x + m[None] * K + d[:, None]
+    span: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
+    first = split * span
+    rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + first + d[None]
+    tokens = x + m[None] * K + first + d[:, None]
+    _await_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        inside = start + d < K
+    for start in tl.range(0, span, BLOCK_K, num_stages=STAGES):
+        inside = first + start + d < K
         token = tl.load(tokens + start, mask=(m < M)[None] & inside[:, None], other=0.0)
         acc = tl.dot(tl.load(rows + start, mask=inside[None], other=0.0), token, acc)
         if GATED:
@@ -198,25 +238,60 @@ def _linear_kernel(
     if GATED:
         gate = acc.to(dtype).to(tl.float32)
         acc = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-    tl.store(out + m[None] * N + n[:, None], acc.to(dtype), mask=(m < M)[None] & (n < N)[:, None])
+    to_out, is_out = out + m[None] * N + n[:, None], (m < M)[None] & (n < N)[:, None]
+    is_last = True
+    if SPLITS > 1:
+        part = parts + (tile * SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]) * BLOCK_M + m[None]
+        tl.store(part + split * BLOCK_N * BLOCK_M, acc)
+        tl.debug_barrier()  # all of the part, before the count says so
+        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            acc = tl.load(part, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                acc += tl.load(part + other * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)  # for the next product
+    if is_last:
+        if ONTO:
+            acc = tl.load(onto + m[None] * N + n[:, None], mask=is_out, other=0.0).to(tl.float32) + acc.to(dtype).to(tl.float32)
+        tl.store(to_out, acc.to(dtype), mask=is_out)
 
 
-# Measured on one H200 (torch 2.11, Triton 3.6, bf16), microseconds against cuBLAS at 8 tokens of 4096 inputs: 4096 outputs 10.8
-# and 12.3 (of 12288 inputs 27.4 and 29.5), 6144 outputs 14.5 and 15.5, 24576 outputs 47.7 and 53.2. At 64 tokens cuBLAS wins.
-# most outputs -> block_n, block_k, warps, stages
-FEW_TUNED = {4096: (32, 256, 4, 4), 8192: (64, 128, 4, 5), 1 << 30: (64, 128, 4, 3)}
+# most tokens -> most outputs -> block_n, block_k, splits, warps, stages
+LINEAR_TUNED = {
+    16: {4096: (64, 256, 2, 4, 3), 8192: (64, 128, 1, 4, 6), 1 << 30: (128, 128, 1, 4, 3)},
+    64: {4096: (64, 128, 2, 4, 5), 8192: (64, 128, 1, 4, 5), 1 << 30: (64, 128, 1, 4, 3)},
+}
 
 
-def linear(x, weight, gated=False, tuned=None):
-    """x [..., K], at most FEW tokens; weight [N, K] -> x weight^T [..., N]; gated: silu of its first half times the second"""
+@cache
+def _arrivals(device):
+    """Counters of the programs that share a product, 0 between products."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
+def _tile(tokens, outputs):
+    table = LINEAR_TUNED[next((most for most in LINEAR_TUNED if tokens <= most), 64)]
+    return table[next(most for most in table if outputs <= most)]
+
+
+def linear(x, weight, gated=False, onto=None, tuned=None):
+    """x [..., K]; weight [N, K] -> x weight^T [..., N]; gated: silu of its first half times the second; onto: added to it.
+
+    For few tokens.
+    """
     (rows, K), M = weight.shape, x.numel() // x.shape[-1]
     N = rows // 2 if gated else rows
-    block_n, block_k, warps, stages = tuned or next(FEW_TUNED[most] for most in FEW_TUNED if rows <= most)
-    block_n = block_n // 2 if gated else block_n
+    block_n, block_k, splits, warps, stages = tuned or _tile(M, 1 << 30 if gated else rows)
+    block_n, block_m = block_n // 2 if gated else block_n, max(triton.next_power_of_2(M), 16)
+    if gated and splits > 1:
+        raise ValueError("a gated product is not split: its two halves are rounded before they are multiplied")
+    tiles = triton.cdiv(N, block_n)
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    _linear_kernel[(triton.cdiv(N, block_n),)](
-        x.contiguous(), weight, out, M, N, K=K, GATED=gated, BLOCK_M=FEW, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
-        num_warps=warps,
+    parts = torch.empty(tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device)
+    _linear_kernel[(tiles, splits)](
+        x.contiguous(), weight, x if onto is None else onto.contiguous(), out, parts, _arrivals(x.device), M, N,
+        K=K, GATED=gated, ONTO=onto is not None, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, SPLITS=splits, STAGES=stages, num_warps=warps, **early(x),
     )  # fmt: skip
     return out
 
@@ -239,12 +314,14 @@ def _decode_kernel(
     q, k, v, keys, values, start, out, partial, lse, scale, T, n,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_h, c_s, K, G: tl.constexpr, SPLITS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and key head over one part of its cache; the last part first over the new tokens, which it stores."""
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
     split, tile = tl.program_id(1), tl.program_id(2)
     m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HEAD)
     t, g = m // G, m % G
+    _await_previous(PDL)
     from_q = (row * q_b + (head * G + g) * q_h + t * q_t)[:, None] + d[None]
     query = tl.load(q + from_q, mask=(t < T)[:, None], other=0.0)
     length = tl.load(start + row).to(tl.int32)
@@ -285,12 +362,15 @@ def _decode_kernel(
 
 
 @triton.jit
-def _combine_kernel(partial, lse, out, T, K, G: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr):
+def _combine_kernel(
+    partial, lse, out, T, K, G: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
     """Weighs the parts of the cache with their shares of the softmax."""
     tile = tl.program_id(1)
     m, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD)
     M = tl.num_programs(1) * ROWS
     base = tl.program_id(0).to(tl.int64) * SPLITS * M + m
+    _await_previous(PDL)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     for split in tl.static_range(SPLITS):
         peak = tl.maximum(peak, tl.load(lse + base + split * M))
@@ -326,9 +406,10 @@ def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tu
         q, k, v, keys, values, start, out, partial, lse, math.log2(math.e) / math.sqrt(h), T, block_length,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], K, G=G, SPLITS=splits, HEAD=h,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages, num_warps=warps,
+        **early(q),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(R * K, tiles * block_m // 16)](
-            partial, lse, out, T, K, G=G, SPLITS=splits, HEAD=h, ROWS=16, num_warps=4
+            partial, lse, out, T, K, G=G, SPLITS=splits, HEAD=h, ROWS=16, num_warps=4, **early(q)
         )
     return out.transpose(1, 2)

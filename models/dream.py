@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import bidirectional, make_attend, positions
-from kernels.fused import add_rms_norm, gated, is_fused, rms_norm, rotate_heads
+from kernels.fused import add_product, add_rms_norm, gated, is_fused, project, rms_norm, rotate_heads
 from kernels.linear_logps import linear_logps
 from models.config import Objective, read_config
 
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H h] -> [B, H, T, h]
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         q, k = rotate_heads(q, k, cos, sin) if is_fused(x) else (rotate(q, cos, sin), rotate(k, cos, sin))
-        return self.o_proj(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
+        return project(attend(self.layer, q, k, v).transpose(1, 2).flatten(2), self.o_proj)[0]
 
 
 class MLP(nn.Module):
@@ -107,8 +107,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x):
-        return self.down_proj(gated(x, self.gate_proj, self.up_proj))
+    def forward(self, x, onto):
+        """-> onto + the MLP of x"""
+        return add_product(onto, gated(x, self.gate_proj, self.up_proj), self.down_proj)
 
 
 class Block(nn.Module):
@@ -126,7 +127,7 @@ class Block(nn.Module):
         else:
             x = x + y
             y = norm(x)
-        return x + self.mlp(y)
+        return self.mlp(y, onto=x)
 
 
 class Dream(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import bidirectional, make_attend, positions
-from kernels.fused import add_rms_norm, gated, is_fused, project, rms_norm, rotate_heads
+from kernels.fused import add_product, add_rms_norm, gated, is_fused, project, rms_norm, rotate_heads
 from kernels.linear_logps import linear_logps
 from models.config import Objective, read_config
 
@@ -112,13 +112,13 @@ class Block(nn.Module):
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H h] -> [B, H, T, h]
         q, k, v = map(heads, project(self.attn_norm(x), self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate_heads(q, k, cos, sin) if is_fused(x) else (rotate(q, cos, sin), rotate(k, cos, sin))
-        y = self.attn_out(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
+        y = project(attend(self.layer, q, k, v).transpose(1, 2).flatten(2), self.attn_out)[0]
         if is_fused(x):
             x, y = add_rms_norm(x, y, self.ff_norm, round_first=True)
         else:
             x = x + y
             y = self.ff_norm(x)
-        return x + self.ff_out(gated(y, self.ff_proj, self.up_proj))
+        return add_product(x, gated(y, self.ff_proj, self.up_proj), self.ff_out)
 
 
 class LLaDA(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_rms_norm, gated, is_fused, norm_rotate, rms_norm
+from kernels.fused import add_rms_norm, gated, is_fused, norm_rotate, project, rms_norm
 from kernels.linear_logps import linear_logps
 from kernels.moe import Experts, Router, can_route, route
 from models.config import Objective, read_config
@@ -117,14 +117,14 @@ class Attention(nn.Module):
         self.key_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2 K, T, h]
+        heads = project(x, self.query_key_value)[0].unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2 K, T, h]
         q, k, v = heads.split(self.heads, 1)
         if is_fused(x):
             q, k = norm_rotate(q, k, self.query_layernorm, self.key_layernorm, cos, sin, round_first=True)
         else:
             q, k = rotate(self.query_layernorm(q), cos, sin), rotate(self.key_layernorm(k), cos, sin)
         y = attend(self.layer, q, k, v)
-        return self.dense(y.transpose(1, 2).flatten(2))
+        return project(y.transpose(1, 2).flatten(2), self.dense)[0]
 
 
 class MLP(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_rms_norm, gated, is_fused, norm_rotate, project, rms_norm
+from kernels.fused import add_product, add_rms_norm, gated, is_fused, norm_rotate, project, rms_norm
 from kernels.linear_logps import linear_logps
 from kernels.moe import Experts, Router, can_route, route
 from models.config import Objective, read_config
@@ -123,8 +123,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x):
-        return project(gated(x, self.gate_proj, self.up_proj), self.down_proj)[0]
+    def forward(self, x, onto):
+        """-> onto + the MLP of x"""
+        return add_product(onto, gated(x, self.gate_proj, self.up_proj), self.down_proj)
 
 
 class MoE(nn.Module):
@@ -136,13 +137,14 @@ class MoE(nn.Module):
         self.gate = Router(config.num_experts, config.hidden_size)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
-    def forward(self, x):
+    def forward(self, x, onto):
+        """-> onto + the experts of x"""
         scores = self.gate(x)
         if is_fused(x) and can_route(scores):
-            return self.experts(x, *route(scores, self.top_k, x.dtype))
+            return onto + self.experts(x, *route(scores, self.top_k, x.dtype))
         weight, index = scores.softmax(-1).topk(self.top_k, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)
-        return self.experts(x, index, weight.to(x.dtype))
+        return onto + self.experts(x, index, weight.to(x.dtype))
 
 
 class Block(nn.Module):
@@ -160,7 +162,7 @@ class Block(nn.Module):
         else:
             x = x + y
             y = norm(x)
-        return x + self.mlp(y)
+        return self.mlp(y, onto=x)
 
 
 class SDAR(nn.Module):

@@ -27,7 +27,8 @@ DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 if RUNS := bool(find_spec("triton") and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1")):
     from kernels import fused_triton, moe_triton
     from kernels.moe_triton import experts_fused
-needs_triton = (lambda test: test) if RUNS else pytest.mark.cuda
+needs_triton = (lambda test: test) if RUNS and not ON_GPU else pytest.mark.cuda
+pytestmark = [pytest.mark.cuda] if ON_GPU else []  # all of them are of `make test-gpu`
 FAMILIES = {"SDAR": (sdar, False), "LLaDA2": (llada2, True), "LLaDA": (llada, True), "Dream": (dream, True)}  # round_first
 BLOCK = {"SDAR": TINY_SDAR, "SDAR-MoE": TINY_SDAR_MOE, "LLaDA2": TINY_LLADA2}
 CONFIGS = BLOCK | {"LLaDA": TINY_LLADA, "Dream": TINY_DREAM}
@@ -132,16 +133,25 @@ def test_gates(dtype, f):
 @needs_triton
 @each_dtype
 @pytest.mark.parametrize("K, N", [(96, 40), (512, 6144), (300, 130)])
-@pytest.mark.parametrize("lead", [(1, 4), (3, 5), (16,)])
-def test_products_of_few_tokens(dtype, K, N, lead):
+@pytest.mark.parametrize("lead", [(1, 4), (3, 5), (16,), (5, 8)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_products_of_few_tokens(dtype, K, N, lead, splits):
     x, weight, exact = draw(*lead, K, dtype=dtype), draw(N, K, scale=K**-0.5).to(dtype), torch.float64
     want = x.to(exact) @ weight.to(exact).T
-    tuned = None if ON_GPU else (16, 32, 4, 2) if N < 1000 else (2048, 256, 4, 2)
+    tuned = None if ON_GPU and splits == 1 else (16, 32, splits, 4, 2) if ON_GPU or N < 1000 else (2048, 256, splits, 4, 2)
     error = lambda got, want: ((got.to(exact) - want).norm() / want.norm()).item()
     tolerance = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}[dtype]
     got = fused_triton.linear(x, weight, tuned=tuned)
     assert got.dtype == dtype and got.shape == want.shape and error(got, want) < tolerance
     assert error(fused_triton.linear(x, weight.roll(1, 0), tuned=tuned), want) > 0.5  # negative control
+    assert torch.equal(fused_triton.linear(x, weight, tuned=tuned), got)
+    onto = draw(*got.shape, dtype=dtype, seed=5)
+    assert torch.equal(fused_triton.linear(x, weight, onto=onto, tuned=tuned), onto + got)
+    assert not fused_triton._arrivals(x.device).any()  # ready for the next product
+    if splits > 1:
+        with pytest.raises(ValueError, match="not split"):
+            fused_triton.linear(x, weight, gated=True, tuned=tuned)
+        return
     half = want[..., : N // 2].to(dtype), want[..., N // 2 :].to(dtype)
     got, want = fused_triton.linear(x, weight, gated=True, tuned=tuned), (F.silu(half[0]) * half[1]).to(exact)
     assert got.shape == want.shape and error(got, want) < 2 * tolerance
@@ -272,8 +282,9 @@ def test_routers_are_those_of_the_model_files(name, monkeypatch):
         moe.gate.expert_bias.copy_(draw(32, scale=0.1))
         plain = moe.route
     else:
-        moe.experts.forward = lambda x, index, weight: (index, weight)
-        plain = moe
+        chosen = []
+        moe.experts.forward = lambda x, index, weight: chosen.append((index, weight)) or x
+        plain = lambda x: (moe(x, x), chosen.pop())[1]
     with torch.no_grad():
         index, weight = plain(x)
         monkeypatch.setattr(fused, "has_kernels", lambda x: True)
@@ -324,7 +335,7 @@ def test_one_product_for_layers_that_read_the_same(monkeypatch):
     model = random_model(TINY_SDAR, dtype=torch.float64)
     assert joined_weight([model.layers[0].self_attn.q_proj, model.layers[0].self_attn.k_proj]) is None  # not laid together
     lay_together(model)
-    attention, x = model.layers[1].self_attn, torch.randn(8, 5, 96, dtype=torch.float64)
+    attention, x = model.layers[1].self_attn, torch.randn(16, 5, 96, dtype=torch.float64)
     layers, calls = [attention.q_proj, attention.k_proj, attention.v_proj], []
     for layer in layers:
         layer.register_forward_hook(lambda *_: calls.append(1))

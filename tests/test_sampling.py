@@ -66,6 +66,7 @@ if find_spec("triton") and (torch.cuda.is_available() or os.environ.get("TRITON_
 
     SAMPLERS["triton"] = sample_fused
     DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []  # all of them are of `make test-gpu`
 each_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 
 
