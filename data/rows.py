@@ -37,12 +37,14 @@ def open_rows(path: str, split: str, presets: Iterable[str], config: str | None 
 
         try:
             dataset = datasets.load_dataset(path, *([config] if config else []), split=split).with_format("arrow")
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # unknown id or split, no network, bad files
+        except Exception as error:  # no such id or split, no network, bad files, a set with a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
         return Rows(lambda: (row for batch in dataset.iter(BATCH) for row in batch.to_pylist()))
-    problem = f"a file must end in {', '.join(READERS)}" if file.exists() else "no such preset or file"
-    raise SystemExit(f"--data {path}: {problem}; presets: {', '.join(presets)}")
+    problem = "no such preset or file" if presets else "no such file"
+    if file.exists():
+        problem = f"a file must end in {', '.join(READERS)}"
+    raise SystemExit(f"--data {path}: {problem}" + (f"; presets: {', '.join(presets)}" if presets else ""))
 
 
 def read_rows(path: str, split: str, presets: Iterable[str], limit: int | None = None, config: str | None = None) -> list[dict]:
@@ -62,7 +64,7 @@ def hub_splits(path: str) -> list[str]:
 
     try:
         return datasets.get_dataset_split_names(path)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError):  # open_rows says what is wrong
+    except Exception:  # open_rows says what is wrong
         return []
 
 

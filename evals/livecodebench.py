@@ -264,7 +264,7 @@ def _rows(path: str, split: str):
         names = [f"test{n if n > 1 else ''}.jsonl" for n in RELEASES.get(path, RELEASES["release_v6"])]
         try:
             files = [huggingface_hub.hf_hub_download(HUB, name, repo_type="dataset") for name in names]
-        except (OSError, ValueError) as error:  # no network, no such file
+        except Exception as error:  # no network, no such file: httpx has errors of its own
             said = " ".join(str(error).split())[:200]
             own = "with --data FILE.jsonl a copy of its files is read"
             raise SystemExit(f"--data {path}: {HUB} cannot be had from the hub; {own} ({said})") from error

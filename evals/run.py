@@ -181,7 +181,7 @@ def main(task_name: str) -> None:
             samples.name_faults(args.completions, faults, "rows not used")
             samples.name_faults(args.completions, missing, "problems without a completion, not in the mean: index")
             counts = {"unused": len(faults), "missing": len(missing)}
-            source |= {"repeats": repeats, "completions": args.completions}
+            source |= {"evals_hash": hash_of_evals(), "repeats": repeats, "completions": args.completions}
             out = take()
             with tqdm(total=len(rows), desc=task_name, disable=None) as bar:
                 parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
@@ -217,7 +217,7 @@ def many() -> None:
             if not examples[name]:
                 raise SystemExit(f"--data {data.get(name)}: no rows")
         except SystemExit as error:
-            lose(lost, name, f"{error}; give --data {name}=FILE" if name not in data else str(error), rank)
+            lose(lost, name, str(error).replace("--data FILE", f"--data {name}=FILE"), rank)
     same_everywhere(list(examples))
     if not examples:
         raise SystemExit(f"none of {', '.join(names)} can be evaluated")

@@ -55,7 +55,7 @@ def given(path: str, num_examples: int, repeats: int = 1) -> tuple[list[dict], l
             lines[row["index"], row.get("repeat", 0)] = line
             rows.append(row)
     if not rows:
-        raise SystemExit(f"{path} {faults[0]}" if len(faults) == 1 else f"{path}: no completions; {'; '.join(faults[:NAMED])}")
+        raise SystemExit(f"{path} {faults[0]}" if len(faults) == 1 else "; ".join([f"{path}: no completions", *faults[:NAMED]]))
     asked = product(range(num_examples), range(repeats))
     missing = [f"{i} of repeat {repeat}" if repeats > 1 else str(i) for i, repeat in asked if (i, repeat) not in lines]
     return rows, faults, missing

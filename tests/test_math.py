@@ -398,7 +398,7 @@ def test_bad_rows_are_named(tmp_path, task):
         message = one_line(lambda path=path: task.load("test", path))
         assert message.startswith(f"{path} row 2: cannot read a problem from ") and "needs problem and answer" in message
         assert len(task.load("test", path, limit=1)) == 1
-    assert "no such preset or file" in one_line(lambda: task.load("test", "missing.jsonl"))
+    assert "--data missing.jsonl: no such" in one_line(lambda: task.load("test", "missing.jsonl"))
 
 
 @pytest.mark.parametrize("task", [aime24, aime25], ids=lambda task: task.__name__)

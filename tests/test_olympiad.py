@@ -164,7 +164,7 @@ def test_bad_rows_are_named(tmp_path, monkeypatch):
         assert message.startswith(f"{path} row 2: cannot read a problem from id, question") and "needs question" in message, (
             change
         )
-    assert "no such preset or file" in one_line(lambda: olympiad.load("test", "missing.jsonl"))
+    assert "no such file" in one_line(lambda: olympiad.load("test", "missing.jsonl"))
     for split in ("train", "validation"):
         assert "has test alone" in one_line(lambda split=split: olympiad.load(split))
     asked = []

@@ -115,17 +115,31 @@ def test_a_hub_data_set_gives_the_first_split_that_it_has(monkeypatch, names, sp
     assert hub_split("owner/name.jsonl", ("train_sft", "train")) == "train" == hub_split("small", ("train_sft", "train"))
 
 
-@pytest.mark.parametrize("kind", ["DatasetNotFoundError", "DataFilesNotFoundError", "DatasetGenerationError"])
+class ReadTimeout(Exception):
+    """As httpx has one: neither an OSError nor one of datasets."""
+
+
+@pytest.mark.parametrize(
+    "kind", ["DatasetNotFoundError", "DataFilesNotFoundError", "DatasetGenerationError", RuntimeError, ReadTimeout]
+)
 def test_what_the_hub_says_becomes_one_line(monkeypatch, kind):
+    """RuntimeError: what datasets 4 and later raise for a set that is a script."""
     import datasets
 
     def fail(*_, **__):
-        raise getattr(datasets.exceptions, kind)("it is\n\nnot there")
+        raise (getattr(datasets.exceptions, kind) if isinstance(kind, str) else kind)("it is\n\nnot there")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
     refused("owner/name", "the hub says: it is not there (--data FILE reads a copy)")
     assert hub_split("owner/name", ("a", "b")) == "b"
+
+
+def test_presets_are_named_where_there_are_some(tmp_path):
+    for presets, end in (((), "no such file"), (("a", "b"), "no such preset or file; presets: a, b")):
+        with pytest.raises(SystemExit) as error:
+            read_rows("missing.jsonl", "test", presets)
+        assert str(error.value) == f"--data missing.jsonl: {end}"
 
 
 @pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")

@@ -56,7 +56,7 @@ def test_a_real_model_on_three_benchmarks(tmp_path):
     flags += ["--data", f"gsm8k={words}", f"aime24={tmp_path}/none.jsonl", "--gen-length", "16", "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "evals/run.py", *flags], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.endswith("1 of 4 tasks not evaluated: aime24\n"), done.stderr
-    assert f"aime24 is not evaluated: --data {tmp_path}/none.jsonl: no such preset or file" in done.stderr
+    assert f"aime24 is not evaluated: --data {tmp_path}/none.jsonl: no such file" in done.stderr
     everything = json.loads((tmp_path / "out/results.json").read_text())
     assert everything["model"] == "models/tiny-sdar" and list(everything["tasks"]) == ["countdown", "sudoku", "gsm8k"]
     assert list(everything["not evaluated"]) == ["aime24"]
@@ -350,8 +350,7 @@ def test_missing_hub_data_names_the_id_and_the_alternative(tmp_path, monkeypatch
     assert one_line(lambda: many(monkeypatch, *flags)) == "2 of 3 tasks not evaluated: gsm8k, mmlu_pro"
     shown = capsys.readouterr()
     for name, hub in (("gsm8k", "openai/gsm8k"), ("mmlu_pro", "TIGER-Lab/MMLU-Pro")):
-        line = f"--data {hub}: no file, and the hub says: Couldn't reach the Hub (--data FILE reads a copy)"
-        line += f"; give --data {name}=FILE"
+        line = f"--data {hub}: no file, and the hub says: Couldn't reach the Hub (--data {name}=FILE reads a copy)"
         assert f"{name} is not evaluated: {line}\n" in shown.err and f"{name}: not evaluated: {line}" in shown.out
     assert json.loads((tmp_path / "results.json").read_text())["tasks"]["countdown"]["n"] == 3
 
