@@ -179,13 +179,17 @@ def _alone(task: ModuleType, completion: str, example: dict) -> float | str:
 def write_scored(
     path: Path, batches: Iterator, task: ModuleType, examples: list[dict], reward: Callable | None, bar: tqdm
 ) -> None:
-    """Append the rows of batches to a .jsonl. A thread scores a batch while the next is made: the engine does not wait."""
+    """Append the rows of batches to a .jsonl. A thread scores a batch while the next is made: the engine does not wait.
+    SystemExit where the sandbox does not work."""
     waiting = deque()
     with open(path, "a", encoding="utf-8") as file, ThreadPoolExecutor(1) as scorer:
 
         def write(most: int) -> None:
             while waiting and (len(waiting) > most or waiting[0].done()):
-                rows = waiting.popleft().result()
+                try:
+                    rows = waiting.popleft().result()
+                except SandboxError as error:
+                    raise SystemExit(str(error)) from error
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 file.flush()
                 bar.update(len(rows))

@@ -537,8 +537,9 @@ def test_a_scorer_that_raises_costs_that_completion_alone(tmp_path, monkeypatch,
         raise SandboxError("sandbox: no answer from its supervisor")
 
     monkeypatch.setattr(countdown, "score_batch", broken)
-    with pytest.raises(SandboxError):  # it says nothing about a completion
-        cli(monkeypatch, capsys, *flags[:-1], str(tmp_path / "out2"))
+    message = one_line(lambda: cli(monkeypatch, capsys, *flags[:-1], str(tmp_path / "out2")))
+    assert message == "sandbox: no answer from its supervisor", "it says nothing about a completion"
+    assert not rows_of(tmp_path / "out2/samples.jsonl") and not (tmp_path / "out2/result.json").exists()
 
 
 def test_a_grader_that_dies_is_no_crash(monkeypatch, quick_timeout):
