@@ -1,5 +1,6 @@
 """Paths, real data, the full grid, and forked ranks."""
 
+import gc
 import os
 import shutil
 import sys
@@ -15,6 +16,8 @@ import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# A child never collects what it was forked with: the end of a process group would wait for threads that only its parent has.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_addoption(parser):
@@ -25,6 +28,8 @@ def pytest_configure(config):
     # Ranks are forked and compute on the CPU: a GPU would change what they test. Said before CUDA is looked for.
     if "cuda" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["OMP_NUM_THREADS"] = "1"  # of commands too; for tensors this small a second thread costs more than it gives
+        torch.set_num_threads(1)
     config.addinivalue_line("markers", "full: part of the full grid (make test-all)")
     config.addinivalue_line("markers", "cuda: for machines with a GPU, left out on others; run by `make test-gpu` alone")
     config.addinivalue_line("markers", "lmdeploy: for machines with that package, left out on others")
