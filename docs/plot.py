@@ -140,9 +140,11 @@ def draw_comparison(size):
             axes.yaxis.set_major_formatter("{x:.0%}")
             axes.yaxis.set_tick_params(labelleft=True)
             axes.grid(alpha=0.25)
+            axes.set_visible(axes.has_data())  # not timed, or a task that this family did not do
         axes_of[row][0].set_ylabel("solved, greedy")
-    handles, labels = axes_of[-1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS), frameon=False)
+    drawn = [dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) for axes in figure.axes]
+    lines = {method: handles[method] for method in METHODS for handles in drawn if method in handles}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(METHODS), frameon=False)
     figure.savefig(FOLDER / f"comparison-{size}.png", dpi=110)
 
 
