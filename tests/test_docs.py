@@ -11,7 +11,7 @@ import pytest
 import tyro
 
 from evals import load_task
-from models import MODELS
+from models import MODELS, random_init
 from runlog import check_numbers
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +142,21 @@ def test_commands_of_other_pages_parse(name):
         assert not getattr(args, "model", "") or args.model in MODELS, line
         assert (ROOT / f"evals/{getattr(args, 'task', 'countdown')}.py").is_file(), line
     assert bool(words) == (name != "docs/models.md")
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada"])
+def test_commands_of_the_tiny_checkpoints_make_such_a_model(name):
+    """They start from random weights of the shipped configuration, and the learning rate ends at 0."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / f"models/{name}/README.md").read_text())
+    flags = lambda program: shlex.split(re.search(rf"^    (?:OMP_NUM_THREADS=1 )?python {program} (.+)$", text, re.M)[1])
+    start = tyro.cli(random_init.Args, args=flags("models/random_init.py"))
+    args = tyro.cli(script("sft").Args, args=flags("algos/sft.py"))
+    assert args.model == start.out and args.task == "countdown"
+    shipped = json.loads((ROOT / f"models/{name}/config.json").read_text())
+    assert random_init.TINY_CONFIGS[start.config].items() <= shipped.items()
+    assert script("sft").lr_at(args.max_steps - 1, args) > 0 == script("sft").lr_at(args.max_steps, args)
+    if name == "tiny-sdar":
+        assert flags("algos/sft.py") in commands("sft", "algos/sft.py")
 
 
 @pytest.mark.parametrize("folder", ["models", "rollout", "kernels", "evals", "data", "bench", "algos"])
