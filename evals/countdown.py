@@ -10,16 +10,14 @@ digits of other scripts and leading zeros (07) are not legal: d1's rule, eval() 
 100//30 = 3, hangs on 93**100**30 and reads 30.100 as the two numbers 30 and 100.
 """
 
-import ast
-import operator
 import re
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
 from data.rows import describe_columns, read_rows
+from evals.arithmetic import evaluate
 from evals.run import tagged_answer
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
@@ -45,10 +43,6 @@ or the target number. For example, if the numbers are [2, 3, 4] and the target i
 COLUMNS = (
     "numbers (or nums) and target, input and output (d1, Dream), or extra_info.numbers and reward_model.ground_truth (DARE)"
 )
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-MAX_LENGTH = 512  # characters of an answer; longer ones are not legal
-MAX_DEPTH = 64  # operators and opening brackets of an answer: bounds the depth of its tree
-LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])+")  # ASCII integers without leading zeros
 
 
 def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
@@ -95,30 +89,6 @@ def extract(completion: str, example: dict) -> str | None:
     if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", result.strip()):
         text = expression
     return text.strip() or None
-
-
-def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """(value, sorted literals) of a legal expression; None for anything else, division by zero included. Never raises."""
-    if len(text) > MAX_LENGTH or not LEGAL.fullmatch(text) or len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH:
-        return None
-    literals = []
-
-    def value(node: ast.expr) -> Fraction:
-        match node:
-            case ast.Constant(value=literal):
-                literals.append(literal)
-                return Fraction(literal)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-                return OPERATIONS[type(op)](value(left), value(right))
-        raise SyntaxError(f"{type(node).__name__} is not legal")  # **, //, unary plus, calls like 2(3), ()
-
-    try:
-        result = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):
-        return None
-    return result, sorted(literals)
 
 
 def score(completion: str, example: dict) -> float:

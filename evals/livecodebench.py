@@ -11,18 +11,16 @@ process of its own, where the runner calls it as a function with a false stdin. 
 LLaDA2.0-mini's report: 31.50, with a window that it does not give.
 """
 
-import base64
 import json
-import pickletools
 import re
 import sys
-import zlib
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, read_rows
+from data.rows import describe_columns
+from evals.contests import FUNCTION, IMPORTS, JUDGE, PROGRAM, rows_of, tests_in, tests_of
 from evals.programs import code_of, pass_or_fail
 from evals.sandbox import Job
 
@@ -35,7 +33,6 @@ WINDOW = re.compile(r"(.*)@(\d{4}-\d\d-\d\d)?\.\.(\d{4}-\d\d-\d\d)?")
 COLUMNS = "question_content, starter_code, contest_date, public_test_cases, private_test_cases and metadata"
 TIMEOUT = 6  # seconds of each test; (TIMEOUT + 1) * tests + 5 for all together
 MEMORY = 4 << 30  # bytes
-MAX_TESTS = 1 << 30  # bytes of one problem's tests, decoded
 LARGE = 32 << 20  # bytes of a problem's packed tests from which it is judged alone: judging takes about 15 times as much
 
 SYSTEM = (
@@ -50,119 +47,6 @@ WITHOUT_STARTER = (
     "Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the inputs, runs the "
     "algorithm and writes output to STDOUT."
 )
-
-# What the runner puts in front of every program: starter code uses names such as List without importing them
-STARS = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
-IMPORTS = "".join(f"from {name} import *\n" for name in [*STARS.split(), "builtins", "typing"])
-IMPORTS += f"import {', '.join(STARS.split())}\nsys.setrecursionlimit(50000)\n"
-
-# In the program's process. The names cannot be those of a program by accident.
-FUNCTION = """
-exec(compile({code!r}, "<solution>", "exec"), globals())
-def _judged_call(*arguments):
-    owner = Solution() if "class Solution" in {code!r} else None
-    return getattr(owner, {name!r})(*arguments) if owner is not None else globals()[{name!r}](*arguments)
-"""
-PROGRAM = """
-import os as _os, select as _select, sys as _sys
-def _judged_call(stdin):
-    "stdout of the program, in a process of its own that reads stdin"
-    to_read, feed = _os.pipe()
-    output, to_write = _os.pipe()
-    pid = _os.fork()
-    if not pid:
-        status = 1
-        try:
-            _os.dup2(to_read, 0)
-            _os.dup2(to_write, 1)
-            _os.closerange(3, 64)
-            _sys.stdin, _sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-            _sys.stdout.reconfigure(newline="\\n")
-            space = {{"__name__": "__main__", "__builtins__": __builtins__}}
-            try:
-                exec({imports!r}, space)
-                exec(compile({code!r}, "<solution>", "exec"), space)
-            except SystemExit:
-                pass
-            import atexit, threading
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
-            atexit._run_exitfuncs()
-            _sys.stdout.flush()
-            status = 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            _sys.stderr.flush()
-        finally:
-            _os._exit(status)
-    _os.close(to_read)
-    _os.close(to_write)
-    _os.set_blocking(feed, False)
-    rest, parts, size = memoryview(stdin.encode()), [], 0
-    poll = _select.poll()
-    poll.register(feed, _select.POLLOUT)
-    poll.register(output, _select.POLLIN)
-    while output is not None:
-        for fd, event in poll.poll():
-            if fd == feed:
-                try:
-                    rest = rest[_os.write(feed, rest[: 1 << 16]) :]
-                except BrokenPipeError:
-                    rest = rest[:0]
-                if not rest:
-                    poll.unregister(feed)
-                    _os.close(feed)
-            elif part := _os.read(output, 1 << 16):
-                parts.append(part)
-                size += len(part)
-                if size > 8 << 20:
-                    _os.kill(pid, 9)
-                    raise RuntimeError("more than 8 MiB on stdout")
-            else:
-                poll.unregister(output)
-                _os.close(output)
-                output = None
-    status = _os.waitstatus_to_exitcode(_os.waitpid(pid, 0)[1])
-    if status:
-        raise RuntimeError(f"the program ended with {{status}}")
-    return b"".join(parts).decode(errors="replace")
-"""
-
-# In the process of the tests
-JUDGE = """
-import json, signal
-from decimal import Decimal, InvalidOperation
-
-def late(*_):
-    raise TimeoutError("no answer within {timeout} seconds")
-
-def lines(text):
-    return [line.strip() for line in text.strip().split("\\n")]
-
-def same_line(got, want):
-    if got == want:
-        return True
-    try:
-        return [Decimal(word) for word in got.split()] == [Decimal(word) for word in want.split()]
-    except InvalidOperation:
-        return False
-
-def same(got, want):
-    if {functional}:
-        return (list(got) if isinstance(got, tuple) else got) == json.loads(want)
-    got, want = lines(got), lines(want)
-    return len(got) == len(want) and all(map(same_line, got, want))
-
-signal.signal(signal.SIGALRM, late)
-for number, (given, want) in enumerate(json.loads({tests!r})):
-    arguments = [json.loads(line) for line in given.split("\\n")] if {functional} else [given]
-    signal.setitimer(signal.ITIMER_REAL, {timeout})
-    got = _judged_call(*arguments)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    assert same(got, want), "test %d" % number
-"""
 
 
 def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
@@ -180,7 +64,7 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
         raise SystemExit(f"--split {split}: {HUB} has test alone; train on --task mbpp, or name a file with --data")
     days = [datetime.fromisoformat(day) if day else default for day, default in ((first, datetime.min), (last, datetime.max))]
     examples = []
-    for number, (source, row, place) in enumerate(_rows(path, split), 1):
+    for number, (source, row, place) in enumerate(rows_of(path, split, HUB, RELEASES, PRESETS), 1):
         problem = _problem(row, f"{source} row {number}")
         if days[0] <= problem.pop("date") <= days[1]:
             examples.append(problem | ({"private": place} if place else {}))
@@ -207,29 +91,12 @@ def extract(completion: str, example: dict) -> str | None:
     return code_of(completion, ["Solution", example["name"]] if example["name"] else [])
 
 
-def tests_of(example: dict) -> list[list[str]]:
-    """[input, output] of all tests, the public ones first. SystemExit names the row whose private tests cannot be read."""
-    text = example["private"]
-    if not isinstance(text, str):
-        with open(text[0], "rb") as file:
-            file.seek(text[1])
-            text = json.loads(file.readline())["private_test_cases"]
-    try:
-        private = _tests(text if text.lstrip()[:1] == "[" else _unpacked(text))
-    except (ValueError, zlib.error) as error:
-        raise SystemExit(f"{example['source']}: private_test_cases cannot be read ({error})") from error
-    return example["public"] + private
-
-
 def job(completion: str, example: dict) -> Job | None:
     """The program of a completion with its tests, for the sandbox; None where it is empty."""
     code, name = extract(completion, example), example["name"]
     if code is None:
         return None
-    if name:
-        code = IMPORTS + FUNCTION.format(code=code, name=name)
-    else:
-        code = PROGRAM.format(code=code, imports=IMPORTS)
+    code = IMPORTS + FUNCTION.format(code=code, name=name) if name else PROGRAM.format(code=code, imports=IMPORTS)
     tests = tests_of(example)
     judge = JUDGE.format(tests=json.dumps(tests), functional=bool(name), timeout=TIMEOUT)
     return Job(code, judge, ("_judged_call",), timeout=(TIMEOUT + 1) * len(tests) + 5, memory=MEMORY)
@@ -255,39 +122,12 @@ def answer(example: dict, draw: int = 0) -> str:
     raise SystemExit("livecodebench: the benchmark has no solutions")
 
 
-def _rows(path: str, split: str):
-    """(file or hub id, row, (file, offset, bytes) of the row where it can be read again) of `path`, in order."""
-    files = [path] if path.endswith(".jsonl") and Path(path).is_file() else []
-    if path in RELEASES or path == HUB:
-        import huggingface_hub  # here, because scoring a file does not need it
-
-        names = [f"test{n if n > 1 else ''}.jsonl" for n in RELEASES.get(path, RELEASES["release_v6"])]
-        try:
-            files = [huggingface_hub.hf_hub_download(HUB, name, repo_type="dataset") for name in names]
-        except Exception as error:  # no network, no such file: httpx has errors of its own
-            said = " ".join(str(error).split())[:200]
-            own = "with --data FILE.jsonl a copy of its files is read"
-            raise SystemExit(f"--data {path}: {HUB} cannot be had from the hub; {own} ({said})") from error
-    for name in files:
-        with open(name, "rb") as file:
-            while line := file.readline():
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except ValueError as error:
-                        raise SystemExit(f"{name}: the line at byte {file.tell() - len(line)} is not JSON ({error})") from error
-                    yield name, row if isinstance(row, dict) else {}, (name, file.tell() - len(line), len(line))
-    if not files:
-        for row in read_rows(path, split, PRESETS):
-            yield path, row, None
-
-
 def _problem(row: dict, source: str) -> dict:
     """The example of a row, with its date; private tests stay as they are. SystemExit names the row."""
     try:
         text, starter, private = row["question_content"], row.get("starter_code") or "", row["private_test_cases"]
         metadata = json.loads(row.get("metadata") or "{}")
-        public = _tests(row["public_test_cases"])
+        public = tests_in(row["public_test_cases"])
         kinds = {test["testtype"] for test in json.loads(row["public_test_cases"])}
         name = metadata.get("func_name") or ""
         good = isinstance(text, str) and text.strip() and isinstance(private, str) and isinstance(starter, str)
@@ -301,31 +141,6 @@ def _problem(row: dict, source: str) -> dict:
         said = f"{type(error).__name__}: {error}"
         found = describe_columns(row)
         raise SystemExit(f"{source}: cannot read a problem from {found}; needs {COLUMNS} ({said})") from error
-
-
-def _tests(text: str) -> list[list[str]]:
-    """[input, output] of a JSON list of tests. ValueError where it is none."""
-    tests = json.loads(text)
-    if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
-        raise ValueError("no list of tests")
-    pairs = [[test.get("input"), test.get("output")] for test in tests]
-    if not all(isinstance(part, str) for pair in pairs for part in pair):
-        raise ValueError("a test without input and output")
-    return pairs
-
-
-def _unpacked(text: str) -> str:
-    """The text in base64 of zlib of a pickle of it. The pickle is taken apart, not loaded: loading one can run anything.
-    ValueError or zlib.error where it is anything else than one text."""
-    stream = zlib.decompressobj()
-    data = stream.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
-    if not stream.eof:
-        raise ValueError(f"more than {MAX_TESTS} bytes, or cut off")
-    harmless = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")
-    parts = [(opcode.name, value) for opcode, value, _ in pickletools.genops(data) if opcode.name not in harmless]
-    if len(parts) != 1 or not parts[0][0].endswith("UNICODE") and not parts[0][0].endswith("UNICODE8"):
-        raise ValueError(f"a pickle of {', '.join(name for name, _ in parts[:4])}, not of a text")
-    return parts[0][1]
 
 
 if __name__ == "__main__":

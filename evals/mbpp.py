@@ -9,8 +9,6 @@ Splits are the paper's: tasks 11-510 are test, 511-600 validation, 601-974 train
 DARE leaves out the set-up code, so nobody solves 367 there, and its RL reward keeps the quotes around an answer.
 """
 
-import ast
-import builtins
 import json
 import re
 import sys
@@ -18,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import describe_columns, read_rows
-from evals.programs import code_of, defines, parsed, pass_or_fail
+from evals.programs import code_of, defines, names_of, pass_or_fail, unquoted
 from evals.sandbox import Job
 
 HUB = "google-research-datasets/mbpp"
@@ -27,10 +25,7 @@ SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
 VERSION = "OpenCompass mbpp_gen_830460"  # name of the prompt
 TASK = "You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:\n\n {tests}  \n"
-COLUMNS = (
-    "text (or prompt), code, test_list, and in some rows test_setup_code and test_imports; "
-    "or prompt and reward_model.ground_truth (DARE)"
-)
+COLUMNS = "text (or prompt), code, test_list (test_setup_code, test_imports); or prompt and reward_model.ground_truth (DARE)"
 # The tasks 2, 3 and 4 as OpenCompass' mbpp_gen_830460 shows them, to the byte of DARE's file (a test).
 TASK_2 = """Write a function to find the similar elements from the given two tuple lists.
  assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)
@@ -78,15 +73,13 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
         problem = _problem(row)
         if problem is None:
             raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
-        if str(row.get("task_id", "")).isdigit() and int(row["task_id"]) not in SPLITS[split]:
-            continue
-        examples.append(problem)
+        if not str(row.get("task_id", "")).isdigit() or int(row["task_id"]) in SPLITS[split]:
+            examples.append(problem)
     return examples[:limit]
 
 
 def prompt(example: dict) -> list[dict]:
-    """Three solved tasks as chat turns, then the task; DARE's file but for its last turn, an opened answer that chat
-    templates close."""
+    """Three solved tasks as chat turns, then the task: DARE's file but for its last turn, an answer that is opened."""
     task = TASK.format(text=example["text"], tests="\n".join(example["tests"]))
     return [*SHOTS, {"role": "user", "content": task}]
 
@@ -101,26 +94,9 @@ def extract(completion: str, example: dict) -> str | None:
     text = completion.replace("\\_", "_")
     names = names_of(example)
     begun = text.rpartition("[BEGIN]")[2].partition("[DONE]")[0]
-    codes = [code_of(_unquoted(part), names) for part in (begun, text.partition("[DONE]")[0], text)]
-    codes = [code for code in codes if code]
+    parts = begun, text.partition("[DONE]")[0], text
+    codes = [code for part in parts if (code := code_of(unquoted(part), names))]
     return next((code for code in codes if defines(code, names)), codes[0] if codes else None)
-
-
-def names_of(example: dict) -> list[str]:
-    """What a program must define: names of the tests that neither they, their set-up code nor Python define."""
-    tree = parsed("\n".join([example["setup"], *example["tests"]])) or ast.Module([], [])
-    used, own = set(), set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-        elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).partition(".")[0])
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
 
 
 def job(completion: str, example: dict) -> Job | None:
@@ -148,12 +124,6 @@ def answer(example: dict, draw: int = 0) -> str:
     if not example["solution"]:
         raise SystemExit(f"mbpp: these rows have no solutions; take those of {HUB}, or mbpp.jsonl")
     return f"[BEGIN]\n '{example['solution']}' \n[DONE]"
-
-
-def _unquoted(text: str) -> str:
-    """Without one pair of single quotes around it, or the first of a pair that is not closed."""
-    inner = text.strip()
-    return inner[1:].removesuffix("'") if inner.startswith("'") and not inner.startswith("''") else text
 
 
 def _problem(row: dict) -> dict | None:

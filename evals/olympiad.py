@@ -11,15 +11,14 @@ DARE's row (LLaDA-8B-Instruct 9.70, Dream-7B-Instruct 12.22, SDAR-8B-Chat 24.93,
 of five sets, three of them Chinese and two of physics, and its judge never sees `error`. There is no train split.
 """
 
-import re
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import describe_columns, read_rows
+from evals.answer_lists import answers_in, bare, both_signs, matched
 from evals.gsm8k import INSTRUCTION
-from evals.math_grader import in_threads, last_box, math_verify, number
+from evals.math_grader import in_threads, last_box
 
 HUB, CONFIG, HUB_SPLIT = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"  # the hub calls its only split so
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
@@ -68,11 +67,11 @@ def score(completion: str, example: dict) -> float:
     found = last_box(completion)
     if found is None:
         return 0.0
-    answers, golds = _answers(found, example["multiple"]), _answers(example["gold"], example["multiple"])
+    answers, golds = answers_in(found, example["multiple"]), answers_in(example["gold"], example["multiple"])
     # one tolerance for all, or one each; \pm stands for two answers of one tolerance
     errors = example["error"] if len(example["error"]) == len(golds) else example["error"][:1] * len(golds)
-    answers, golds = _signs([(text, 0.0) for text in answers]), _signs(list(zip(golds, errors, strict=True)))
-    return float(len(answers) == len(golds) and _matched([text for text, _ in answers], golds))
+    answers, golds = both_signs([(text, 0.0) for text in answers]), both_signs(list(zip(golds, errors, strict=True)))
+    return float(len(answers) == len(golds) and matched([text for text, _ in answers], golds))
 
 
 def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
@@ -97,84 +96,6 @@ def _kind(name: str) -> str | None:
     return next((text for kind, text in TYPES.items() if kind in name.partition("-")[0]), None)
 
 
-def _bare(text: str) -> str:
-    r"""Without $, \left, \right, a final full stop and spaces around it."""
-    return re.sub(r"\\?\$|\\(?:left|right)(?![A-Za-z])", "", text).strip().rstrip(".").strip()
-
-
-def _split(text: str, separator: str = ",") -> list[str]:
-    """Parts between separators that stand outside of all brackets; "(0, 1]" has one bracket of each direction."""
-    parts, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if depth == 0 and text.startswith(separator, i):
-            parts.append(text[start:i].strip())
-            start = i + len(separator)
-    return [part for part in [*parts, text[start:].strip()] if part]
-
-
-def _answers(text: str, multiple: bool) -> list[str]:
-    """The answers of a box. A single answer may have commas between its thousands."""
-    text = _bare(text)
-    if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
-        text = text[2:-2]
-    return [text] if not multiple and number(text) is not None else _split(text)
-
-
-def _signs(answers: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    r"""2\pm x as 2+x and 2-x, each with its tolerance."""
-    pairs = []
-    for text, error in answers:
-        both = [text.replace(r"\pm", "+").replace(r"\mp", "-"), text.replace(r"\pm", "-").replace(r"\mp", "+")]
-        pairs += [(one, error) for one in (both if both[0] != both[1] else both[:1])]
-    return pairs
-
-
-def _matched(answers: list[str], golds: list[tuple[str, float]]) -> bool:
-    """Whether answers and golds, of equal number, can be paired so that each pair is the same (augmenting paths)."""
-    holder: dict[int, int] = {}  # answer -> its gold
-
-    def place(gold: int, tried: set[int]) -> bool:
-        for i, text in enumerate(answers):
-            if i not in tried and _same(text, *golds[gold]):
-                tried.add(i)
-                if i not in holder or place(holder[i], tried):
-                    holder[i] = gold
-                    return True
-        return False
-
-    return all(place(gold, set()) for gold in range(len(golds)))
-
-
-def _same(answer: str, gold: str, error: float) -> bool:
-    """One answer against one gold: unions of intervals, tuples and intervals part by part, all else by Math-Verify."""
-    if answer == gold:
-        return True
-    if r"\in " in gold or r"\in " in answer:  # x \in (0, 1)
-        return _same(answer.rpartition(r"\in ")[2].strip(), gold.rpartition(r"\in ")[2].strip(), error)
-    # (x, y) = (1, 2) is (1, 2)
-    answer, gold = (re.sub(r"^\([^()=]*\)\s*=\s*(?=\()", "", text) for text in (answer, gold))
-    ours, theirs = _split(answer, r"\cup"), _split(gold, r"\cup")
-    if len(ours) != len(theirs):
-        return False
-    if len(theirs) > 1:
-        return _matched(ours, [(part, error) for part in theirs])
-    inner, wanted = _members(answer), _members(gold)
-    if len(wanted) > 1 or len(inner) > 1:
-        ends = answer[:1] + answer[-1:] == gold[:1] + gold[-1:]
-        return ends and len(inner) == len(wanted) and all(_same(a, g, error) for a, g in zip(inner, wanted, strict=True))
-    return math_verify(answer, gold, error)
-
-
-def _members(text: str) -> list[str]:
-    """a and b of (a, b), [a, b) and so on; else nothing."""
-    if text[:1] not in ("(", "[") or text[-1] not in ")]":
-        return []
-    depth = list(accumulate((char in "([{") - (char in ")]}") for char in text))
-    # one pair of brackets around all: not (1, 2) + (3, 4)
-    return _split(text[1:-1]) if depth[-1] == 0 and 0 not in depth[:-1] else []
-
-
 def _problem(row: dict, where: str) -> dict:
     """A row of the hub. SystemExit says what it lacks."""
     question, final, kind, multiple = (
@@ -192,7 +113,7 @@ def _problem(row: dict, where: str) -> dict:
         raise SystemExit(f"{where}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
     return {
         "question": question,
-        "gold": ", ".join(_bare(text) for text in final),
+        "gold": ", ".join(bare(text) for text in final),
         "error": error,
         "multiple": multiple,
         "type": kind,

@@ -1,6 +1,7 @@
 """Programs in completions: which lines are code, and their score in the sandbox. For HumanEval, HumanEval+ and MBPP."""
 
 import ast
+import builtins
 import re
 import textwrap
 import threading
@@ -70,6 +71,29 @@ def parsed(code: str) -> ast.Module | None:
             return ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
+
+
+def unquoted(text: str) -> str:
+    """Without one pair of single quotes around it, or the first of a pair that is not closed."""
+    inner = text.strip()
+    return inner[1:].removesuffix("'") if inner.startswith("'") and not inner.startswith("''") else text
+
+
+def names_of(example: dict) -> list[str]:
+    """What a program must define for {"setup": code, "tests": list}: names that neither these nor Python define."""
+    tree = parsed("\n".join([example["setup"], *example["tests"]])) or ast.Module([], [])
+    used, own = set(), set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.alias):
+            own.add((node.asname or node.name).partition(".")[0])
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
 
 
 def pass_or_fail(jobs: Sequence[Job | Callable[[], Job] | None]) -> list[float]:

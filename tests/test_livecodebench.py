@@ -13,8 +13,8 @@ from test_evals import cli, one_line, write
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from evals import contests, load_task, sandbox
 from evals import livecodebench as lcb
-from evals import load_task, sandbox
 
 
 def packed(value):
@@ -93,7 +93,7 @@ class Attack:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles_of_every_protocol(protocol):
     text = base64.b64encode(zlib.compress(pickle.dumps("[]é\n" * 100, protocol))).decode()
-    assert lcb._unpacked(text) == "[]é\n" * 100
+    assert contests.unpacked(text) == "[]é\n" * 100
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_pickles_of_every_protocol(protocol):
 def test_private_tests_that_are_something_else_name_their_row(tmp_path, monkeypatch, private, said):
     """And a pickle runs nothing, in whichever file it comes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lcb, "MAX_TESTS", 1000)
+    monkeypatch.setattr(contests, "MAX_TESTS", 1000)
     (example,) = examples(tmp_path, SUM | {"private_test_cases": private})
     message = one_line(lambda: lcb.score("print(1)", example))
     assert message.startswith(f"{tmp_path}/rows.jsonl row 1: private_test_cases cannot be read (") and said in message
