@@ -8,8 +8,9 @@ RUN = $(VENV)/bin/python
 demo: $(VENV)/installed
 	$(RUN) algos/bgpo.py --model $(MODEL) --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 100
 
+# Two workers; the tests of a file stay in one of them, because they share what its fixtures make.
 test: $(VENV)/installed
-	$(RUN) -m pytest -q tests
+	$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 test-all: $(VENV)/installed
 	$(RUN) -m pytest -q tests --all

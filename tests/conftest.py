@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
+LONG = ("test_scripts", "test_families", "test_loop", "test_resume", "test_vrpo")  # these first: no worker ends alone with one
 sys.path.insert(0, str(ROOT))
 # A child never collects what it was forked with: the end of a process group would wait for threads that only its parent has.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -46,7 +47,8 @@ def pytest_collection_modifyitems(config, items):
     marks += [] if find_spec("lmdeploy") else ["lmdeploy"]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    rank = lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
+    items[:] = sorted((item for item in items if item not in left_out), key=rank)
 
 
 def pytest_sessionfinish(session, exitstatus):

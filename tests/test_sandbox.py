@@ -698,7 +698,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)  # a set's repr has no order
 def test_values_survive_the_wire(value):
     back = decode(json.loads(json.dumps(encode(value))))
     assert type(back) is type(value) and repr(back) == repr(value)
