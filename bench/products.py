@@ -88,12 +88,8 @@ def main(args):
 def tune(args, rows, fused_triton):
     new = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02
     layers = [{name: new(N, K) for name, (N, K) in PRODUCTS.items()} for _ in range(LAYERS)]
-    norm, head_norm, x, R = (
-        torch.ones(D, device="cuda").bfloat16(),
-        torch.ones(HEAD, device="cuda").bfloat16(),
-        new(rows, D),
-        rows // BLOCK,
-    )
+    norm, head_norm = (torch.ones(size, device="cuda", dtype=torch.bfloat16) for size in (D, HEAD))
+    x, R = new(rows, D), rows // BLOCK
     caches = [[new(R, KV_HEADS, args.context + 128, HEAD) for _ in range(2)] for _ in range(LAYERS)]
     start = torch.full((R,), args.context, device="cuda")
     cos = new(R, 1, BLOCK, HEAD)
@@ -149,7 +145,6 @@ def tune(args, rows, fused_triton):
         report(found[best[name]], product=name, tile=best[name], cublas=round(found[None] / LAYERS * 1e6, 1))
         for tile in sorted(found, key=found.get)[1:4]:
             report(found[tile], next_best=tile)
-    early = fused_triton._starts_early
     fused_triton._starts_early = lambda device: False
     report(graph_seconds(lambda: run(ours)), products="ours", early=False)
     fused_triton._starts_early = early

@@ -8,15 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.sampling_triton import _splitmix64
-
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-
-
-@triton.jit
-def _with(state, part):
-    """The state of keyed_uniform after one more part of the key, int64."""
-    return _splitmix64((state ^ part.to(tl.uint64, bitcast=True)) + GOLDEN)
+from kernels.sampling_triton import unit_interval, with_part
 
 
 @triton.jit
@@ -51,13 +43,11 @@ def _begin_kernel(
     tl.store(row_start + r, begin)
     tl.store(row_step + r, local)
     same = tl.zeros_like(at)
-    state = _with(_with(tl.zeros([LANES], tl.uint64), tl.load(seed) + same), tl.load(sample_index + i) + same)
-    state = _with(_with(state, at - tl.load(prompt_length + i)), local + same)
-    u = _with(state, TOKEN + same)
-    tl.store(uniform + r * n + j, (u >> 11).to(tl.float64) * 1.1102230246251565e-16, mask=here)  # 2^-53
+    state = with_part(with_part(tl.zeros([LANES], tl.uint64), tl.load(seed) + same), tl.load(sample_index + i) + same)
+    state = with_part(with_part(state, at - tl.load(prompt_length + i)), local + same)
+    tl.store(uniform + r * n + j, unit_interval(with_part(state, TOKEN + same)), mask=here)
     if ORDER:
-        u = _with(state, OF_ORDER + same)
-        tl.store(order + r * n + j, (u >> 11).to(tl.float64) * 1.1102230246251565e-16, mask=here)
+        tl.store(order + r * n + j, unit_interval(with_part(state, OF_ORDER + same)), mask=here)
 
 
 def begin(slots, R, width, n, joined, order):

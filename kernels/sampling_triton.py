@@ -132,13 +132,25 @@ def _splitmix64(x):
 
 
 @triton.jit
+def with_part(state, part):
+    """The state of keyed_uniform after one more part of the key, int64."""
+    return _splitmix64((state ^ part.to(tl.uint64, bitcast=True)) + 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def unit_interval(state):
+    """-> fp64 in [0, 1), 53 bits"""
+    return (state >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
 def _key(state, part, constant, row_stride, column_stride, r, c, here, IS_TENSOR: tl.constexpr):
     """The state of keyed_uniform after one more part of the key."""
     if IS_TENSOR:
         value = tl.load(part + r * row_stride + c * column_stride, mask=here, other=0)
     else:
         value = constant + tl.zeros_like(r)
-    return _splitmix64((state ^ value.to(tl.uint64, bitcast=True)) + 0x9E3779B97F4A7C15)
+    return with_part(state, value)
 
 
 @triton.jit(do_not_specialize=["c0", "c1", "c2", "c3", "c4", "c5"])
@@ -160,7 +172,7 @@ def _uniform_kernel(
         state = _key(state, p4, c4, r4, s4, r, c, here, TENSORS & 16)
     if COUNT > 5:
         state = _key(state, p5, c5, r5, s5, r, c, here, TENSORS & 32)
-    tl.store(out + i, (state >> 11).to(tl.float64) * 1.1102230246251565e-16, mask=here)  # 2^-53
+    tl.store(out + i, unit_interval(state), mask=here)
 
 
 PARTS = 6

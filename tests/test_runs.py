@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,10 +151,10 @@ class Interrupted(Exception):
     pass
 
 
-def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys, fake_services):
-    flags = ["--model", "m", "--tasks", "countdown", "--limit", "10", "--batch-size", "3", "--seed", "5"]
-    many(monkeypatch, *flags, "--out", tmp_path / "whole")
-    whole, answer = tokens_of(tmp_path / "whole")["countdown"], GoldEngine.generate
+@contextmanager
+def interrupted(monkeypatch):
+    """The engine is stopped before its third batch of three."""
+    answer = GoldEngine.generate
 
     def fails(self, prompt_ids, **settings):
         if settings["sample_offset"] == 6:
@@ -162,6 +163,15 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys, f
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(GoldEngine, "generate", fails)
+        yield patch
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys, fake_services):
+    flags = ["--model", "m", "--tasks", "countdown", "--limit", "10", "--batch-size", "3", "--seed", "5"]
+    many(monkeypatch, *flags, "--out", tmp_path / "whole")
+    whole = tokens_of(tmp_path / "whole")["countdown"]
+
+    with interrupted(monkeypatch) as patch:
         many(patch, *flags, "--out", tmp_path / "cut")
     path = tmp_path / "cut/countdown/samples.jsonl"
     assert len(rows_of(path)) == 6 and not (tmp_path / "cut/results.json").exists()
@@ -227,15 +237,7 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake_servic
 def test_one_task_alone_goes_on_too(tmp_path, monkeypatch, capsys, fake_services):
     out, flags = tmp_path / "cut", ["--model", "m", "--limit", "10", "--batch-size", "3", "--reward", "countdown_partial"]
     whole = cli(monkeypatch, capsys, *flags, "--out", str(tmp_path / "whole"))
-    answer = GoldEngine.generate
-
-    def fails(self, prompt_ids, **settings):
-        if settings["sample_offset"] == 6:
-            raise Interrupted
-        return answer(self, prompt_ids, **settings)
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(GoldEngine, "generate", fails)
+    with interrupted(monkeypatch) as patch:
         cli(patch, capsys, *flags, "--out", str(out))
     assert len(rows_of(out / "samples.jsonl")) == 6
     resume = lambda *flags: cli(monkeypatch, capsys, "--resume", str(out), *flags)
