@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = ("test_scripts", "test_families", "test_loop", "test_resume", "test_vrpo")  # these first: no worker ends alone with one
 sys.path.insert(0, str(ROOT))
 # A child never collects what it was forked with: the end of a process group would wait for threads that only its parent has.
 os.register_at_fork(after_in_child=gc.freeze)
+# tqdm's own lock is shared by all forks: a child killed while it draws would stop every later one at its first bar.
+tqdm.set_lock(threading.RLock())
 
 
 def pytest_addoption(parser):

@@ -6,6 +6,7 @@ already, without figures; with --all they are the commands that a user types, py
 
 import atexit
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from test_models import MASK, SMALL, exits_with_one_line, model_of
+from tqdm import tqdm
 
 import runlog
 from algos import d1
@@ -518,6 +520,27 @@ def test_no_run_directory_is_named(monkeypatch, tmp_path):
 # --- real runs ---------------------------------------------------------------------------------------------------------------
 
 
+def test_a_child_killed_at_its_bar_does_not_stop_the_next():
+    """Forks share what the parent shares with them: the lock of the progress bars must not be such a thing."""
+    tqdm.get_lock()  # as any bar of an earlier test would have
+    reader, writer = os.pipe()
+    killed = os.fork()
+    if killed == 0:
+        tqdm.get_lock().acquire()
+        os.write(writer, b"x")
+        signal.pause()
+    os.read(reader, 1)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    following = os.fork()
+    if following == 0:
+        signal.alarm(20)
+        with open(os.devnull, "w") as nowhere, tqdm(total=1, file=nowhere) as bar:
+            bar.update()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(following, 0)[1]) == 0, "it waits for a lock that nobody holds"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def warm():
     """What the scripts import late, so that forks share it."""
@@ -560,6 +583,7 @@ class Run:
             os.setsid()
             descriptor = os.open(self.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(descriptor, 1), os.dup2(descriptor, 2)
+            faulthandler.register(signal.SIGUSR1, file=2)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             os.chdir(ROOT)
             atexit._clear()
@@ -599,6 +623,9 @@ class Run:
             if self.ended():
                 return False
             time.sleep(0.005)
+        if self.popen is None:
+            self.signal(signal.SIGUSR1)  # where it hangs
+            time.sleep(1)
         self.kill()
         pytest.fail(f"the run hangs: {self.output()}")
 
