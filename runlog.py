@@ -287,19 +287,27 @@ def command_line(arguments):
     return check_numbers(now)
 
 
-# flags that count something which must be there; every other whole number may be 0
+# flags that count something which must be there; every other number may be 0, and none is negative
 AT_LEAST_ONE = {
     *("max_steps", "micro_batch_size", "batch_size", "prompts_per_step", "num_iterations", "mc_num"),
     *("gen_length", "denoising_steps", "max_length"),
 }
+# flags at whose 0 a run goes on for ever and learns nothing, and why
+ABOVE_ZERO = {
+    "temperature": "greedy completions of a group are all alike, and nothing tells them apart",
+    "max_grad_norm": "it is the norm that a gradient is cut down to; inf leaves all as they are",
+}
 
 
 def check_numbers(args):
-    """-> args; SystemExit names the first whole number that is too small."""
+    """-> args; SystemExit names the first number that is too small, or is none."""
     for field in fields(args):
-        value, least = getattr(args, field.name), int(field.name in AT_LEAST_ONE)
-        if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            raise SystemExit(f"--{field.name.replace('_', '-')} {value} must be at least {least}")
+        value, name, least = getattr(args, field.name), field.name.replace("_", "-"), int(field.name in AT_LEAST_ONE)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if field.name in ABOVE_ZERO and not value > 0:
+                raise SystemExit(f"--{name} {value} must be above 0: {ABOVE_ZERO[field.name]}")
+            if not value >= least:
+                raise SystemExit(f"--{name} {value} must be at least {least}")
     return args
 
 

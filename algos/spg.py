@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
-from evals.rewards import load_reward
+from evals.rewards import TRIAL, load_reward
 from kernels.moe import router_metrics, routing_extremes
 from kernels.sampling import keyed_uniform
 from models import adapters_off, add_lora, export_adapter, export_weights, load_tokenizer, load_weights, meta_model
@@ -431,7 +431,7 @@ def main(args):
         raise SystemExit(f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0")
     load = lambda split, data, limit: load_problems(task, split, data, tokenizer, args.max_prompt_length, limit)
     problems, dropped = load("train", args.data, None)
-    reward([""], [problems[0][0]])  # refuses problems that it does not fit, before any work on a GPU
+    reward([TRIAL], [problems[0][0]])  # refuses problems that it does not fit, a broken sandbox too, before any work on a GPU
     held_out = {s: load(s, args.eval_data or args.data, args.eval_limit) for s in ("validation", "test") if args.eval_limit}
     rollout = {name: getattr(args, name) for name in ROLLOUT}  # what training and evaluation have in common
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # of weights that are not trained

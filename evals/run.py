@@ -140,7 +140,7 @@ REPEATED = ("aime24", "aime25")  # tasks that --repeats of evals/run.py is for
 
 def main(task_name: str) -> None:
     """Command line of evals/<task_name>.py. Unusable input ends in SystemExit with one line that says what to change."""
-    from evals.rewards import load_reward  # here, because the tasks that it imports import this file
+    from evals.rewards import TRIAL, load_reward  # here, because the tasks that it imports import this file
 
     args = results.command_line(Args, task_name, f"Evaluate a model, or score given completions, on {task_name}.")
     task = import_module(f"evals.{task_name}")
@@ -156,7 +156,7 @@ def main(task_name: str) -> None:
     if not examples:
         raise SystemExit(f"--data {args.data}: no rows")
     if reward:
-        reward([""], examples[:1])  # SystemExit for examples that it does not fit, before anything is generated
+        reward([TRIAL], examples[:1])  # SystemExit for examples that it does not fit, before anything is generated
 
     rank, ranks, device = place() if args.model else (0, 1, "cpu")
     name = Path(args.model).name if args.model else Path(args.completions).stem

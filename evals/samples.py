@@ -24,7 +24,6 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from evals import math_grader, score_all
-from evals.sandbox import SandboxError
 
 NAMED = 20  # faults that are named one by one on stderr; result.json counts all
 WAITING = 4  # batches that may wait for their scores while the engine goes on
@@ -143,14 +142,12 @@ def scored(task: ModuleType, rows: list[dict], examples: list[dict], reward: Cal
     """Rows with score, answer, where there is a `reward` its components, and `failed` where no verdict could be had.
 
     Where a completion makes the scorer of all raise, each is scored by itself and that one has score 0 and the exception.
-    SandboxError (the sandbox does not work) says nothing about completions and is raised.
+    SystemExit (the sandbox does not work: SandboxError) says nothing about completions and is raised.
     """
     completions = [row["completion"] for row in rows]
     asked = [examples[row["index"]] for row in rows]
     try:
         scores = score_all(task, completions, asked)
-    except SandboxError:
-        raise
     except Exception:
         scores = [_alone(task, completion, example) for completion, example in zip(completions, asked, strict=True)]
     for row, example, score in zip(rows, asked, scores, strict=True):
@@ -170,8 +167,6 @@ def _alone(task: ModuleType, completion: str, example: dict) -> float | str:
     """The score of one completion, or the exception that it causes."""
     try:
         return score_all(task, [completion], [example])[0]
-    except SandboxError:
-        raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -186,10 +181,7 @@ def write_scored(
 
         def write(most: int) -> None:
             while waiting and (len(waiting) > most or waiting[0].done()):
-                try:
-                    rows = waiting.popleft().result()
-                except SandboxError as error:
-                    raise SystemExit(str(error)) from error
+                rows = waiting.popleft().result()
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 file.flush()
                 bar.update(len(rows))

@@ -51,8 +51,8 @@ LOSSES = {  # what is lost without a protection
 _said, _lock = set(), threading.Lock()
 
 
-class SandboxError(RuntimeError):
-    """The sandbox itself did not work; says nothing about the program."""
+class SandboxError(SystemExit):
+    """The sandbox itself did not work; says nothing about the program. A command ends in the one line that it has."""
 
 
 @dataclass(frozen=True)

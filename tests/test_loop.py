@@ -17,6 +17,7 @@ import runlog
 from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg
 from data.stream import ShuffledStream
 from evals import countdown, load_problems
+from evals.rewards import TRIAL
 from models import export_weights, load_model, load_tokenizer
 from models.checkpoint import tensor_names
 from rollout.probe import replay_logps
@@ -190,7 +191,7 @@ def run(script, out, reward=None, loss=None, **arguments):
             ("draw_logps", draw_logps), ("sft_loss" if script == "sft" else "policy_loss", watch_loss),
         ]:  # fmt: skip
             spy(name, watch)
-        each = lambda texts, examples: texts == [""] or list(map(reward, texts, examples))  # [""]: the trial before a run
+        each = lambda texts, examples: texts == [TRIAL] or list(map(reward, texts, examples))  # that of before a run
         spy("load_reward", lambda original, name, task: each)
         patch.setattr(torch.optim, "AdamW", watched_adamw)
         try:

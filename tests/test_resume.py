@@ -745,17 +745,34 @@ def test_killed_runs_are_the_uninterrupted_run(tmp_path, rank, ranks, kills, rea
     assert len(met) == kills, met
 
 
-def test_a_killed_sft_run_is_the_uninterrupted_run(tmp_path):
+OFFLINE = [(1, 1, False), pytest.param(2, 6, True, marks=full)]
+
+
+@pytest.mark.parametrize("ranks, kills, real", OFFLINE)
+def test_a_killed_sft_run_is_the_uninterrupted_run(tmp_path, ranks, kills, real):
     """60 rows in batches of 8, packed: the order of the first and the second epoch is keyed, the layout follows from it."""
     rows = [{"prompt": f"{i} + {i} =", "response": str(2 * i)} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = (
-        "--batch-size 8 --micro-batch-size 2 --learning-rate 1e-3 --max-steps 10 --save-every 2 --eval-every 4 --eval-limit 8 "
-        "--max-length 64 --pack-length 64"
+        "--batch-size 8 --micro-batch-size 2 --learning-rate 1e-3 --save-every 2 --eval-every 4 --eval-limit 8 "
+        f"--max-length 64 --pack-length 64 --lr-schedule cosine --schedule-steps 30 --max-steps {10 if kills == 1 else 24}"
     )
     flags = [*flags.split(), "--data", str(tmp_path / "rows.jsonl")]
-    met = killed_and_resumed(tmp_path, "sft", flags, ranks=1, kills=1, real=False, seed=5)
-    assert len(met) == 1
+    met = killed_and_resumed(tmp_path, "sft", flags, ranks, kills, real, seed=5)
+    print("rows, states and unfinished saves at each kill:", met)
+    assert len(met) == kills, met
+
+
+@pytest.mark.parametrize("ranks, kills, real", [pytest.param(*OFFLINE[0], marks=full), OFFLINE[1]])
+def test_a_killed_vrpo_run_is_the_uninterrupted_run(tmp_path, ranks, kills, real):
+    """With a reference that is a second model, draws of every step and held-out pairs."""
+    flags = (
+        "--batch-size 4 --micro-batch-size 8 --mc-num 2 --learning-rate 1e-4 --save-every 2 --eval-every 4 --eval-limit 8 "
+        f"--lr-schedule cosine --schedule-steps 30 --warmup-steps 3 --max-steps {10 if kills == 1 else 24}"
+    )
+    met = killed_and_resumed(tmp_path, "vrpo", flags.split(), ranks, kills, real, seed=6)
+    print("rows, states and unfinished saves at each kill:", met)
+    assert len(met) == kills, met
 
 
 @pytest.mark.parametrize("ranks, real", [(1, False), pytest.param(2, True, marks=full)])

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import runlog
 from algos import bgpo
 from data.stream import ShuffledStream
-from evals import TRAIN_TASKS, load_problems, load_task, math_grader, programs
+from evals import TRAIN_TASKS, load_problems, load_task, math_grader, programs, sandbox
 from evals.rewards import REWARDS, load_reward
 from models import load_tokenizer
 from rollout import Trace
@@ -207,6 +207,23 @@ def test_a_reward_that_is_not_finite_stops_a_run_before_its_update(tmp_path, mon
     monkeypatch.setitem(REWARDS, "odd", lambda completion, example: {"b": float("nan")})
     message = exit_of(lambda: bgpo.main(arguments("countdown", data, tmp_path / "out", reward="odd", max_prompt_length=600)))
     assert re.match(r"--task countdown: b of completion 0 of 1 is nan, not finite; --reward odd", message), message
+
+
+@pytest.mark.parametrize("reward", ["", "mbpp_diffucoder"])
+def test_a_broken_sandbox_ends_a_run_in_one_line_before_anything_is_loaded(reward, tmp_path, monkeypatch):
+    row = {"text": "Double it.", "code": "def f(x): return 2 * x", "test_list": ["assert f(2) == 4"]}
+    data = write(tmp_path / "rows.jsonl", [row] * 4)
+    monkeypatch.setattr(load_task("mbpp"), "SHOTS", [])
+
+    def meta_model(*given):
+        raise SystemExit("the model is next")
+
+    monkeypatch.setattr(bgpo, "meta_model", meta_model)
+    run = lambda: bgpo.main(arguments("mbpp", data, tmp_path / "out", reward=reward))
+    assert exit_of(run) == "the model is next"
+    monkeypatch.setattr(sandbox, "CHILD", tmp_path / "no_such_file.py")
+    message = exit_of(run)
+    assert message.startswith("sandbox: no answer from its supervisor") and "\n" not in message
 
 
 @needs_files

@@ -239,11 +239,17 @@ class Numbers:
     length: int = 0
     save_every: int = 0
     track: bool = False
-    beta: float = -1.0
+    beta: float = 0.0
+    temperature: float = 1.0
+    max_grad_norm: float = float("inf")
 
 
 def test_numbers_that_count_something_are_at_least_one():
     assert check_numbers(Numbers()) == Numbers()
-    for name, value, least in (("max_steps", 0, 1), ("batch_size", 0, 1), ("steps", -1, 0), ("save_every", -1, 0)):
+    whole = (("max_steps", 0, 1), ("batch_size", 0, 1), ("steps", -1, 0), ("save_every", -1, 0))
+    for name, value, least in (*whole, ("beta", -0.1, 0), ("beta", float("nan"), 0)):
         with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value} must be at least {least}$"):
+            check_numbers(replace(Numbers(), **{name: value}))
+    for name, value in (("temperature", 0.0), ("temperature", -1.0), ("temperature", float("nan")), ("max_grad_norm", 0.0)):
+        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value} must be above 0: [^\n]+$"):
             check_numbers(replace(Numbers(), **{name: value}))

@@ -15,6 +15,8 @@ import torch
 import tyro
 from test_resume import Run, warm  # noqa: F401
 
+from runlog import check_numbers
+
 ROOT = Path(__file__).parents[1]
 SMALL = "--max-steps 3 --eval-every 2 --eval-limit 16 --save-every 2 --seed 7".split()
 COMMANDS = {
@@ -147,6 +149,7 @@ BAD = {
     "unknown preset": (["--data", "smal"], "smal"),
     "unknown reward": (["--reward", "nope"], "nope"),
     "lonely group": (["--prompts-per-step", "3", "--num-generations", "1"], "at least 2 completions"),
+    "greedy group": (["--temperature", "0"], "--temperature 0.0 must be above 0: greedy completions of a group are all alike"),
     "no reference": (["--beta", "0.1"], "no KL"),
     "long prompts": (["--max-prompt-length", "3"], "the shortest train prompt has 16 tokens"),
     "block length": (["--block-length", "8", "--eval-limit", "0"], "blocks of 4"),
@@ -198,6 +201,15 @@ def test_settings_that_break_an_estimate_are_refused_before_anything_is_loaded(s
     with pytest.raises(SystemExit, match=re.escape(message)) as refused:
         module.main(args)
     assert "\n" not in str(refused.value) and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("script", [script for script in COMMANDS if script not in ("sft", "vrpo")])
+def test_greedy_groups_are_refused_by_every_method(script):
+    """Equal completions have equal rewards: advantages of 0 from the first step to the last."""
+    args = importlib.import_module(f"algos.{script}").Args
+    assert check_numbers(args()) == args()
+    with pytest.raises(SystemExit, match="^--temperature 0.0 must be above 0"):
+        check_numbers(args(temperature=0.0))
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):

@@ -734,12 +734,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch, script):
 
 
 BAD = {
-    "greedy": (cj_grpo, {"temperature": 0.0}, "--temperature 0.0: greedy completions of a group are all alike"),
     "lonely": (cj_grpo, {"num_generations": 1}, "--num-generations 1: a group needs at least 2"),
     "cached replay": (cj_grpo, {"model": "tiny-llada", "cache": "dual"}, "--cache dual is approximate: what a method replays"),
     "cached states": (mdpo, {"cache": "prefix"}, "--cache prefix is approximate: what a method replays"),
     "decoder of others": (cj_grpo, {"eos_policy": "eoser"}, "--eos-policy eoser: the sampler of a block-causal model has none"),
-    "greedy states": (mdpo, {"temperature": 0.0}, "--temperature 0.0: greedy completions of a group are all alike"),
     "no steps": (mdpo, {"train_steps": 0}, "--train-steps 0: "),
     "blocks": (mdpo, {"model": "tiny-sdar"}, "--model tiny-sdar: mdpo needs a bidirectional model; a block-causal one"),
 }
