@@ -272,12 +272,19 @@ def context_weights(masked, batch, p):
 
     w_i = sum over clean j of p (1 - p)^(|i - j| - 1) / 2, a geometric distribution to either side; the prompt is clean.
     """
-    weights = torch.zeros(masked.shape, device=masked.device)
-    for row, (document, clean) in enumerate(zip(batch.document_ids, batch.valid_mask & ~masked, strict=True)):
-        distance = (batch.position_ids[row][:, None] - batch.position_ids[row]).abs()  # 0 has no effect: no token is both
-        near = p / 2 * (1 - p) ** (distance - 1).double() * (document[:, None] == document)
-        weights[row] = near @ clean.double() * masked[row]
-    return weights
+    column = torch.arange(masked.shape[1], device=masked.device)
+
+    def before(clean, document):
+        """The sum over clean j < i, without p / 2. What it reaches doubles with every pass: no T x T matrix is made."""
+        back = lambda values, n: values.roll(n, 1) * ((document.roll(n, 1) == document) & (column >= n))
+        sums, reach = back(clean, 1), 1
+        while reach < masked.shape[1]:
+            sums, reach = sums + (1 - p) ** reach * back(sums, reach), 2 * reach
+        return sums
+
+    clean, document = (batch.valid_mask & ~masked).double(), batch.document_ids
+    after = before(clean.flip(1), document.flip(1)).flip(1)
+    return (p / 2 * (before(clean, document) + after) * masked).float()
 
 
 def sample_masks(batch, args, objective):

@@ -319,6 +319,14 @@ def hash_of_evals() -> str:
     return blake2b(b"".join(texts), digest_size=6).hexdigest()
 
 
+def hash_of(rows: list) -> str:
+    """Of values that JSON can hold. Of examples, with what only the scorer reads: other answers to the same questions tell."""
+    key = blake2b(digest_size=6)
+    for row in rows:  # one by one: tests of contests are megabytes each
+        key.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    return key.hexdigest()
+
+
 def task_settings(
     flags: dict, engine: object, name: str, task: ModuleType, examples: list, prompts: list, repeats: int | None
 ) -> dict:
@@ -332,7 +340,6 @@ def task_settings(
         raise SystemExit(f"--repeats {repeats}: without a draw all repeats are the same; set --temperature above 0")
     own_blocks = sampling["schedule"] == "ascending" and not sampling["block_length"]
     version_of = getattr(task, "VERSION", name)  # of the prompt: one name, or one for each style of examples
-    digest = blake2b(json.dumps(prompts).encode(), digest_size=6).hexdigest()
     shots = sum(message["role"] == "assistant" for message in prompts[0])
     return {
         "model": flags["model"],
@@ -342,7 +349,8 @@ def task_settings(
         "device": device_name(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "prompt": version_of if isinstance(version_of, str) else version_of[examples[0].get("style", "")],
-        "prompts_hash": digest,
+        "prompts_hash": hash_of(prompts),
+        "examples_hash": hash_of(examples),
         "evals_hash": hash_of_evals(),
         "shots": task.shots(examples[0]) if hasattr(task, "shots") else shots,
         "repeats": repeats,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_loop import forked, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from algos import sft
 from bench import packing
@@ -347,6 +348,31 @@ def test_context_adaptive_weights_by_loops(p, pack_length):
             assert weights[b, i].item() == pytest.approx(want if masked[b, i] else 0.0, rel=1e-6, abs=1e-12)
     everything = replace(batch, answer_mask=batch.valid_mask, input_ids=batch.input_ids)
     assert not sft.context_weights(everything.answer_mask, everything, p).any()  # nothing clean: weight 0, not NaN
+
+
+def test_context_adaptive_weights_of_long_rows():
+    """By the whole matrix of distances, in rows of a single document (no end of a row is near its start) and of several; with
+    memory that grows with the length of a row, not with its square."""
+    T, generator = 700, torch.Generator().manual_seed(0)
+    document = torch.stack([torch.zeros(T, dtype=torch.long), torch.arange(T) // 97])
+    masked = torch.rand(2, T, generator=generator) < 0.7
+    batch = SimpleNamespace(document_ids=document, valid_mask=torch.ones(2, T, dtype=torch.bool))
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).abs()
+    for p in (0.003, 0.1, 0.8):
+        near = p / 2 * (1 - p) ** (distance - 1).double() * (document[:, :, None] == document[:, None])
+        want = (near @ (~masked).double()[:, :, None])[..., 0] * masked
+        torch.testing.assert_close(sft.context_weights(masked, batch, p), want.float(), rtol=1e-6, atol=1e-30)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **kwargs or {})
+            sizes.append(made.numel() if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    with Sizes():
+        sft.context_weights(masked, batch, 0.1)
+    assert max(sizes) == masked.numel()
 
 
 # --- the benchmark -----------------------------------------------------------------------------------------------------------

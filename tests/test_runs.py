@@ -225,6 +225,10 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake_servic
     with monkeypatch.context() as patch:
         patch.setattr(run, "hash_of_evals", lambda: "other")  # a grader was changed meanwhile
         assert "evals_hash" in resume()
+    with monkeypatch.context() as patch:  # the file was mended meanwhile: other answers to the same questions
+        load = countdown.load
+        patch.setattr(countdown, "load", lambda *given: [example | {"gold": "other"} for example in load(*given)])
+        assert "examples_hash" in resume() and "prompts_hash" not in resume()
     monkeypatch.setattr(GoldEngine, "model", SimpleNamespace(**vars(GoldEngine.model) | {"sources": (str(tmp_path), [])}))
     (tmp_path / "model.safetensors").write_text("new")
     assert "weights '', now " in resume("--temperature", "0")
