@@ -55,7 +55,10 @@ class RunLog:
         """config: dict that JSON can hold. max_steps: length of the bar. track: mirror the rows to wandb.
 
         resume: run directory to go on in; rows of steps after `step` are dropped from its files, config.json stays.
+        SystemExit where it is beyond max_steps: what is written at the end would not be of that step.
         """
+        if step > max_steps:
+            raise SystemExit(f"--resume {resume}: the run is at step {step} already, beyond --max-steps {max_steps}")
         self.is_writer, self.max_steps, self.latest = rank == 0, max_steps, {}
         self.bar = self.metrics_file = self.wandb_run = None
         chosen = [Path(resume) if resume else make_run_dir(out, name) if self.is_writer else None]

@@ -414,7 +414,7 @@ def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
     last = whole[:-1].rfind(b"\n") + 1
     for cut in range(last, len(whole)):
         (directory / name).write_bytes(whole[:cut])
-        RunLog("", "", 0, {}, 6, resume=str(directory), step=9).close()
+        RunLog("", "", 0, {}, 9, resume=str(directory), step=9).close()
         assert (directory / name).read_bytes() == whole[:last], whole[last:cut]
 
 
@@ -812,6 +812,16 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     text = Run(["algos/bgpo.py", "--resume", str(directory)], tmp_path / "b").finish()
     assert [(row["step"], *row) for row in jsonl(directory / "metrics.jsonl")] == [(row["step"], *row) for row in before]
     assert "weights: None" not in text
+
+
+def test_a_run_is_not_resumed_to_a_step_behind_it(tmp_path):
+    """Its final score would stand in the log at a step whose weights had another."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 3, "test/x": 0.5}\n')
+    with pytest.raises(SystemExit, match="the run is at step 3 already, beyond --max-steps 2$"):
+        RunLog("", "sft", 0, {}, 2, resume=str(tmp_path / "run"), step=3)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 3, "test/x": 0.5}\n'
+    RunLog("", "sft", 0, {}, 3, resume=str(tmp_path / "run"), step=3)
 
 
 @pytest.fixture(scope="module")
