@@ -304,7 +304,7 @@ def sample_masks(batch, iteration, args):
     later token tells where the end is. -> Rows, R = B, K = 3
     """
     c, L = batch.completion_mask, batch.completion_mask.shape[1]
-    of_group = batch.uniform(iteration, "t")[:: args.num_generations, -1:]  # keyed by the first sample of the group
+    of_group = batch.uniform(iteration, "t")[:: args.num_generations, -L, None]  # keyed by the first sample of the group
     t = (args.t_range[0] + (args.t_range[1] - args.t_range[0]) * of_group).repeat_interleave(args.num_generations, 0)  # [B, 1]
     a = batch.uniform(iteration, 0)[:, -L:] < t
     parts = torch.stack([torch.ones_like(a), a, ~a], 1)  # [B, 3, L]

@@ -411,6 +411,23 @@ def test_masks_do_not_depend_on_padding_or_batch_layout():
         assert torch.equal(a.masked, b.masked[4:]) and torch.equal(a.weights, b.weights[4:])
 
 
+@single_rank
+def test_masks_of_a_group_are_the_same_beside_wider_completions():
+    """Completions of block models end with a block, so their width depends on the prompts of a rank: no draw is keyed by it."""
+    model = tiny_model()
+    for module in (d1, bgpo, coupled_grpo, spg):
+        args, found = module.Args(num_generations=4), []
+        for prompts in ([[1, 2, 3, 1]], [[1, 2, 3, 1], [4, 1, 2, 3, 0]]):
+            trace = make_engine(model).generate(prompts, num_samples=4, gen_length=9, denoising_steps=2, seed=6)
+            batch = replace(module.make_batch(trace, model, seed=11), advantages=torch.ones(len(trace.completion_ids)))
+            rows, L = module.sample_masks(batch, 0, args), batch.completion_mask.shape[1]
+            mine = torch.arange(len(rows.masked)) % len(batch.sample_index) < 4  # rows of bgpo: draw by draw
+            found.append((L, rows.masked[mine][:, :, -L:][..., :8], rows.weights[mine][..., :8]))
+        (narrow, *alone), (wide, *beside) = found
+        assert 8 <= narrow < wide
+        assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True)), module.__name__
+
+
 # ---------------------------------------------------------------------------------------- d1
 
 
