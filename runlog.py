@@ -293,7 +293,7 @@ def command_line(arguments):
 # flags that count something which must be there; every other number may be 0, and none is negative
 AT_LEAST_ONE = {
     *("max_steps", "micro_batch_size", "batch_size", "prompts_per_step", "num_iterations", "mc_num"),
-    *("gen_length", "denoising_steps", "max_length"),
+    *("gen_length", "denoising_steps", "max_length", "masks_per_timestep", "train_steps", "lora_alpha"),
 }
 # flags at whose 0 a run goes on for ever and learns nothing, and why
 ABOVE_ZERO = {
@@ -311,6 +311,8 @@ def check_numbers(args):
                 raise SystemExit(f"--{name} {value} must be above 0: {ABOVE_ZERO[field.name]}")
             if not value >= least:
                 raise SystemExit(f"--{name} {value} must be at least {least}")
+        if field.name == "betas" and not all(0 <= beta < 1 for beta in value):
+            raise SystemExit(f"--betas {' '.join(map(str, value))} must be at least 0 and below 1")
     return args
 
 

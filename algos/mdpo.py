@@ -417,8 +417,6 @@ def backward(model, rows, scale, last, args):
 
 
 def main(args):
-    if args.train_steps < 1:
-        raise SystemExit(f"--train-steps {args.train_steps}: there is nothing to train; take at least 1")
     if (pattern := meta_model(args.model).attention) != "bidirectional":
         reason = "predicts one block alone, so no step before the last block has a completion to grade"
         raise SystemExit(f"--model {args.model}: mdpo needs a bidirectional model; a {pattern} one {reason}")

@@ -212,6 +212,24 @@ def test_greedy_groups_are_refused_by_every_method(script):
         check_numbers(args(temperature=0.0))
 
 
+COUNTS = {
+    "d1": dict(num_iterations=0, lora_alpha=0, betas=(0.9, 1.0)),
+    "mdpo": dict(train_steps=0),
+    "bgpo": dict(mc_num=0, micro_batch_size=0),
+    "sft": dict(batch_size=0, max_length=0, betas=(-0.1, 0.9), cart_p=-0.1),
+    "vrpo": dict(mc_num=0, masks_per_timestep=0, sft_coef=float("nan")),
+}
+
+
+@pytest.mark.parametrize("script", list(COUNTS))
+def test_numbers_without_which_nothing_is_learned_are_refused(script):
+    args = importlib.import_module(f"algos.{script}").Args
+    for name, value in COUNTS[script].items():
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {re.escape(shown)} must be at least [01]"):
+            check_numbers(args(**{name: value}))
+
+
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     """An infinite learning rate spoils the weights at step 1; the run stops, names the step and keeps its record."""
     flags = "--learning-rate 1e30 --max-steps 4 --eval-limit 0 --prompts-per-step 8 --mc-num 2 --save-every 1".split()

@@ -738,7 +738,6 @@ BAD = {
     "cached replay": (cj_grpo, {"model": "tiny-llada", "cache": "dual"}, "--cache dual is approximate: what a method replays"),
     "cached states": (mdpo, {"cache": "prefix"}, "--cache prefix is approximate: what a method replays"),
     "decoder of others": (cj_grpo, {"eos_policy": "eoser"}, "--eos-policy eoser: the sampler of a block-causal model has none"),
-    "no steps": (mdpo, {"train_steps": 0}, "--train-steps 0: "),
     "blocks": (mdpo, {"model": "tiny-sdar"}, "--model tiny-sdar: mdpo needs a bidirectional model; a block-causal one"),
 }
 
