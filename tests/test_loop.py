@@ -391,15 +391,16 @@ def test_the_reference_is_the_first_policy_at_every_step(script, lora, tmp_path)
 
 @forked
 def test_the_reference_of_coupled_grpo_moves(tmp_path):
-    """Every 4 optimizer steps, two rollouts here: 0.6 policy + 0.4 reference. It serves from the next rollout on."""
-    settings = dict(beta=0.04, learning_rate=3e-3, max_steps=5, ref_sync_steps=4, ref_mixup=0.6)
+    """0.6 policy + 0.4 reference after rollouts in which the optimizer's steps, two each, reach or pass a multiple of 3: the
+    second (4), the third (6), not the fourth (8). It serves from the next rollout on."""
+    settings = dict(beta=0.04, learning_rate=3e-3, max_steps=5, ref_sync_steps=3, ref_mixup=0.6)
     seen = run("coupled_grpo", tmp_path, **settings)
     first = weights_of(plain_model())
     mix = lambda old, new: {name: 0.4 * value + 0.6 * new[name] for name, value in old.items()}
     second = mix(first, seen.batches[2].weights)  # the policy before step 3
-    references = [first, second, mix(second, seen.batches[4].weights)]
+    references = [first, second, mix(second, seen.batches[3].weights)]
     for call in seen.losses:
-        now = (call.step - 1) // 2
+        now = [0, 0, 1, 2, 2][call.step - 1]
         want = estimates_by(coupled_grpo, references[now], call.rows, seen.args)
         assert gap(call.ref, want) < 2e-3, call.step
         if now:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import scoring
 from evals import countdown, decoding, load_task, math500, results, run, samples
+from evals.rewards import TRIAL
 from evals.sandbox import SandboxError
 from rollout import make_engine
 
@@ -421,8 +422,9 @@ def test_the_next_batch_is_made_while_one_is_scored(tmp_path, monkeypatch, capsy
         return answer(self, prompt_ids, **settings)
 
     def score_batch(completions, examples):
-        began.set()
-        wait(made, "the engine waits for scores")
+        if completions != [TRIAL]:  # which is asked before anything is made
+            began.set()
+            wait(made, "the engine waits for scores")
         return list(map(countdown.score, completions, examples))
 
     monkeypatch.setattr(GoldEngine, "generate", generate)
@@ -526,7 +528,7 @@ def test_a_completion_that_kills_the_grader_is_counted_and_named(tmp_path, monke
     assert [row.get("failed") for row in rows_of(tmp_path / "out/samples.jsonl")] == [None, why, None, why]
 
 
-def test_a_scorer_that_raises_costs_that_completion_alone(tmp_path, monkeypatch, capsys):
+def test_a_scorer_that_raises_costs_that_completion_alone(tmp_path, monkeypatch, capsys, fake_services):
     def score_batch(completions, examples):
         if "kill" in completions:
             raise RecursionError("too deep")
@@ -546,6 +548,9 @@ def test_a_scorer_that_raises_costs_that_completion_alone(tmp_path, monkeypatch,
     message = one_line(lambda: cli(monkeypatch, capsys, *flags[:-1], str(tmp_path / "out2")))
     assert message == "sandbox: no answer from its supervisor", "it says nothing about a completion"
     assert not rows_of(tmp_path / "out2/samples.jsonl") and not (tmp_path / "out2/result.json").exists()
+    GoldEngine.calls.clear()
+    flags = ["--model", "m", "--limit", "4", "--out", str(tmp_path / "out3")]
+    assert one_line(lambda: cli(monkeypatch, capsys, *flags)) == message and not GoldEngine.calls, "before the engine works"
 
 
 def test_a_grader_that_dies_is_no_crash(monkeypatch, quick_timeout):

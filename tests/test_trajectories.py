@@ -494,6 +494,9 @@ def test_mdpo_chooses_the_steps_with_the_largest_advantages(steps_of):
     trace.records["masked"][1:, 2] = True  # one row did not: its advantage there counts for nobody, and it has no such row
     assert chosen(1) == {"group": [[1]] * 4, "sequence": K["sequence"][1]}[steps_of]
     assert chosen(4) == [[0, 1, 3]] + [[0, 1, 2, 3]] * 3
+    trace.records["masked"][:], batch.advantages = True, torch.zeros(4, 4, dtype=torch.float64)
+    trace.records["masked"][:, 1] = False  # nobody made it: it takes the place of no step that was made, whose KL counts
+    assert chosen(3) == [[0, 2, 3]] * 4
     assert mdpo.sample_masks(batch, 1, mdpo.Args()) is None
 
 
