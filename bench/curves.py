@@ -340,12 +340,13 @@ class Curves:
         folder = ROOT / "docs/curves/comparison"
         folder.mkdir(parents=True, exist_ok=True)
         starts = {family: self.validate(self.checkpoint(family)) for family in self.args.families}
-        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {len(os.sched_getaffinity(0))} cores"
         kept = []
         for run in self.planned():
             if rows := self.rows(run):
                 test = [row[f"test/{run.task}"] for row in rows if f"test/{run.task}" in row]
                 points = [(0, starts[run.family][run.task]), *self.validation(run)]
+                (config,) = self.folder(run).glob("*/config.json")  # runs may come from another machine than this
+                machine = json.loads(config.read_text())["device"]
                 facts = {"size": self.args.size, "machine": machine, "seconds_per_step": self.seconds(run)} | self.settings
                 facts |= {"rollouts_per_step": SHARED["num_generations"] * self.args.prompts_per_step}
                 facts |= {"rates_tried": self.tried(run.family, run.method), "test": test, "validation": points}

@@ -192,6 +192,8 @@ def test_one_comparison_from_end_to_end(tmp_path, monkeypatch):
         comparison.rates()
         (run,) = comparison.planned()
         shutil.copytree(comparison.root / "rates" / run.name.replace("-s0-", f"-s{curves.RATE_SEED}-"), comparison.folder(run))
+        (config,) = comparison.folder(run).glob("*/config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"device": "a machine far away"}))
         timed = comparison.folder(replace(run, stage="time")) / "some-run"
         timed.mkdir(parents=True)
         rows = [{"step": step + 1, "time/step": 9.0 if step < 4 else 0.5} for step in range(curves.TIMED_STEPS)]
@@ -203,6 +205,7 @@ def test_one_comparison_from_end_to_end(tmp_path, monkeypatch):
         dist.destroy_process_group()
     (row,) = map(json.loads, (tmp_path / "docs/curves/comparison/tiny.jsonl").read_text().splitlines())
     assert [step for step, _ in row["validation"]] == [0, 1, 2] and len(row["test"]) == len(row["reward"]) == 2
+    assert row["machine"] == "a machine far away"
     assert row["seconds_per_step"] == 0.5 and row["rollouts_per_step"] == 16 and row["rates_tried"].keys() == {"0.0001"}
     monkeypatch.setattr(plot, "FOLDER", tmp_path / "docs/curves")
     plot.draw_comparison("tiny")
