@@ -1,5 +1,7 @@
 """What every engine does alike: checks, keyed draws, the choice of tokens to reveal, and the hand-over of weights."""
 
+import math
+
 import torch
 
 from kernels.sampling import keyed_uniform, sample_categorical  # noqa: F401 (both samplers draw with engine.keyed_uniform)
@@ -64,7 +66,8 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
     if top_p < 1:
         ordered = logits.sort(dim=-1, descending=True).values
-        p = (ordered / temperature).softmax(-1)
+        # At least fp32: sums of bf16 stand still at terms below 2^-9 of them, and the whole tail would stay.
+        p = (ordered.to(torch.promote_types(ordered.dtype, torch.float32)) / temperature).softmax(-1)
         needed = p.cumsum(-1) - p < top_p  # the mass before it falls short
         logits = logits.masked_fill(logits < ordered.masked_fill(~needed, float("inf")).amin(-1, keepdim=True), float("-inf"))
     return logits
@@ -110,6 +113,8 @@ class Engine:
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot take together; each alone is one of its choices."""
+        if settings["alg_temp"]:
+            raise SystemExit(f"--alg-temp {settings['alg_temp']}: {self.title} draws no orders; leave it at 0")
 
     @property
     def title(self):
@@ -185,15 +190,15 @@ class Engine:
         """
         n = self.block_length(block_length)
         self._check_choices({"remasking": remasking, "schedule": schedule, "cache": cache, "eos_policy": eos_policy})
-        if min(n, denoising_steps, gen_length, num_samples) < 1 or temperature < 0:
+        if min(n, denoising_steps, gen_length, num_samples) < 1 or not 0 <= temperature < math.inf:
             counts = f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=}"
-            raise SystemExit(f"{counts} must be at least 1, {temperature=} at least 0")
+            raise SystemExit(f"{counts} must be at least 1, {temperature=} at least 0 and finite")
         if eos_policy == "eoser" and remasking in ("entropy", "entropy_bounded"):
             raise SystemExit(
                 f"--eos-policy eoser scales confidences of at least 0: those of --remasking {remasking} are negative"
             )
-        if eos_policy in ("demote", "eoser") and remasking == "sequential":
-            raise SystemExit(f"--eos-policy {eos_policy} changes confidences, which --remasking sequential does not look at")
+        if eos_policy in ("demote", "eoser") and remasking in ("sequential", "origin"):
+            raise SystemExit(f"--eos-policy {eos_policy} changes confidences, which --remasking {remasking} does not look at")
         if editing_threshold is not None and not getattr(self.model, "is_edited", False):
             raise SystemExit(
                 f"--editing-threshold {editing_threshold}: {type(self.model).__name__} was not trained to edit tokens"

@@ -13,6 +13,7 @@ All rows of a batch work on the same block, and the host looks at them between b
 ended; only under rules that decide how many tokens a step reveals (ADAPTIVE) it also asks at every step whether any is left.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +80,10 @@ class MaskedEngine(engine.Engine):
             if n != sum(block_quotas(**settings)[0]):
                 raise SystemExit(f"--schedule ascending makes its own blocks: leave --block-length {n} out")
         orders = "low_confidence_static", "entropy", "topk_margin"
-        if alg_temp < 0 or alg_temp and remasking not in orders:
-            raise SystemExit(f"--alg-temp {alg_temp} must be at least 0, and 0 unless --remasking is {', '.join(orders)}")
+        if not 0 <= alg_temp < math.inf or alg_temp and remasking not in orders:
+            raise SystemExit(
+                f"--alg-temp {alg_temp} must be at least 0 and finite, and 0 unless --remasking is {', '.join(orders)}"
+            )
         if settings["records"] == "states" and settings["cache"] == "dual":
             raise SystemExit("--cache dual forwards the block alone: records of kind 'states' predict the whole canvas")
 

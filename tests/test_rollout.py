@@ -22,7 +22,7 @@ from models import export_weights, save_model
 from models.random_init import TINY_SDAR, byte_tokenizer, random_model
 from rollout import Trace, make_engine, rollout_sums
 from rollout.block import BlockEngine
-from rollout.engine import REMASKING, RULES, select
+from rollout.engine import REMASKING, RULES, select, truncate
 from rollout.schedules import reveal_quota
 from rollout.traces import concatenate
 
@@ -275,6 +275,16 @@ def test_top_k_and_top_p_equal_the_naive_sampler(engine, options, remasking):
     assert not any(changed) and not same_draws(*traces)  # the filter does something
     if options.get("top_k") == 1:
         assert not traces[0].logps.any()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+def test_top_p_of_bf16_logits_is_that_of_their_exact_probabilities(temperature):
+    """A large vocabulary, as on a GPU: sums of bf16 probabilities leave too few tokens, or all of a long tail."""
+    logits = (2.5 * torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    p = (logits.double() / temperature).softmax(-1)
+    left = truncate(logits, temperature, top_p=0.95).isfinite()
+    weakest = torch.where(left, p, 1.0).amin(-1, keepdim=True)
+    assert ((p * left).sum(-1) >= 0.95 - 1e-5).all() and ((p * (p > weakest)).sum(-1) < 0.95 + 1e-5).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8])
@@ -816,6 +826,9 @@ def test_make_engine_refuses_a_backend_that_cannot_serve(model, backend):
         ({"gen_length": 0}, "gen_length=0.*at least 1"),
         ({"num_samples": 0}, "num_samples=0.*at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 at least 0"),
+        ({"temperature": math.nan}, "temperature=nan at least 0 and finite"),
+        ({"temperature": math.inf}, "temperature=inf at least 0 and finite"),
+        ({"alg_temp": 0.5, "remasking": "entropy"}, "--alg-temp 0.5: the sampler of a block-causal model draws no orders"),
         ({"records": "states"}, "states"),
         ({"cache": "dual"}, "--cache dual.*block-causal.*none"),
         ({"confidence_threshold": 1.01}, "--confidence-threshold 1.01.*0 to 1"),
