@@ -21,6 +21,7 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -354,7 +355,8 @@ class Worker:
 
 
 IDLE: list[Worker] = []  # processes that wait for a question
-NO_VERDICT: set[str] = set()  # answers that killed a process, or took it longer than TIMEOUT
+NO_VERDICT: set[str] = set()  # answers, or parts of them, that killed a process, or took it longer than TIMEOUT
+LACKING = threading.local()  # found: whether this thread met one of them, since lacks_verdict began
 os.register_at_fork(after_in_child=IDLE.clear)  # two processes must not share one pipe
 
 
@@ -365,9 +367,23 @@ def close() -> None:
         IDLE.pop().kill()
 
 
-@lru_cache(maxsize=2**16)
+def lacks_verdict(score: Callable[[], object]) -> bool:
+    """Whether score(), which was called before and finds its answers in the cache, met a question without a verdict."""
+    LACKING.found = False
+    score()
+    return LACKING.found
+
+
 def _judged(answer: str, gold: str, tolerance: float = 0.0, judge: str = "math_verify") -> bool:
-    """The verdict of a process. A pair that kills it is wrong, and named once on stderr."""
+    """The verdict of a process; without one the answer is wrong."""
+    verdict = _verdict(answer, gold, tolerance, judge)
+    LACKING.found = verdict is None or getattr(LACKING, "found", False)
+    return bool(verdict)
+
+
+@lru_cache(maxsize=2**16)
+def _verdict(answer: str, gold: str, tolerance: float, judge: str) -> bool | None:
+    """The verdict of a process; None of a pair that kills it, which is named once on stderr."""
     try:
         worker = IDLE.pop()
     except IndexError:
@@ -379,7 +395,7 @@ def _judged(answer: str, gold: str, tolerance: float = 0.0, judge: str = "math_v
     if verdict is None:
         NO_VERDICT.add(answer)
         print(f"math grader: no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}", file=sys.stderr)
-        return False
+        return None
     IDLE.append(worker)
     return verdict
 

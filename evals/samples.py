@@ -159,7 +159,8 @@ def scored(task: ModuleType, rows: list[dict], examples: list[dict], reward: Cal
         except Exception as error:
             row |= {"score": 0.0, "answer": None, "failed": f"{type(error).__name__}: {str(error)[:200]}"}
         if row["answer"] and not row["score"] and any(text in row["answer"] for text in math_grader.NO_VERDICT):
-            row["failed"] = "the math grader gave no verdict"
+            if math_grader.lacks_verdict(lambda: task.score(row["completion"], example)):  # noqa: B023
+                row["failed"] = "the math grader gave no verdict"
     return rows
 
 

@@ -280,7 +280,7 @@ def test_an_answer_cut_at_any_place_is_no_error(name):
 @pytest.fixture
 def quick_timeout(monkeypatch):
     math_grader.close()
-    math_grader._judged.cache_clear()
+    math_grader._verdict.cache_clear()
     ask = math_grader.Worker.ask
 
     def asked(worker, answer, *rest):  # what has an end reaches it on a busy machine too
@@ -289,7 +289,7 @@ def quick_timeout(monkeypatch):
 
     monkeypatch.setattr(math_grader.Worker, "ask", asked)
     yield
-    math_grader._judged.cache_clear()
+    math_grader._verdict.cache_clear()
     math_grader.close()
 
 

@@ -106,7 +106,7 @@ def test_an_answer_that_kills_the_grader_does_not_change_the_others_of_its_batch
             killed.append(worker)
         return ask(worker, answer, *rest)
 
-    math_grader._judged.cache_clear()
+    math_grader._verdict.cache_clear()
     monkeypatch.setattr(math_grader, "TIMEOUT", 60.0)
     monkeypatch.setattr(math_grader.Worker, "ask", asked)
     answers = ["x+x", "k", "y+x", "2x+0", "2x+1"]
@@ -114,7 +114,7 @@ def test_an_answer_that_kills_the_grader_does_not_change_the_others_of_its_batch
     got = load_reward("", load_task("math500"))([rf"\boxed{{{answer}}}" for answer in answers], [example] * 5)
     assert [parts["score"] for parts in got] == [1.0, 0.0, 0.0, 1.0, 0.0]
     assert len(killed) == 1 and "counted as wrong: 'k'" in capsys.readouterr().err
-    math_grader._judged.cache_clear()
+    math_grader._verdict.cache_clear()
 
 
 def test_diffucoder_pays_for_each_test_that_passes():

@@ -559,15 +559,19 @@ def test_a_grader_that_dies_is_no_crash(monkeypatch, quick_timeout):
 
     ask = math_grader.Worker.ask
 
-    def dies(self, *question):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        return ask(self, *question)
+    def dies(self, answer, *rest):
+        if answer == "x+x":
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        return ask(self, answer, *rest)
 
     monkeypatch.setattr(math_grader, "NO_VERDICT", set())
     monkeypatch.setattr(math_grader.Worker, "ask", dies)
-    rows = samples.scored(math500, [{"index": 0, "completion": r"\boxed{x+x}"}], [{"question": "?", "gold": "2x"}])
-    assert rows[0]["score"] == 0.0 and rows[0]["failed"] == "the math grader gave no verdict"
+    texts = [r"\boxed{x+x}", r"\boxed{x+x+3}", r"\boxed{x+x}"]  # the second is wrong, and judged
+    rows = [{"index": i, "completion": text} for i, text in enumerate(texts)]
+    rows = samples.scored(math500, rows, [{"question": "?", "gold": gold} for gold in ("2x", "2x", "2x+0")])
+    why = "the math grader gave no verdict"
+    assert [row["score"] for row in rows] == [0.0] * 3 and [row.get("failed") for row in rows] == [why, None, why]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from test_resume import Run, warm  # noqa: F401
 from runlog import check_numbers
 
 ROOT = Path(__file__).parents[1]
-SMALL = "--max-steps 3 --eval-every 2 --eval-limit 16 --save-every 2 --seed 7".split()
+SMALL = "--max-steps 3 --eval-every 2 --eval-limit 16 --save-every 2 --seed 8".split()
 COMMANDS = {
     "sft": ["--batch-size", "8", "--micro-batch-size", "4", "--learning-rate", "1e-3"],
     "vrpo": "--batch-size 8 --mc-num 2 --learning-rate 1e-3 --micro-batch-size 8".split(),
@@ -81,7 +81,7 @@ def test_a_run_leaves_its_record(runs):
     assert len(list(csv.DictReader((directory / "metrics.csv").open()))) == len(rows)
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["best", "step-000002", "step-000003"]
     config = json.loads((directory / "config.json").read_text())
-    assert config["args"]["seed"] == 7 and config["args"]["learning_rate"] > 0
+    assert config["args"]["seed"] == 8 and config["args"]["learning_rate"] > 0
     if script not in ("sft", "vrpo"):
         samples = rows_of(directory, "samples.jsonl")
         assert {"prompt", "completion", "completion_ids", "step_map", "logps", "reward", "step"} <= samples[0].keys()
@@ -96,6 +96,8 @@ def test_two_ranks_are_one_rank(runs):
         for name in a:
             if not name.startswith(EXEMPT):
                 assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), (a["step"], name, a[name], b[name])
+    if script == "bgpo":  # one group of four is dead at the first step, so one rank has fewer micro-batches, but not none
+        assert next(row["reward/zero_std_frac"] for row in rows_of(one) if row["step"] == 1) == 0.25
     if script not in ("sft", "vrpo"):
         first = [[row["completion_ids"] for row in rows_of(d, "samples.jsonl") if row["step"] == 1] for d in (one, two)]
         assert first[0] == first[1]
@@ -137,7 +139,7 @@ def test_a_copied_script_with_another_loss_runs_and_owes_nothing(tmp_path):
     assert line in text
     (clone / "algos/mine.py").write_text(text.replace(line, "    policy = (-estimates * A * c).sum()  # plain REINFORCE\n"))
     directory, _ = run_script("mine", tmp_path / "runs", *SMALL, *COMMANDS["d1"], cwd=clone)
-    assert directory.name.startswith("mine-tiny-sdar-countdown-s7-")
+    assert directory.name.startswith("mine-tiny-sdar-countdown-s8-")
     assert [row["step"] for row in rows_of(directory) if "loss/total" in row] == [1, 2, 3]
     done = run([sys.executable, "-m", "pytest", "-q", "tests/test_shared.py"], clone)
     assert done.returncode == 0, done.stdout[-3000:]
