@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from algos import d1
+from evals import mean_score
 from models import export_weights, load_model, save_model
 from models.random_init import random_model
 
@@ -173,6 +174,27 @@ def test_all_reduce_sums_and_takes_the_maximum(run_ranks):
         assert d1.all_reduce({"a": rank}, dist.ReduceOp.MAX) == {"a": 1.0}
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world_size):
+    """Five problems: each is answered once, as the sample whose number is its place, so that ranks change no draw; of four
+    ranks one has nothing to do."""
+
+    class Answers:
+        device = "cpu"
+
+        def generate(self, prompts, sample_offset, **settings):
+            assert settings == {"temperature": 0.5} and 0 < len(prompts) <= -(-5 // world_size)
+            numbers = [(sample_offset + i, *ids) for i, ids in enumerate(prompts)]
+            return SimpleNamespace(text=lambda i, tokenizer: numbers[i])
+
+    task = SimpleNamespace(score=lambda numbers, example: 2.0**example * (numbers == (example, example)))
+
+    def body(rank, ranks):
+        assert mean_score(Answers(), task, None, [(i, [i]) for i in range(5)], temperature=0.5) == 31 / 5
+
+    run_ranks(world_size, body)
 
 
 def test_a_deep_copy_is_not_needed_for_engines():
