@@ -132,14 +132,42 @@ class Engine:
             what = f"--remasking {remasking}" if editing_threshold is None else f"--editing-threshold {editing_threshold}"
             raise SystemExit(f"{what} revises tokens, which no step map can tell: not for a method that reads step maps")
 
+    def _check_values(
+        self, remasking, eos_policy="none", temperature=1.0, top_k=0, top_p=1.0, confidence_threshold=0.9, factor=1.0,
+        eb_threshold=0.35, editing_threshold=None, max_post_steps=16, **_,
+    ):  # fmt: skip
+        if not 0 <= temperature < math.inf:
+            raise SystemExit(f"--temperature {temperature} must be at least 0 and finite")
+        if eos_policy == "eoser" and remasking in ("entropy", "entropy_bounded"):
+            raise SystemExit(
+                f"--eos-policy eoser scales confidences of at least 0: those of --remasking {remasking} are negative"
+            )
+        if eos_policy in ("demote", "eoser") and remasking in ("sequential", "origin"):
+            raise SystemExit(f"--eos-policy {eos_policy} changes confidences, which --remasking {remasking} does not look at")
+        if editing_threshold is not None and not getattr(self.model, "is_edited", False):
+            raise SystemExit(
+                f"--editing-threshold {editing_threshold}: {type(self.model).__name__} was not trained to edit tokens"
+            )
+        if top_k < 0 or not 0 < top_p <= 1:
+            raise SystemExit(f"--top-k {top_k} must be at least 0, --top-p {top_p} above 0 and at most 1")
+        if not 0 <= confidence_threshold <= 1:
+            raise SystemExit(f"--confidence-threshold {confidence_threshold} is no probability: give 0 to 1")
+        if not factor > 0:
+            raise SystemExit(f"--factor {factor} must be above 0")
+        if not eb_threshold >= 0:
+            raise SystemExit(f"--eb-threshold {eb_threshold} is a sum of entropies: give at least 0")
+        if max_post_steps < 0 or not 0 <= (editing_threshold or 0) <= 1:
+            raise SystemExit(f"--editing-threshold {editing_threshold} must lie in 0 to 1, {max_post_steps=} be at least 0")
+
     def plan(self, records=None, *, gen_length, denoising_steps, remasking, block_length=None, **settings):
-        """One line on what a rollout costs, for the log. SystemExit where gen_length is not made of whole blocks, this sampler
-        cannot do what is asked, or records of that kind are not kept: a command asks here before its first rollout. Who asks
-        for records replays them, and gets no approximate cache.
+        """One line on what a rollout costs, for the log. SystemExit where gen_length is not made of whole blocks, a value is
+        out of its range, this sampler cannot do what is asked, or records of that kind are not kept: a command asks here before
+        its first rollout. Who asks for records replays them, and gets no approximate cache.
         """
         self._check_records(records, remasking, settings.get("editing_threshold"))
         n, given = self.block_length(block_length), {"schedule": "uniform", "cache": "none", "eos_policy": "none"} | settings
         self._check_choices(given | {"remasking": remasking})
+        self._check_values(remasking, **given)
         schedule = given["schedule"]
         if records and given["cache"] != "none":
             what = "is approximate: what a method replays would not be what was sampled"
@@ -190,21 +218,12 @@ class Engine:
         """
         n = self.block_length(block_length)
         self._check_choices({"remasking": remasking, "schedule": schedule, "cache": cache, "eos_policy": eos_policy})
-        if min(n, denoising_steps, gen_length, num_samples) < 1 or not 0 <= temperature < math.inf:
-            counts = f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=}"
-            raise SystemExit(f"{counts} must be at least 1, {temperature=} at least 0 and finite")
-        if eos_policy == "eoser" and remasking in ("entropy", "entropy_bounded"):
-            raise SystemExit(
-                f"--eos-policy eoser scales confidences of at least 0: those of --remasking {remasking} are negative"
-            )
-        if eos_policy in ("demote", "eoser") and remasking in ("sequential", "origin"):
-            raise SystemExit(f"--eos-policy {eos_policy} changes confidences, which --remasking {remasking} does not look at")
-        if editing_threshold is not None and not getattr(self.model, "is_edited", False):
-            raise SystemExit(
-                f"--editing-threshold {editing_threshold}: {type(self.model).__name__} was not trained to edit tokens"
-            )
-        if top_k < 0 or not 0 < top_p <= 1:
-            raise SystemExit(f"--top-k {top_k} must be at least 0, --top-p {top_p} above 0 and at most 1")
+        if min(n, denoising_steps, gen_length, num_samples) < 1:
+            raise SystemExit(f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=} must be at least 1")
+        self._check_values(
+            remasking, eos_policy, temperature, top_k, top_p, confidence_threshold, factor, eb_threshold, editing_threshold,
+            max_post_steps,
+        )  # fmt: skip
         self._check_records(records, remasking, editing_threshold)
         if records != "states" and (remasking == "rcr" or editing_threshold is not None):
             records = "events"  # without them a trace could not be replayed
@@ -214,14 +233,6 @@ class Engine:
         if with_mask := [i for i, ids in enumerate(prompt_ids) if self.model.mask_token_id in ids]:
             mask = f"the mask token (id {self.model.mask_token_id})"
             raise SystemExit(f"prompt {with_mask[0]} holds {mask}: a learner would take it for a token to predict; remove it")
-        if not 0 <= confidence_threshold <= 1:
-            raise SystemExit(f"--confidence-threshold {confidence_threshold} is no probability: give 0 to 1")
-        if not factor > 0:
-            raise SystemExit(f"--factor {factor} must be above 0")
-        if not eb_threshold >= 0:
-            raise SystemExit(f"--eb-threshold {eb_threshold} is a sum of entropies: give at least 0")
-        if max_post_steps < 0 or not 0 <= (editing_threshold or 0) <= 1:
-            raise SystemExit(f"--editing-threshold {editing_threshold} must lie in 0 to 1, {max_post_steps=} be at least 0")
         settings = {
             "num_samples": num_samples,
             "gen_length": gen_length,

@@ -7,6 +7,7 @@ positions, Python integers for the random numbers.
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -604,8 +605,8 @@ def test_make_engine_loads_names_and_directories(tmp_path, name):
         ({"denoising_steps": 0}, "denoising_steps=0.*at least 1"),
         ({"gen_length": 0}, "gen_length=0.*at least 1"),
         ({"num_samples": 0}, "num_samples=0.*at least 1"),
-        ({"temperature": -1.0}, "temperature=-1.0 at least 0"),
-        ({"temperature": math.nan}, "temperature=nan at least 0 and finite"),
+        ({"temperature": -1.0}, "--temperature -1.0 must be at least 0"),
+        ({"temperature": math.nan}, "--temperature nan must be at least 0 and finite"),
         ({"cache": "block"}, "--cache block.*none, prefix, dual"),
         ({"confidence_threshold": 1.01}, "--confidence-threshold 1.01.*0 to 1"),
         ({"confidence_threshold": -0.01}, "--confidence-threshold -0.01.*0 to 1"),
@@ -623,6 +624,26 @@ def test_make_engine_loads_names_and_directories(tmp_path, name):
 def test_generate_refuses_what_it_cannot_do(engine, options, words):
     with exits_with_one_line(words):
         engine.generate([[3, 4]], **options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"temperature": math.nan}, "--temperature nan"),
+        ({"confidence_threshold": 1.01}, "--confidence-threshold 1.01"),
+        ({"top_p": 0.0}, "--top-p 0.0"),
+        ({"factor": 0.0}, "--factor 0.0"),
+        ({"eb_threshold": -1.0}, "--eb-threshold -1.0"),
+        ({"editing_threshold": 0.5}, "--editing-threshold 0.5"),
+        ({"eos_policy": "demote", "remasking": "origin"}, "--eos-policy demote"),
+        ({"alg_temp": math.nan, "remasking": "entropy"}, "--alg-temp nan"),
+    ],
+)
+def test_the_plan_refuses_what_generate_would(engine, options, words):
+    """So that a command ends before it has written or sampled anything."""
+    for ask in (engine.plan, partial(engine.generate, [[3, 4]])):
+        with exits_with_one_line(words):
+            ask(**{"gen_length": 8, "denoising_steps": 2, "remasking": "low_confidence_static"} | options)
 
 
 def test_generate_refuses_unusable_prompts(engine):
