@@ -144,11 +144,11 @@ class LmdeployEngine(Engine):
         return n
 
     def plan(self, records=None, **settings):
+        plan, tokens = super().plan(records, **settings), (self.engine.cache_config.num_gpu_blocks - 1) * CACHE_BLOCK
         self._unmasking(settings | {"block_length": self.block_length(settings.get("block_length"))})
-        tokens = (self.engine.cache_config.num_gpu_blocks - 1) * CACHE_BLOCK
         return (
-            f"{super().plan(records, **settings)}; lmdeploy {self.version}: {self.max_batch_size} rows, a cache of {tokens} "
-            "positions, no log-probabilities: the probe compares greedy tokens alone"
+            f"{plan}; lmdeploy {self.version}: {self.max_batch_size} rows, a cache of {tokens} positions, no "
+            "log-probabilities: the probe compares greedy tokens alone"
         )
 
     # Weights

@@ -4,12 +4,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.fast_dllm import edited
-from bench.rollout import Roofline, denoising_forwards, facts_of, forwards_of, products
+from bench.rollout import (
+    Args,
+    Roofline,
+    denoising_forwards,
+    facts_of,
+    forwards_of,
+    measure_engine,
+    measure_peer,
+    products,
+    prompts_of,
+)
 from models import load_model
 from rollout import make_engine
 
@@ -110,6 +121,34 @@ def test_roofline_adds_products_experts_and_cache(monkeypatch):
 def test_rate_is_tokens_up_to_the_stop_over_the_fastest_rollout():
     facts = facts_of([2.0, 1.0, 4.0], 10, 40)
     assert facts["tokens_per_s"] == 10 and facts["tokens_per_forward"] == 0.25 and facts["seconds"] == 1.0
+
+
+def test_tokens_behind_the_stop_and_prompts_are_not_counted():
+    """Ours and a peer: tokens up to and with the first EOS of each row; a token a forward is that of one sequence."""
+    engine, eos = make_engine("tiny-llada", max_batch_size=8), list(range(0, 250, 3))
+    engine.model.eos_token_ids = eos
+    settings = {"gen_length": 16, "block_length": 8, "denoising_steps": 2, "temperature": 1.0}
+    settings |= {"remasking": "low_confidence_static", "confidence_threshold": 0.9}
+    args = Args("tiny-llada", samples_per_prompt=2)
+    prompts, samples = prompts_of(args, engine.model.mask_token_id, 8, 5)
+    assert prompts.shape == (4, 5) and samples == 2
+    trace = engine.generate(prompts.tolist(), num_samples=2, seed=1, **settings)
+
+    def counted(rows):
+        lengths = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in rows.tolist()]
+        assert min(lengths) < 16
+        return sum(lengths)
+
+    facts = measure_engine(engine, 8, args, settings, 5, engine.model.mask_token_id)
+    assert facts["tokens"] == counted(trace.completion_ids) < trace.canvas_length.sum()
+    assert facts["tokens_per_forward"] == facts["tokens"] / int(trace.num_forwards.sum())
+    assert facts["tokens_per_s"] == facts["tokens"] / facts["seconds"]
+
+    completions = torch.randint(0, 250, (8, 16), generator=torch.Generator().manual_seed(0))
+    peer = SimpleNamespace(generate=lambda prompts, kind, *options: (completions, 4))
+    facts = measure_peer(peer, 8, "dual", args, settings, 5, engine.model)
+    assert facts["tokens"] == counted(completions) and facts["tokens_per_forward"] == facts["tokens"] / (8 * 4)
+    assert facts["steps"] == 4 and facts["ms_per_step"] == 1e3 * facts["seconds"] / 4
 
 
 def test_peer_of_another_version_is_refused(tmp_path):

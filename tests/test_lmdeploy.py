@@ -469,8 +469,11 @@ def test_unmasking_is_set_for_a_rollout_and_restricted_to_what_is_the_same(engin
     ]:
         with exits_with_one_line(*words):
             engine.generate([[3]], gen_length=4, **STATIC | wrong)
-    with exits_with_one_line("--denoising-steps 3"):
-        engine.plan(gen_length=4, **STATIC | {"denoising_steps": 3})
+    for steps in (3, 0):
+        with exits_with_one_line(f"--denoising-steps {steps}"):
+            engine.plan(gen_length=4, **STATIC | {"denoising_steps": steps})
+    with exits_with_one_line("--alg-temp 0.5: lmdeploy draws no orders"):
+        engine.plan(gen_length=4, **STATIC | {"alg_temp": 0.5})
 
 
 def test_a_method_that_needs_more_than_tokens_is_refused_at_the_start(engine):
