@@ -41,7 +41,7 @@ class Args:
     model: str = "tiny-sdar"
     """key of models.MODELS, or a directory in HF layout"""
     prompt: str = ""
-    """a user message; it goes through the model's chat template"""
+    """a user message; it goes through the model's chat template. The shipped tiny models know countdown alone: try --task"""
     task: str = ""
     """instead of --prompt: ask a problem of this task of evals/"""
     index: int = 0
@@ -186,8 +186,12 @@ def main(args):
     names = ("gen_length", "block_length", "denoising_steps", "remasking", "temperature", "seed")
     settings = {name: getattr(args, name) for name in names}
     engine = make_engine(args.model, device=device)
-    print(engine.plan(**settings), end="\n\n")
-    trace = engine.generate([prompt_ids(tokenizer, messages)], **settings)
+    plan, ids, n = engine.plan(**settings), prompt_ids(tokenizer, messages), engine.model.block_length
+    is_inside = engine.model.attention == "block-causal" and len(ids) % n > 0
+    print(
+        plan + f"; the prompt fills {len(ids) % n} of {n} tokens of a block, which is completed first" * is_inside, end="\n\n"
+    )
+    trace = engine.generate([ids], **settings)
     play(trace, 0, tokenizer, args.delay, args.colour, engine.model.mask_token_id)
 
 

@@ -255,6 +255,18 @@ def test_the_command(model):
     assert "\x1b" not in done.stdout and sum(line.startswith("step ") for line in lines) == 4
 
 
+@pytest.mark.parametrize("model, inside", [("tiny-sdar", (0, 1, 3)), ("tiny-llada", ())])
+def test_a_prompt_that_ends_inside_a_block_is_said(model, inside, capsys):
+    """There the completion has a block and some tokens more than was asked for."""
+    for more in (0, 1, 3):
+        main(Args(model=model, prompt="1" * (2 + more), gen_length=8, colour=False))  # two tokens of the template
+        lines = capsys.readouterr().out.splitlines()
+        note = f"; the prompt fills {more} of 4 tokens of a block, which is completed first"
+        assert lines[0].endswith(note if more and more in inside else "tokens a step")
+        blocks, tokens = re.search(r"block \d+/(\d+)  tokens \d+/(\d+)", lines[4]).groups()
+        assert (int(blocks), int(tokens)) == ((3, 12 - more) if more and more in inside else (2, 8))
+
+
 def test_the_command_on_a_terminal():
     ours, theirs = pty.openpty()
     done = command("--prompt", " 5  1  9 =  13", "--delay", "0", stdout=theirs, stderr=subprocess.PIPE)
