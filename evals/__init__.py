@@ -24,7 +24,8 @@ def load_task(name):
 
 
 def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
-    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left."""
+    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left,
+    or if one holds the mask token: samplers refuse it, at the step that would ask it."""
     problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, data, limit)]
     if not problems:
         raise SystemExit(f"--data {data}: no problems in it")
@@ -33,6 +34,10 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
         shortest = min(len(ids) for _, ids in problems)
         limit = f"--max-prompt-length (or --max-length) {max_prompt_length}"
         raise SystemExit(f"{limit}: the shortest {split} prompt has {shortest} tokens")
+    mask = {i: token for token, i in tokenizer.get_added_vocab().items() if "mask" in token.lower()}  # so named in all families
+    for number, (_, ids) in enumerate(problems):
+        if inside := [mask[i] for i in ids if i in mask]:
+            raise SystemExit(f"--data {data}: {split} prompt {number} holds the mask token {inside[0]}: remove it")
     return kept, len(problems) - len(kept)
 
 

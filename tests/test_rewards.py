@@ -160,6 +160,17 @@ def test_tasks_without_a_train_split_say_what_to_train_on(monkeypatch):
     assert message == "--split train: openai/openai_humaneval has test alone; train on --task mbpp, or name a file with --data"
 
 
+def test_a_prompt_with_the_mask_token_ends_a_run_before_its_first_step(tmp_path):
+    """Samplers refuse it: else the run would end at the step that draws this problem."""
+    file, tokenizer = tmp_path / "train.jsonl", load_tokenizer("tiny-sdar")
+    rows = [{"question": f"How {word}?", "answer": "#### 1"} for word in ("many", "<|MASK|>")]
+    load = lambda: load_problems(load_task("gsm8k"), "train", str(file), tokenizer, 9999)
+    write(file, rows)
+    assert one_line(load) == f"--data {file}: train prompt 1 holds the mask token <|MASK|>: remove it"
+    write(file, rows[:1])
+    assert len(load()[0]) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # runs of a script
 
