@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import runlog
-from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg
+from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, vrpo
 from data.stream import ShuffledStream
 from evals import countdown, load_problems
 from evals.rewards import TRIAL
@@ -24,6 +24,7 @@ from rollout.probe import replay_logps
 
 MODULES = {
     "d1": d1, "bgpo": bgpo, "sft": sft, "coupled_grpo": coupled_grpo, "spg": spg, "cj_grpo": cj_grpo, "mdpo": mdpo,
+    "vrpo": vrpo,
 }  # fmt: skip
 EVERY = dict(eval_limit=0, max_steps=3, learning_rate=3e-3, weight_decay=0.0)
 ONLINE = EVERY | dict(prompts_per_step=2, num_generations=4)
@@ -31,17 +32,19 @@ SMALL = {
     "d1": ONLINE | dict(num_iterations=2, beta=0.0),
     "bgpo": ONLINE | dict(num_iterations=2, mc_num=2),
     "sft": EVERY | dict(batch_size=4),
+    "vrpo": EVERY | dict(batch_size=4, mc_num=2),
     "coupled_grpo": ONLINE | dict(beta=0.0),
     "spg": ONLINE | dict(num_iterations=2),
     "cj_grpo": ONLINE | dict(num_iterations=2, beta=0.0),
     "mdpo": ONLINE | dict(beta=0.0, temperature=1.0),  # of tiny-llada
 }
+OFFLINE = ("sft", "vrpo")  # one update a step
 LORA = dict(lora_rank=4, lora_alpha=16)
 online = pytest.mark.parametrize("script", ["d1", "bgpo"])
 # where a method's rows, or the number of its forwards, matter
-every_method = pytest.mark.parametrize("script", [script for script in MODULES if script != "sft"])
+every_method = pytest.mark.parametrize("script", [script for script in MODULES if script not in OFFLINE])
 with_old = pytest.mark.parametrize("script", [name for name, module in MODULES.items() if getattr(module, "USES_OLD", False)])
-every_script = pytest.mark.parametrize("script", ["d1", "bgpo", "sft"])
+every_script = pytest.mark.parametrize("script", ["d1", "bgpo", *OFFLINE])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,7 +138,7 @@ def run(script, out, reward=None, loss=None, **arguments):
         def make_batch(original, *arguments, **named):
             batch = original(*arguments, **named)
             step = SimpleNamespace(batch=batch, weights=weights_of(seen.policy), first_argument=arguments[0])
-            if script != "sft":
+            if script not in OFFLINE:
                 step.trace = arguments[0]
                 step.replay = replay_logps(seen.policy, step.trace)
             seen.batches.append(step)
@@ -153,7 +156,7 @@ def run(script, out, reward=None, loss=None, **arguments):
             call = SimpleNamespace(
                 step=len(seen.batches), arguments=arguments, grad=max(grads, default=0.0), weights=step.weights
             )
-            if script != "sft":
+            if script not in OFFLINE:
                 call.estimates, call.old, call.ref, call.rows, _ = arguments
             seen.losses.append(call)
             return loss(seen, original, *arguments) if loss else original(*arguments)
@@ -188,7 +191,7 @@ def run(script, out, reward=None, loss=None, **arguments):
 
         for name, watch in [
             ("parallelize", parallelize), ("make_batch", make_batch), ("sample_masks", sample_masks), ("mean_score", score),
-            ("draw_logps", draw_logps), ("sft_loss" if script == "sft" else "policy_loss", watch_loss),
+            ("draw_logps", draw_logps), ("sft_loss", watch_loss), ("preference_loss", watch_loss), ("policy_loss", watch_loss),
         ]:  # fmt: skip
             spy(name, watch)
         each = lambda texts, examples: texts == [TRIAL] or list(map(reward, texts, examples))  # that of before a run
@@ -329,7 +332,9 @@ def test_rows_without_advantage_are_dropped_where_nothing_else_pulls_at_them(scr
         assert [rows for _, rows, _ in seen.forwards] == [8, 8]  # the reference, the policy
 
 
-@pytest.mark.parametrize("script, iterations", [("d1", 1), ("bgpo", 1), *((name, 2) for name in MODULES if name != "sft")])
+@pytest.mark.parametrize(
+    "script, iterations", [("d1", 1), ("bgpo", 1), *((name, 2) for name in MODULES if name not in OFFLINE)]
+)
 @forked
 def test_a_step_without_any_spread_moves_weights_by_weight_decay_alone(script, iterations, tmp_path):
     settings = dict(learning_rate=1e-2, weight_decay=0.1, num_iterations=iterations)
@@ -351,7 +356,8 @@ def test_a_step_without_any_spread_moves_weights_by_weight_decay_alone(script, i
 @with_old
 @forked
 def test_old_values_come_from_before_the_first_update(script, tmp_path):
-    steps = 1 if script in ("cj_grpo", "mdpo") else 3  # at this learning rate these end answers at once after a step
+    # at this learning rate these end all answers at once after a step or two, and then nothing moves
+    steps = {"cj_grpo": 1, "mdpo": 1, "coupled_grpo": 2}.get(script, 3)
     seen = run(script, tmp_path, learning_rate=1e-2, num_iterations=3, max_steps=steps)
     module, name = MODULES[script], "policy/log_ratio" if script == "bgpo" else "policy/ratio"
     assert [call.step for call in seen.losses] == [1, 1, 1, 2, 2, 2, 3, 3, 3][: 3 * steps]
@@ -408,6 +414,15 @@ def test_the_reference_of_coupled_grpo_moves(tmp_path):
 
 
 @forked
+def test_mdpo_logs_what_its_best_steps_earned(tmp_path):
+    """Six steps of eight sequences: the mean over sequences of the highest reward of any step."""
+    graded = torch.rand(8, 6)
+    mdpo.step_rewards = lambda *given: graded  # the child ends with the test
+    seen = run("mdpo", tmp_path, max_steps=1)
+    assert seen.rows[-1]["reward/best_step"] == pytest.approx(graded.amax(1).mean().item())
+
+
+@forked
 def test_a_method_without_kl_refuses_beta(tmp_path):
     assert "no KL" in run("bgpo", tmp_path, beta=0.1).error
     assert run("d1", tmp_path / "d1", max_steps=1).losses[0].ref is None
@@ -441,7 +456,7 @@ def test_the_optimizer_gets_the_schedule_and_a_clipped_fresh_gradient(script, tm
     """Warm-up 1/4, 2/4, 3/4: AdamW's first step moves the largest entry by its learning rate; each gradient starts from 0."""
     schedule = dict(warmup_steps=4, learning_rate=4e-3, max_grad_norm=1e-2, betas=(0.8, 0.95))
     seen = run(script, tmp_path, **schedule)
-    updates = 1 if script == "sft" else 2
+    updates = 1 if script in OFFLINE else 2
     assert [row["optim/lr"] for row in seen.rows] == pytest.approx([1e-3, 2e-3, 3e-3])
     assert [step.lr for step in seen.steps] == pytest.approx([lr for lr in (1e-3, 2e-3, 3e-3) for _ in range(updates)])
     assert seen.steps[0].moved == pytest.approx(1e-3, rel=0.01)
@@ -469,8 +484,8 @@ SPOILED = {
 @every_script
 @forked
 def test_what_is_not_finite_stops_the_run_before_the_optimizer_step(script, fault, tmp_path):
-    """Of two updates the second at step 2 (sft: the only one): message with step and rank, weights and records as they were."""
-    at = 2 if script == "sft" else 4
+    """Of two updates the second at step 2 (offline: the only one): message with step and rank, weights and records as before."""
+    at = 2 if script in OFFLINE else 4
 
     def spoil(seen, original, *arguments):
         result = original(*arguments)
@@ -507,7 +522,7 @@ def test_equal_seeds_repeat_a_run_and_other_seeds_do_not(script, tmp_path):
     assert a == b and runs[0].samples == runs[1].samples
     assert distance(weights_of(runs[0].policy), weights_of(runs[1].policy)) == 0
     assert all(x["loss/total"] != y["loss/total"] for x, y in zip(runs[0].rows, runs[2].rows, strict=True))
-    if script != "sft":
+    if script not in OFFLINE:
         seeds = [{step.trace.settings["seed"] for step in seen.batches} for seen in runs]
         assert seeds[0] == seeds[1] and not seeds[0] & seeds[2]
 
