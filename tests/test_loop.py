@@ -122,6 +122,7 @@ def run(script, out, reward=None, loss=None, **arguments):
     steps: per optimizer step; scored: per evaluation; forwards: rows of each draw_logps; rows, samples: files; error, policy.
     """
     module, seen = MODULES[script], SimpleNamespace(batches=[], losses=[], steps=[], scored=[], forwards=[], masks=[])
+    seen.asked = []  # the problems of each evaluation
     reward = reward or by_turn([0, 1, 3, 0])
     seen.args, seen.error, seen.policy = module.Args(out=str(out), **(SMALL[script] | arguments)), None, None
     with pytest.MonkeyPatch.context() as patch:
@@ -167,6 +168,7 @@ def run(script, out, reward=None, loss=None, **arguments):
 
         def score(original, engine, *arguments, **settings):
             seen.scored.append(distance(weights_of(engine.model), weights_of(seen.policy)))
+            seen.asked.append(arguments[2])
             return original(engine, *arguments, **settings)
 
         AdamW = torch.optim.AdamW
@@ -251,7 +253,10 @@ def test_every_rollout_samples_from_the_policy_of_that_step(script, lora, tmp_pa
 @forked
 def test_evaluations_use_the_policy_of_that_step(script, lora, tmp_path):
     seen = run(script, tmp_path, eval_limit=4, eval_every=1, learning_rate=1e-2, **lora)
-    assert len(seen.scored) == (4 if script == "sft" else 5) and max(seen.scored) < 1e-6
+    splits = ["test", *["validation"] * 3, "test"][script == "sft" :]  # sft scores the test split at the end alone
+    problems = {split: load_problems(countdown, split, "", load_tokenizer("tiny-sdar"), 1024, 4)[0] for split in set(splits)}
+    assert problems["test"] != problems["validation"] and seen.asked == [problems[split] for split in splits]
+    assert len(seen.scored) == len(splits) and max(seen.scored) < 1e-6
     assert distance(weights_of(seen.policy), weights_of(plain_model())) > 0.01
 
 
@@ -484,7 +489,7 @@ SPOILED = {
 @every_script
 @forked
 def test_what_is_not_finite_stops_the_run_before_the_optimizer_step(script, fault, tmp_path):
-    """Of two updates the second at step 2 (offline: the only one): message with step and rank, weights and records as before."""
+    """Of two updates the second at step 2 (offline: the only one): step and rank are said, weights and records as before."""
     at = 2 if script in OFFLINE else 4
 
     def spoil(seen, original, *arguments):
