@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
 
 
 def bucketed(model, monkeypatch, graphs=False, cls=BlockEngine, max_batch_size=256):
-    """The engine as on a GPU: 8 steps between two looks, rows and widths in buckets, small ones so that several occur."""
+    """The engine as on a GPU: looks that are one step behind, rows and widths in buckets, small ones so that several occur."""
     monkeypatch.setattr(rollout.block, "WIDTHS", 8)
     monkeypatch.setattr(rollout.block, "ROWS", (1, 2, 3, 5, 8, 12, 16, 24, 40, 64))
     monkeypatch.setattr(rollout.block, "Graphs", Recorded)

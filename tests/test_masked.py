@@ -324,6 +324,16 @@ def test_no_more_than_max_batch_size_rows_are_decoded_together(engine):
     assert max(rows) == 5 and sum(rows) >= 12
 
 
+@pytest.mark.parametrize("seed", [(42 << 32) + 7, -43, 2**63 + 5])
+def test_every_bit_of_a_seed_counts(engine, seed):
+    """Those of training are (--seed << 32) + step, those of evaluations negative."""
+    (prompt,), options = prompts_of([3]), dict(gen_length=8, temperature=1.5, stop_at_eos=False)
+    trace = engine.generate([prompt], seed=seed, **options)
+    assert_naive(trace, 0, engine.model, prompt, 0, seed=seed, **options)
+    for other in (seed % 2**31, seed % 2**32, seed >> 32, seed + 2**32):
+        assert not same_draws(engine.generate([prompt], seed=other, **options), trace)
+
+
 def test_a_group_is_diverse_and_seeds_differ(engine):
     """16 identical prompts at T=1 give at least 15 completions; another seed gives others."""
     engine = make_engine(model_of("llada" if engine.model.turn_end == "<|eot_id|>" else "dream", scale=5))

@@ -477,6 +477,16 @@ def test_the_order_of_prompts_changes_nothing(engine):
         assert rows_of(trace, [0, 1]) == rows_of(whole, [2 * p, 2 * p + 1])
 
 
+@pytest.mark.parametrize("seed", [(42 << 32) + 7, -43, 2**63 + 5])
+def test_every_bit_of_a_seed_counts(engine, seed):
+    """Those of training are (--seed << 32) + step, those of evaluations negative."""
+    (prompt,), options = prompts_of([3]), dict(gen_length=9, temperature=1.5, stop_at_eos=False)
+    assert not differs(engine, prompt, seed=seed, **options)
+    trace = engine.generate([prompt], seed=seed, **options)
+    for other in (seed % 2**31, seed % 2**32, seed >> 32, seed + 2**32):
+        assert not same_draws(engine.generate([prompt], seed=other, **options), trace)
+
+
 def test_a_group_is_diverse_and_seeds_differ():
     """16 identical prompts at T=1 'give >= 15 distinct responses'; another seed, others; T=0, one."""
     engine = make_engine(model_of(scale=5))
