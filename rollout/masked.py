@@ -8,6 +8,7 @@ forward a window alone and attend to the kept ones elsewhere: approximate from t
 outside the window do not know what was revealed since.
 prefix   the window is the block and all masks behind it
 dual     the window is the block
+Dream's window begins one token earlier: there the first token of the block is predicted.
 
 All rows of a batch work on the same block, and the host looks at them between blocks alone, where it leaves out those that have
 ended; only under rules that decide how many tokens a step reveals (ADAPTIVE) it also asks at every step whether any is left.
