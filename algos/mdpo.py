@@ -28,8 +28,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
-from evals import load_problems, load_task, mean_score
-from evals.rewards import TRIAL, load_reward
+from evals import TRIAL, load_problems, load_task, mean_score
+from evals.rewards import load_reward
 from kernels.moe import router_metrics, routing_extremes
 from kernels.sampling import keyed_uniform
 from models import adapters_off, add_lora, export_adapter, export_weights, load_tokenizer, load_weights, meta_model

@@ -162,10 +162,6 @@ TASKS |= {"gsm8k_boxed": gsm8k, "gsm8k_d1": gsm8k, "gsm8k_deepscaler": gsm8k, "m
 TASKS |= {"math500_hendrycks": math500, "math500_deepscaler": math500, "math500_last_number": math500}
 
 
-# What a script asks a reward first, so that what cannot work ends a run before its work begins: a program, for the sandbox.
-TRIAL = "```python\npass\n```"
-
-
 def load_reward(name: str, task: ModuleType) -> Callable[[list[str], list[dict]], list[dict[str, float]]]:
     """--reward NAME -> function(completions, examples) -> components of each; an empty name -> the score of `task`, "score".
 

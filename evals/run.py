@@ -34,7 +34,7 @@ from typing import Literal
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from evals import decoding, load_task, results, samples
+from evals import TRIAL, decoding, load_task, results, samples
 
 
 @dataclass
@@ -140,7 +140,7 @@ REPEATED = ("aime24", "aime25")  # tasks that --repeats of evals/run.py is for
 
 def main(task_name: str) -> None:
     """Command line of evals/<task_name>.py. Unusable input ends in SystemExit with one line that says what to change."""
-    from evals.rewards import TRIAL, load_reward  # here, because the tasks that it imports import this file
+    from evals.rewards import load_reward  # here, because the tasks that it imports import this file
 
     args = results.command_line(Args, task_name, f"Evaluate a model, or score given completions, on {task_name}.")
     task = import_module(f"evals.{task_name}")
@@ -405,8 +405,6 @@ def evaluate(
     """Answer and score what `folder` has no row of, this rank its share. -> on rank 0 the rows of all ranks, which then lie in
     samples.jsonl; elsewhere None"""
     import torch.distributed as dist
-
-    from evals.rewards import TRIAL  # here, because the tasks that it imports import this file
 
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     kept = broadcast(lambda: samples.gather(folder))

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -159,14 +160,12 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
     answer, ended = b"", False
     with process.stdin, process.stdout, process.stderr:  # stdin stays open: its end would tell that we are gone
         try:
-            try:
+            with suppress(BrokenPipeError):  # it has said why on stderr
                 for message in (program, tests):
                     text = json.dumps(message).encode()
                     rest = memoryview(struct.pack("<Q", len(text)) + text)
                     while rest:
                         rest = rest[process.stdin.write(rest) :]
-            except BrokenPipeError:
-                pass  # it has said why on stderr
             deadline = time.monotonic() + job.timeout + GRACE
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)

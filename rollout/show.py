@@ -187,10 +187,9 @@ def main(args):
     settings = {name: getattr(args, name) for name in names}
     engine = make_engine(args.model, device=device)
     plan, ids, n = engine.plan(**settings), prompt_ids(tokenizer, messages), engine.model.block_length
-    is_inside = engine.model.attention == "block-causal" and len(ids) % n > 0
-    print(
-        plan + f"; the prompt fills {len(ids) % n} of {n} tokens of a block, which is completed first" * is_inside, end="\n\n"
-    )
+    if engine.model.attention == "block-causal" and len(ids) % n:
+        plan += f"; the prompt fills {len(ids) % n} of {n} tokens of a block, which is completed first"
+    print(plan, end="\n\n")
     trace = engine.generate([ids], **settings)
     play(trace, 0, tokenizer, args.delay, args.colour, engine.model.mask_token_id)
 

@@ -529,7 +529,8 @@ def test_a_child_killed_at_its_bar_does_not_stop_the_next():
         tqdm.get_lock().acquire()
         os.write(writer, b"x")
         signal.pause()
-    os.read(reader, 1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
     following = os.fork()

@@ -21,8 +21,7 @@ from test_math import ENDLESS
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench import scoring
-from evals import countdown, decoding, load_task, math500, results, run, samples
-from evals.rewards import TRIAL
+from evals import TRIAL, countdown, decoding, load_task, math500, results, run, samples
 from evals.sandbox import SandboxError
 from rollout import make_engine
 
