@@ -7,6 +7,7 @@ Pairs can be made of a model's own answers, scored by the task: sample several t
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +17,7 @@ from jinja2 import TemplateError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import READERS, Rows, describe_columns, hub_split, hub_splits, one_line, open_rows, read_jsonl
-from data.sft import question
+from data.sft import is_dialogue, question
 from data.tokens import Dropped, token_rows
 from evals import score_all
 from models.checkpoint import prompt_text
@@ -133,9 +134,7 @@ def preference(row):
     if contexts and contexts[0]:  # with a system turn, or the history: more than the prompt column tells
         prompt = contexts[0]
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    is_turn = lambda turn: isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-    is_dialogue = isinstance(prompt, list) and prompt and all(map(is_turn, prompt))
-    if not is_dialogue or not all(isinstance(answer, str) for answer in answers):
+    if not is_dialogue(prompt) or not all(isinstance(answer, str) for answer in answers):
         return drop(f"cannot be read, needed are {COLUMNS}")
     return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
 
@@ -229,20 +228,30 @@ class Args:
 
 
 def main(args):
-    rows, needed = [], {"index": int, "prompt": list, "completion": str, "score": int | float}
+    rows, asked, needed = [], {}, {"index": int, "prompt": list, "completion": str, "score": int | float}
     for line, row in read_jsonl(args.samples):
+        where = f"{args.samples} line {line}"
         if not all(isinstance(row.get(key), kind) for key, kind in needed.items()):
-            raise SystemExit(f"{args.samples} line {line}: needs {', '.join(needed)}, has {describe_columns(row)}")
+            raise SystemExit(f"{where}: needs {', '.join(needed)}, has {describe_columns(row)}")
+        if not is_dialogue(row["prompt"]):
+            raise SystemExit(f"{where}: prompt must be messages, each with role and content as text")
+        if math.isnan(row["score"]):
+            raise SystemExit(f"{where}: the score is not a number")
+        if asked.setdefault(row["index"], row["prompt"]) != row["prompt"]:
+            raise SystemExit(f"{where}: index {row['index']} stood for another prompt before; are these two evaluations?")
         rows.append(row)
     if args.per_prompt < 1:
         raise SystemExit(f"--per-prompt {args.per_prompt} must be at least 1")
-    pairs, prompts = pairs_of_samples(rows, args.per_prompt), len({row["index"] for row in rows})
+    pairs = pairs_of_samples(rows, args.per_prompt)
     if not pairs:
-        raise SystemExit(f"--samples {args.samples}: no prompt of {prompts} has two answers of different score")
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8")
+        raise SystemExit(f"--samples {args.samples}: no prompt of {len(asked)} has two answers of different score")
+    try:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    except OSError as error:
+        raise SystemExit(f"--out {args.out} cannot be written: {one_line(error)}") from error
     used = len({json.dumps(pair["prompt"]) for pair in pairs})
-    print(f"{len(pairs)} pairs of {used} prompts, out of {len(rows)} answers to {prompts} prompts: {args.out}")
+    print(f"{len(pairs)} pairs of {used} prompts, out of {len(rows)} answers to {len(asked)} prompts: {args.out}")
 
 
 if __name__ == "__main__":

@@ -41,11 +41,15 @@ def conversation(row):
         messages = [{"role": "user", "content": row.get("prompt")}] if isinstance(row.get("prompt"), str) else row.get("prompt")
         if isinstance(messages, list):
             messages = [*messages, {"role": "assistant", "content": row.get("response")}]
-    is_turn = lambda turn: isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-    is_dialogue = isinstance(messages, list) and len(messages) > 1 and all(map(is_turn, messages))
-    if not is_dialogue or messages[-1]["role"] != "assistant":
+    if not is_dialogue(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
         return {"dropped": (f"cannot be read, needed are {COLUMNS}", f"with {describe_columns(row)}: {str(row)[:120]}")}
     return {"prompt": messages[:-1], "response": messages[-1]["content"]}
+
+
+def is_dialogue(messages):
+    """Whether a value is a list of turns, at least one, each with its role and its text."""
+    is_turn = lambda turn: isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    return isinstance(messages, list) and bool(messages) and all(map(is_turn, messages))
 
 
 def gold_answers(task, data):

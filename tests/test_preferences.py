@@ -283,6 +283,34 @@ def test_samples_of_an_evaluation_become_a_file_of_pairs(tmp_path, capsys):
         preferences.main(preferences.Args(str(tmp_path / "none.jsonl"), str(out)))
 
 
+BAD_SAMPLES = {
+    "no turn": ({"prompt": []}, "line 2: prompt must be messages"),
+    "a turn of text": ({"prompt": ["p0"]}, "line 2: prompt must be messages"),
+    "a turn without text": ({"prompt": [{"role": "user"}]}, "line 2: prompt must be messages"),
+    "no score": ({"score": float("nan")}, "line 2: the score is not a number"),
+    "another prompt": ({"prompt": turns("p1")}, "line 2: index 0 stood for another prompt before"),
+}
+
+
+@pytest.mark.parametrize("change, words", BAD_SAMPLES.values(), ids=BAD_SAMPLES)
+def test_samples_that_make_no_pair_are_refused_with_their_line(tmp_path, change, words):
+    path, (right, wrong) = tmp_path / "samples.jsonl", samples((0, "a", 1.0), (0, "b", 0.0))
+    path.write_text("".join(json.dumps(row) + "\n" for row in (right, wrong | change)))
+    with pytest.raises(SystemExit, match=words):
+        preferences.main(preferences.Args(str(path), str(tmp_path / "pairs.jsonl")))
+    assert not (tmp_path / "pairs.jsonl").exists()
+
+
+def test_pairs_are_written_or_it_is_said_why_not(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in samples((0, "\ud800", 1.0), (0, "b\u00df", 0.0))))
+    with pytest.raises(SystemExit, match="--out .* cannot be written: .*directory"):
+        preferences.main(preferences.Args(str(path), str(tmp_path)))
+    preferences.main(preferences.Args(str(path), str(tmp_path / "train.jsonl")))  # training counts it as half of a character
+    (pair,) = training_pairs(COUNTDOWN, str(tmp_path / "train.jsonl"))
+    assert (pair["chosen"], pair["rejected"]) == ("\ud800", "b\u00df")
+
+
 def test_gold_pairs_leave_out_what_has_no_answer(monkeypatch):
     """The same pairs of the others, each against the first of the next eight answers that scores less."""
     problems = COUNTDOWN.load("train")[:40]
