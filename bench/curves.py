@@ -83,7 +83,7 @@ TIMED_STEPS = 12
 # passes: forward-backward passes a completion; forwards: of one rollout, as the learner replays them
 METHODS: dict[str, Callable] = {
     "d1": lambda passes, forwards: {"num_iterations": passes},
-    "coupled_grpo": lambda passes, forwards: {"num_iterations": passes // 2},  # two halves an update
+    "coupled_grpo": lambda passes, forwards: {"num_iterations": passes // 2},  # two halves an update, all masked on top
     "spg": lambda passes, forwards: {"num_iterations": passes // 2, "mc_num": 2},
     "bgpo": lambda passes, forwards: {"num_iterations": 1, "mc_num": passes},
     "cj_grpo": lambda passes, forwards: {"num_iterations": max(1, passes // forwards)},
