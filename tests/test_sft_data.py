@@ -146,6 +146,17 @@ def test_the_script_says_what_it_dropped(tmp_path, capsys):
     assert "tokenising" not in said.err  # a bar is for terminals
 
 
+def test_the_script_does_not_train_on_what_it_is_scored_on(tmp_path, capsys):
+    """One row asks a problem of the validation split, one of the test split; the others are new."""
+    asked = [COUNTDOWN.prompt(COUNTDOWN.load(split)[1])[-1]["content"] for split in ("validation", "test")]
+    rows = [{"prompt": text, "response": "1"} for text in (*asked, "0+1", "1+0")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = dict(data=str(tmp_path / "rows.jsonl"), max_steps=1, eval_limit=2, batch_size=2, out=str(tmp_path / "runs"))
+    sft.main(sft.Args(**flags))
+    said = capsys.readouterr().out
+    assert "2 training rows, " in said and "2 of 4 dropped:\n  2 ask what the run is scored on; the first: row 1, " in said
+
+
 def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     import datasets
 

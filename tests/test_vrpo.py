@@ -16,6 +16,7 @@ from algos import vrpo
 from bench import margin_variance
 from data import reference
 from data.reference import ReferenceCache, model_facts, weights_checksum
+from evals import load_task
 from models import add_lora, load_model, load_tokenizer, load_weights, meta_model, save_model
 from models.random_init import TINY_LLADA, random_model
 
@@ -648,6 +649,23 @@ def test_files_of_pairs_train(tmp_path, imports, capfd):  # noqa: F811
     assert "5 training pairs, 55 tokens, the longest has 13; 1 of 6 dropped:" in said
     assert "  1 have two equal sides; the first: row 6, '1+1' -> '2' rather than '2'" in said
     assert "validation pairs" not in said and "reward/eval_accuracy" not in row
+
+
+def test_what_the_run_is_scored_on_is_not_trained_on(tmp_path, imports, capfd):  # noqa: F811
+    """Neither problems nor held-out pairs of either split: one training pair asks each of them, five are new."""
+    task, splits = load_task("countdown"), ("validation", "test")
+    asked = [task.prompt(task.load(split)[0])[-1]["content"] for split in splits] + [
+        f"held out for {split}" for split in splits
+    ]
+    prompts = {"train": [*asked, "0+1", "1+1", "2+1", "3+1", "4+1"]} | {split: [f"held out for {split}"] for split in splits}
+    for split, texts in prompts.items():
+        pairs = [{"prompt": text, "chosen": "1", "rejected": "2"} for text in texts]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    flags = RUN | {"model": "tiny-sdar", "data": str(tmp_path), "max_steps": 1, "eval_limit": 2}
+    rows = run_script("vrpo", flags, 1, tmp_path / "run")
+    assert "reward/test_accuracy" in rows[-1]
+    said = capfd.readouterr().out
+    assert "5 training pairs, " in said and "4 of 9 dropped:\n  4 ask what the run is scored on; the first: row 1, " in said
 
 
 def test_the_bench_of_variances_runs(tmp_path, imports, capfd):  # noqa: F811
