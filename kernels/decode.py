@@ -1,4 +1,4 @@
-"""Attention of cached block decoding: the tokens of a row's newest blocks over the keys and values before them."""
+"""Attention of cached decoding: of a row's newest blocks to the keys and values before them, or of a window to all."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.fused import has_kernels
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+HEADS = (16, 32, 64, 128, 256)  # sizes of heads that the Triton kernel takes
 
 
 def decode_attend(cache, start, block_length):
@@ -17,10 +18,9 @@ def decode_attend(cache, start, block_length):
     bf16 and fp16, which reads of each row what is before start; else SDPA, which reads all of the width. q [R, H, T, h];
     k, v [R, K, T, h], H a multiple of K -> [R, H, T, h]
     """
-    if has_kernels(cache[0][0]) and cache[0][0].shape[-1] in (16, 32, 64, 128, 256):
+    if has_kernels(cache[0][0]) and cache[0][0].shape[-1] in HEADS:
         from kernels import fused_triton  # here: machines without a GPU have no Triton
 
-        start = start.contiguous()
         return lambda layer, q, k, v: fused_triton.decode_attention(q, k, v, *cache[layer], start, block_length)
     biases = {}  # made once, as a bool mask would be turned into it in every layer
 
@@ -52,3 +52,31 @@ def decode_reference(q, k, v, keys, values, start, bias):
         y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias)
     y = y.unflatten(2, (-1, q.shape[2])).permute(0, 3, 1, 2, 4)  # [R, T, K, H / K, h], the order of o_proj's inputs
     return y.flatten(2, 3).transpose(1, 2)
+
+
+def window_attention(q, k, v, keys, values, columns, bias=None):
+    """Attention of a window of T neighbouring columns to all of a canvas, whose keys and values are renewed there first.
+
+    q [R, H, T, h]; k, v [R, K, T, h], rotated, H a multiple of K; keys, values [R, K, S, h] are written at columns [T] int64,
+    the same of all rows; bias [R, 1, 1, S]: -inf at columns that nobody sees, 0 at the others, of which each row has some;
+    None: all are seen. -> [R, H, T, h]. Triton on CUDA in bf16 and fp16 for windows of up to 64 columns, else SDPA
+    """
+    if has_kernels(keys) and q.shape[3] in HEADS and q.shape[2] <= 64:
+        from kernels import fused_triton
+
+        start = columns[:1].expand(len(q))
+        return fused_triton.decode_attention(q, k, v, keys, values, start, q.shape[2], window=True, bias=bias)
+    return window_reference(q, k, v, keys, values, columns, bias)
+
+
+def window_reference(q, k, v, keys, values, columns, bias=None):
+    """The portable path of `window_attention`: every device and dtype."""
+    for kept, new in ((keys, k), (values, v)):
+        kept.index_copy_(2, columns, new)
+    return attention(q, keys, values, bias)
+
+
+def attention(q, k, v, bias=None):
+    """q [R, H, T, h]; k, v [R, K, S, h]; bias as above -> [R, H, T, h]"""
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])

@@ -303,23 +303,30 @@ def linear(x, weight, gated=False, onto=None, tuned=None):
 
 
 @triton.jit
-def _attend_to(query, key, value, seen, scale, peak, total, acc):
-    """Online softmax, in powers of 2: peak and sum of the scores so far, and the values weighed by them."""
+def _attend_to(query, key, value, seen, scale, peak, total, acc, MASKED: tl.constexpr):
+    """Online softmax, in powers of 2: peak and sum of the scores so far, and the values weighed by them.
+
+    MASKED: all that was seen so far may be nothing.
+    """
     score = tl.where(seen, tl.dot(query, tl.trans(key)) * scale, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(score, 1))
-    p = tl.exp2(score - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
+    from_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    p = tl.exp2(score - from_peak[:, None])
+    shrink = tl.exp2(peak - from_peak)
     return new_peak, total * shrink + tl.sum(p, 1), tl.dot(p.to(value.dtype), value, acc * shrink[:, None])
 
 
 @triton.jit
 def _decode_kernel(
-    q, k, v, keys, values, start, out, partial, lse, scale, T, n,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_h, c_s, K, G: tl.constexpr, SPLITS: tl.constexpr,
+    q, k, v, keys, values, start, bias, out, partial, lse, scale, T, n, width,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_h, c_s, s_b, K, G: tl.constexpr, SPLITS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one row and key head over one part of its cache; the last part first over the new tokens, which it stores."""
+    """Queries of one row and key head over one part of its cache; the last part first over the new tokens, which it stores.
+
+    WINDOW: all is seen, behind the new tokens too, where BIASED: but for what bias [R, width] is not 0 of; else what is before.
+    """
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
     split, tile = tl.program_id(1), tl.program_id(2)
     m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HEAD)
@@ -327,7 +334,7 @@ def _decode_kernel(
     _await_previous(PDL)
     from_q = (row * q_b + (head * G + g) * q_h + t * q_t)[:, None] + d[None]
     query = tl.load(q + from_q, mask=(t < T)[:, None], other=0.0)
-    length = tl.load(start + row).to(tl.int32)
+    length = tl.load(start + row * s_b).to(tl.int32)
     cache = row * c_b + head * c_h
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -342,18 +349,28 @@ def _decode_kernel(
             to_cache = cache + (length + j)[:, None] * c_s + d[None]
             tl.store(keys + to_cache, new_key, mask=is_new)
             tl.store(values + to_cache, new_value, mask=is_new)
-        seen_new = (j < T)[None] & ((j // n)[None] <= (t // n)[:, None])
-        peak, total, acc = _attend_to(query, new_key, new_value, seen_new, scale, peak, total, acc)
+        if WINDOW:
+            seen_new = (j < T)[None]
+            if BIASED:
+                seen_new &= (tl.load(bias + row * width + length + j, mask=j < T, other=0.0) == 0)[None]
+        else:
+            seen_new = (j < T)[None] & ((j // n)[None] <= (t // n)[:, None])
+        peak, total, acc = _attend_to(query, new_key, new_value, seen_new, scale, peak, total, acc, WINDOW)
 
-    part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    end = width if WINDOW else length
+    part = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N
     first = split * part
-    for s in tl.range(first, tl.minimum(first + part, length), BLOCK_N, num_stages=STAGES):
+    for s in tl.range(first, tl.minimum(first + part, end), BLOCK_N, num_stages=STAGES):
         at = s + tl.arange(0, BLOCK_N)
-        seen = at < length
+        seen = at < end
+        if WINDOW:
+            seen &= (at < length) | (at >= length + T)
+            if BIASED:
+                seen &= tl.load(bias + row * width + at, mask=at < end, other=0.0) == 0
         from_cache = cache + at[:, None] * c_s + d[None]
         key = tl.load(keys + from_cache, mask=seen[:, None], other=0.0)
         value = tl.load(values + from_cache, mask=seen[:, None], other=0.0)
-        peak, total, acc = _attend_to(query, key, value, seen[None], scale, peak, total, acc)
+        peak, total, acc = _attend_to(query, key, value, seen[None], scale, peak, total, acc, WINDOW)
 
     if SPLITS == 1:
         to_out = (((row * T + t) * K + head) * G + g) * HEAD
@@ -399,8 +416,8 @@ def _parts(programs, width):
     return max(min(2 * SMS // programs, width // 128, 16), 1)
 
 
-def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tuned=None):
-    """As kernels.decode.decode_reference. -> [R, H, T, h], in the memory order [R, T, H, h]"""
+def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tuned=None, window=False, bias=None):
+    """As kernels.decode.decode_reference, or as window_reference. -> [R, H, T, h], in the memory order [R, T, H, h]"""
     (R, H, T, h), K = q.shape, k.shape[1]
     G = H // K
     block_m = min(max(triton.next_power_of_2(G * T), 16), 64)
@@ -412,13 +429,16 @@ def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tu
     out = torch.empty(R, T, H, h, dtype=q.dtype, device=q.device)
     new = lambda *shape: torch.empty(*shape, dtype=torch.float32, device=q.device) if splits > 1 else out
     partial, lse = new(R * K, splits, tiles * block_m, h), new(R * K, splits, tiles * block_m)
-    if keys.stride() != values.stride() or not all(x.stride(-1) == 1 for x in (q, k, v, keys)) or not start.is_contiguous():
-        raise ValueError("keys and values must lie alike, and whole heads and starts together")
+    if keys.stride() != values.stride() or not all(x.stride(-1) == 1 for x in (q, k, v, keys)):
+        raise ValueError("keys and values must lie alike, and whole heads together")
+    if bias is not None and (bias.shape != (R, 1, 1, width) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be contiguous and [{R}, 1, 1, {width}], not {[*bias.shape]}")
     _decode_kernel[(R * K, splits, tiles)](
-        q, k, v, keys, values, start, out, partial, lse, math.log2(math.e) / math.sqrt(h), T, block_length,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], K, G=G, SPLITS=splits, HEAD=h,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages, num_warps=warps,
-        **early(q),
+        q, k, v, keys, values, start, out if bias is None else bias, out, partial, lse,
+        math.log2(math.e) / math.sqrt(h), T, block_length, width,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], start.stride(0), K, G=G, SPLITS=splits, HEAD=h,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages,
+        WINDOW=window, BIASED=bias is not None, num_warps=warps, **early(q),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(R * K, tiles * block_m // 16)](

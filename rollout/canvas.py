@@ -8,14 +8,12 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernels.decode import attention, window_attention
 from kernels.fused import fused_kernels
 from rollout.graphs import Graphs
 
 GRAPH_TOKENS = 4096  # a forward of more tokens keeps the GPU busy while the host launches it
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def token_bytes(model, keeps):
@@ -98,18 +96,15 @@ class Canvas:
 
     def _attend(self, here, layer, q, k, v):
         """here [w]: columns of the window, None for all. k, v [R, K, w, h], rotated"""
-        if self.keeps:
-            shape = *k.shape[:2], self.S, k.shape[3]
-            for kind, new in (("k", k), ("v", v)):
-                name = kind, layer
-                if name not in self.room:  # by the first forward, outside of any graph
-                    self.room[name] = torch.empty(self.capacity * shape[1] * shape[3], dtype=k.dtype, device=k.device)
-                kept = self._view(name, *shape)
-                if here is None:
-                    kept.copy_(new)
-                else:
-                    kept.index_copy_(2, here, new)
-            if here is not None:
-                k, v = self._view(("k", layer), *shape), self._view(("v", layer), *shape)
-        with sdpa_kernel(BACKENDS, set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=q.shape[1] != k.shape[1])
+        if not self.keeps:
+            return attention(q, k, v, self.bias)
+        shape, kept = (*k.shape[:2], self.S, k.shape[3]), []
+        for name in (("k", layer), ("v", layer)):
+            if name not in self.room:  # by the first forward, outside of any graph
+                self.room[name] = torch.empty(self.capacity * shape[1] * shape[3], dtype=k.dtype, device=k.device)
+            kept.append(self._view(name, *shape))
+        if here is not None:
+            return window_attention(q, k, v, *kept, here, self.bias)
+        for old, new in zip(kept, (k, v), strict=True):
+            old.copy_(new)
+        return attention(q, k, v, self.bias)

@@ -3,6 +3,7 @@
 The kernels need a GPU, or `TRITON_INTERPRET=1 pytest tests/test_fused.py` where Triton is installed.
 """
 
+import itertools
 import math
 import os
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from kernels import fused
 from kernels.attention import bidirectional, make_attend
-from kernels.decode import decode_attend
+from kernels.decode import decode_attend, window_reference
 from kernels.fused import fused_kernels, joined_weight, lay_together, project
 from kernels.moe import experts_loop
 from models import add_lora, dream, export_weights, llada, llada2, sdar
@@ -236,6 +237,53 @@ def test_a_part_of_the_slots_is_enough(name):
     got = compute(q, k, v, *(slot[:2, :, :48] for slot in slots), start, 4, **options)
     assert torch.equal(got, want)
     assert all((slot[2] == 1e4).all() and (slot[:, :, 48:] == 1e4).all() for slot in slots)
+
+
+def of_a_window(q, k, v, keys, values, first, bias):
+    """fp64, one query after the other, of all columns but those with a bias -> output, keys and values with the new ones"""
+    keys, values = keys.double().clone(), values.double().clone()
+    (R, H, T, h), y = q.shape, torch.zeros_like(q, dtype=torch.float64)
+    keys[:, :, first : first + T], values[:, :, first : first + T] = k.double(), v.double()
+    for r, head, t in itertools.product(range(R), range(H), range(T)):
+        group, seen = head // (H // k.shape[1]), bias[r, 0, 0] == 0
+        p = (keys[r, group, seen] @ q[r, head, t].double() / math.sqrt(h)).softmax(0)
+        y[r, head, t] = p @ values[r, group, seen]
+    return y, keys, values
+
+
+WINDOWS = {"portable": (window_reference, ATTENTION["portable"][2])}
+if RUNS:
+    for parts in (None, 1, 2, 5):
+
+        def in_triton(q, k, v, keys, values, columns, bias=None, parts=parts):
+            options, start = ATTENTION[f"triton-{parts}"][1], columns[:1].expand(len(q))
+            return fused_triton.decode_attention(q, k, v, keys, values, start, 1, **options, window=True, bias=bias)
+
+        WINDOWS[f"triton-{parts}"] = in_triton, DTYPES
+
+
+@pytest.mark.parametrize("name, dtype", [(name, dtype) for name in WINDOWS for dtype in WINDOWS[name][1]])
+@pytest.mark.parametrize(
+    "R, H, K, h, T, S, first", [(3, 4, 2, 32, 4, 64, 40), (2, 7, 1, 16, 9, 90, 33), (2, 2, 2, 64, 32, 160, 0)]
+)
+def test_attention_of_a_window_by_enumeration(name, dtype, R, H, K, h, T, S, first):
+    compute = WINDOWS[name][0]
+    q, k, v, cache = attention_case(R, H, K, h, T, S, dtype)
+    columns = torch.arange(first, first + T, device=DEVICE)
+    bias = torch.zeros(R, 1, 1, S, dtype=dtype, device=DEVICE)
+    if first:
+        bias[1, ..., : first - 3] = float("-inf")  # whole turns and parts of the kernel see nothing
+        bias[0, ..., first + T + 2 :] = float("-inf")
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    wants = of_a_window(q, k, v, *cache, first, bias), of_a_window(q, k, v, *cache, first, torch.zeros_like(bias))
+    for some, (want, keys, values), (other, _, _) in zip((bias, None), wants, wants[::-1], strict=True):
+        view = [x.clone() for x in cache]
+        got = compute(q, k, v, *view, columns, some).double()
+        assert got.shape == q.shape and (got - want).norm() < tolerance * want.norm()
+        assert torch.equal(view[0].double(), keys) and torch.equal(view[1].double(), values)
+        assert not first or (got - other).norm() > 2 * tolerance * want.norm()  # negative controls: the bias, the place
+        got = compute(q, k, v, *(x.clone() for x in cache), columns + 1, some).double()
+        assert (got - want).norm() > 2 * tolerance * want.norm()
 
 
 # --- experts -----------------------------------------------------------------------------------------------------------------
