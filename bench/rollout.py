@@ -12,18 +12,19 @@ ms per step: seconds over the forwards that all rows at work share. Peak: what t
 Roofline of a rollout: least seconds for the forwards that it made, as the sum over them of
     matrices   every distinct product of the model, measured on this device at this number of rows, weights not in cache (q, k
                and v are one product, so are gate and up); the head at the tokens that were still masked
-    experts    the greater of the bytes of those that are expected to be hit by random routing, E (1 - (1 - k/E)^rows), over the
-               bandwidth and their FLOPs over the peak
+    experts    the greater of the bytes of those that forwards of so many rows hit, counted in a rollout of 16 blocks or less
+               without graphs, over the bandwidth and their FLOPs over the peak
     attention  the greater of the bytes of the cache that is read over the bandwidth and 4 H h FLOPs a pair over the peak
 with the 4.8 TB/s and 790 TFLOP/s of an H200. Norms, rotation, sampling and launches count nothing, so 1 cannot be reached.
 """
 
 import gc
 import json
+import math
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.fast_dllm import FastDLLM
+from kernels.moe import Experts
 from rollout import make_engine
 from rollout.block import ADAPTIVE
 
@@ -198,6 +200,7 @@ class Roofline:
         self.model, weight = model, model.lm_head.weight
         self.head, self.where = tuple(weight.shape), (weight.device, weight.dtype)
         self.products, self.experts = products(model)
+        self.hit = {}  # rows of a forward -> distinct experts that a layer sent them to, in the mean
         config = model.config
         heads = getattr(config, "num_attention_heads", None) or config.n_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.n_kv_heads
@@ -206,13 +209,32 @@ class Roofline:
         self.token_bytes = 2 * layers * kv_heads * head_dim * weight.element_size()
         self.pair_flops = 4 * layers * heads * head_dim
 
+    def count_hits(self, engine, roll):
+        """Fill `hit` from roll(), a rollout of the engine, whose graphs are off meanwhile: they would hide the routing."""
+        seen = defaultdict(list)
+
+        def count(module, inputs):
+            index = inputs[1]
+            seen[index.numel() // index.shape[-1]].append(len(index.unique()))
+
+        layers = [module for module in self.model.modules() if isinstance(module, Experts)]
+        hooks, graphs = [layer.register_forward_pre_hook(count) for layer in layers], engine.use_graphs
+        engine.use_graphs = False
+        try:
+            roll()
+        finally:
+            engine.use_graphs = graphs
+            for hook in hooks:
+                hook.remove()
+        self.hit = {rows: sum(numbers) / len(numbers) for rows, numbers in seen.items()}
+
     def seconds(self, rows, head_rows, cached, pairs):
         """One forward: rows through the blocks, head_rows through the head, cached tokens read, pairs of query and key."""
         total = sum(count * product_s(rows, *shape, *self.where) for shape, count in self.products.items())
         total += product_s(head_rows, *self.head, *self.where) if head_rows else 0
-        for number, size in self.experts:
+        for _, size in self.experts:
             k = self.model.config.num_experts_per_tok
-            hit = number * (1 - (1 - k / number) ** rows)
+            hit = self.hit[min(self.hit, key=lambda other: abs(math.log(other / rows)))]  # batches are filled up to buckets
             total += max(hit * size * self.where[1].itemsize / BYTES_PER_S, 2 * rows * k * size / FLOP_PER_S)
         return total + max(cached * self.token_bytes / BYTES_PER_S, pairs * self.pair_flops / FLOP_PER_S)
 
@@ -258,7 +280,9 @@ def facts_of(seconds, tokens, forwards, first_s=None):
 def measure_engine(engine, rows, args, settings, prompt_length, mask_token_id, roofline=None):
     """An engine of make_engine -> facts of a rollout of so many rows"""
     prompts, samples = prompts_of(args, mask_token_id, rows, prompt_length)
-    roll = lambda seed: engine.generate(prompts.tolist(), num_samples=samples, seed=seed, **settings)
+    roll = lambda seed, **other: engine.generate(prompts.tolist(), num_samples=samples, seed=seed, **settings | other)
+    if roofline and roofline.experts:
+        roofline.count_hits(engine, lambda: roll(0, gen_length=min(settings["gen_length"], 16 * settings["block_length"])))
     first_s, _ = timed(lambda: roll(0))
     seconds, traces = zip(*(timed(lambda: roll(1 + i)) for i in range(args.repeats)), strict=True)  # noqa: B023
     trace = traces[seconds.index(min(seconds))]
@@ -269,6 +293,8 @@ def measure_engine(engine, rows, args, settings, prompt_length, mask_token_id, r
         floor, steps = roofline.rollout(trace, rows)
         facts |= {"steps": steps, "ms_per_step": 1e3 * min(seconds) / steps, "roofline_ms_per_step": 1e3 * floor / steps}
         facts |= {"roofline_share": floor / min(seconds)}
+        if roofline.hit:
+            facts["experts_hit"] = {rows: round(number, 1) for rows, number in sorted(roofline.hit.items())}
     return facts
 
 

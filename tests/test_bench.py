@@ -21,6 +21,7 @@ from bench.rollout import (
     products,
     prompts_of,
 )
+from kernels.moe import Experts
 from models import load_model
 from rollout import make_engine
 
@@ -110,12 +111,28 @@ def test_roofline_adds_products_experts_and_cache(monkeypatch):
     assert dense.seconds(8, 3, 0, 0) - dense.seconds(8, 0, 0, 0) == pytest.approx(3 * 264 * 96 * 1e-15)
     cache = 1000 * 4 * 2 * 2 * 32 * 4 / bench.BYTES_PER_S  # layers, keys and values, heads, head size, bytes
     assert dense.seconds(8, 0, 1000, 0) - dense.seconds(8, 0, 0, 0) == pytest.approx(cache)
+    sparse.hit = {1: 2.0, 10**9: 4.0}
     one, many = (sparse.seconds(rows, 0, 0, 0) for rows in (1, 10**9))
     plain = sum(count * outputs * inputs for (outputs, inputs), count in sparse.products.items()) * 1e-15
     read = sum(2 * size * 4 / bench.BYTES_PER_S for _, size in sparse.experts)  # one row hits its two experts
     assert one - plain == pytest.approx(read)
     work = sum(2 * 10**9 * 2 * size / bench.FLOP_PER_S for _, size in sparse.experts)
     assert many - 10**9 * plain == pytest.approx(work)
+
+
+def test_roofline_counts_the_experts_that_are_hit(monkeypatch):
+    engine, args = make_engine("tiny-sdar-moe", max_batch_size=4), Args("tiny-sdar-moe", samples_per_prompt=2)
+    roofline, given, forward = Roofline(engine.model), [], Experts.forward
+    settings = {"gen_length": 16, "block_length": 4, "denoising_steps": 2, "temperature": 1.0}
+    settings |= {"remasking": "low_confidence_static", "confidence_threshold": 0.9}
+    monkeypatch.setattr(Experts, "forward", lambda layer, x, index, w: given.append(index) or forward(layer, x, index, w))
+    roofline.count_hits(engine, lambda: engine.generate([[5, 6, 7, 8], [9, 10, 11, 12]], num_samples=2, seed=0, **settings))
+    assert {8, 16} <= set(roofline.hit) and not any(module._forward_pre_hooks for module in engine.model.modules())
+    for rows, number in roofline.hit.items():  # the prefill of two prompts, four rows of blocks and, at the end, fewer
+        hit = [len(set(index.flatten().tolist())) for index in given if index[..., 0].numel() == rows]
+        assert number == pytest.approx(sum(hit) / len(hit)) and 2 <= number <= 8
+    facts = measure_engine(engine, 4, args, settings, 4, engine.model.mask_token_id, roofline)
+    assert 16 in facts["experts_hit"] and 0 < facts["roofline_share"]
 
 
 def test_rate_is_tokens_up_to_the_stop_over_the_fastest_rollout():
