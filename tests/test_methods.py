@@ -1316,10 +1316,11 @@ def test_sft_tails_of_bidirectional_models_stay_within_max_length():
     model, args = random_model(TINY_LLADA), sft.Args(batch_size=64, eos_tail=5, max_length=9, group_by_length=False)
     model.pad_token_id = EOS
     short, long, longest = ([1, 2], [3, EOS]), ([1, 2], [3, 4, 5, 6, EOS]), ([1, 2], [3, 4, 5, 6, 7, 0, EOS])
-    make = lambda rows: sft.make_batch(rows, args, model, 0, 0, 1, torch.device("cpu"))
+    make = lambda rows, step=0: sft.make_batch(rows, args, model, step, 0, 1, torch.device("cpu"))
     lengths = [make([row] * 64).valid_mask.sum(1).tolist() for row in (short, long, longest)]
     assert [set(found) for found in lengths] == [{4, 5, 6, 7, 8, 9}, {7, 8, 9}, {9}]
     assert lengths[1] == [min(n + 3, 9) for n in lengths[0]]
+    assert make([short] * 64, 1).valid_mask.sum(1).tolist() != lengths[0]  # drawn anew in every step
     mixed = make([short, long, longest])
     assert mixed.valid_mask.sum(1).tolist() == [found[i] for i, found in enumerate(lengths)]
     assert (mixed.answer_mask.sum(1) == mixed.valid_mask.sum(1) - 2).all()

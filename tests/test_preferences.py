@@ -14,7 +14,7 @@ from evals import load_task
 from models.random_init import byte_tokenizer
 
 EOS, COUNTDOWN = 256, load_task("countdown")
-MODEL = SimpleNamespace(eos_token_ids=[EOS], mask_token_id=257)
+MODEL = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=257)  # the first one closes an answer
 USER = {"role": "user", "content": "1+1"}
 
 
@@ -85,6 +85,9 @@ def test_pairs_are_dropped_as_a_whole_and_counted():
     first = kept.dropped["exceed --max-length 8"]["first"]
     assert first == "row 3, 9 tokens: '1+1' -> '2' rather than '333'"
     assert len(encoded(pairs, 7)) == 1
+    plain = SimpleNamespace(eos_token_ids=[EOS], mask_token_id=ord("z"))  # the mask token among a tokenizer's plain ones
+    kept = encode_pairs([pair(), pair("z", "2"), pair("2", "z")], byte_tokenizer(), plain, 100, use_cache=False)
+    assert len(kept) == 1 and kept.dropped["hold a mask token"]["rows"] == 2
 
 
 def test_a_run_never_starts_on_no_pairs():

@@ -24,7 +24,7 @@ from models.checkpoint import build_model, set_special_tokens
 from models.random_init import byte_tokenizer
 
 EOS, MASK, COUNTDOWN, GSM8K = 256, 257, load_task("countdown"), load_task("gsm8k")
-TINY = SimpleNamespace(eos_token_ids=[EOS], mask_token_id=MASK)
+TINY = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=MASK)  # the first one closes an answer
 HF, FILES = (Path(os.environ[name]) if os.environ.get(name) else None for name in ("CLEANDLLM_HF", "CLEANDLLM_DATA"))
 needs_hf = pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 needs_files = pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")
@@ -56,6 +56,9 @@ def test_text_that_looks_like_a_special_token_stays_text_in_an_answer():
     """A mask token in an answer would have probability 0, an end token in its middle would end it."""
     ((_, answer),) = ids([row("x", "a<|MASK|>b<|endoftext|>")])
     assert answer == [*b"a<|MASK|>b<|endoftext|>", EOS]
+    rows = [row("x", "y"), row("x", "yz")]  # a tokenizer with the mask token among its plain ones: then it must not get in
+    rows = encode(rows, byte_tokenizer(), SimpleNamespace(eos_token_ids=[EOS], mask_token_id=ord("z")), 20, use_cache=False)
+    assert [answer for _, answer in rows] == [[*b"y", EOS]] and rows.dropped["hold a mask token"]["rows"] == 1
 
 
 LEFT_OUT = {  # row, why, what is shown of the first
@@ -77,6 +80,16 @@ LEFT_OUT = {  # row, why, what is shown of the first
         {"prompt": " 5  7  1 =  11 ", "response": "c"},
         "ask what the run is scored on",
         "' 5  7  1 =  11 ' -> 'c'",
+    ),
+    "asked in tests, after other turns": (
+        {
+            "prompt": [
+                {"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "b"), ("user", "5 7 1 = 11")]
+            ],
+            "response": "c",
+        },
+        "ask what the run is scored on",
+        "'5 7 1 = 11' -> 'c'",
     ),
 }
 

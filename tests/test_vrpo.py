@@ -166,6 +166,19 @@ def test_draws_belong_on_timesteps_and_are_shared_with_the_reference():
     assert 1.1 * variance[2, 2] < variance[1, 4] and 1.1 * variance[1, 4] < variance[1, 1]
 
 
+@pytest.mark.parametrize("n", [8, 4, 2])
+def test_timesteps_are_stratified_in_every_block(n):
+    """n timesteps over a block of 8: one count of masked tokens in each of n equal parts of 1..8, every count equally often."""
+    batch = toy(2000, None, ((8, 8),))
+    masks = vrpo.sample_masks(batch, args_of(mc_num=n))
+    for block in (0, 1):
+        counts = (masks.masked & (batch.block_ids == block)[:, None]).sum(2)
+        parts = (counts - 1) // (8 // n)
+        assert torch.equal(parts.sort(1).values, torch.arange(n).expand(2000, n))
+        share = torch.bincount(counts[:, 0], minlength=9)[1:] / 2000
+        torch.testing.assert_close(share, torch.full((8,), 1 / 8), atol=0.04, rtol=0)
+
+
 @single_rank
 def test_two_answers_are_drawn_apart_and_masks_of_the_reference_too():
     """'drawn independently for chosen and rejected': equal prompts and lengths, other masks; unshared: other masks again."""
