@@ -109,11 +109,13 @@ def _json_object(raw: bytes, where: str) -> dict:
 
 
 def read_csv(path: Path) -> Iterator[dict]:
-    """Rows of a csv with a header; every value is text."""
+    """Rows of a csv with a header; every value is text. SystemExit on more cells than the header has, or an open quote."""
     line = 0
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for row in (reader := csv.DictReader(file)):
+            for row in (reader := csv.DictReader(file, strict=True)):
+                if None in row:  # else an answer would be cut at its first comma
+                    raise csv.Error("the next row has more cells than the header: text with a comma needs quotes")
                 yield row
                 line = reader.line_num
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -93,6 +93,12 @@ def test_a_damaged_csv_is_refused(tmp_path):
     refused(path, "utf-8")
     path.write_bytes(b"prompt,response\na,b\n" + b"x" * 200_000 + b",c\n")
     refused(path, "behind line 2", "field larger")
+    path.write_bytes(b"prompt,response\na,b\nc,2, then 3\n")
+    refused(path, "behind line 2", "more cells than the header")
+    path.write_bytes(b'prompt,response\na,b\nc,"cut off\n')
+    refused(path, "behind line 2", "unexpected end of data")
+    path.write_bytes(b'prompt,response\na,"b, ""c"""\nd\n')
+    assert read_rows(str(path), "train", ()) == [{"prompt": "a", "response": 'b, "c"'}, {"prompt": "d", "response": None}]
 
 
 def test_a_folder_or_a_file_without_rights_is_refused(tmp_path):
