@@ -4,7 +4,8 @@
 
 A kernel that starts while the one before it still runs is not as fast alone as among others. So layers are measured whole:
 norm, qkv, rotation, attention over a cache, o, norm, gate and up, down, as one CUDA graph over more layers than fit any cache.
-JSON lines for cuBLAS' products, and one a product, and the attention, whose best tiles were found with the others fixed.
+JSON lines: the layers with cuBLAS's products, then the best tiles of each product and of the attention, found while the others
+stay as they are, and the next best five.
 """
 
 import itertools

@@ -15,7 +15,8 @@ Roofline of a rollout: least seconds for the forwards that it made, as the sum o
     experts    the greater of the bytes of those that forwards of so many rows hit, counted in a rollout of 16 blocks or less
                without graphs, over the bandwidth and their FLOPs over the peak
     attention  the greater of the bytes of the cache that is read over the bandwidth and 4 H h FLOPs a pair over the peak
-with the 4.8 TB/s and 790 TFLOP/s of an H200. Norms, rotation, sampling and launches count nothing, so 1 cannot be reached.
+with the 4.8 TB/s and 790 TFLOP/s of an H200. Norms, rotation, sampling and launches count nothing. The matrices are cuBLAS's: a
+sampler whose own products of few tokens are faster may pass 1.
 """
 
 import gc
@@ -313,6 +314,8 @@ def measure_peer(peer, rows, kind, args, settings, prompt_length, model):
 
 
 def main(args):
+    if args.peer and not (Path(args.peer) / "model").is_dir():
+        raise SystemExit(f"--peer {args.peer} has no folder `model`: give llada/ or dream/ of a copy of Fast-dLLM")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report, rates, setting = Report(args), {}, None
     report.write({"gpu": torch.cuda.get_device_name() if device.type == "cuda" else None, "torch": torch.__version__})

@@ -325,7 +325,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """Queries of one row and key head over one part of its cache; the last part first over the new tokens, which it stores.
 
-    WINDOW: all is seen, behind the new tokens too, where BIASED: but for what bias [R, width] is not 0 of; else what is before.
+    Seen is what is before the new tokens; WINDOW: what is behind them too, BIASED: if bias [R, width] is 0 there.
     """
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
     split, tile = tl.program_id(1), tl.program_id(2)

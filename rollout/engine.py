@@ -233,6 +233,11 @@ class Engine:
         if with_mask := [i for i, ids in enumerate(prompt_ids) if self.model.mask_token_id in ids]:
             mask = f"the mask token (id {self.model.mask_token_id})"
             raise SystemExit(f"prompt {with_mask[0]} holds {mask}: a learner would take it for a token to predict; remove it")
+        V = self.model.lm_head.weight.shape[0]
+        if unknown := [i for i, ids in enumerate(prompt_ids) if not 0 <= min(ids) <= max(ids) < V]:
+            raise SystemExit(
+                f"prompt {unknown[0]} holds an id outside of the model's 0 to {V - 1}: is the tokenizer the model's?"
+            )
         settings = {
             "num_samples": num_samples,
             "gen_length": gen_length,

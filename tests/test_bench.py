@@ -16,6 +16,7 @@ from bench.rollout import (
     denoising_forwards,
     facts_of,
     forwards_of,
+    main,
     measure_engine,
     measure_peer,
     products,
@@ -118,6 +119,8 @@ def test_roofline_adds_products_experts_and_cache(monkeypatch):
     assert one - plain == pytest.approx(read)
     work = sum(2 * 10**9 * 2 * size / bench.FLOP_PER_S for _, size in sparse.experts)
     assert many - 10**9 * plain == pytest.approx(work)
+    sparse.hit = {1: 2.0, 64: 4.0}  # numbers that were not counted take the nearest ratio's
+    assert [sparse.seconds(rows, 0, 0, 0) - rows * plain for rows in (2, 10)] == [pytest.approx(read), pytest.approx(2 * read)]
 
 
 def test_roofline_counts_the_experts_that_are_hit(monkeypatch):
@@ -126,7 +129,10 @@ def test_roofline_counts_the_experts_that_are_hit(monkeypatch):
     settings = {"gen_length": 16, "block_length": 4, "denoising_steps": 2, "temperature": 1.0}
     settings |= {"remasking": "low_confidence_static", "confidence_threshold": 0.9}
     monkeypatch.setattr(Experts, "forward", lambda layer, x, index, w: given.append(index) or forward(layer, x, index, w))
+    engine.use_graphs = True  # a graph would hide the routing, and the CPU has none
     roofline.count_hits(engine, lambda: engine.generate([[5, 6, 7, 8], [9, 10, 11, 12]], num_samples=2, seed=0, **settings))
+    assert engine.use_graphs
+    engine.use_graphs = False
     assert {8, 16} <= set(roofline.hit) and not any(module._forward_pre_hooks for module in engine.model.modules())
     for rows, number in roofline.hit.items():  # the prefill of two prompts, four rows of blocks and, at the end, fewer
         hit = [len(set(index.flatten().tolist())) for index in given if index[..., 0].numel() == rows]
@@ -174,6 +180,11 @@ def test_peer_of_another_version_is_refused(tmp_path):
     assert edited(file, {"x = 1": "x = 2"}).x == 2
     with pytest.raises(RuntimeError, match="another version"):
         edited(file, {"x = 3": "x = 2"})
+
+
+def test_a_folder_that_is_no_peer_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match="^--peer .* has no folder `model`: give llada/ or dream/"):
+        main(Args("tiny-llada", peer=str(tmp_path)))
 
 
 def test_bench_runs_on_tiny_models(tmp_path):

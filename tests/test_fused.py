@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import fused
+from kernels import decode, fused
 from kernels.attention import bidirectional, make_attend
-from kernels.decode import decode_attend, window_reference
+from kernels.decode import decode_attend, window_attention, window_reference
 from kernels.fused import fused_kernels, joined_weight, lay_together, project
 from kernels.moe import experts_loop
 from models import add_lora, dream, export_weights, llada, llada2, sdar
 from models.random_init import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_SDAR, TINY_SDAR_MOE, random_model
-from rollout import make_engine
+from rollout import canvas, make_engine
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -264,7 +264,8 @@ if RUNS:
 
 @pytest.mark.parametrize("name, dtype", [(name, dtype) for name in WINDOWS for dtype in WINDOWS[name][1]])
 @pytest.mark.parametrize(
-    "R, H, K, h, T, S, first", [(3, 4, 2, 32, 4, 64, 40), (2, 7, 1, 16, 9, 90, 33), (2, 2, 2, 64, 32, 160, 0)]
+    "R, H, K, h, T, S, first",
+    [(3, 4, 2, 32, 4, 64, 40), (2, 7, 1, 16, 9, 90, 33), (2, 2, 2, 64, 32, 160, 0), (2, 7, 1, 16, 17, 62, 44)],
 )
 def test_attention_of_a_window_by_enumeration(name, dtype, R, H, K, h, T, S, first):
     compute = WINDOWS[name][0]
@@ -274,6 +275,7 @@ def test_attention_of_a_window_by_enumeration(name, dtype, R, H, K, h, T, S, fir
     if first:
         bias[1, ..., : first - 3] = float("-inf")  # whole turns and parts of the kernel see nothing
         bias[0, ..., first + T + 2 :] = float("-inf")
+        bias[0, ..., first + 1] = float("-inf")  # and one of the new tokens
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     wants = of_a_window(q, k, v, *cache, first, bias), of_a_window(q, k, v, *cache, first, torch.zeros_like(bias))
     for some, (want, keys, values), (other, _, _) in zip((bias, None), wants, wants[::-1], strict=True):
@@ -284,6 +286,56 @@ def test_attention_of_a_window_by_enumeration(name, dtype, R, H, K, h, T, S, fir
         assert not first or (got - other).norm() > 2 * tolerance * want.norm()  # negative controls: the bias, the place
         got = compute(q, k, v, *(x.clone() for x in cache), columns + 1, some).double()
         assert (got - want).norm() > 2 * tolerance * want.norm()
+
+
+@needs_triton
+@each_dtype
+@pytest.mark.parametrize("h, T, kernels", [(32, 64, 1), (32, 65, 0), (24, 4, 0)])
+def test_windows_that_the_kernel_takes_and_those_it_leaves(monkeypatch, dtype, h, T, kernels):
+    """Up to 64 columns and sizes of heads that it knows; the others are SDPA's. Both write and attend alike."""
+    monkeypatch.setattr(decode, "has_kernels", lambda x: True)
+    calls, real = [], fused_triton.decode_attention
+    monkeypatch.setattr(fused_triton, "decode_attention", lambda *args, **more: calls.append(1) or real(*args, **more))
+    q, k, v, cache = attention_case(2, 2, 1, h, T, 96, dtype)
+    bias, columns = torch.zeros(2, 1, 1, 96, dtype=dtype, device=DEVICE), torch.arange(30, 30 + T, device=DEVICE)
+    bias[1, ..., :7] = float("-inf")
+    views = [[x.clone() for x in cache] for _ in range(2)]
+    got, want = (f(q, k, v, *view, columns, bias) for f, view in zip((window_attention, window_reference), views, strict=True))
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+    assert len(calls) == kernels and ((got - want).norm() / want.norm()).item() < tolerance
+    assert all(
+        torch.equal(ours, theirs) and not torch.equal(ours, old) for ours, theirs, old in zip(*views, cache, strict=True)
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["LLaDA", "Dream"])
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_a_cached_rollout_takes_the_window_kernel(monkeypatch, name, cache):
+    """The sampler's own calls: a window of a ragged batch beside its cache, Dream's with one column more, is SDPA's."""
+    sizes = {"d_model": 128, "n_layers": 2} if name == "LLaDA" else {"hidden_size": 128, "num_hidden_layers": 2}
+    model = random_model(CONFIGS[name] | sizes, device=DEVICE, dtype=DTYPES[0])
+    options = dict(gen_length=8, block_length=4, denoising_steps=2, cache=cache, stop_at_eos=False)
+    prompts, widths, gaps, real = [[5, 6, 7], [8]], [], [], decode.window_attention
+
+    def compared(q, k, v, keys, values, columns, bias=None):
+        copies = keys.clone(), values.clone()
+        monkeypatch.setattr(decode, "has_kernels", lambda x: True)
+        got = real(q, k, v, keys, values, columns, bias)
+        want = window_reference(q, k, v, *copies, columns, bias)
+        assert bias is not None and torch.equal(keys, copies[0]) and torch.equal(values, copies[1])
+        free = window_reference(q, k, v, *copies, columns)  # negative control: padding is seen
+        gaps.append([((y - want).norm() / want.norm()).item() for y in (got, free)])
+        widths.append(q.shape[2])
+        return got
+
+    monkeypatch.setattr(canvas, "window_attention", compared)
+    engine, before = make_engine(model), int(name == "Dream")
+    engine.use_graphs = False  # a comparison reads values back
+    engine.generate(prompts, **options)
+    assert widths == [width + before for width in ((4, 4) if cache == "dual" else (8, 4)) for _ in range(2)]
+    tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-5}[DTYPES[0]]
+    assert all(gap < tolerance < free for gap, free in gaps)
 
 
 # --- experts -----------------------------------------------------------------------------------------------------------------

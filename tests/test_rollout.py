@@ -855,6 +855,9 @@ def test_generate_refuses_an_empty_prompt_and_takes_its_own_block_length(engine)
         engine.generate([[3], []])
     with pytest.raises(SystemExit, match=f"prompt 1 holds the mask token .id {M}."):
         engine.generate([[3], [4, M, 5]])
+    for token in (-1, len(engine.model.lm_head.weight)):  # on a GPU it would be an assertion of the device, not an error
+        with pytest.raises(SystemExit, match="prompt 1 holds an id outside of the model's 0 to .* tokenizer"):
+            engine.generate([[3], [4, token, 5]])
     want = engine.generate([[3]], **OPTIONS)
     for block_length in (4, 0):
         assert same_draws(engine.generate([[3]], block_length=block_length, **OPTIONS), want, 0)
