@@ -42,7 +42,7 @@ PREFILL = 1 << 15  # most tokens in a forward of prompts
 # H200 (bench/refill.py --ridge) with 4 steps a block: to 8 rows 1.18, 16 1.09, 24 0.99, 32 0.93; with 2 1.38, 1.27, 1.13, 1.05.
 RIDGE = 128
 ADAPTIVE = ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded")  # rules that may end a block early
-NOT_FINITE, LATE = 1, 2  # faults of a row
+NOT_FINITE, LATE, MANY = 1, 2, 3  # faults of a row
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class BlockEngine(engine.Engine):
         """Step all samples to their ends, R at a time, in the order of their numbers."""
         n, N = self.model.block_length, len(owners)
         behind = int(self.in_buckets)  # steps between the one that the host has seen and the one that it launches
-        start, end, _ = slots.look()()
+        start, end, _, left = slots.look()()
         places, entered, looks = list(range(N, N + R)), 0, deque()  # places: the sample at each, an ended one where it is free
         slots.sample[:R] = torch.arange(N, N + R, device=self.device)
         for clock in count():
@@ -172,11 +172,13 @@ class BlockEngine(engine.Engine):
                 R, free = fewer, [r for r in range(fewer) if r not in live]
                 far = [r for r in live if r >= R]
                 self._move(slots, places, far, free, width)
-            step = partial(self._step, slots, R, width, rule, joined)
-            self.graphs.run((R, width, rule, joined), step) if self.graphs else step()
-            looks.append(slots.look())
+            unseen = [(stepped, was_joined) for stepped, was_joined, _ in looks]
+            most = self._most_masks([places[r] for r in live], left, unseen, rule, joined)
+            step = partial(self._step, slots, R, width, rule, joined, most)
+            self.graphs.run((R, width, rule, joined, most), step) if self.graphs else step()
+            looks.append((set(places[:R]), joined, slots.look()))
             if len(looks) > behind:
-                start, end, fault = looks.popleft()()
+                start, end, fault, left = looks.popleft()[2]()
                 if any(fault):
                     self._fail(slots, fault, rule)
 
@@ -188,11 +190,35 @@ class BlockEngine(engine.Engine):
             return 2 * R * self.model.block_length <= self.ridge
         return clock > 0 and clock % rule.denoising_steps == 0
 
+    def _most_masks(self, samples, left, unseen, rule, joined):
+        """-> at most so many tokens of a block are masked in the next step: they alone pass through the head
+
+        left: masks that the host has seen in the block of each sample; unseen: (samples, joined) of each step since then. What
+        follows from it under rules of a fixed number of tokens a step is rounded up to quarters of a block: each is a graph.
+        """
+        n = self.model.block_length
+        if rule.remasking in ADAPTIVE or rule.editing_threshold is not None:
+            return n
+        base, remainder = divmod(n, rule.denoising_steps)
+        quotas = {base, base + (remainder > 0)}
+        enter = lambda number, joined: n if joined and not number else number  # a whole block goes on to the next one, or
+        leave = lambda number: {max(number - quota, 0) for quota in quotas} if number else {n}  # is committed
+        most = 1
+        for steps, number in {(tuple(joined for some, joined in unseen if i in some), left[i]) for i in samples}:
+            numbers = {number}
+            for was_joined in steps:
+                numbers = set().union(*(leave(enter(number, was_joined)) for number in numbers))
+            most = max(most, *(enter(number, joined) for number in numbers))
+        share = -(-n // 4)
+        return min(-(-most // share) * share, n)
+
     def _fail(self, slots, fault, rule):
         bad = [i for i, code in zip(slots.sample_index.tolist(), fault, strict=True) if code == NOT_FINITE]
         self.release()  # its cache may hold NaN
         if bad:
             raise SystemExit(f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged")
+        if MANY in fault:
+            raise RuntimeError("a block had more masks than its step was launched for")
         raise RuntimeError(f"{rule.remasking} left tokens masked after {rule.denoising_steps} steps")
 
     def _move(self, slots, places, source, target, width):
@@ -249,15 +275,15 @@ class BlockEngine(engine.Engine):
         with fused_kernels():
             self.model.hidden(ids, position_ids, attend)
 
-    def _step(self, slots, R, width, rule, joined=False):
+    def _step(self, slots, R, width, rule, joined, most):
         """One forward of the block in work of each of the first R rows, over `width` positions: denoises or commits it.
 
         A block without masks is committed, but the last one needs no commit; joined: together with a step of the next one.
-        Rows that have ended are carried along and change nothing.
+        Rows that have ended are carried along and change nothing. most: tokens of a block that the head sees, masks first.
         """
         n, row = self.model.block_length, slots.sample[:R]
         if self.fuses and rule.editing_threshold is None and not rule.records:
-            return self._fused_step(slots, R, width, rule, joined)
+            return self._fused_step(slots, R, width, rule, joined, most)
         start, end, step = slots.start[row], slots.end[row], slots.step[row]
         is_live = start < end
         place = lambda: start.clamp(max=width - n)[:, None] + torch.arange(n, device=self.device)  # [R, n] of each row's block
@@ -278,7 +304,11 @@ class BlockEngine(engine.Engine):
         offset = at - slots.prompt_length[row, None]
         key = slots.seed, slots.sample_index[row, None], offset, step[:, None]
         uniform = engine.keyed_uniform(*key, "token")
-        drawn, logps, confidence = (x.view(R, n) for x in self._sample(hidden.flatten(0, 1), uniform.flatten(), vars(rule)))
+        place = masked.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
+        hidden = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
+        of_masks = self._sample(hidden.flatten(0, 1), uniform.gather(1, place).flatten(), vars(rule))
+        spread = lambda values: torch.zeros_like(block, dtype=values.dtype).scatter(1, place, values.view(place.shape))
+        drawn, logps, confidence = map(spread, of_masks)
         if rule.remasking == "random":
             confidence = engine.keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule.denoising_steps)
@@ -304,7 +334,8 @@ class BlockEngine(engine.Engine):
                 when = *here, step[:, None].clamp(max=values.shape[2] - 1)
                 values[when] = torch.where(chosen, new, values[when])
         broken, late = (masked & ~logps.isfinite()).any(1), was_noisy & (step >= rule.denoising_steps)
-        slots.fault[row] = torch.where(broken, NOT_FINITE, torch.where(late, LATE, slots.fault[row]))
+        fault = torch.where(late, LATE, torch.where(masked.sum(1) > most, MANY, slots.fault[row]))
+        slots.fault[row] = torch.where(broken, NOT_FINITE, fault)
         slots.num_forwards[row] += is_live
         is_eos = torch.zeros_like(masked)
         for token in rule.eos_token_ids:
@@ -315,21 +346,22 @@ class BlockEngine(engine.Engine):
         is_done = is_committed | is_last
         slots.end[row], slots.start[row] = end, start + n * is_done
         slots.step[row] = torch.where(is_done, 0, step + is_live)
+        slots.left[row] = torch.where(is_committed, n, rest.sum(1))
 
-    def _fused_step(self, slots, R, width, rule, joined):
+    def _fused_step(self, slots, R, width, rule, joined, most):
         """The same by two kernels around the forward: what it does beside takes as long as a tenth of the layers."""
         from kernels import block_triton  # machines without a GPU have no Triton
 
         n = self.model.block_length
-        begun = block_triton.begin(slots, R, width, n, joined, order=rule.remasking == "random")
+        begun = block_triton.begin(slots, R, width, n, joined, most, order=rule.remasking == "random")
         ids, at, places, uniform, order, state = begun
         hidden = self._forward(ids, at, slots.view(R, width)).flatten(0, 1)
-        hidden = hidden if places is None else hidden.index_select(0, places)
+        hidden = hidden if places is None else hidden.index_select(0, places)  # [R most, D]
         drawn, logps, confidence = self._sample(hidden, uniform, vars(rule))
         if rule.eos_token_ids not in self.eos:
             self.eos[rule.eos_token_ids] = torch.tensor(rule.eos_token_ids, dtype=torch.long, device=self.device)
-        confidence, faults = confidence if order is None else order.to(logps.dtype), (NOT_FINITE, LATE)
-        block_triton.finish(slots, R, width, n, rule, state, drawn, logps, confidence, self.eos[rule.eos_token_ids], faults)
+        confidence, eos = confidence if order is None else order.to(logps.dtype), self.eos[rule.eos_token_ids]
+        block_triton.finish(slots, R, width, n, most, rule, state, drawn, logps, confidence, eos, (NOT_FINITE, LATE, MANY))
 
     def _forward(self, block, at, cache):
         """Forward one or two whole blocks of each row [R, T], at positions `at` on end, over its cached past; writes their keys

@@ -21,15 +21,16 @@ class Slots:
         self.history = empty(N, S, history, dtype=torch.int32), empty(N, S, history, dtype=self.logps.dtype)  # tokens, logps
         self.prompt_length, self.sample_index = (empty(N, dtype=torch.long) for _ in range(2))
         self.step, self.edits, self.num_forwards = (empty(N, dtype=torch.long) for _ in range(3))
-        # What the host looks at: start of the block in work and of what lies behind the last block; a fault, or 0.
-        self.progress = empty(3, N, dtype=torch.long)
-        self.start, self.end, self.fault = self.progress
+        # What the host looks at: start of the block in work and of what lies behind the last block; a fault, or 0; masks left
+        # in that block.
+        self.progress = empty(4, N, dtype=torch.long)
+        self.start, self.end, self.fault, self.left = self.progress
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         # Zeros: what is not yet written has weight 0 in the attention, and 0 times NaN would be NaN.
         shape = R, config.num_key_value_heads, S, config.head_dim
         self.cache = [tuple(empty(shape, dtype=dtype) for _ in range(2)) for _ in range(config.num_hidden_layers)]
         self.pinned = (
-            [torch.zeros(3, N, dtype=torch.long, pin_memory=True) for _ in range(2)] if device.type == "cuda" else None
+            [torch.zeros(4, N, dtype=torch.long, pin_memory=True) for _ in range(2)] if device.type == "cuda" else None
         )
 
     def fill(self, model, prompt_ids, owner, sample_index, settings):
@@ -46,6 +47,7 @@ class Slots:
         self.tokens[:N, :width] = torch.tensor(padded, device=device)[owner]
         self.prompt_length[:N], self.sample_index[:N] = P, sample_index
         self.start[:N], self.end[:N] = P // n * n, (P + settings["gen_length"] + n - 1) // n * n
+        self.left[:N] = n - P % n
         column = torch.arange(self.tokens.shape[1], device=device)
         self.masked.copy_((column >= self.prompt_length[:, None]) & (column < self.end[:, None]))
         self.seed.fill_((settings["seed"] + 2**63) % 2**64 - 2**63)  # the int64 with the same bits
@@ -61,7 +63,7 @@ class Slots:
             values[target, :, :width] = values[source, :, :width]
 
     def look(self):
-        """Send the progress to the host. -> function that waits until it is there -> start, end, fault: lists of N ints"""
+        """Send the progress to the host. -> function that waits for it -> start, end, fault, left: lists of N ints"""
         if self.pinned is None:
             return self.progress.clone().tolist
         self.pinned.reverse()  # the one before may not have been read yet

@@ -232,11 +232,51 @@ class Spy(BlockEngine):
         self.done.append(("prefill", prompts))
         return super()._prefill(prompts, *rest)
 
-    def _step(self, slots, R, width, rule, joined):
+    def _step(self, slots, R, width, rule, joined, most):
         row = slots.sample[:R]
         assert len(set(row.tolist())) == R  # two places with one sample would write it twice
         self.done.append(("step", R, int((slots.start[row] < slots.end[row]).sum())))
-        return super()._step(slots, R, width, rule, joined)
+        return super()._step(slots, R, width, rule, joined, most)
+
+
+class Counting(BlockEngine):
+    """Notes of each step what the host allows for, and the masks that the busiest row has in it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.done = []
+
+    def _step(self, slots, R, width, rule, joined, most):
+        n, row, heads, sample = self.model.block_length, slots.sample[:R], [], super()._sample
+        at = slots.start[row].clamp(max=width - n)[:, None] + torch.arange(n)
+        masks = (slots.masked[row[:, None], at] & (slots.start[row] < slots.end[row])[:, None]).sum(1)
+        masks[(masks == 0) & (slots.start[row] + n < slots.end[row])] = n if joined else 0
+        self._sample = lambda hidden, *rest: heads.append(len(hidden)) or sample(hidden, *rest)
+        super()._step(slots, R, width, rule, joined, most)
+        assert heads == [R * most]
+        self.done.append((most, int(masks.max())))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+def test_the_head_sees_masked_tokens_alone(monkeypatch, steps, joins):
+    """Ragged prompts, refills and stops, seen one step late: never less than there are, and no more where all are in step."""
+    model, draws = model_of(eos=(2, 9, 16)), OPTIONS | {"remasking": "low_confidence_static", "denoising_steps": steps}
+    draws |= {"gen_length": 24, "stop_at_eos": True}
+    for prompts, options in (prompts_of([3, 9, 1, 6, 8, 12, 2]), draws), (prompts_of([4, 8]), draws | {"stop_at_eos": False}):
+        engine = bucketed(model, monkeypatch, cls=Counting, max_batch_size=3)
+        engine.joins = joins
+        trace = engine.generate(prompts, **options)
+        assert same_draws_but_forwards(trace, make_engine(model).generate(prompts, **options))
+        assert all(1 <= there <= most or there == 0 for most, there in engine.done) and engine.done
+    n = model.block_length
+    if steps in (1, 2, 4):
+        assert {most for most, there in engine.done if there} == {n - step * n // steps for step in range(steps)}
+        assert all(most == there for most, there in engine.done if there)
+    if steps < 4:
+        monkeypatch.setattr(engine, "_most_masks", lambda *_: n - 1)  # negative control: fewer than there are
+        with pytest.raises(RuntimeError, match="more masks than its step was launched for"):
+            engine.generate(prompts, **options)
 
 
 @pytest.mark.parametrize("name, kind", [("SDAR", "graphs"), *itertools.product(["SDAR", *MIXTURES], ["plain", "buckets"])])
