@@ -406,8 +406,8 @@ def main(args):
     rollout = {name: getattr(args, name) for name in ROLLOUT}  # what training and evaluation have in common
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # of weights that are not trained
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
-    engine = make_engine(args.model, args.rollout_backend, device)
-    plan = engine.plan(RECORDS, **rollout)  # refuses what this sampler cannot do
+    engine = make_engine(args.model, args.rollout_backend, device, asked=(RECORDS, rollout))  # refuses what it cannot do
+    plan = engine.plan(RECORDS, **rollout)
     beside = args.lora_rank and not args.lora_merged_rollout  # the engine holds adapters of its own
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)

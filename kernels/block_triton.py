@@ -12,9 +12,9 @@ from kernels.sampling_triton import unit_interval, with_part
 
 
 @triton.jit
-def _ranks(noise):
-    """How many masked tokens come before each token of a block"""
-    return tl.cumsum(noise.to(tl.int32), 0) - noise.to(tl.int32)
+def _ranks(noise, j):
+    """How many masked tokens come before each token j of a block"""
+    return tl.sum((noise[None, :] & (j[None, :] < j[:, None])).to(tl.int32), 1)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _begin_kernel(
         to_pick = r * n - tl.minimum(begin, last)
     if most < n:  # lane j takes the j-th masked token
         noise = here & (begin < behind) & (tl.load(masked + i * S + at, mask=here, other=0) != 0)
-        mine = (_ranks(noise)[None, :] == j[:, None]) & noise[None, :]
+        mine = (_ranks(noise, j)[None, :] == j[:, None]) & noise[None, :]
         at = tl.minimum(begin, last) + tl.sum(tl.where(mine, j[None, :], 0), 1)
         here = j < most
     if JOINED or most < n:
@@ -101,7 +101,7 @@ def _finish_kernel(
     at = tl.minimum(begin, last) + j
     place = i * S + at
     noise = here & live & (tl.load(masked + place, mask=here, other=0) != 0)
-    lane = _ranks(noise) if most < n else j
+    lane = _ranks(noise, j) if most < n else j
     given = here & (lane < most)
     token = tl.load(drawn + r * most + lane, mask=given, other=0)
     logp = tl.load(drawn_logps + r * most + lane, mask=given, other=0.0)

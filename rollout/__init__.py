@@ -12,17 +12,18 @@ from rollout.probe import probe
 from rollout.traces import Trace, rollout_means, rollout_sums
 
 
-def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256):
+def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, asked=None):
     """The sampler of a model.
 
     model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU, fp32 on CPU); or a model
     instance, used as it is. backend: "auto" takes the one of the model's attention pattern; "block" is cached block-causal
     decoding, "masked" decodes bidirectional models, "lmdeploy" is that package's engine for SDAR on CUDA, which reads the
     directory itself. max_batch_size: rows decoded together; more wait for the place of a row that has ended (block, lmdeploy)
-    or are decoded in turn (masked), with the same tokens.
+    or are decoded in turn (masked), with the same tokens. asked: arguments of the engine's `plan`, (records, settings), which
+    refuses what it cannot do before weights are read.
     """
     if backend == "lmdeploy":
-        return LmdeployEngine(model_or_dir, device, dtype, max_batch_size)
+        return LmdeployEngine(model_or_dir, device, dtype, max_batch_size, asked)
     engines = {"block-causal": ("block", BlockEngine), "bidirectional": ("masked", MaskedEngine)}
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
@@ -30,6 +31,8 @@ def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batc
     name, engine = engines[model.attention]
     if backend not in ("auto", name):  # before weights are read
         raise SystemExit(f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or auto")
+    if asked:
+        engine(model, max_batch_size).plan(asked[0], **asked[1])
     return engine(load_weights(model, device) if is_named else model, max_batch_size)
 
 

@@ -64,13 +64,15 @@ class LmdeployEngine(Engine):
     records, title, refills = (None,), "lmdeploy", True
     stall_seconds = 300.0
 
-    def __init__(self, name_or_dir, device="cuda", dtype=None, max_batch_size=256):
+    def __init__(self, name_or_dir, device="cuda", dtype=None, max_batch_size=256, asked=None):
         self.device, self.dtype = torch.device(device), dtype or torch.bfloat16
         if not isinstance(name_or_dir, (str, os.PathLike)):
             raise SystemExit("--rollout-backend lmdeploy reads its model from a directory, not from an instance")
         self.model = meta_model(name_or_dir, self.dtype)
         directory, adapters = self.model.sources
         refuse_unsupported(self.model, directory, self.device, self.dtype)
+        if asked:
+            self._plan(asked[0], **asked[1])
         self.version = installed_version()
         if self.device.index is None:
             self.device = torch.device(self.device.type, torch.cuda.current_device())
@@ -143,9 +145,14 @@ class LmdeployEngine(Engine):
             raise SystemExit(f"--block-length {asked}: this model was trained with blocks of {n}; leave it out or give {n}")
         return n
 
-    def plan(self, records=None, **settings):
-        plan, tokens = super().plan(records, **settings), (self.engine.cache_config.num_gpu_blocks - 1) * CACHE_BLOCK
+    def _plan(self, records=None, **settings):
+        """What can be told, and refused, before the engine runs"""
+        plan = super().plan(records, **settings)
         self._unmasking(settings | {"block_length": self.block_length(settings.get("block_length"))})
+        return plan
+
+    def plan(self, records=None, **settings):
+        plan, tokens = self._plan(records, **settings), (self.engine.cache_config.num_gpu_blocks - 1) * CACHE_BLOCK
         return (
             f"{plan}; lmdeploy {self.version}: {self.max_batch_size} rows, a cache of {tokens} positions, no "
             "log-probabilities: the probe compares greedy tokens alone"

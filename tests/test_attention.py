@@ -85,6 +85,12 @@ def dense_by_loops(pattern, valid, N, start):
     return mask
 
 
+def test_three_blocks_of_four_see_192_of_576_pairs():
+    """Each token of the noisy copy, and of the clean one, sees 4, 8 and 12 (CJ-GRPO's and BGPO's forward of SDAR)."""
+    seen = visibility_of("two-copy", torch.ones(1, 12, dtype=torch.bool)).dense().view(24, 24)
+    assert seen.sum(1).tolist() == 2 * [number for number in (4, 8, 12) for _ in range(4)] and seen.sum() == 192
+
+
 MASKED = (*PATTERNS[1:], "packed block-causal", "packed two-copy")
 GRIDS = [(pattern, padding, T, N) for pattern in MASKED for padding in (None, "left", "right", "middle")
          for T, N in ((12, 4), (11, 4), (3, 4), (7, 1)) if padding or pattern != "padded"]  # fmt: skip

@@ -526,6 +526,19 @@ def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, change, w
         make_engine(change.get("name", directory), "lmdeploy")
 
 
+def test_what_a_run_asks_for_is_refused_before_lmdeploy_starts(directory, monkeypatch):
+    monkeypatch.setattr(backend, "refuse_unsupported", lambda *_: None)
+    monkeypatch.setattr(backend, "installed_version", lambda: pytest.fail("went on"))
+    for records, wrong, words in (
+        ("steps", {}, "no records of kind 'steps'"),
+        (None, {"denoising_steps": 3}, "--denoising-steps 3"),
+    ):
+        with exits_with_one_line(words):
+            make_engine(directory, "lmdeploy", "cpu", asked=(records, {"gen_length": 4} | STATIC | wrong))
+    with pytest.raises(pytest.fail.Exception, match="went on"):  # negative control: what it can do
+        make_engine(directory, "lmdeploy", "cpu", asked=(None, {"gen_length": 4} | STATIC))
+
+
 def test_a_missing_or_old_package_and_an_instance_are_one_line(monkeypatch):
     with exits_with_one_line("from a directory, not from an instance"):
         make_engine(random_model(CONFIG), "lmdeploy")

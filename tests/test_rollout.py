@@ -996,3 +996,16 @@ def test_settings_name_the_distribution_of_the_logps(engine):
     assert names == {0: "softmax(logits)", 0.7: "softmax(logits / temperature)", 1.0: "softmax(logits / temperature)"}
     settings = engine.generate([[3]], gen_length=3).settings
     assert json.loads(json.dumps(settings)) == settings and settings["eos_token_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
+def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, name):
+    """As the scripts ask: lengths, steps, caches of an approximate replay."""
+    good = {"gen_length": 16, "block_length": 0, "denoising_steps": 2, "remasking": "low_confidence_static", "cache": "none"}
+    assert make_engine(name, asked=("steps", good)).plan("steps", **good)
+    monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("read weights"))
+    for wrong in {"gen_length": 17}, {"denoising_steps": 0}, {"cache": "prefix"}, {"confidence_threshold": 2.0}:
+        with pytest.raises(SystemExit, match="--"):
+            make_engine(name, asked=("steps", good | wrong))
+    with pytest.raises(pytest.fail.Exception, match="read weights"):  # negative control
+        make_engine(name, asked=("steps", good))
