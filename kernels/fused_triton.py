@@ -257,8 +257,8 @@ def _linear_kernel(
 
 
 # Measured on one H200 (torch 2.11, Triton 3.6, bf16) in the chain of bench/products.py: a layer of SDAR-8B takes 114.0
-# microseconds with these products at 4 tokens, 121.7 with cuBLAS', at 64 tokens 130.3 and 136.3, each product with its own best
-# tiles; here o and down share theirs, which was not timed apart. At 128 tokens cuBLAS wins.
+# microseconds with these products at 4 tokens, 121.7 with cuBLAS', at 32 tokens about 120 and 130, at 64 130.3 and 136.3, each
+# product with its own best tiles; here o and down share theirs, which was not timed apart. At 128 tokens cuBLAS wins.
 # most tokens -> most outputs -> block_n, block_k, splits, warps, stages
 LINEAR_TUNED = {
     16: {4096: (64, 256, 2, 4, 3), 8192: (64, 128, 1, 4, 6), 1 << 30: (128, 128, 1, 4, 3)},
