@@ -7,6 +7,7 @@ squares in another order move the last bit of a few values in a thousand.
 """
 
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 DTYPES = (torch.bfloat16, torch.float16)
-FEW = 64  # tokens, of which products are Triton's and not cuBLAS's: see fused_triton.linear
+FEW = 64  # tokens, of which products are those of products_gluon.py, on Hopper, and not cuBLAS's;
+FEW_OF_MLP = range(97, 129)  # an MLP's are of so many too: at 128 they gain 3 % of a layer of SDAR-8B, at 96 they lose as much
 _entered = 0
 
 
@@ -59,6 +61,18 @@ def norm_rotate(q, k, q_norm, k_norm, cos, sin, round_first=False):
     from kernels import fused_triton
 
     return fused_triton.norm_rotate(q, k, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, round_first)
+
+
+@cache
+def _kept(function, *args):
+    return function(*args)
+
+
+def fused_tables(frequencies, position_ids, size, theta, dtype=torch.float32):
+    """The tables of a model file: cos, sin [B, 1, T, size] of position_ids [B, T] times frequencies(size, theta, device)."""
+    from kernels import fused_triton
+
+    return fused_triton.rope_tables(position_ids, _kept(frequencies, size, theta, position_ids.device), dtype)
 
 
 def rotate_heads(q, k, cos, sin):
@@ -115,33 +129,42 @@ def project(x, *layers):
 
 def add_product(onto, x, layer):
     """onto + layer(x)"""
-    weight = joined_weight([layer]) if is_fused(x) and is_few(x) else None
+    weight = joined_weight([layer]) if is_fused(x) and is_few(x, of_mlp=True) else None
     if weight is None:
         return onto + layer(x)
-    from kernels import fused_triton
+    from kernels import products_gluon
 
-    return fused_triton.linear(x, weight, onto=onto)
+    return products_gluon.linear(x, weight, onto)
 
 
 def gated(x, gate, up):
     """silu(gate(x)) * up(x) of two layers"""
     if not is_fused(x):
         return F.silu(gate(x)) * up(x)
+    weight = joined_weight([gate, up])
+    if weight is not None and is_few(x, of_mlp=True):
+        from kernels import products_gluon
+
+        return products_gluon.gated(x, weight)
     from kernels import fused_triton
 
-    weight = joined_weight([gate, up])
-    if weight is not None and is_few(x):
-        return fused_triton.linear(x, weight, gated=True)
     return fused_triton.silu_mul(*project(x, gate, up))
-
-
-def is_few(x):
-    return x.numel() <= FEW * x.shape[-1]
 
 
 def product(x, weight):
     if not is_few(x):
         return F.linear(x, weight)
-    from kernels import fused_triton
+    from kernels import products_gluon
 
-    return fused_triton.linear(x, weight)
+    return products_gluon.linear(x, weight)
+
+
+def is_few(x, of_mlp=False):
+    """Whether a product of x [..., K] is ours: on Hopper, of few tokens, with rows that TMA can read."""
+    tokens = x.numel() // x.shape[-1]
+    return (tokens <= FEW or of_mlp and tokens in FEW_OF_MLP) and x.shape[-1] % 8 == 0 and x.is_cuda and _is_hopper(x.device)
+
+
+@cache
+def _is_hopper(device):
+    return torch.cuda.get_device_capability(device)[0] == 9

@@ -37,6 +37,12 @@ def _await_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
+@cache
+def arrivals(device):
+    """Counters of programs that share a result, all 0 between kernels: the last to arrive sets its own back."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
 # --- norms, rotary embedding, gates ------------------------------------------------------------------------------------------
 
 
@@ -138,6 +144,28 @@ def norm_rotate(q, k, q_weight, k_weight, eps, cos, sin, round_first):
 
 
 @triton.jit
+def _rope_kernel(positions, frequency, cos, sin, ROTARY: tl.constexpr, HALF: tl.constexpr):
+    """Angles of one token: its position times each frequency, in both halves."""
+    token, j = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    half: tl.constexpr = ROTARY // 2
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequency + j, mask=j < half, other=0.0)
+    c, s = tl.cos(angle).to(cos.dtype.element_ty), tl.sin(angle).to(sin.dtype.element_ty)
+    for first in tl.static_range(0, ROTARY, half):
+        tl.store(cos + token * ROTARY + first + j, c, mask=j < half)
+        tl.store(sin + token * ROTARY + first + j, s, mask=j < half)
+
+
+def rope_tables(position_ids, frequency, dtype):
+    """position_ids [B, T], frequency [r / 2] fp32 -> cos, sin [B, 1, T, r] in dtype"""
+    (B, T), r = position_ids.shape, 2 * len(frequency)
+    cos, sin = (torch.empty(B, 1, T, r, dtype=dtype, device=position_ids.device) for _ in range(2))
+    _rope_kernel[(B * T,)](
+        position_ids.contiguous(), frequency, cos, sin, ROTARY=r, HALF=triton.next_power_of_2(r // 2), num_warps=1
+    )
+    return cos, sin
+
+
+@triton.jit
 def _rotate_kernel(
     q, k, cos, sin, out, T, q_b, q_h, q_t, k_b, k_h, k_t, H, K,
     HEAD: tl.constexpr, ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
@@ -204,101 +232,6 @@ def silu_mul(gate, up):
     return out
 
 
-# --- products of a few tokens ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _linear_kernel(
-    x, weight, onto, out, parts, arrived, M, N, K: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    ONTO: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """out[m, n] = weight[n] . x[m]; GATED: silu of that, times row N + n of weight; ONTO: rounded, then added to onto[m, n].
-
-    The long side, n, leads the products.
-
-    SPLITS: programs that share the inputs of the same outputs; the last to arrive adds up the parts, in their order.
-    """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    n, m, d = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    dtype: tl.constexpr = out.dtype.element_ty
-    span: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
-    first = split * span
-    rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + first + d[None]
-    tokens = x + m[None] * K + first + d[:, None]
-    _await_previous(PDL)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, span, BLOCK_K, num_stages=STAGES):
-        inside = first + start + d < K
-        token = tl.load(tokens + start, mask=(m < M)[None] & inside[:, None], other=0.0)
-        acc = tl.dot(tl.load(rows + start, mask=inside[None], other=0.0), token, acc)
-        if GATED:
-            up = tl.dot(tl.load(rows + start + N.to(tl.int64) * K, mask=inside[None], other=0.0), token, up)
-    if GATED:
-        gate = acc.to(dtype).to(tl.float32)
-        acc = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-    to_out, is_out = out + m[None] * N + n[:, None], (m < M)[None] & (n < N)[:, None]
-    is_last = True
-    if SPLITS > 1:
-        part = parts + (tile * SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]) * BLOCK_M + m[None]
-        tl.store(part + split * BLOCK_N * BLOCK_M, acc)
-        tl.debug_barrier()  # all of the part, before the count says so
-        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            acc = tl.load(part, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLITS):
-                acc += tl.load(part + other * BLOCK_N * BLOCK_M, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)  # for the next product
-    if is_last:
-        if ONTO:
-            acc = tl.load(onto + m[None] * N + n[:, None], mask=is_out, other=0.0).to(tl.float32) + acc.to(dtype).to(tl.float32)
-        tl.store(to_out, acc.to(dtype), mask=is_out)
-
-
-# Measured on one H200 (torch 2.11, Triton 3.6, bf16) in the chain of bench/products.py: a layer of SDAR-8B takes 114.0
-# microseconds with these products at 4 tokens, 121.7 with cuBLAS', at 32 tokens about 120 and 130, at 64 130.3 and 136.3, each
-# product with its own best tiles; here o and down share theirs, which was not timed apart. At 128 tokens cuBLAS wins.
-# most tokens -> most outputs -> block_n, block_k, splits, warps, stages
-LINEAR_TUNED = {
-    16: {4096: (64, 256, 2, 4, 3), 8192: (64, 128, 1, 4, 6), 1 << 30: (128, 128, 1, 4, 3)},
-    32: {4096: (64, 128, 2, 4, 6), 8192: (64, 128, 1, 4, 5), 1 << 30: (128, 64, 1, 4, 4)},
-    64: {4096: (64, 128, 2, 4, 5), 8192: (64, 128, 1, 4, 5), 1 << 30: (64, 128, 1, 4, 3)},
-}
-
-
-@cache
-def _arrivals(device):
-    """Counters of the programs that share a product, 0 between products."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-
-def _tile(tokens, outputs):
-    table = LINEAR_TUNED[next((most for most in LINEAR_TUNED if tokens <= most), 64)]
-    return table[next(most for most in table if outputs <= most)]
-
-
-def linear(x, weight, gated=False, onto=None, tuned=None):
-    """x [..., K], of few tokens; weight [N, K] -> x weight^T [..., N]; gated: silu of its first half times the second;
-    onto [..., N]: the rounded product is added to it. tuned: in place of LINEAR_TUNED; ValueError where it splits a gated one
-    """
-    (rows, K), M = weight.shape, x.numel() // x.shape[-1]
-    N = rows // 2 if gated else rows
-    block_n, block_k, splits, warps, stages = tuned or _tile(M, 1 << 30 if gated else rows)
-    block_n, block_m = block_n // 2 if gated else block_n, max(triton.next_power_of_2(M), 16)
-    if gated and splits > 1:
-        raise ValueError("a gated product is not split: its two halves are rounded before they are multiplied")
-    tiles = triton.cdiv(N, block_n)
-    out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    parts = torch.empty(tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device)
-    _linear_kernel[(tiles, splits)](
-        x.contiguous(), weight, x if onto is None else onto.contiguous(), out, parts, _arrivals(x.device), M, N,
-        K=K, GATED=gated, ONTO=onto is not None, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, SPLITS=splits, STAGES=stages, num_warps=warps, **early(x),
-    )  # fmt: skip
-    return out
-
-
 # --- attention over the cache ------------------------------------------------------------------------------------------------
 
 
@@ -318,23 +251,24 @@ def _attend_to(query, key, value, seen, scale, peak, total, acc, MASKED: tl.cons
 
 @triton.jit
 def _decode_kernel(
-    q, k, v, keys, values, start, bias, out, partial, lse, scale, T, n, width,
+    q, k, v, keys, values, start, bias, out, partial, lse, arrived, scale, T, n, width,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_h, c_s, s_b, K, G: tl.constexpr, SPLITS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and key head over one part of its cache; the last part first over the new tokens, which it stores.
 
-    Seen is what is before the new tokens; WINDOW: what is behind them too, BIASED: if bias [R, width] is 0 there.
+    Seen is what is before the new tokens; WINDOW: what is behind them too, BIASED: if bias [R, width] is 0 there. The last
+    part to arrive weighs all of them with their shares of the softmax, in their order. No kernel launched early writes start.
     """
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
     split, tile = tl.program_id(1), tl.program_id(2)
     m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HEAD)
     t, g = m // G, m % G
+    length = tl.load(start + row * s_b).to(tl.int32)
     _await_previous(PDL)
     from_q = (row * q_b + (head * G + g) * q_h + t * q_t)[:, None] + d[None]
     query = tl.load(q + from_q, mask=(t < T)[:, None], other=0.0)
-    length = tl.load(start + row * s_b).to(tl.int32)
     cache = row * c_b + head * c_h
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -372,37 +306,29 @@ def _decode_kernel(
         value = tl.load(values + from_cache, mask=seen[:, None], other=0.0)
         peak, total, acc = _attend_to(query, key, value, seen[None], scale, peak, total, acc, WINDOW)
 
-    if SPLITS == 1:
-        to_out = (((row * T + t) * K + head) * G + g) * HEAD
-        tl.store(out + to_out[:, None] + d[None], (acc / total[:, None]).to(out.dtype.element_ty), mask=(t < T)[:, None])
-    else:
-        to_part = (tl.program_id(0).to(tl.int64) * SPLITS + split) * (tl.num_programs(2) * BLOCK_M) + m
+    if SPLITS > 1:
+        M = tl.num_programs(2) * BLOCK_M
+        first_part = tl.program_id(0).to(tl.int64) * SPLITS * M + m
+        to_part = first_part + split * M
         tl.store(partial + to_part[:, None] * HEAD + d[None], acc / tl.where(total == 0, 1.0, total)[:, None])
         tl.store(lse + to_part, peak + tl.log2(total))  # -inf where this part is empty
-
-
-@triton.jit
-def _combine_kernel(
-    partial, lse, out, T, K, G: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
-):
-    """Weighs the parts of the cache with their shares of the softmax."""
-    tile = tl.program_id(1)
-    m, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD)
-    M = tl.num_programs(1) * ROWS
-    base = tl.program_id(0).to(tl.int64) * SPLITS * M + m
-    _await_previous(PDL)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in tl.static_range(SPLITS):
-        peak = tl.maximum(peak, tl.load(lse + base + split * M))
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD], tl.float32)
-    for split in tl.static_range(SPLITS):
-        weight = tl.exp2(tl.load(lse + base + split * M) - peak)
-        total += weight
-        acc += weight[:, None] * tl.load(partial + (base + split * M)[:, None] * HEAD + d[None])
-    row, head, t, g = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K, m // G, m % G
-    at = ((row * T + t) * (K * G) + head * G + g) * HEAD
-    tl.store(out + at[:, None] + d[None], (acc / total[:, None]).to(out.dtype.element_ty), mask=(t < T)[:, None])
+        tl.debug_barrier()  # all of the part, before the count says so
+        count = arrived + tl.program_id(0) * tl.num_programs(2) + tile
+        if tl.atomic_add(count, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(count, 0)  # for the next attention
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        for other in tl.static_range(SPLITS):
+            peak = tl.maximum(peak, tl.load(lse + first_part + other * M, cache_modifier=".cg"))
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
+        for other in tl.static_range(SPLITS):
+            weight = tl.exp2(tl.load(lse + first_part + other * M, cache_modifier=".cg") - peak)
+            total += weight
+            of_part = partial + (first_part + other * M)[:, None] * HEAD + d[None]
+            acc += weight[:, None] * tl.load(of_part, cache_modifier=".cg")
+    to_out = (((row * T + t) * K + head) * G + g) * HEAD
+    tl.store(out + to_out[:, None] + d[None], (acc / total[:, None]).to(out.dtype.element_ty), mask=(t < T)[:, None])
 
 
 # Measured with bench/products.py (one H200, bf16, heads of 128, 473 positions): a layer of 16 rows takes 6 microseconds less at
@@ -436,14 +362,10 @@ def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tu
     if bias is not None and (bias.shape != (R, 1, 1, width) or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous and [{R}, 1, 1, {width}], not {[*bias.shape]}")
     _decode_kernel[(R * K, splits, tiles)](
-        q, k, v, keys, values, start, out if bias is None else bias, out, partial, lse,
+        q, k, v, keys, values, start, out if bias is None else bias, out, partial, lse, arrivals(q.device),
         math.log2(math.e) / math.sqrt(h), T, block_length, width,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], start.stride(0), K, G=G, SPLITS=splits, HEAD=h,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages,
         WINDOW=window, BIASED=bias is not None, num_warps=warps, **early(q),
     )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(R * K, tiles * block_m // 16)](
-            partial, lse, out, T, K, G=G, SPLITS=splits, HEAD=h, ROWS=16, num_warps=4, **early(q)
-        )
     return out.transpose(1, 2)

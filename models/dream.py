@@ -8,6 +8,7 @@ padding token, which also ends a text, out of training (padding_idx); here it le
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import bidirectional, make_attend, positions
-from kernels.fused import add_product, add_rms_norm, gated, is_fused, project, rms_norm, rotate_heads
+from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, project, rms_norm, rotate_heads
 from kernels.linear_logps import linear_logps
 from models.config import Objective, read_config
 
@@ -69,10 +70,16 @@ class RMSNorm(nn.Module):
         return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def frequencies(head_dim, theta, device):
+    """-> [head_dim / 2] fp32: radians a position"""
+    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    return 1 / theta**exponent
+
+
 def rope_tables(position_ids, head_dim, theta, dtype):
     """position_ids [B, T] -> cos, sin [B, 1, T, head_dim]. Angles in fp32, from integers, so that no cast can round them."""
-    exponent = torch.arange(0, head_dim, 2, device=position_ids.device).float() / head_dim
-    angle = position_ids[:, None, :, None].float() * (1 / theta**exponent)  # [B, 1, T, head_dim / 2]
+    frequency = frequencies(head_dim, theta, position_ids.device)
+    angle = position_ids[:, None, :, None].float() * frequency  # [B, 1, T, head_dim / 2]
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -169,7 +176,8 @@ class Dream(nn.Module):
         Training passes masks, engines keep keys and values.
         """
         x = self.model.embed_tokens(input_ids)
-        cos, sin = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
+        tables = partial(fused_tables, frequencies) if is_fused(x) else rope_tables
+        cos, sin = tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)

@@ -9,6 +9,7 @@ also ends the text, and its row is trained.
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_rms_norm, gated, is_fused, norm_rotate, project, rms_norm
+from kernels.fused import add_rms_norm, fused_tables, gated, is_fused, norm_rotate, project, rms_norm
 from kernels.linear_logps import linear_logps
 from kernels.moe import Experts, Router, can_route, route
 from models.config import Objective, read_config
@@ -91,10 +92,16 @@ class RMSNorm(nn.Module):
         return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def frequencies(rotary_dim, theta, device):
+    """-> [rotary_dim / 2] fp32: radians a position"""
+    exponent = torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim
+    return 1 / theta**exponent
+
+
 def rope_tables(position_ids, rotary_dim, theta, dtype):
     """position_ids [B, T] -> cos, sin [B, 1, T, rotary_dim]. Angles in fp32, from integers, so that no cast can round them."""
-    exponent = torch.arange(0, rotary_dim, 2, device=position_ids.device).float() / rotary_dim
-    angle = position_ids[:, None, :, None].float() * (1 / theta**exponent)  # [B, 1, T, rotary_dim / 2]
+    frequency = frequencies(rotary_dim, theta, position_ids.device)
+    angle = position_ids[:, None, :, None].float() * frequency  # [B, 1, T, rotary_dim / 2]
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -227,7 +234,8 @@ class LLaDA2(nn.Module):
         Training passes masks, engines their KV cache.
         """
         x = self.model.word_embeddings(input_ids)
-        cos, sin = rope_tables(position_ids, self.config.rotary_dim, self.config.rope_theta, x.dtype)
+        tables = partial(fused_tables, frequencies) if is_fused(x) else rope_tables
+        cos, sin = tables(position_ids, self.config.rotary_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)

@@ -6,6 +6,7 @@ ones, so that safetensors files load and save without a table of names.
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_product, add_rms_norm, gated, is_fused, norm_rotate, project, rms_norm
+from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, norm_rotate, project, rms_norm
 from kernels.linear_logps import linear_logps
 from kernels.moe import Experts, Router, can_route, route
 from models.config import Objective, read_config
@@ -79,10 +80,16 @@ class RMSNorm(nn.Module):
         return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
 
+def frequencies(head_dim, theta, device):
+    """-> [head_dim / 2] fp32: radians a position"""
+    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    return theta**-exponent
+
+
 def rope_tables(position_ids, head_dim, theta, dtype):
     """position_ids [B, T] -> cos, sin [B, 1, T, head_dim]. Angles in fp32, from integers, so that no cast can round them."""
-    exponent = torch.arange(0, head_dim, 2, device=position_ids.device).float() / head_dim
-    angle = position_ids[:, None, :, None].float() * theta**-exponent  # [B, 1, T, head_dim / 2]
+    frequency = frequencies(head_dim, theta, position_ids.device)
+    angle = position_ids[:, None, :, None].float() * frequency  # [B, 1, T, head_dim / 2]
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -207,7 +214,8 @@ class SDAR(nn.Module):
         Training passes masks, engines their KV cache.
         """
         x = self.model.embed_tokens(input_ids)
-        cos, sin = rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
+        tables = partial(fused_tables, frequencies) if is_fused(x) else rope_tables
+        cos, sin = tables(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)

@@ -22,7 +22,6 @@ nothing to replace, or max_post_steps have.
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
 import torch
 
@@ -154,7 +153,8 @@ class BlockEngine(engine.Engine):
         start, end, _, left = slots.look()()
         places, entered, looks = list(range(N, N + R)), 0, deque()  # places: the sample at each, an ended one where it is free
         slots.sample[:R] = torch.arange(N, N + R, device=self.device)
-        for clock in count():
+        clock = 0  # steps launched
+        while True:
             free = [r for r in range(R) if start[places[r]] >= end[places[r]]]
             if entered < N and free:
                 samples = range(entered, min(entered + len(free), N))
@@ -163,6 +163,10 @@ class BlockEngine(engine.Engine):
             live = [r for r in range(R) if start[places[r]] < end[places[r]]]
             if not live:
                 break
+            unseen = [(stepped, was_joined) for stepped, was_joined, _ in looks]
+            if all(end[i] - start[i] <= n and self._is_done(i, left[i], unseen, rule) for i in (places[r] for r in live)):
+                start, end, left = self._seen(looks, slots, rule)
+                continue
             joined = self._is_joined(R, rule, clock)
             # The furthest that a row can be: each step ends a block at most, and a joined one begins the next.
             furthest = max(2 * n, *(min(start[i] + (behind + 1 + joined) * n, end[i]) for i in (places[r] for r in live)))
@@ -172,15 +176,27 @@ class BlockEngine(engine.Engine):
                 R, free = fewer, [r for r in range(fewer) if r not in live]
                 far = [r for r in live if r >= R]
                 self._move(slots, places, far, free, width)
-            unseen = [(stepped, was_joined) for stepped, was_joined, _ in looks]
             most = self._most_masks([places[r] for r in live], left, unseen, rule, joined)
             step = partial(self._step, slots, R, width, rule, joined, most)
             self.graphs.run((R, width, rule, joined, most), step) if self.graphs else step()
             looks.append((set(places[:R]), joined, slots.look()))
+            clock += 1
             if len(looks) > behind:
-                start, end, fault, left = looks.popleft()[2]()
-                if any(fault):
-                    self._fail(slots, fault, rule)
+                start, end, left = self._seen(looks, slots, rule)
+
+    def _seen(self, looks, slots, rule):
+        """Wait for the oldest look. -> start, end and left of all samples"""
+        start, end, fault, left = looks.popleft()[2]()
+        if any(fault):
+            self._fail(slots, fault, rule)
+        return start, end, left
+
+    def _is_done(self, sample, left, unseen, rule):
+        """Whether a sample's last block, in which the host has seen `left` masks, is whole after the unseen steps for sure"""
+        if rule.editing_threshold is not None:
+            return False
+        steps = sum(sample in some for some, _ in unseen)
+        return left <= steps * (self.model.block_length // rule.denoising_steps)
 
     def _is_joined(self, R, rule, clock):
         """Whether step number `clock` of a rollout is joined. Only its speed depends on the answer."""

@@ -334,6 +334,25 @@ def test_a_wrong_copy_of_the_prompt_is_seen(monkeypatch, fault):
     assert not same_draws(got, want)
 
 
+@pytest.mark.parametrize(
+    "remasking, denoising_steps", [("low_confidence_static", 3), ("low_confidence_static", 6), ("random", 2)]
+)
+def test_no_step_is_launched_that_nobody_needs(monkeypatch, remasking, denoising_steps):
+    """Where all rows will have ended the host, a step behind, waits for the step under way instead of launching another."""
+    options = ROLLOUT | dict(remasking=remasking, denoising_steps=denoising_steps, stop_at_eos=False, num_samples=4)
+    for size in (4, 64):  # one prompt after the other, all at once
+        idle = []
+        for counts in (True, False):
+            engine = bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=size)
+            if not counts:  # negative control
+                monkeypatch.setattr(engine, "_is_done", lambda *_: False)
+            trace = engine.generate(prompts_of([9, 9, 9]), **options)
+            steps = [what[1:] for what in engine.done if what[0] == "step"]
+            assert sum(live for _, live in steps) == trace.num_forwards.sum()
+            idle.append(sum(live == 0 for _, live in steps))
+        assert idle == ([0, 3 if size == 4 else 1] if denoising_steps < 6 else [idle[1]] * 2)  # 6 of 4 tokens: some reveal none
+
+
 def test_the_host_looks_back_while_a_step_is_under_way(monkeypatch):
     """On a GPU the progress after step k is read when step k + 1 has been launched, so that the device has work meanwhile."""
     engine, order, look = bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=4), [], Slots.look

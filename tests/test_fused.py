@@ -132,31 +132,124 @@ def test_gates(dtype, f):
 
 
 @needs_triton
-@each_dtype
-@pytest.mark.parametrize("K, N", [(96, 40), (512, 6144), (300, 130)])
-@pytest.mark.parametrize("lead", [(1, 4), (3, 5), (16,), (5, 8)])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_products_of_few_tokens(dtype, K, N, lead, splits):
+@each_family
+def test_rotary_tables_are_those_of_the_model_files(family):
+    module, position_ids = FAMILIES[family][0], torch.tensor([[0, 1, 7, 4095], [131071, 2, 40000, 3]], device=DEVICE)
+    for size, theta in ((64, 1e4), (24, 1e6)):
+        sizes = (size, theta) if family == "LLaDA" else (size, theta, DTYPES[0])
+        want = module.rope_tables(position_ids, *sizes)
+        got = fused.fused_tables(module.frequencies, position_ids, *sizes)
+        step = torch.finfo(want[0].dtype).eps
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape == (2, 1, 4, size)
+            torch.testing.assert_close(ours, theirs, rtol=step, atol=step)
+        other = fused.fused_tables(module.frequencies, position_ids + 1, *sizes)  # negative control
+        assert not any(torch.allclose(ours, theirs, atol=0.05) for ours, theirs in zip(other, want, strict=True))
+
+
+HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
+on_hopper = lambda test: pytest.mark.cuda(pytest.mark.skipif(not HOPPER, reason="kernels for Hopper")(test))
+if HOPPER:
+    from kernels import products_gluon
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "lead, K, N, splits, dtype",
+    [
+        ((1, 4), 96, 40, 1, BF16), ((3, 5), 512, 6144, 1, FP16), ((16,), 4096, 512, 8, BF16), ((5, 8), 304, 136, 1, BF16),
+        ((64,), 4096, 4096, 1, BF16), ((64,), 9728, 2560, 2, BF16), ((5, 13), 304, 136, 1, FP16), ((128,), 9728, 2560, 2, BF16),
+    ],
+)  # fmt: skip
+def test_products_of_few_tokens(lead, K, N, splits, dtype):
+    """Each size of a tile, full and not; inputs that end inside a stage, outputs inside a tile; any number of programs."""
+    assert products_gluon._splits(-(-N // 64), K) == splits
     x, weight, exact = draw(*lead, K, dtype=dtype), draw(N, K, scale=K**-0.5).to(dtype), torch.float64
     want = x.to(exact) @ weight.to(exact).T
-    tuned = None if ON_GPU and splits == 1 else (16, 32, splits, 4, 2) if ON_GPU or N < 1000 else (2048, 256, splits, 4, 2)
-    error = lambda got, want: ((got.to(exact) - want).norm() / want.norm()).item()
-    tolerance = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}[dtype]
-    got = fused_triton.linear(x, weight, tuned=tuned)
-    assert got.dtype == dtype and got.shape == want.shape and error(got, want) < tolerance
-    assert error(fused_triton.linear(x, weight.roll(1, 0), tuned=tuned), want) > 0.5  # negative control
-    assert torch.equal(fused_triton.linear(x, weight, tuned=tuned), got)
-    onto = draw(*got.shape, dtype=dtype, seed=5)
-    assert torch.equal(fused_triton.linear(x, weight, onto=onto, tuned=tuned), onto + got)
-    assert not fused_triton._arrivals(x.device).any()  # ready for the next product
-    if splits > 1:
-        with pytest.raises(ValueError, match="not split"):
-            fused_triton.linear(x, weight, gated=True, tuned=tuned)
-        return
-    half = want[..., : N // 2].to(dtype), want[..., N // 2 :].to(dtype)
-    got, want = fused_triton.linear(x, weight, gated=True, tuned=tuned), (F.silu(half[0]) * half[1]).to(exact)
-    assert got.shape == want.shape and error(got, want) < 2 * tolerance
-    assert error(fused_triton.linear(x, weight.roll(N // 2, 0), gated=True, tuned=tuned), want) > 0.3  # up for gate
+    error = lambda got: ((got.to(exact) - want).norm() / want.norm()).item()
+    for some in (None, 3):
+        got = products_gluon.linear(x, weight, splits=some)
+        assert got.dtype == dtype and got.shape == want.shape and error(got) < TOLERANCE[dtype]
+        assert (got.to(exact) - want).abs().amax() < 30 * TOLERANCE[dtype]  # nowhere, not only in the norm
+        assert torch.equal(products_gluon.linear(x, weight, splits=some), got)
+        onto = draw(*got.shape, dtype=dtype, seed=5)
+        assert torch.equal(products_gluon.linear(x, weight, onto, some), onto + got)
+        assert not fused_triton.arrivals(x.device).any()  # ready for the next one
+    assert error(products_gluon.linear(x, weight.roll(1, 0))) > 0.5  # negative controls: the next output, the next token
+    assert error(products_gluon.linear(x.flatten(0, -2).roll(1, 0).view_as(x), weight)) > 0.5
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "lead, K, N, dtype",
+    [
+        ((1, 4), 96, 40, BF16), ((16,), 512, 96, FP16), ((5, 8), 304, 1000, BF16), ((64,), 4096, 12288, BF16),
+        ((5, 13), 304, 1000, FP16), ((128,), 4096, 1000, BF16),
+    ],
+)  # fmt: skip
+def test_gated_products_of_few_tokens(lead, K, N, dtype):
+    x, weight, exact = draw(*lead, K, dtype=dtype), draw(2 * N, K, scale=2 * K**-0.5).to(dtype), torch.float64
+    both = (x.to(exact) @ weight.to(exact).T).to(dtype)
+    want = (F.silu(both[..., :N]) * both[..., N:]).to(exact)
+    error = lambda got: ((got.to(exact) - want).norm() / want.norm()).item()
+    got = products_gluon.gated(x, weight)
+    assert got.dtype == dtype and got.shape == want.shape and error(got) < 2 * TOLERANCE[dtype]
+    assert torch.equal(products_gluon.gated(x, weight), got)
+    for part in (slice(0, 64), slice(64, 96), slice(N // 96 * 96, N)):  # thirds of a tile, the last one
+        off, whole = ((y[..., part]).norm().item() for y in (got.to(exact) - want, want))
+        assert off <= 4 * TOLERANCE[dtype] * whole
+    for wrong in (weight.roll(N, 0), weight.roll(1, 0)):  # negative controls: up for gate, the next output
+        assert error(products_gluon.gated(x, wrong)) > 0.3
+
+
+@on_hopper
+def test_products_follow_one_another_early():
+    """A chain in which each kernel may start while the one before still writes what it reads, as one graph and without."""
+    D, f, x = 1024, 2560, draw(16, 1024, dtype=torch.bfloat16)
+    new = lambda *shape, seed: draw(*shape, scale=shape[1] ** -0.5, seed=seed).bfloat16()
+    layers = [[new(*shape, seed=i) for shape in ((D, D), (2 * f, D), (D, f))] for i in range(4)]
+    norm = norm_of("SDAR", D, torch.bfloat16).to(DEVICE)
+
+    def run(linear, gated):
+        total = x
+        for o, up, down in layers:
+            total, y = fused_triton.add_rms_norm(total, linear(total, o), norm.weight, norm.eps, False)
+            total = linear(gated(y, up), down, total)
+        return total
+
+    plain = lambda x, w, onto=None: F.linear(x, w) if onto is None else onto + F.linear(x, w)
+    silu = lambda x, w: (lambda a, b: F.silu(a) * b)(*F.linear(x, w).chunk(2, -1))
+    want, eager = run(plain, silu), run(products_gluon.linear, products_gluon.gated)
+    assert ((eager - want).float().norm() / want.float().norm()).item() < 0.02
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(products_gluon.linear, products_gluon.gated)
+    for _ in range(50):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, eager)
+
+
+@on_hopper
+@pytest.mark.parametrize("tokens, few, of_mlp", [(64, 1, 1), (65, 0, 0), (96, 0, 0), (97, 0, 1), (128, 0, 1), (129, 0, 0)])
+def test_who_multiplies(monkeypatch, tokens, few, of_mlp):
+    """Few tokens are our kernels', others and rows of which TMA cannot read the beginning are cuBLAS's."""
+    calls, real = [], (products_gluon.linear, products_gluon.gated)
+    monkeypatch.setattr(products_gluon, "linear", lambda *args: calls.append("linear") or real[0](*args))
+    monkeypatch.setattr(products_gluon, "gated", lambda *args: calls.append("gated") or real[1](*args))
+    model = random_model(TINY_SDAR, device=DEVICE, dtype=torch.bfloat16)
+    lay_together(model)
+    mlp, x = model.layers[0].mlp, draw(tokens, TINY_SDAR["hidden_size"], dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = mlp(x, x), *project(x, mlp.gate_proj, mlp.up_proj)
+        assert not calls
+        with fused_kernels():
+            got = mlp(x, x), *project(x, mlp.gate_proj, mlp.up_proj)
+        assert calls == ["gated", "linear"] * of_mlp + ["linear"] * few
+        assert all(((a - b).float().norm() / b.float().norm()).item() < 0.01 for a, b in zip(got, want, strict=True))
+        assert not fused.is_few(draw(4, 92, dtype=torch.bfloat16)) and fused.is_few(draw(4, 96, dtype=torch.bfloat16))
 
 
 # --- attention over the cache ------------------------------------------------------------------------------------------------
