@@ -79,7 +79,7 @@ def begin(slots, R, width, n, joined, most, order):
     _begin_kernel[(R,)](
         slots.sample, slots.seed, slots.sample_index, slots.prompt_length, slots.start, slots.end, slots.step, slots.tokens,
         slots.masked.view(torch.int8), ids, positions, pick, uniform, orders, row_start, row_step,
-        slots.tokens.shape[1], width - n,
+        slots.tokens.shape[1], (width // n - 1) * n,
         n=n, most=most, LANES=triton.next_power_of_2(n), JOINED=joined, ORDER=order, **words, num_warps=1,
     )  # fmt: skip
     return ids, positions, pick if joined or most < n else None, uniform, orders if order else None, (row_start, row_step)
@@ -161,7 +161,7 @@ def finish(slots, R, width, n, most, rule, state, drawn, logps, confidence, eos,
     _finish_kernel[(R,)](
         slots.sample, slots.prompt_length, slots.start, slots.end, slots.step, slots.fault, slots.left, slots.num_forwards,
         slots.tokens, slots.masked.view(torch.int8), slots.logps, slots.step_map, eos, *state, drawn, logps, confidence,
-        slots.tokens.shape[1], width - n, base, remainder, rule.denoising_steps,
+        slots.tokens.shape[1], (width // n - 1) * n, base, remainder, rule.denoising_steps,
         rule.confidence_threshold, rule.factor, rule.eb_threshold,
         n=n, most=most, LANES=triton.next_power_of_2(n), RULE=rule.remasking, EOS=len(eos), STOPS=rule.stop_at_eos,
         NOT_FINITE=faults[0], LATE=faults[1], MANY=faults[2], num_warps=1 if n <= 8 else 4,

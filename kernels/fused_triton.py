@@ -259,7 +259,8 @@ def _decode_kernel(
     """Queries of one row and key head over one part of its cache; the last part first over the new tokens, which it stores.
 
     Seen is what is before the new tokens; WINDOW: what is behind them too, BIASED: if bias [R, width] is 0 there. The last
-    part to arrive weighs all of them with their shares of the softmax, in their order. No kernel launched early writes start.
+    part to arrive weighs all of them with their shares of the softmax, in their order. Neither the kernel before nor one that
+    is launched early writes start.
     """
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
     split, tile = tl.program_id(1), tl.program_id(2)

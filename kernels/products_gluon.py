@@ -2,11 +2,11 @@
 
 Such a product takes the time of reading its weights. One warp of a program does nothing but ask for blocks with TMA, as far
 ahead as shared memory reaches; four or eight others multiply them. The first weights are asked for while the kernel before may
-still run ("programmatic dependent launch"), so no kernel that is launched early may write weights. The long side, the outputs,
-leads: 64 of them are the rows of a tensor core's product.
+still run ("programmatic dependent launch"), so neither that one nor one that is launched early may write weights. The long
+side, the outputs, leads: 64 of them are the rows of a tensor core's product.
 
-Measured by bench/products.py on an H200 (docs/rollout.md): a layer of SDAR-8B takes 123 microseconds at 64 tokens, 135 with
-cuBLAS's products; 106 and 122 at 4 tokens. Triton 3.6; with 3.7 and 3.8 it was compiled alone.
+On an H200 (docs/rollout.md) a layer of SDAR-8B takes 123 microseconds at 64 tokens, 135 with cuBLAS's products, and 106 and 122
+at 4. Run with Triton 3.6, compiled with 3.7 and 3.8; kernels/fused.py compares a product with cuBLAS's before it uses them.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.fused_triton import SMS, arrivals, early
 
-BLOCK_K = 128  # inputs a stage: 256 bytes of a row on end; with 64 DRAM gives a tenth less
+BLOCK_K = 128  # inputs a stage: 256 bytes of a row on end; with 64 DRAM gives 1 to 3 % less
 SHARED = 192 << 10  # bytes of the stages of a program
 THIRD = 32  # outputs: a tile of gated products has three of gate's and three of up's
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
@@ -278,7 +278,7 @@ def linear(x, weight, onto=None, splits=None):
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     parts = torch.empty(tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device)
     _linear_kernel[(tiles, splits)](
-        _blocks(x.reshape(M, K), block_m, BLOCK_K), _blocks(weight, block_n, BLOCK_K),
+        _blocks(x.reshape(M, K).contiguous(), block_m, BLOCK_K), _blocks(weight, block_n, BLOCK_K),
         out if onto is None else onto.contiguous(), out, parts, arrivals(x.device), M, N,
         K=K, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLITS=splits, ONTO=onto is not None,
         STAGES=SHARED // ((block_m + block_n) * BLOCK_K * 2), num_warps=4, maxnreg=96 if block_m <= 64 else 128, **early(x),
@@ -292,7 +292,8 @@ def gated(x, weight):
     N, block_m = rows // 2, max(triton.next_power_of_2(M), 16)
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     _gated_kernel[(triton.cdiv(N, 3 * THIRD),)](
-        _blocks(x.reshape(M, K), block_m, 64), _blocks(weight, 2 * THIRD, 64), _blocks(weight, THIRD, 64), out, M, N,
+        _blocks(x.reshape(M, K).contiguous(), block_m, 64), _blocks(weight, 2 * THIRD, 64), _blocks(weight, THIRD, 64),
+        out, M, N,
         K=K, BLOCK_M=block_m, THIRD=THIRD, STAGES=SHARED // ((block_m + 6 * THIRD) * 128 * 2),
         num_warps=4 if block_m <= 64 else 8, maxnreg=96 if block_m <= 32 else 128, **early(x),
     )  # fmt: skip

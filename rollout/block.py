@@ -302,7 +302,8 @@ class BlockEngine(engine.Engine):
             return self._fused_step(slots, R, width, rule, joined, most)
         start, end, step = slots.start[row], slots.end[row], slots.step[row]
         is_live = start < end
-        place = lambda: start.clamp(max=width - n)[:, None] + torch.arange(n, device=self.device)  # [R, n] of each row's block
+        last = (width // n - 1) * n  # rows that have ended are carried along in a whole block, of which none is read again
+        place = lambda: start.clamp(max=last)[:, None] + torch.arange(n, device=self.device)  # [R, n] of each row's block
         at = place()
         if joined:
             goes_on = is_live & ~slots.masked[row[:, None], at].any(1)

@@ -323,6 +323,23 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
             assert prefilled == [ids[: len(ids) // 4 * 4] for ids in prompts]
 
 
+@pytest.mark.parametrize("n, widths", [(3, 8), (5, 8), (3, 128), (4, 8)])
+@pytest.mark.parametrize("joins", [True, False])
+def test_rows_that_have_ended_write_nothing_that_is_read(monkeypatch, n, widths, joins):
+    """They are carried along in a whole block: elsewhere they would change the prompt that the next sample copies. Also where
+    blocks do not divide the width.
+    """
+    model = model_of(SMALL | {"block_size": n}, eos=())
+    options = OPTIONS | dict(
+        num_samples=2, gen_length=2, denoising_steps=n, remasking="low_confidence_static", stop_at_eos=False
+    )
+    want = make_engine(model).generate(prompts_of([2, 12]), **options)
+    engine = bucketed(model, monkeypatch, max_batch_size=3)
+    monkeypatch.setattr(rollout.block, "WIDTHS", widths)
+    engine.joins, engine.ridge = joins, 0
+    assert same_draws(engine.generate(prompts_of([2, 12]), **options), want)
+
+
 @pytest.mark.parametrize("fault", ["no copy", "other sibling"])
 def test_a_wrong_copy_of_the_prompt_is_seen(monkeypatch, fault):
     """Negative control: samples that enter later and get no cache, or that of another place."""
