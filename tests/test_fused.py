@@ -241,24 +241,28 @@ def test_products_follow_one_another_early():
         assert torch.equal(got, wants[i % 2])
 
 
-@pytest.mark.parametrize("wrong", ["", "linear", "gated"])
+@pytest.mark.parametrize("wrong", ["", "linear", "gated", "missing"])
 @pytest.mark.parametrize("capability", [8, 9, 10])
 def test_products_are_compared_with_cublas_once(monkeypatch, capsys, wrong, capability):
-    """Another GPU asks nothing; a Triton with which a kernel is wrong is named, and cuBLAS multiplies."""
+    """Another GPU asks nothing; a Triton with which a kernel is wrong or does not run is named, and cuBLAS multiplies."""
     calls, gates = [], lambda x, w: (lambda a, b: F.silu(a) * b)(*F.linear(x, w).chunk(2, -1))
     noted = lambda name, y: calls.append(name) or (y.roll(1, -1) if name == wrong else y)
     products = {
         "linear": lambda x, w, onto=0, splits=None: noted("linear", onto + F.linear(x, w)),
         "gated": lambda x, w: noted("gated", gates(x, w)),
     }
+    if wrong == "missing":
+        del products["gated"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="9.9"))
     monkeypatch.setitem(sys.modules, "kernels.products_gluon", SimpleNamespace(**products))
     monkeypatch.setattr("kernels.products_gluon", sys.modules["kernels.products_gluon"], raising=False)
     got = fused._has_products.__wrapped__(torch.device(DEVICE), torch.bfloat16)
-    assert got == (capability == 9 and not wrong) and calls == ["linear", "linear", "gated"] * (capability == 9)
+    asked = ["linear", "linear", "gated"][: 2 if wrong == "missing" else 3] * (capability == 9)
+    assert got == (capability == 9 and not wrong) and calls == asked
     said = capsys.readouterr().out
-    assert ("with Triton 9.9: cuBLAS multiplies" in said) == (capability == 9 and bool(wrong))
+    assert said.endswith("with Triton 9.9: cuBLAS multiplies\n") if capability == 9 and wrong else not said
+    assert ("does not run (AttributeError: " in said) == (capability == 9 and wrong == "missing")
 
 
 @on_hopper
