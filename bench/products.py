@@ -7,7 +7,7 @@ norm, qkv, rotation, attention over a cache, o, norm, gate and up, down, as one 
 And they are measured hot: an H200 that multiplies 64 tokens without a pause draws its 700 W within a second and slows its clock
 from then on, by as much as a tenth, so that what is fastest for a millisecond need not be what is fastest in a rollout.
 JSON lines: the layers with cuBLAS's products; with ours, all and each alone; with one product's inputs shared by another number
-of programs; then the best shapes of the attention.
+of programs; then each shape of the attention.
 """
 
 import itertools
@@ -72,11 +72,11 @@ def hot_seconds(run, seconds):
 
 
 def clock_and_power():
-    """-> {MHz, W} of the first GPU as nvidia-smi says, or nothing"""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    """-> {MHz, W} of this process's GPU as nvidia-smi says, or nothing"""
+    gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"  # CUDA_VISIBLE_DEVICES may have numbered them anew
+    command = ["nvidia-smi", "-i", gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.CalledProcessError, ValueError):
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        mhz, watts = map(float, lines[torch.cuda.current_device()].split(","))
+        mhz, watts = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(","))
         return {"mhz": mhz, "w": watts}
     return {}
 
@@ -133,7 +133,6 @@ def measure(args, R, T):
         if args.out:
             with open(args.out, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
-        return seconds
 
     best = ours = {}
     report({}, products="cuBLAS")

@@ -162,8 +162,8 @@ def product(x, weight):
 def is_few(x, of_mlp=False):
     """Whether a product of x [..., K] is ours: on Hopper, of few tokens, with rows that TMA can read."""
     tokens = x.numel() // x.shape[-1]
-    is_few = 0 < tokens <= FEW or of_mlp and tokens in FEW_OF_MLP
-    return is_few and x.is_cuda and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and _has_products(x.device, x.dtype)
+    few = 0 < tokens <= FEW or of_mlp and tokens in FEW_OF_MLP
+    return few and x.is_cuda and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and _has_products(x.device, x.dtype)
 
 
 @cache

@@ -266,13 +266,20 @@ def _splits(tiles, inputs):
     return max(min(SMS // tiles, inputs // 4096), min(triton.cdiv(64, tiles), inputs // 512), 1)
 
 
+def _tile_of(tokens):
+    """-> tokens of a tile"""
+    if not 1 <= tokens <= 128:
+        raise ValueError(f"{tokens} tokens: these products are for 1 to 128")
+    return max(triton.next_power_of_2(tokens), 16)
+
+
 def linear(x, weight, onto=None, splits=None):
     """x [..., K] of up to 128 tokens, weight [N, K], K a multiple of 8 -> x weight^T [..., N]
 
-    onto [..., N]: the rounded product is added to it. splits: in place of the measured number.
+    onto [..., N]: the rounded product is added to it. splits: in place of the measured number. ValueError for other tokens.
     """
     (N, K), M = weight.shape, x.numel() // x.shape[-1]
-    block_m, block_n = max(triton.next_power_of_2(M), 16), 64
+    block_m, block_n = _tile_of(M), 64
     tiles = triton.cdiv(N, block_n)
     splits = splits or _splits(tiles, K)
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
@@ -287,9 +294,12 @@ def linear(x, weight, onto=None, splits=None):
 
 
 def gated(x, weight):
-    """x [..., K] of up to 128 tokens, weight [2 N, K], gate's before up's, K a multiple of 8 -> silu(gate) times up [..., N]"""
+    """x [..., K] of up to 128 tokens, weight [2 N, K], gate's before up's, K a multiple of 8 -> silu(gate) times up [..., N]
+
+    ValueError for other tokens.
+    """
     (rows, K), M = weight.shape, x.numel() // x.shape[-1]
-    N, block_m = rows // 2, max(triton.next_power_of_2(M), 16)
+    N, block_m = rows // 2, _tile_of(M)
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     _gated_kernel[(triton.cdiv(N, 3 * THIRD),)](
         _blocks(x.reshape(M, K).contiguous(), block_m, 64), _blocks(weight, 2 * THIRD, 64), _blocks(weight, THIRD, 64),

@@ -179,6 +179,8 @@ def test_products_of_few_tokens(lead, K, N, splits, dtype):
         onto = draw(*got.shape, dtype=dtype, seed=5)
         assert torch.equal(products_gluon.linear(x, weight, onto, some), onto + got)
         assert not fused_triton.arrivals(x.device).any()  # ready for the next one
+    with pytest.raises(ValueError, match="1 to 128"):
+        products_gluon.linear(draw(129, K, dtype=dtype), weight)
     assert error(products_gluon.linear(x, weight.roll(1, 0))) > 0.5  # negative controls: the next output, the next token
     assert error(products_gluon.linear(x.flatten(0, -2).roll(1, 0).view_as(x), weight)) > 0.5
 
@@ -269,6 +271,7 @@ def test_products_are_compared_with_cublas_once(monkeypatch, capsys, wrong, capa
 @pytest.mark.parametrize("tokens, few, of_mlp", [(64, 1, 1), (65, 0, 0), (96, 0, 0), (97, 0, 1), (128, 0, 1), (129, 0, 0)])
 def test_who_multiplies(monkeypatch, tokens, few, of_mlp):
     """Few tokens are our kernels', others and rows of which TMA cannot read the beginning are cuBLAS's."""
+    assert fused._has_products(torch.empty(0, device=DEVICE).device, torch.bfloat16)  # asked before calls are noted
     calls, real = [], (products_gluon.linear, products_gluon.gated)
     monkeypatch.setattr(products_gluon, "linear", lambda *args: calls.append("linear") or real[0](*args))
     monkeypatch.setattr(products_gluon, "gated", lambda *args: calls.append("gated") or real[1](*args))
