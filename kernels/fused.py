@@ -187,8 +187,8 @@ def _has_products(device, dtype):
             (products_gluon.linear(x, weight, onto, splits=2), onto + F.linear(x, weight)),
             (products_gluon.gated(x, weight), F.silu(gate) * up),
         )
-        off = max(((got.float() - want.float()).norm() / want.float().norm()).item() for got, want in pairs)
-        fault = "" if off < 0.02 else f"is off by {off:.2g}"
+        off = [((got.float() - want.float()).norm() / want.float().norm()).item() for got, want in pairs]
+        fault = "" if all(value < 0.02 for value in off) else f"is off by {', '.join(f'{value:.2g}' for value in off)}"
     except Exception as error:  # of an interface that has changed
         fault = f"does not run ({type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''})"
     if fault:

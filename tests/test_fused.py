@@ -243,7 +243,7 @@ def test_products_follow_one_another_early():
         assert torch.equal(got, wants[i % 2])
 
 
-@pytest.mark.parametrize("wrong", ["", "linear", "gated", "missing"])
+@pytest.mark.parametrize("wrong", ["", "linear", "gated", "NaN", "missing"])
 @pytest.mark.parametrize("capability", [8, 9, 10])
 def test_products_are_compared_with_cublas_once(monkeypatch, capsys, wrong, capability):
     """Another GPU asks nothing; a Triton with which a kernel is wrong or does not run is named, and cuBLAS multiplies."""
@@ -251,7 +251,7 @@ def test_products_are_compared_with_cublas_once(monkeypatch, capsys, wrong, capa
     noted = lambda name, y: calls.append(name) or (y.roll(1, -1) if name == wrong else y)
     products = {
         "linear": lambda x, w, onto=0, splits=None: noted("linear", onto + F.linear(x, w)),
-        "gated": lambda x, w: noted("gated", gates(x, w)),
+        "gated": lambda x, w: noted("gated", gates(x, w) * (math.nan if wrong == "NaN" else 1)),
     }
     if wrong == "missing":
         del products["gated"]
