@@ -38,14 +38,14 @@ class Router(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 
-def can_route(scores, groups=1):
-    """Whether `route` has a kernel for scores [..., E] of a Router."""
-    E = scores.shape[-1]
-    return scores.dtype == torch.float32 and E & (E - 1) == 0 and groups & (groups - 1) == 0 and E >= 2 * groups
+def can_route(gate, groups=1):
+    """Whether `route` has kernels for a Router."""
+    E = len(gate.weight)
+    return gate.weight.dtype == torch.float32 and E & (E - 1) == 0 and groups & (groups - 1) == 0 and E >= 2 * groups
 
 
 def route(*args):
-    """The routers of the model files as one kernel, see kernels/moe_triton.py; their own code is the reference."""
+    """The routers of the model files as two kernels, see kernels/moe_triton.py; their own code is the reference."""
     from kernels.moe_triton import route  # here: machines without a GPU have no Triton
 
     return route(*args)
@@ -73,16 +73,23 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
         self.sums = None  # set by router_metrics; an attribute, because compiled blocks do not see hooks that come later
 
-    def forward(self, x, index, weight):
-        """x [..., D]; index [..., k] int64 experts of each token, weight [..., k] -> [..., D], weighted sum in fp32"""
+    def forward(self, x, index, weight, *onto):
+        """x [..., D]; index [..., k] int64 experts of each token, weight [..., k] -> [..., D], weighted sum in fp32
+
+        onto [..., D]: tensors that the rounded sum is added to, one after the other.
+        """
         if self.sums is not None:
             add_routing(self.sums, index, weight)
         compute = experts_grouped if self.is_grouped(x.dtype) else experts_loop
         if is_fused(x):
             from kernels.moe_triton import MOST, experts_fused  # machines without a GPU have no Triton
 
-            compute = experts_fused if index.numel() <= MOST * len(self.down) else compute
-        return compute(x, index, weight, self.gate_up, self.down)
+            if index.numel() <= MOST * len(self.down):
+                return experts_fused(x, index, weight, self.gate_up, self.down, onto)
+        y = compute(x, index, weight, self.gate_up, self.down)
+        for other in onto:
+            y = other + y
+        return y
 
     def is_grouped(self, dtype):
         """Grouped products are bf16 kernels, in eager and compiled code alike, over rows of whole 16 bytes."""

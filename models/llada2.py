@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_rms_norm, fused_tables, gated, is_fused, norm_rotate, project, rms_norm
+from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, norm_rotate, project, rms_norm
 from kernels.linear_logps import linear_logps
 from kernels.moe import Experts, Router, can_route, route
 from models.config import Objective, read_config
@@ -141,8 +141,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x):
-        return self.down_proj(gated(x, self.gate_proj, self.up_proj))
+    def forward(self, x, onto=None):
+        """-> the MLP of x, or onto + it"""
+        y = gated(x, self.gate_proj, self.up_proj)
+        return project(y, self.down_proj)[0] if onto is None else add_product(onto, y, self.down_proj)
 
 
 class MoE(nn.Module):
@@ -157,12 +159,11 @@ class MoE(nn.Module):
 
     def route(self, x):
         """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k], at least fp32"""
-        scores = self.gate(x)
-        if is_fused(x) and can_route(scores, self.config.n_group):
+        if is_fused(x) and can_route(self.gate, self.config.n_group):
             groups = self.config.n_group, self.config.topk_group
             k, scale = self.config.num_experts_per_tok, self.config.routed_scaling_factor
-            return route(scores, k, scores.dtype, self.gate.expert_bias, *groups, scale)
-        score = scores.sigmoid()
+            return route(x, self.gate.weight, k, torch.float32, self.gate.expert_bias, *groups, scale)
+        score = self.gate(x).sigmoid()
         grouped = (score + self.gate.expert_bias).unflatten(-1, (self.config.n_group, -1))  # [..., groups, experts of each]
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.topk_group, dim=-1).indices
         is_closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
@@ -171,8 +172,9 @@ class MoE(nn.Module):
         weight = score.gather(-1, index)
         return index, weight / (weight.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
 
-    def forward(self, x):
-        return self.experts(x, *self.route(x)) + self.shared_experts(x)
+    def forward(self, x, onto):
+        """-> onto + the experts of x, the shared one among them"""
+        return self.experts(x, *self.route(x), self.shared_experts(x), onto)
 
 
 class Block(nn.Module):
@@ -191,7 +193,7 @@ class Block(nn.Module):
         else:
             x = x + y
             y = norm(x)
-        return x + self.mlp(y)
+        return self.mlp(y, onto=x)
 
 
 class LLaDA2(nn.Module):

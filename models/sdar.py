@@ -146,12 +146,11 @@ class MoE(nn.Module):
 
     def forward(self, x, onto):
         """-> onto + the experts of x"""
-        scores = self.gate(x)
-        if is_fused(x) and can_route(scores):
-            return onto + self.experts(x, *route(scores, self.top_k, x.dtype))
-        weight, index = scores.softmax(-1).topk(self.top_k, dim=-1)
+        if is_fused(x) and can_route(self.gate):
+            return self.experts(x, *route(x, self.gate.weight, self.top_k, x.dtype), onto)
+        weight, index = self.gate(x).softmax(-1).topk(self.top_k, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)
-        return onto + self.experts(x, index, weight.to(x.dtype))
+        return self.experts(x, index, weight.to(x.dtype), onto)
 
 
 class Block(nn.Module):

@@ -128,7 +128,8 @@ def test_roofline_counts_the_experts_that_are_hit(monkeypatch):
     roofline, given, forward = Roofline(engine.model), [], Experts.forward
     settings = {"gen_length": 16, "block_length": 4, "denoising_steps": 2, "temperature": 1.0}
     settings |= {"remasking": "low_confidence_static", "confidence_threshold": 0.9}
-    monkeypatch.setattr(Experts, "forward", lambda layer, x, index, w: given.append(index) or forward(layer, x, index, w))
+    note = lambda layer, x, index, *rest: given.append(index) or forward(layer, x, index, *rest)
+    monkeypatch.setattr(Experts, "forward", note)
     engine.use_graphs = True  # a graph would hide the routing, and the CPU has none
     roofline.count_hits(engine, lambda: engine.generate([[5, 6, 7, 8], [9, 10, 11, 12]], num_samples=2, seed=0, **settings))
     assert engine.use_graphs

@@ -242,7 +242,7 @@ def test_sdar_chooses_experts_by_unrounded_scores():
     """bf16 activations: 5.0 and 5.001, which bf16 cannot tell apart, in either order; weights leave in bf16."""
     block = model_of(SMALL_OF["sdar-moe"], torch.bfloat16).layers[0].mlp
     block.top_k, got = 2, []
-    block.experts.forward = lambda x, index, weight: got.append((index, weight)) or x
+    block.experts.forward = lambda x, index, weight, onto: got.append((index, weight)) or x
     x = torch.zeros(1, block.gate.weight.shape[1], dtype=torch.bfloat16)
     x[0, 0] = 1
     for best in range(2):
