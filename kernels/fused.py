@@ -3,7 +3,8 @@
 A step of few tokens spends as long on its thirty small kernels a layer as on half of its weights. The plain code stands in the
 model files, which ask `is_fused(x)`: True only inside `fused_kernels()`, on CUDA in bf16 or fp16. Training never enters it, so
 that a forward without gradient is that of the one with it, bit for bit. The kernels round where the plain code rounds; sums of
-squares in another order move the last bit of a few values in a thousand.
+squares in another order move the last bit of a few values in a thousand, scores of experts (kernels/moe_triton.py) are within
+1.5e-6 of exact ones where those of the plain code are within 2e-7.
 """
 
 from contextlib import contextmanager

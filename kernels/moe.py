@@ -76,7 +76,7 @@ class Experts(nn.Module):
     def forward(self, x, index, weight, *onto):
         """x [..., D]; index [..., k] int64 experts of each token, weight [..., k] -> [..., D], weighted sum in fp32
 
-        onto [..., D]: tensors that the rounded sum is added to, one after the other.
+        onto [..., D]: up to two tensors that the rounded sum is added to, one after the other.
         """
         if self.sums is not None:
             add_routing(self.sums, index, weight)

@@ -1,7 +1,7 @@
 """kernels/moe.py for few tokens on CUDA: the weights of the experts in use are read once, nothing is sorted or copied.
 
-Imported only where it runs, in samplers. Assignments (token, place among its k experts) are put into the bucket of their expert
-in their order: each is a row of the products by itself, and writes to its own place.
+Imported only where it runs, in samplers. An assignment (token, place among its k experts) is put into the bucket of its expert;
+it is a row of the products and writes to a place of its own.
 """
 
 import torch
@@ -15,15 +15,18 @@ MOST = 128  # assignments an expert, in the mean: beyond, products are bound by 
 
 @triton.jit
 def _bucket_kernel(index, counts, buckets, size, M, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The assignments i with index[i] = the program's expert, in their order, and how many they are."""
+    """The assignments i with index[i] = the program's expert, in their order, and how many they are: M at most, one a token.
+    Where scores are NaN a token has the same expert k times, and what does not fit is left out.
+    """
     expert, count = tl.program_id(0), 0
     _await_previous(PDL)
     for first in range(0, size, BLOCK):
         i = first + tl.arange(0, BLOCK)
         mine = (tl.load(index + i, mask=i < size, other=-1) == expert).to(tl.int32)
-        tl.store(buckets + expert * M + count + tl.cumsum(mine, 0) - 1, i, mask=mine == 1)
+        place = count + tl.cumsum(mine, 0) - 1
+        tl.store(buckets + expert * M + place, i, mask=(mine == 1) & (place < M))
         count += tl.sum(mine, 0)
-    tl.store(counts + expert, count)
+    tl.store(counts + expert, tl.minimum(count, M))
 
 
 @triton.jit
@@ -101,7 +104,7 @@ def _score_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """parts[s, m, e] = share number s of weight[e] . x[m]. bf16 and fp16 are exact in TF32, an fp32 weight is the sum of two of
-    its numbers but for a last bit. Tensor cores cut off what they add: errors are 1e-6 of the scores, in fp32 they are 2e-7.
+    its numbers but for its last two bits. Tensor cores cut off what they add: errors are 1e-6 of the scores, in fp32 2e-7.
     """
     e, m = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split, d = tl.program_id(2), tl.arange(0, BLOCK_K)
@@ -124,7 +127,9 @@ def _route_kernel(
     parts, bias, index, weight, M, k, scale, SPLITS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr, OPEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The k best experts of a token, best first, and their shares. Ties go to the lower number."""
+    """The k best experts of a token, best first, and their shares; its scores are the sum of their parts. Ties go to the lower
+    number.
+    """
     token, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, E), tl.arange(0, K)
     _await_previous(PDL)
     score = tl.load(parts + token * E + e)
@@ -182,12 +187,12 @@ def route(x, weight, k, dtype, bias=None, groups=1, open_groups=1, scale=1.0):
     parts = scores(x.reshape(-1, x.shape[-1]).contiguous(), weight)
     S, M, E = parts.shape
     index = torch.empty(*x.shape[:-1], k, dtype=torch.int64, device=x.device)
-    weight = torch.empty(index.shape, dtype=dtype, device=x.device)
+    share = torch.empty(index.shape, dtype=dtype, device=x.device)
     _route_kernel[(M,)](
-        parts, parts if bias is None else bias, index, weight, M, k, float(scale), SPLITS=S, E=E, K=triton.next_power_of_2(k),
+        parts, parts if bias is None else bias, index, share, M, k, float(scale), SPLITS=S, E=E, K=triton.next_power_of_2(k),
         SIGMOID=bias is not None, GROUPS=groups, OPEN=open_groups, num_warps=1, **early(x),
     )  # fmt: skip
-    return index, weight
+    return index, share
 
 
 def _product(x, weights, counts, buckets, out, k, gated, config):
@@ -213,21 +218,23 @@ TUNED = {
 
 def experts_fused(x, index, weight, gate_up, down, onto=(), tuned=None):
     """As kernels.moe.experts_loop, without gradient. onto [..., D]: up to two tensors, as of kernels.moe.Experts."""
+    if len(onto) > 2:
+        raise ValueError(f"{len(onto)} tensors to add to: two at most")
     k, (E, D, f) = index.shape[-1], down.shape
     tokens, weight = x.reshape(-1, D).contiguous(), weight.contiguous()
     M = len(tokens)
     counts = torch.empty(E, dtype=torch.int32, device=x.device)
     buckets = torch.empty(E, M, dtype=torch.int32, device=x.device)
-    size = min(triton.next_power_of_2(M * k), 1024)
-    _bucket_kernel[(E,)](index.contiguous(), counts, buckets, M * k, M, BLOCK=size, num_warps=4, **early(x))
+    block = min(triton.next_power_of_2(M * k), 1024)
+    _bucket_kernel[(E,)](index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4, **early(x))
     gated, plain = tuned or next(TUNED[most] for most in TUNED if M * k <= most * E or most == MOST)
     hidden = torch.empty(M * k, f, dtype=x.dtype, device=x.device)
     _product(tokens, gate_up, counts, buckets, hidden, k, True, gated)
     y = torch.empty(M * k, D, dtype=x.dtype, device=x.device)
     _product(hidden, down, counts, buckets, y, 1, False, plain)
-    out, size = torch.empty_like(tokens), min(triton.next_power_of_2(D), 1024)
+    out, block = torch.empty_like(tokens), min(triton.next_power_of_2(D), 1024)
     first, second = (*(other.contiguous() for other in onto), y, y)[:2]
-    _sum_kernel[(M, triton.cdiv(D, size))](
-        y, weight, first, second, out, D, K=k, ADD=len(onto), BLOCK=size, num_warps=4, **early(x)
+    _sum_kernel[(M, triton.cdiv(D, block))](
+        y, weight, first, second, out, D, K=k, ADD=len(onto), BLOCK=block, num_warps=4, **early(x)
     )
     return out.view(x.shape)

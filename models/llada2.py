@@ -174,7 +174,10 @@ class MoE(nn.Module):
 
     def forward(self, x, onto):
         """-> onto + the experts of x, the shared one among them"""
-        return self.experts(x, *self.route(x), self.shared_experts(x), onto)
+        index, weight = self.route(x)
+        if is_fused(x):
+            return self.experts(x, index, weight, self.shared_experts(x), onto)
+        return onto + (self.experts(x, index, weight) + self.shared_experts(x))
 
 
 class Block(nn.Module):

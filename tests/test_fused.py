@@ -481,6 +481,9 @@ def test_a_cached_rollout_takes_the_window_kernel(monkeypatch, name, cache):
         ((40,), 16, 64, 32, 4, 5, ((16, 16, 16, 16, 4, 2), (16, 32, 32, 32, 4, 2))),
         ((64,), 16, 64, 32, 4, 16, ((16, 32, 16, 16, 4, 2), (16, 16, 32, 32, 4, 2))),  # some experts have 16, some more
         ((1,), 8, 32, 16, 1, 1, None),
+        ((48,), 8, 200, 72, 2, 8, None),  # the tiles of each number of assignments
+        ((96,), 8, 200, 72, 2, 8, None),
+        ((200,), 8, 200, 72, 2, 8, None),
         ((150,), 4, 80, 40, 3, 4, ((16, 16, 16, 32, 4, 2), (16, 16, 16, 16, 4, 2))),  # more than all lanes of a bucket at once
     ],
 )
@@ -507,6 +510,16 @@ def test_experts_are_those_of_the_plain_loop(dtype, lead, E, D, f, k, used, tune
 
 
 @needs_triton
+def test_a_bucket_holds_one_assignment_a_token():
+    """NaN scores choose one expert k times: the tensor's end is not passed, nor the next bucket touched."""
+    M, k, E = 5, 3, 8
+    index = torch.full((M, k), 7, dtype=torch.int64, device=DEVICE)
+    counts, buckets = (torch.full(shape, -1, dtype=torch.int32, device=DEVICE) for shape in ((E,), (E + 1, M)))
+    moe_triton._bucket_kernel[(E,)](index, counts, buckets, M * k, M, BLOCK=16, **fused_triton.early(index))
+    assert counts.tolist() == [0] * 7 + [M] and buckets[7].tolist() == [*range(M)] and (buckets[8] == -1).all()
+
+
+@needs_triton
 @each_dtype
 @pytest.mark.parametrize("M, D, E", [(1, 96, 8), (5, 2048, 128), (70, 1000, 32), (200, 512, 256)])
 def test_scores_of_experts_are_products_of_unrounded_weights(dtype, M, D, E):
@@ -524,7 +537,7 @@ def test_scores_of_experts_are_products_of_unrounded_weights(dtype, M, D, E):
 @needs_triton
 @pytest.mark.parametrize("name", ["SDAR-MoE", "LLaDA2"])
 def test_routers_are_those_of_the_model_files(name, monkeypatch):
-    """Experts and their weights, at many scores, with groups; the scores are those of the module's own gate."""
+    """Experts and their weights, at many scores, with groups; the scores too are the kernels'."""
     config = CONFIGS[name] | {"num_experts": 32, "num_experts_per_tok": 5}
     moe = random_model(config, device=DEVICE).layers[-1].mlp
     x = draw(3, 50, 96).bfloat16().float()  # what the kernels are given: exact in TF32

@@ -33,7 +33,7 @@ from test_models import (
 import models.checkpoint
 from models import add_lora, export_weights, llada2, load_model, prompt_ids, save_model, sdar
 from models.checkpoint import build_model, materialize, set_special_tokens, tensor_names, tensor_shapes
-from models.random_init import byte_tokenizer
+from models.random_init import TINY_LLADA2, byte_tokenizer, random_model
 
 
 def golden(family):
@@ -251,6 +251,25 @@ def test_sdar_chooses_experts_by_unrounded_scores():
         block(x, onto=x)
         index, weight = got.pop()
         assert index[0].tolist() == [best, 1 - best] and weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_layer_are_summed_in_the_order_of_its_formula(dtype):
+    """onto + (experts + shared), bit for bit; the negative control evaluates the shared expert first."""
+    layer = random_model(TINY_LLADA2, dtype=dtype).layers[-1].mlp
+
+    def gradients(forward):
+        x = torch.randn(2, 30, 96, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        forward(x, x.detach()).float().square().sum().backward()
+        return x.grad
+
+    def shared_first(x, onto):
+        shared = layer.shared_experts(x)
+        return onto + (layer.experts(x, *layer.route(x)) + shared)
+
+    want = gradients(lambda x, onto: onto + (layer.experts(x, *layer.route(x)) + layer.shared_experts(x)))
+    assert torch.equal(gradients(layer), want)
+    assert not torch.equal(gradients(shared_first), want)
 
 
 def test_experts_of_closed_groups_are_not_chosen():
