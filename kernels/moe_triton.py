@@ -205,15 +205,20 @@ def _product(x, weights, counts, buckets, out, k, gated, config):
     )  # fmt: skip
 
 
-# Measured hot on one H200 (torch 2.11, Triton 3.6, bf16, experts of 3 x 2048 x 768 or 512, with even routing and with one that
-# hits as few experts as random weights do): up to so many assignments an expert, (few, block_m, block_n, block_k, warps,
-# stages) of the gated and of the second product.
+# Measured hot as in bench/experts.py (one H200, torch 2.11, Triton 3.6, bf16, experts of 3 x 2048 x 768 or 512, with even
+# routing and with one that hits as few experts as random weights do): up to so many assignments an expert, (few, block_m,
+# block_n, block_k, warps, stages) of the gated and of the second product.
 TUNED = {
     8: ((16, 64, 64, 64, 4, 4), (16, 64, 128, 64, 4, 4)),
     16: ((32, 128, 128, 64, 8, 3), (128, 128, 128, 64, 4, 3)),
     32: ((64, 128, 128, 64, 8, 3), (128, 128, 128, 64, 4, 3)),
     MOST: ((128, 128, 128, 64, 8, 4), (128, 128, 128, 64, 4, 3)),
 }
+
+
+def tiles_of(assignments, experts):
+    """-> the entry of TUNED for so many assignments to so many experts"""
+    return next(tiles for most, tiles in TUNED.items() if assignments <= most * experts or most == MOST)
 
 
 def experts_fused(x, index, weight, gate_up, down, onto=(), tuned=None):
@@ -227,14 +232,14 @@ def experts_fused(x, index, weight, gate_up, down, onto=(), tuned=None):
     buckets = torch.empty(E, M, dtype=torch.int32, device=x.device)
     block = min(triton.next_power_of_2(M * k), 1024)
     _bucket_kernel[(E,)](index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4, **early(x))
-    gated, plain = tuned or next(TUNED[most] for most in TUNED if M * k <= most * E or most == MOST)
+    gated, second = tuned or tiles_of(M * k, E)
     hidden = torch.empty(M * k, f, dtype=x.dtype, device=x.device)
     _product(tokens, gate_up, counts, buckets, hidden, k, True, gated)
     y = torch.empty(M * k, D, dtype=x.dtype, device=x.device)
-    _product(hidden, down, counts, buckets, y, 1, False, plain)
+    _product(hidden, down, counts, buckets, y, 1, False, second)
     out, block = torch.empty_like(tokens), min(triton.next_power_of_2(D), 1024)
-    first, second = (*(other.contiguous() for other in onto), y, y)[:2]
+    addends = (*(other.contiguous() for other in onto), y, y)[:2]
     _sum_kernel[(M, triton.cdiv(D, block))](
-        y, weight, first, second, out, D, K=k, ADD=len(onto), BLOCK=block, num_warps=4, **early(x)
+        y, weight, *addends, out, D, K=k, ADD=len(onto), BLOCK=block, num_warps=4, **early(x)
     )
     return out.view(x.shape)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.experts import routing
 from bench.fast_dllm import edited
 from bench.rollout import (
     Args,
@@ -140,6 +141,15 @@ def test_roofline_counts_the_experts_that_are_hit(monkeypatch):
         assert number == pytest.approx(sum(hit) / len(hit)) and 2 <= number <= 8
     facts = measure_engine(engine, 4, args, settings, 4, engine.model.mask_token_id, roofline)
     assert 16 in facts["experts_hit"] and 0 < facts["roofline_share"]
+
+
+@pytest.mark.parametrize("tokens, hit", [(4, 10), (64, 24), (512, 100), (512, None)])
+def test_routing_hits_as_many_experts_as_asked(tokens, hit):
+    index = routing(tokens, 128, 8, hit)
+    number, load = len(index.unique()), index.flatten().bincount()
+    assert index.shape == (tokens, 8) and all(len(row) == 8 for row in map(set, index.tolist()))
+    assert number == 128 if hit is None else abs(number - hit) <= 1 + hit // 20
+    assert load.max() < 2 * load.float().mean() if hit is None else load.max() > tokens * 0.9
 
 
 def test_rate_is_tokens_up_to_the_stop_over_the_fastest_rollout():
