@@ -565,6 +565,24 @@ def test_routers_are_those_of_the_model_files(name, monkeypatch):
             assert not torch.equal(free.sort().values, index.sort().values)
 
 
+@needs_triton
+@pytest.mark.parametrize("name", ["SDAR-MoE", "LLaDA2"])
+def test_a_layer_of_experts_is_the_plain_one(name, monkeypatch):
+    """What it is added to and a shared expert included. Negative controls: without either."""
+    layer = random_model(CONFIGS[name] | {"hidden_size": 384}, device=DEVICE, dtype=DTYPES[0]).layers[-1].mlp
+    x, onto = (draw(2, 9, 384, dtype=DTYPES[0], seed=seed) for seed in (0, 1))
+    monkeypatch.setattr(fused, "has_kernels", lambda x: True)
+    with torch.no_grad():
+        want = layer(x, onto)
+        error = lambda y: ((y - want).double().norm() / want.double().norm()).item()
+        with fused_kernels():
+            assert error(layer(x, onto)) < {torch.bfloat16: 1e-2, torch.float32: 1e-5}[DTYPES[0]]
+            assert error(layer(x, torch.zeros_like(onto))) > 0.1
+            if name == "LLaDA2":
+                monkeypatch.setattr(layer.shared_experts, "forward", torch.zeros_like)
+                assert error(layer(x, onto)) > 0.02
+
+
 # --- in the model and in the engine ------------------------------------------------------------------------------------------
 
 
