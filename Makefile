@@ -11,6 +11,7 @@ demo: $(VENV)/installed
 # Two workers; the tests of a file stay in one of them, because they share what its fixtures make.
 test: $(VENV)/installed
 	$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+	@$(RUN) tests/size.py
 
 test-all: $(VENV)/installed
 	$(RUN) -m pytest -q tests --all

@@ -58,7 +58,9 @@ class RunLog:
         SystemExit where it is beyond max_steps: what is written at the end would not be of that step.
         """
         if step > max_steps:
-            raise SystemExit(f"--resume {resume}: the run is at step {step} already, beyond --max-steps {max_steps}")
+            raise SystemExit(
+                f"--resume {resume}: the run is at step {step} already, beyond --max-steps {max_steps}"
+            )
         self.is_writer, self.max_steps, self.latest = rank == 0, max_steps, {}
         self.bar = self.metrics_file = self.wandb_run = None
         chosen = [Path(resume) if resume else make_run_dir(out, name) if self.is_writer else None]
@@ -71,16 +73,27 @@ class RunLog:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 truncate_rows(self.run_dir / name, step)
         else:
-            write_atomically(self.run_dir / "config.json", json.dumps(describe_run(name, config), indent=2) + "\n")
-        self.metrics_file = open(self.run_dir / "metrics.jsonl", "a", buffering=1, encoding="utf-8")  # flushed per line
-        atexit.register(self.close, failed=True)  # a run that stops with an error leaves its table and figure too
+            write_atomically(
+                self.run_dir / "config.json",
+                json.dumps(describe_run(name, config), indent=2) + "\n",
+            )
+        self.metrics_file = open(
+            self.run_dir / "metrics.jsonl", "a", buffering=1, encoding="utf-8"
+        )  # flushed per line
+        atexit.register(
+            self.close, failed=True
+        )  # a run that stops with an error leaves its table and figure too
         if track:
             import wandb
 
-            self.wandb_run = wandb.init(project="cleandllm", name=self.run_dir.name, config=config, dir=self.run_dir)
+            self.wandb_run = wandb.init(
+                project="cleandllm", name=self.run_dir.name, config=config, dir=self.run_dir
+            )
         if sys.stderr.isatty():
             bar_format = "{n_fmt}/{total_fmt} {bar:12} {elapsed}<{remaining}{postfix}"
-            self.bar = tqdm(total=max_steps, initial=step, bar_format=bar_format, dynamic_ncols=True)
+            self.bar = tqdm(
+                total=max_steps, initial=step, bar_format=bar_format, dynamic_ncols=True
+            )
 
     def write(self, step, metrics):
         """One row. step: training steps finished, so 0 is before training. metrics: numbers and 0-d tensors.
@@ -89,13 +102,19 @@ class RunLog:
         """
         if not self.is_writer:
             return
-        row = {key: value if isinstance(value, int) else float(value) for key, value in metrics.items()}
+        row = {
+            key: value if isinstance(value, int) else float(value) for key, value in metrics.items()
+        }
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
         self.metrics_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         parts = {key: text.format(row[key]) for key, text in SUMMARY.items() if key in row}
         parts |= {key: f"{key.split('/')[0]} {row[key]:.3f}" for key in row if is_score(key)}
         if self.bar is None:
-            self.say("  ".join([f"step {step:{len(str(self.max_steps))}}/{self.max_steps}", *parts.values()]))
+            self.say(
+                "  ".join(
+                    [f"step {step:{len(str(self.max_steps))}}/{self.max_steps}", *parts.values()]
+                )
+            )
         else:
             self.latest |= parts  # the last evaluation stays in sight
             self.bar.update(step - self.bar.n)
@@ -109,12 +128,17 @@ class RunLog:
         """Append rows (dicts: prompt, completion, reward, step map ...) to samples.jsonl."""
         if self.is_writer:
             with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"step": step, **row}, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+                file.writelines(
+                    json.dumps({"step": step, **row}, ensure_ascii=False, allow_nan=False) + "\n"
+                    for row in rows
+                )
 
     def history(self, key):
         """[(step, value)] of one key so far, on every rank. Collective."""
         found = [
-            [(row["step"], row[key]) for row in read_rows(self.run_dir) if row.get(key) is not None] if self.is_writer else None
+            [(row["step"], row[key]) for row in read_rows(self.run_dir) if row.get(key) is not None]
+            if self.is_writer
+            else None
         ]
         if dist.is_initialized():
             dist.broadcast_object_list(found, src=0)
@@ -206,7 +230,9 @@ def make_run_dir(out, name):
         except FileExistsError:
             count += 1
         except OSError as error:
-            raise SystemExit(f"--out {out}: the run directory cannot be made ({error.strerror})") from error
+            raise SystemExit(
+                f"--out {out}: the run directory cannot be made ({error.strerror})"
+            ) from error
 
 
 def describe_run(name, config):
@@ -229,10 +255,14 @@ def describe_git():
     if not shutil.which("git"):
         return None
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    head = subprocess.run([*git, "rev-parse", "--verify", "--quiet", "HEAD"], capture_output=True, text=True)
+    head = subprocess.run(
+        [*git, "rev-parse", "--verify", "--quiet", "HEAD"], capture_output=True, text=True
+    )
     if head.returncode:
         return None
-    status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    status = subprocess.run(
+        [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+    )
     return {"commit": head.stdout.strip(), "dirty": bool(status.stdout)}
 
 
@@ -254,10 +284,16 @@ def write_atomically(path, text):
 def truncate_rows(path, step):
     """Keep the rows of a .jsonl file up to `step`. A last line without its end was being written when the run was killed."""
     if path.exists():
-        *lines, _ = path.read_bytes().split(b"\n")  # bytes: the cut may go through a character, and text has other line ends
+        *lines, _ = path.read_bytes().split(
+            b"\n"
+        )  # bytes: the cut may go through a character, and text has other line ends
         rows = [(line, json.loads(line)) for line in lines]
         # The last test score is written again, at the end that the run now has.
-        kept = [line for line, row in rows if row["step"] <= step and not (row["step"] and any(map(is_test, row)))]
+        kept = [
+            line
+            for line, row in rows
+            if row["step"] <= step and not (row["step"] and any(map(is_test, row)))
+        ]
         write_atomically(path, b"".join(line + b"\n" for line in kept).decode())
 
 
@@ -277,23 +313,47 @@ def command_line(arguments):
     config = json.loads(path.read_text(encoding="utf-8"))
     script, saved = Path(sys.argv[0]).stem, config["args"]
     if config.get("script", script) != script:
-        raise SystemExit(f"--resume {given.resume} is a run of {config['script']}.py, not of {script}.py")
+        raise SystemExit(
+            f"--resume {given.resume} is a run of {config['script']}.py, not of {script}.py"
+        )
     known = {field.name: field.type for field in fields(arguments)}
     before = arguments(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items() if key in known}
+        **{
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in saved.items()
+            if key in known
+        }
     )
     now = tyro.cli(arguments, default=before)
     for name in known:
-        if name not in ("max_steps", "track", "resume") and getattr(now, name) != getattr(before, name):
+        if name not in ("max_steps", "track", "resume") and getattr(now, name) != getattr(
+            before, name
+        ):
             flag = name.replace("_", "-")
-            raise SystemExit(f"--resume: the run had --{flag} {getattr(before, name)}, now it is {getattr(now, name)}")
+            raise SystemExit(
+                f"--resume: the run had --{flag} {getattr(before, name)}, now it is {getattr(now, name)}"
+            )
     return check_numbers(now)
 
 
 # flags that count something which must be there; every other number may be 0, and none is negative
 AT_LEAST_ONE = {
-    *("max_steps", "micro_batch_size", "batch_size", "prompts_per_step", "num_iterations", "mc_num"),
-    *("gen_length", "denoising_steps", "max_length", "masks_per_timestep", "train_steps", "lora_alpha"),
+    *(
+        "max_steps",
+        "micro_batch_size",
+        "batch_size",
+        "prompts_per_step",
+        "num_iterations",
+        "mc_num",
+    ),
+    *(
+        "gen_length",
+        "denoising_steps",
+        "max_length",
+        "masks_per_timestep",
+        "train_steps",
+        "lora_alpha",
+    ),
 }
 # flags at whose 0 a run goes on for ever and learns nothing, and why
 ABOVE_ZERO = {
@@ -305,7 +365,11 @@ ABOVE_ZERO = {
 def check_numbers(args):
     """-> args; SystemExit names the first number that is too small, or is none."""
     for field in fields(args):
-        value, name, least = getattr(args, field.name), field.name.replace("_", "-"), int(field.name in AT_LEAST_ONE)
+        value, name, least = (
+            getattr(args, field.name),
+            field.name.replace("_", "-"),
+            int(field.name in AT_LEAST_ONE),
+        )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if field.name in ABOVE_ZERO and not value > 0:
                 raise SystemExit(f"--{name} {value} must be above 0: {ABOVE_ZERO[field.name]}")
@@ -325,16 +389,37 @@ def is_test(key):
 
 
 def read_rows(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 # title, left key and axis label, right key and axis label; drawn are the first three whose left key exists
 LINE_PANELS = [
     ("Loss", "loss/total", "loss", "", ""),
-    ("Chosen answers preferred", "reward/accuracy", "share of the pairs", "reward/margin", "mean margin"),
+    (
+        "Chosen answers preferred",
+        "reward/accuracy",
+        "share of the pairs",
+        "reward/margin",
+        "mean margin",
+    ),
     ("Likelihood of the completions", "policy/elbo", "ELBO, nats per completion", "", ""),
-    ("Change of the policy", "policy/ratio", "probability ratio, new / old", "policy/clip_frac", "clipped share"),
-    ("Length of the answers", "completion/length", "tokens", "completion/truncated_frac", "cut off at the limit"),
+    (
+        "Change of the policy",
+        "policy/ratio",
+        "probability ratio, new / old",
+        "policy/clip_frac",
+        "clipped share",
+    ),
+    (
+        "Length of the answers",
+        "completion/length",
+        "tokens",
+        "completion/truncated_frac",
+        "cut off at the limit",
+    ),
     ("Gradient", "optim/grad_norm", "norm before clipping", "optim/lr", "learning rate"),
     ("Speed", "speed/tokens_per_s", "tokens per second", "", ""),
 ]
@@ -364,19 +449,40 @@ def draw_curves(run_dir):
     figure = Figure(figsize=(5.2 * columns, 3.7 * lines + 0.7), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     args = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["args"]
-    facts = [f"{key} {Path(str(args[key])).name}" for key in ("model", "task", "seed") if args.get(key, "") != ""]
-    figure.suptitle("     ".join([run_dir.name.split("-")[0], *facts]), fontsize=14, fontweight="bold")
+    facts = [
+        f"{key} {Path(str(args[key])).name}"
+        for key in ("model", "task", "seed")
+        if args.get(key, "") != ""
+    ]
+    figure.suptitle(
+        "     ".join([run_dir.name.split("-")[0], *facts]), fontsize=14, fontweight="bold"
+    )
     note = "faint: every step      bold: mean over 5 % of the steps (in runs of 40 steps or more)"
     figure.supxlabel(note, fontsize=9, color="0.4")
     for place, draw in enumerate(panels, start=1):
         first = len(figure.axes)
-        axes = figure.add_subplot(lines, columns, place, xlabel="training step", xlim=(-0.04 * last, 1.04 * last))
+        axes = figure.add_subplot(
+            lines, columns, place, xlabel="training step", xlim=(-0.04 * last, 1.04 * last)
+        )
         axes.grid(alpha=0.25)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_title(draw(axes, data), loc="left", fontweight="bold", fontsize=11, pad=24)
-        handles = [handle for each in figure.axes[first:] for handle in each.get_legend_handles_labels()[0]]
-        outside = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1), "ncols": len(handles)}  # above the axes: covers no curve
-        axes.legend(handles=handles, **outside, frameon=False, fontsize=8, handlelength=1.5, columnspacing=1.5)
+        handles = [
+            handle for each in figure.axes[first:] for handle in each.get_legend_handles_labels()[0]
+        ]
+        outside = {
+            "loc": "lower left",
+            "bbox_to_anchor": (-0.02, 1),
+            "ncols": len(handles),
+        }  # above the axes: covers no curve
+        axes.legend(
+            handles=handles,
+            **outside,
+            frameon=False,
+            fontsize=8,
+            handlelength=1.5,
+            columnspacing=1.5,
+        )
     figure.savefig(run_dir / "curves.png", dpi=110)
 
 
@@ -387,11 +493,15 @@ def draw_scores(axes, data):
         if key.startswith("eval/"):
             axes.plot(steps, values, "o-", label=f"{key[5:]}, validation")
         if key.startswith("test/"):
-            axes.plot(steps, values, "*", markersize=14, clip_on=False, zorder=3, label=f"{key[5:]}, test")
+            axes.plot(
+                steps, values, "*", markersize=14, clip_on=False, zorder=3, label=f"{key[5:]}, test"
+            )
             for step, value in zip(steps, values, strict=True):
                 # clear of the curve: over the first star (below a high one), right of the later
                 offset = (14, 0) if step > steps[0] else (-6, 18 if value < 0.85 else -18)
-                axes.annotate(f"{value:.1%}", (step, value), offset, textcoords="offset points", va="center")
+                axes.annotate(
+                    f"{value:.1%}", (step, value), offset, textcoords="offset points", va="center"
+                )
     return "Score on problems not trained on"
 
 
@@ -399,9 +509,22 @@ def draw_reward(axes, data):
     steps, values = data["reward/mean"]
     draw_line(axes, steps, values, "tab:blue", "mean")
     if "reward/std" in data:
-        low, high = zip(*((m - s, m + s) for m, s in zip(values, data["reward/std"][1], strict=True)), strict=True)
-        axes.fill_between(steps, low, high, color="tab:blue", alpha=0.12, linewidth=0, label="± standard deviation")
-        axes.set_ylim(bottom=min(0, *values) if len(values) > 1 else None)  # rewards are seldom negative where the band is
+        low, high = zip(
+            *((m - s, m + s) for m, s in zip(values, data["reward/std"][1], strict=True)),
+            strict=True,
+        )
+        axes.fill_between(
+            steps,
+            low,
+            high,
+            color="tab:blue",
+            alpha=0.12,
+            linewidth=0,
+            label="± standard deviation",
+        )
+        axes.set_ylim(
+            bottom=min(0, *values) if len(values) > 1 else None
+        )  # rewards are seldom negative where the band is
     label_axis(axes, "reward")
     return "Reward in training"
 
@@ -431,7 +554,9 @@ def draw_line(axes, steps, values, color, label):
 
 def draw_seconds(axes, data):
     """Stacked phases; step k fills [k - 1, k]. A phase of some steps only (eval) is spread over the steps since its last."""
-    phases = [key for key in data if key.startswith("time/") and key != "time/step"] or ["time/step"]
+    phases = [key for key in data if key.startswith("time/") and key != "time/step"] or [
+        "time/step"
+    ]
     phases.sort(key=lambda key: -len(data[key][0]))  # the steady ones at the bottom
     stacks, last = [], max(1, *data["step"][0])
     for key in phases:
@@ -441,7 +566,9 @@ def draw_seconds(axes, data):
                 seconds[k] = value / (step - previous)
             previous = step
         stacks.append([seconds[0], *seconds])
-    axes.stackplot(range(last + 1), stacks, labels=[key[5:] for key in phases], step="pre", alpha=0.8)
+    axes.stackplot(
+        range(last + 1), stacks, labels=[key[5:] for key in phases], step="pre", alpha=0.8
+    )
     label_axis(axes, "seconds")
     return "Time per step"
 

@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
-from kernels.moe import router_metrics, routing_extremes
-from kernels.sampling import keyed_uniform
 from models import add_lora, export_weights, load_tokenizer, load_weights, meta_model
+from models.experts import router_metrics, routing_extremes
 from models.training_state import Saves
 from rollout import make_engine
+from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
 # B sequences, T tokens of a sequence, V vocabulary
@@ -132,7 +132,9 @@ class Args:
 def setup_distributed():
     """-> rank, world_size, device. A plain `python` run is one rank of the same code."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -144,12 +146,23 @@ def parallelize(model, args):
     """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
+    bf16 = (
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        if device_type == "cuda"
+        else {}
+    )
     # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    model.activation_checkpointing, model.attention_backend = args.activation_checkpointing, args.attention
-    torch._functorch.config.activation_memory_budget = 0.7  # compiled blocks recompute what is cheap: less memory, same speed
-    alone = {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None  # FSDP2 would copy these
+    model.activation_checkpointing, model.attention_backend = (
+        args.activation_checkpointing,
+        args.attention,
+    )
+    torch._functorch.config.activation_memory_budget = (
+        0.7  # compiled blocks recompute what is cheap: less memory, same speed
+    )
+    alone = (
+        {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None
+    )  # FSDP2 would copy these
     for module in model.fp32_modules:
         fully_shard(module, mesh=mesh, ignored_params=alone)
     for layer in model.layers:
@@ -157,7 +170,9 @@ def parallelize(model, args):
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
     # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone)
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone
+    )
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -166,15 +181,25 @@ def parallelize(model, args):
 def lr_at(step, args):
     """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
     warm = min(1.0, (step + 1) / max(args.warmup_steps, 1))
-    progress = min(1.0, max(0, step - args.warmup_steps) / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.lr_schedule]
+    progress = min(
+        1.0,
+        max(0, step - args.warmup_steps)
+        / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1),
+    )
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[args.lr_schedule]
     return args.learning_rate * warm * decay
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """{name: number or 0-d tensor} summed over ranks, or their maximum, in one collective. -> {name: float}"""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    tensor = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()]
+    )
     dist.all_reduce(tensor, op)
     return dict(zip(values, tensor.tolist(), strict=True))
 
@@ -216,9 +241,19 @@ def add_tails(examples, args, model, step):
     if model.objective.tail == "block":
         tails = [-n % model.block_length for n in lengths]
     else:
-        drawn = (keyed_uniform(args.seed, step, torch.arange(len(examples)), "tail") * (args.eos_tail + 1)).long().tolist()
+        drawn = (
+            (
+                keyed_uniform(args.seed, step, torch.arange(len(examples)), "tail")
+                * (args.eos_tail + 1)
+            )
+            .long()
+            .tolist()
+        )
         tails = [min(drawn[i], args.max_length - n) for i, n in enumerate(lengths)]
-    return [(i, prompt, answer + [model.pad_token_id] * tails[i]) for i, (prompt, answer) in enumerate(examples)]
+    return [
+        (i, prompt, answer + [model.pad_token_id] * tails[i])
+        for i, (prompt, answer) in enumerate(examples)
+    ]
 
 
 def lay_out(documents, args, world_size):
@@ -227,7 +262,9 @@ def lay_out(documents, args, world_size):
     Packing: each document, the longest first, goes to the first row with room. A filler row is a document without an answer.
     """
     size = lambda document: len(document[1]) + len(document[2])
-    ordered = sorted(documents, key=size, reverse=True)  # stable: the same rows on every rank and after a restart
+    ordered = sorted(
+        documents, key=size, reverse=True
+    )  # stable: the same rows on every rank and after a restart
     if args.pack_length:
         rows, room = [], []
         for document in ordered:
@@ -255,10 +292,14 @@ def make_batch(examples, args, model, step, rank, world_size, device):
     return Batch(
         input_ids=table(lambda i, prompt, answer: prompt + answer, 0),
         valid_mask=table(lambda i, prompt, answer: [True] * len(prompt + answer), False),
-        answer_mask=table(lambda i, prompt, answer: [False] * len(prompt) + [True] * len(answer), False),
+        answer_mask=table(
+            lambda i, prompt, answer: [False] * len(prompt) + [True] * len(answer), False
+        ),
         document_ids=table(lambda i, prompt, answer: [i] * len(prompt + answer), -1),
         position_ids=table(lambda i, prompt, answer: range(len(prompt + answer)), 0),
-        answer_length=table(lambda i, prompt, answer: [max(len(answer), 1)] * len(prompt + answer), 1),
+        answer_length=table(
+            lambda i, prompt, answer: [max(len(answer), 1)] * len(prompt + answer), 1
+        ),
         mask_token_id=model.mask_token_id,
         seed=args.seed,
         step=step,
@@ -276,7 +317,9 @@ def context_weights(masked, batch, p):
 
     def before(clean, document):
         """The sum over clean j < i, without p / 2. What it reaches doubles with every pass: no T x T matrix is made."""
-        back = lambda values, n: values.roll(n, 1) * ((document.roll(n, 1) == document) & (column >= n))
+        back = lambda values, n: (
+            values.roll(n, 1) * ((document.roll(n, 1) == document) & (column >= n))
+        )
         sums, reach = back(clean, 1), 1
         while reach < masked.shape[1]:
             sums, reach = sums + (1 - p) ** reach * back(sums, reach), 2 * reach
@@ -302,7 +345,11 @@ def sample_masks(batch, args, objective):
     weights = masked / t if objective.weight == "1/t" else masked.float()
     if objective.mean == "answers":
         weights = weights / batch.answer_length
-    divisor = {"answers": batch.num_answers, "tokens": batch.num_tokens, "masked": max(num_masked, 1)}[objective.mean]
+    divisor = {
+        "answers": batch.num_answers,
+        "tokens": batch.num_tokens,
+        "masked": max(num_masked, 1),
+    }[objective.mean]
     return masked, weights.float(), divisor
 
 
@@ -313,44 +360,80 @@ def sft_loss(logps, weights, divisor):
 
 def micro_loss(model, batch, masked, weights, divisor, rows, args):
     """The only forward in training: share of the loss of the step of some rows (a slice) of this rank. -> 0-d"""
-    part = rows, slice(int(batch.valid_mask[rows].sum(1).max()))  # pads beyond the longest of these rows cost nothing
-    input_ids, documents = batch.input_ids[part], batch.document_ids[part] if args.pack_length else None
+    part = (
+        rows,
+        slice(int(batch.valid_mask[rows].sum(1).max())),
+    )  # pads beyond the longest of these rows cost nothing
+    input_ids, documents = (
+        batch.input_ids[part],
+        batch.document_ids[part] if args.pack_length else None,
+    )
     noisy_ids = torch.where(masked[part], batch.mask_token_id, input_ids)
-    logps = model.logps(input_ids, noisy_ids, masked[part], batch.valid_mask[part], document_ids=documents)
+    logps = model.logps(
+        input_ids, noisy_ids, masked[part], batch.valid_mask[part], document_ids=documents
+    )
     return sft_loss(logps, weights[part], divisor)
 
 
 def main(args):
     rank, world_size, device = setup_distributed()
     if left := args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {left} left over")
+        raise SystemExit(
+            f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {left} left over"
+        )
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    model = meta_model(args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
-    longest = args.max_length + (-args.max_length % model.block_length if model.objective.tail == "block" else 0)
+    model = meta_model(
+        args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
+    )
+    longest = args.max_length + (
+        -args.max_length % model.block_length if model.objective.tail == "block" else 0
+    )
     if 0 < args.pack_length < longest:
-        raise SystemExit(f"--pack-length {args.pack_length} is shorter than an example may be: --max-length gives {longest}")
+        raise SystemExit(
+            f"--pack-length {args.pack_length} is shorter than an example may be: --max-length gives {longest}"
+        )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
     eval_data = args.eval_data or (args.data if args.data in task.PRESETS else "")
     splits = ("validation", "test") if args.eval_limit else ()
-    load = lambda split: load_problems(task, split, eval_data, tokenizer, args.max_length, args.eval_limit)
+    load = lambda split: load_problems(
+        task, split, eval_data, tokenizer, args.max_length, args.eval_limit
+    )
     held_out = {split: load(split) for split in splits}
-    rows = training_rows(task, args.data, [problem for problems, _ in held_out.values() for problem, _ in problems])
+    rows = training_rows(
+        task, args.data, [problem for problems, _ in held_out.values() for problem, _ in problems]
+    )
     rows = encode(rows, tokenizer, model, args.max_length, args.batch_size, args.token_cache)
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
+    model = load_weights(
+        parallelize(model, args), device
+    )  # sharded first: no rank ever holds the whole of it
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda"
+    )
     engine = make_engine(args.model, device=device) if args.eval_limit else None
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
-    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        log.history(f"eval/{args.task}"),
+    )
     stream, stop = ShuffledStream(rows, args.seed, log.run_dir), StopSignal()
     lost = {split: dropped for split, (_, dropped) in held_out.items()}
-    log.say(f"{rows.report('training rows')}\nheld-out problems dropped because of --max-length: {lost}")
-    decoding = {name: getattr(args, name) for name in ("gen_length", "block_length", "denoising_steps")}
+    log.say(
+        f"{rows.report('training rows')}\nheld-out problems dropped because of --max-length: {lost}"
+    )
+    decoding = {
+        name: getattr(args, name) for name in ("gen_length", "block_length", "denoising_steps")
+    }
     decoding |= {"remasking": "low_confidence_static"}
     if engine:
         log.say(f"evaluations: {engine.plan(**decoding)}")
@@ -363,36 +446,61 @@ def main(args):
     for step in range(start, args.max_steps):
         clock = Stopwatch()
         with clock("data"):
-            examples = [stream[i] for i in range(step * args.batch_size, (step + 1) * args.batch_size)]
+            examples = [
+                stream[i] for i in range(step * args.batch_size, (step + 1) * args.batch_size)
+            ]
             batch = make_batch(examples, args, model, step, rank, world_size, device)
             masked, weights, divisor = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             loss = torch.zeros((), device=device)
             for i in range(0, len(batch.input_ids), args.micro_batch_size):
                 rows_i = slice(i, i + args.micro_batch_size)
-                model.set_requires_gradient_sync(args.sync_every_backward or rows_i.stop >= len(batch.input_ids))
+                model.set_requires_gradient_sync(
+                    args.sync_every_backward or rows_i.stop >= len(batch.input_ids)
+                )
                 share = micro_loss(model, batch, masked, weights, divisor, rows_i, args)
                 (share * world_size).backward()  # FSDP averages over ranks
                 loss += share.detach()
             local_loss, loss = loss.item(), all_reduce({"loss": loss})["loss"]
-            grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+            grad_norm = (
+                torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+            )
             if not math.isfinite(loss + grad_norm):
-                where = f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
-                raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
+                where = (
+                    f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
+                )
+                raise SystemExit(
+                    f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(step, args)
             optimizer.step()
             optimizer.zero_grad()
-        metrics = {"loss/total": loss, "optim/lr": lr_at(step, args), "optim/grad_norm": grad_norm} | routing_extremes(routing)
+        metrics = {
+            "loss/total": loss,
+            "optim/lr": lr_at(step, args),
+            "optim/grad_norm": grad_norm,
+        } | routing_extremes(routing)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics[f"eval/{args.task}"] = evaluate("validation")
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
-        metrics |= clock | {"speed/tokens_per_s": tokens / clock["time/update"], "memory/peak_gb": peak_memory_gb(device)}
+        metrics |= clock | {
+            "speed/tokens_per_s": tokens / clock["time/update"],
+            "memory/peak_gb": peak_memory_gb(device),
+        }
         log.write(step + 1, metrics)
-        due, last = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps
+        due, last = (
+            args.save_every and (step + 1) % args.save_every == 0,
+            step + 1 == args.max_steps,
+        )
         ended = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
+        saves.after_step(
+            step + 1,
+            metrics.get(f"eval/{args.task}"),
+            weights=due or last or ended,
+            state=due or ended,
+        )
         if ended:
             log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break

@@ -31,11 +31,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
 from evals import TRIAL, load_problems, load_task, mean_score
 from evals.rewards import load_reward
-from kernels.moe import router_metrics, routing_extremes
-from kernels.sampling import keyed_uniform
-from models import adapters_off, add_lora, export_adapter, export_weights, load_tokenizer, load_weights, meta_model
+from models import (
+    adapters_off,
+    add_lora,
+    export_adapter,
+    export_weights,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+)
+from models.experts import router_metrics, routing_extremes
 from models.training_state import Saves
 from rollout import Trace, make_engine, probe, rollout_means, rollout_sums
+from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
 # B sequences, G generations per prompt, P prompt length, L completion length, T = P + L, V vocabulary
@@ -62,7 +70,9 @@ class Args:
     """tokens per denoising block; 0: the model's own"""
     denoising_steps: int = 2
     """denoising steps per block"""
-    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = "low_confidence_static"
+    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = (
+        "low_confidence_static"
+    )
     """which masked tokens a step reveals"""
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
@@ -150,7 +160,9 @@ class Args:
 def setup_distributed():
     """-> rank, world_size, device. A plain `python` run is one rank of the same code."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -162,12 +174,23 @@ def parallelize(model, args):
     """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
+    bf16 = (
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        if device_type == "cuda"
+        else {}
+    )
     # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    model.activation_checkpointing, model.attention_backend = args.activation_checkpointing, args.attention
-    torch._functorch.config.activation_memory_budget = 0.7  # compiled blocks recompute what is cheap: less memory, same speed
-    alone = {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None  # FSDP2 would copy these
+    model.activation_checkpointing, model.attention_backend = (
+        args.activation_checkpointing,
+        args.attention,
+    )
+    torch._functorch.config.activation_memory_budget = (
+        0.7  # compiled blocks recompute what is cheap: less memory, same speed
+    )
+    alone = (
+        {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None
+    )  # FSDP2 would copy these
     for module in model.fp32_modules:
         fully_shard(module, mesh=mesh, ignored_params=alone)
     for layer in model.layers:
@@ -175,7 +198,9 @@ def parallelize(model, args):
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
     # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone)
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone
+    )
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -184,15 +209,25 @@ def parallelize(model, args):
 def lr_at(step, args):
     """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
     warm = min(1.0, (step + 1) / max(args.warmup_steps, 1))
-    progress = min(1.0, max(0, step - args.warmup_steps) / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.lr_schedule]
+    progress = min(
+        1.0,
+        max(0, step - args.warmup_steps)
+        / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1),
+    )
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[args.lr_schedule]
     return args.learning_rate * warm * decay
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """{name: number or 0-d tensor} summed over ranks, or their maximum, in one collective. -> {name: float}"""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    tensor = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()]
+    )
     dist.all_reduce(tensor, op)
     return dict(zip(values, tensor.tolist(), strict=True))
 
@@ -206,10 +241,14 @@ class Batch:
     """What a rollout gives this rank: B sequences, the G generations of a prompt together. Completions: the last L columns."""
 
     input_ids: torch.Tensor  # [B, T] prompt (padded on the left) + completion, clean
-    valid_mask: torch.Tensor  # [B, T] bool: no padding, and no column that the sampler did not denoise
+    valid_mask: (
+        torch.Tensor
+    )  # [B, T] bool: no padding, and no column that the sampler did not denoise
     completion_mask: torch.Tensor  # [B, L] bool, up to and with the first EOS
     block_ids: torch.Tensor  # [B, L] likelihood block: tokens of one block are predicted jointly, given the blocks before it
-    sample_index: torch.Tensor  # [B] index of the sequence in this step, over all ranks: the key of its draws
+    sample_index: (
+        torch.Tensor
+    )  # [B] index of the sequence in this step, over all ranks: the key of its draws
     trace: Trace  # step maps, canvas lengths, records
     mask_token_id: int
     seed: int  # of this step
@@ -221,7 +260,9 @@ class Batch:
         """[B, T] fp64 in [0, 1), keyed by (seed, sample, iteration, draw, offset from the start of the completion)."""
         T, L = self.input_ids.shape[1], self.completion_mask.shape[1]
         offset = torch.arange(L - T, L, device=self.input_ids.device)  # padding moves no draw
-        return keyed_uniform(self.seed, "masks", self.sample_index[:, None], iteration, draw, offset)
+        return keyed_uniform(
+            self.seed, "masks", self.sample_index[:, None], iteration, draw, offset
+        )
 
     def rows(self, masked, weights, index=None, input_ids=None, advantages=None, temperature=1.0):
         """One row per term of the loss. masked [R, K, T], weights [R, K, L]; index [R]: each row's sequence, default all."""
@@ -247,7 +288,9 @@ class Rows:
     input_ids: torch.Tensor  # [R, T] clean
     valid_mask: torch.Tensor  # [R, T] bool
     masked: torch.Tensor  # [R, K, T] bool: shown to the model as [MASK]
-    weights: torch.Tensor  # [R, K, L] fp32: weight of a token in the estimate or the loss; 0 is not scored
+    weights: (
+        torch.Tensor
+    )  # [R, K, L] fp32: weight of a token in the estimate or the loss; 0 is not scored
     completion_mask: torch.Tensor  # [R, L] bool
     advantages: torch.Tensor  # [R]
     mask_token_id: int
@@ -259,7 +302,14 @@ class Rows:
 
     def select(self, index):
         """rows[index]: slice, bool or long index on every tensor; numbers and None stay."""
-        return replace(self, **{name: value[index] for name, value in vars(self).items() if isinstance(value, torch.Tensor)})
+        return replace(
+            self,
+            **{
+                name: value[index]
+                for name, value in vars(self).items()
+                if isinstance(value, torch.Tensor)
+            },
+        )
 
     def split(self, size):
         return [self.select(slice(i, i + size)) for i in range(0, len(self.input_ids), size)]
@@ -286,7 +336,14 @@ def make_batch(trace, model, seed):
 # <<< shared: batch
 
 
-ROLLOUT = ("gen_length", "block_length", "denoising_steps", "remasking", "confidence_threshold", "cache")  # the sampler's
+ROLLOUT = (
+    "gen_length",
+    "block_length",
+    "denoising_steps",
+    "remasking",
+    "confidence_threshold",
+    "cache",
+)  # the sampler's
 RECORDS = None  # read of a rollout besides tokens: "steps" (step maps, log-probabilities), "events", "states"
 USES_OLD = False  # no ratio
 USES_REF = False  # no KL in this method
@@ -301,8 +358,12 @@ def sample_masks(batch, iteration, args):
     c, L = batch.completion_mask, batch.completion_mask.shape[1]
     block = batch.block_ids - batch.block_ids.min()  # [B, L]
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
-    part = (torch.arange(L, device=c.device) - head) // n  # number of the rollout's block in the likelihood block
-    count = lambda tokens: torch.zeros(len(c), int(block.max()) + 1, device=c.device).scatter_add_(1, block, tokens.float())
+    part = (
+        torch.arange(L, device=c.device) - head
+    ) // n  # number of the rollout's block in the likelihood block
+    count = lambda tokens: torch.zeros(len(c), int(block.max()) + 1, device=c.device).scatter_add_(
+        1, block, tokens.float()
+    )
     per_token = lambda counts: counts.gather(1, block)  # [B, L] from [B, likelihood blocks]
     tokens = per_token(count(c))
     u, v = (batch.uniform(iteration, key)[:, -L:].gather(1, head) for key in ("block", "count"))
@@ -315,7 +376,9 @@ def sample_masks(batch, iteration, args):
         inside = c & (part == chosen)
         size = count(inside)
         k = ((v + shift) % 1 * per_token(size)).floor() + 1
-        rank = torch.where(inside, block + noise, torch.inf).argsort(1).argsort(1) - per_token(size.cumsum(1) - size)
+        rank = torch.where(inside, block + noise, torch.inf).argsort(1).argsort(1) - per_token(
+            size.cumsum(1) - size
+        )
         lightly = (part < chosen) & (noise < args.p_mask_context)
         masked[:, j, -L:] = (
             (inside & (rank < k)) | (part > chosen) | lightly | ~c
@@ -334,14 +397,18 @@ def estimate_logps(logps, rows, args):
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = (w > 0).any(1)  # [R, L]
-    terms = torch.where(w > 0, args.eubo_beta * logps + w.log(), -torch.inf).masked_fill(~covered[:, None], 0.0)
+    terms = torch.where(w > 0, args.eubo_beta * logps + w.log(), -torch.inf).masked_fill(
+        ~covered[:, None], 0.0
+    )
     eubo = ((terms.logsumexp(1) - math.log(K)) / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
 
 
 def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
-    groups = rewards.view(-1, args.num_generations) - rewards[:: args.num_generations, None]  # equal rewards: exactly 0
+    groups = (
+        rewards.view(-1, args.num_generations) - rewards[:: args.num_generations, None]
+    )  # equal rewards: exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
@@ -366,7 +433,9 @@ def draw_logps(model, rows, k):
     noisy_ids = torch.where(rows.masked[:, k], rows.mask_token_id, rows.input_ids)
     score_mask = torch.zeros_like(rows.valid_mask)
     score_mask[:, -L:] = rows.weights[:, k] != 0
-    return model.logps(rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature)[:, -L:]
+    return model.logps(
+        rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
+    )[:, -L:]
 
 
 def micro_batches(rows, args):
@@ -397,14 +466,19 @@ def backward(model, rows, scale, last, args):
         draws = [draw_logps(model, rows, k) for k in range(K)]
     values = torch.stack(draws, 1).detach().requires_grad_()  # [R, K, L]
     estimates = estimate_logps(values, rows, args)
-    old = estimates.detach() if rows.old is None else rows.old  # with one update per rollout, old is the value itself
+    old = (
+        estimates.detach() if rows.old is None else rows.old
+    )  # with one update per rollout, old is the value itself
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
     (slope,) = torch.autograd.grad(loss, values)
     for k in range(K):
         model.set_requires_gradient_sync(args.sync_every_backward or (last and k == K - 1))
         logps = draws[k] if K == 1 else draw_logps(model, rows, k)
         (scale * (slope[:, k] * logps).sum()).backward()
-    return {"loss/total": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
+    return {
+        "loss/total": loss.detach(),
+        **{name: value.detach() for name, value in metrics.items()},
+    }
 
 
 # <<< shared: inner
@@ -412,53 +486,102 @@ def backward(model, rows, scale, last, args):
 
 def main(args):
     if args.mc_num < 2:
-        raise SystemExit(f"--mc-num {args.mc_num}: with one draw the upper bound has the gradient of the lower; use at least 2")
+        raise SystemExit(
+            f"--mc-num {args.mc_num}: with one draw the upper bound has the gradient of the lower; use at least 2"
+        )
     if not (0 <= args.omega <= 1 and args.eubo_beta >= 1 and 0 <= args.p_mask_context < 1):
         given = f"--omega {args.omega} --eubo-beta {args.eubo_beta} --p-mask-context {args.p_mask_context}"
-        raise SystemExit(f"{given}: omega is a share, the order at least 1 and p-mask-context below 1")
+        raise SystemExit(
+            f"{given}: omega is a share, the order at least 1 and p-mask-context below 1"
+        )
     # >>> shared: main_setup
     rank, world_size, device = setup_distributed()
     if left := args.prompts_per_step % world_size:
-        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} does not divide by {world_size} ranks: {left} left over")
+        raise SystemExit(
+            f"--prompts-per-step {args.prompts_per_step} does not divide by {world_size} ranks: {left} left over"
+        )
     if args.num_generations < 2:
-        raise SystemExit(f"--num-generations {args.num_generations}: a group needs at least 2 completions to compare")
+        raise SystemExit(
+            f"--num-generations {args.num_generations}: a group needs at least 2 completions to compare"
+        )
     if args.beta and not USES_REF:
         raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
     prompts_per_rank = args.prompts_per_step // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     reward = load_reward(args.reward, task)
     if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
-        raise SystemExit(f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0")
-    load = lambda split, data, limit: load_problems(task, split, data, tokenizer, args.max_prompt_length, limit)
+        raise SystemExit(
+            f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0"
+        )
+    load = lambda split, data, limit: load_problems(
+        task, split, data, tokenizer, args.max_prompt_length, limit
+    )
     problems, dropped = load("train", args.data, None)
-    reward([TRIAL], [problems[0][0]])  # refuses problems that it does not fit, a broken sandbox too, before any work on a GPU
-    held_out = {s: load(s, args.eval_data or args.data, args.eval_limit) for s in ("validation", "test") if args.eval_limit}
-    rollout = {name: getattr(args, name) for name in ROLLOUT}  # what training and evaluation have in common
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # of weights that are not trained
+    reward(
+        [TRIAL], [problems[0][0]]
+    )  # refuses problems that it does not fit, a broken sandbox too, before any work on a GPU
+    held_out = {
+        s: load(s, args.eval_data or args.data, args.eval_limit)
+        for s in ("validation", "test")
+        if args.eval_limit
+    }
+    rollout = {
+        name: getattr(args, name) for name in ROLLOUT
+    }  # what training and evaluation have in common
+    frozen = (
+        torch.bfloat16 if device.type == "cuda" else torch.float32
+    )  # of weights that are not trained
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
-    engine = make_engine(args.model, args.rollout_backend, device, asked=(RECORDS, rollout))  # refuses what it cannot do
+    engine = make_engine(
+        args.model, args.rollout_backend, device, asked=(RECORDS, rollout)
+    )  # refuses what it cannot do
     plan = engine.plan(RECORDS, **rollout)
     beside = args.lora_rank and not args.lora_merged_rollout  # the engine holds adapters of its own
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     if beside:
-        add_lora(engine.model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed, engine.dtype)
-    model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
+        add_lora(
+            engine.model,
+            args.lora_rank,
+            args.lora_alpha,
+            args.lora_targets,
+            args.seed,
+            engine.dtype,
+        )
+    model = load_weights(
+        parallelize(model, args), device
+    )  # sharded first: no rank ever holds the whole of it
     ref_model = None  # with LoRA the reference is the model without its adapters
     if args.beta and not args.lora_rank:
-        ref_model = load_weights(parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device)
+        ref_model = load_weights(
+            parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device
+        )
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda"
+    )
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
-    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        log.history(f"eval/{args.task}"),
+    )
     stream, stop = ShuffledStream(problems, args.seed, log.run_dir), StopSignal()
     lost = {"train": dropped} | {split: dropped for split, (_, dropped) in held_out.items()}
     log.say(f"{len(problems)} problems; dropped by --max-prompt-length: {lost}; rollouts: {plan}")
 
-    hand_over = lambda: engine.load_weights(export_adapter(model) if beside else export_weights(model))
-    probe_engine = lambda: probe(engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout)
+    hand_over = lambda: engine.load_weights(
+        export_adapter(model) if beside else export_weights(model)
+    )
+    probe_engine = lambda: probe(
+        engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout
+    )
 
     def evaluate(split):
         hand_over()
@@ -482,12 +605,20 @@ def main(args):
             first = step * args.prompts_per_step + rank * prompts_per_rank
             chosen = [stream[i] for i in range(first, first + prompts_per_rank)]
             seed, offset = (args.seed << 32) + step, rank * prompts_per_rank * args.num_generations
-            sampling = {"num_samples": args.num_generations, "temperature": args.temperature, "records": RECORDS}
-            trace = engine.generate([ids for _, ids in chosen], seed=seed, sample_offset=offset, **sampling, **rollout)
+            sampling = {
+                "num_samples": args.num_generations,
+                "temperature": args.temperature,
+                "records": RECORDS,
+            }
+            trace = engine.generate(
+                [ids for _, ids in chosen], seed=seed, sample_offset=offset, **sampling, **rollout
+            )
         with clock("reward"):
             owners = [example for example, _ in chosen for _ in range(args.num_generations)]
             components = reward([trace.text(i, tokenizer) for i in range(len(owners))], owners)
-            rewards = torch.tensor([sum(parts.values()) for parts in components], device=device)  # [B]
+            rewards = torch.tensor(
+                [sum(parts.values()) for parts in components], device=device
+            )  # [B]
         batch = make_batch(trace, model, seed)
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
@@ -516,33 +647,69 @@ def main(args):
                 has_gradient = bool(args.beta or rows.advantages.any())
                 for i, (micro, is_real) in enumerate(micros):
                     scale = world_size * (is_real and has_gradient)  # FSDP averages over ranks
-                    for name, value in backward(model, micro, scale, i == len(micros) - 1, args).items():
+                    for name, value in backward(
+                        model, micro, scale, i == len(micros) - 1, args
+                    ).items():
                         sums[name] = sums.get(name, 0) + value * (scale > 0)
                 local_loss, sums = sums["loss/total"].item(), all_reduce(sums)
-                grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+                grad_norm = (
+                    torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+                )
                 if not math.isfinite(sums["loss/total"] + grad_norm):
                     where = f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
-                    raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
+                    raise SystemExit(
+                        f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}"
+                    )
                 for group in optimizer.param_groups:
                     group["lr"] = lr_at(step, args)
                 optimizer.step()
                 optimizer.zero_grad()
-            weight = sums.pop("policy/weight")  # 0 if no row on any rank had a gradient: then there is nothing to average
-            policy = {name: sums.pop(name) / weight for name in list(sums) if name.startswith("policy/") and weight}
-            metrics = {name: value for name, value in sums.items() if not name.startswith("policy/")} | policy
+            weight = sums.pop(
+                "policy/weight"
+            )  # 0 if no row on any rank had a gradient: then there is nothing to average
+            policy = {
+                name: sums.pop(name) / weight
+                for name in list(sums)
+                if name.startswith("policy/") and weight
+            }
+            metrics = {
+                name: value for name, value in sums.items() if not name.startswith("policy/")
+            } | policy
         # <<< shared: update
 
         # >>> shared: log_eval_save
         sums = all_reduce(rollout_sums(trace, rewards, components, args.num_generations))
-        metrics |= rollout_means(sums, batch.num_sequences) | {"optim/grad_norm": grad_norm, "optim/lr": lr_at(step, args)}
+        metrics |= rollout_means(sums, batch.num_sequences) | {
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr_at(step, args),
+        }
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= {f"eval/{args.task}": evaluate("validation")} | probe_engine()
-        metrics |= routing_extremes(routing) | {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
-        log.write(step + 1, metrics | clock | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)})
-        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in range(args.num_generations)])
-        due, last, ended = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps, stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
+        metrics |= routing_extremes(routing) | {
+            "speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]
+        }
+        log.write(
+            step + 1,
+            metrics
+            | clock
+            | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)},
+        )
+        log.samples(
+            step + 1,
+            [trace.describe(i, tokenizer, rewards[i]) for i in range(args.num_generations)],
+        )
+        due, last, ended = (
+            args.save_every and (step + 1) % args.save_every == 0,
+            step + 1 == args.max_steps,
+            stop.is_set(),
+        )
+        saves.after_step(
+            step + 1,
+            metrics.get(f"eval/{args.task}"),
+            weights=due or last or ended,
+            state=due or ended,
+        )
         if ended:
             log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break
@@ -552,10 +719,14 @@ def main(args):
     if args.eval_limit and not ended:
         before, after = log.history(f"test/{args.task}")[0][1], evaluate("test")
         log.write(args.max_steps, {f"test/{args.task}": after})
-        log.say(f"{args.task} on {len(held_out['test'][0])} held-out problems: {before:.1%} before, {after:.1%} after")
+        log.say(
+            f"{args.task} on {len(held_out['test'][0])} held-out problems: {before:.1%} before, {after:.1%} after"
+        )
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))
-    log.say(f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}")
+    log.say(
+        f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}"
+    )
     log.close()
     dist.barrier()  # a rank that leaves while another still draws can abort in gloo
     dist.destroy_process_group()

@@ -34,11 +34,11 @@ from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.reference import ReferenceCache, model_facts, row_digests
 from data.stream import ShuffledStream
 from evals import load_problems, load_task, mean_score
-from kernels.moe import router_metrics, routing_extremes
-from kernels.sampling import keyed_uniform
 from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
+from models.experts import router_metrics, routing_extremes
 from models.training_state import Saves
 from rollout import make_engine
+from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens of a sequence, n draws of a sequence
@@ -142,7 +142,9 @@ class Args:
 def setup_distributed():
     """-> rank, world_size, device. A plain `python` run is one rank of the same code."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -154,12 +156,23 @@ def parallelize(model, args):
     """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if device_type == "cuda" else {}
+    bf16 = (
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        if device_type == "cuda"
+        else {}
+    )
     # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
     policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    model.activation_checkpointing, model.attention_backend = args.activation_checkpointing, args.attention
-    torch._functorch.config.activation_memory_budget = 0.7  # compiled blocks recompute what is cheap: less memory, same speed
-    alone = {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None  # FSDP2 would copy these
+    model.activation_checkpointing, model.attention_backend = (
+        args.activation_checkpointing,
+        args.attention,
+    )
+    torch._functorch.config.activation_memory_budget = (
+        0.7  # compiled blocks recompute what is cheap: less memory, same speed
+    )
+    alone = (
+        {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None
+    )  # FSDP2 would copy these
     for module in model.fp32_modules:
         fully_shard(module, mesh=mesh, ignored_params=alone)
     for layer in model.layers:
@@ -167,7 +180,9 @@ def parallelize(model, args):
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
     # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone)
+    fully_shard(
+        model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone
+    )
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -176,15 +191,25 @@ def parallelize(model, args):
 def lr_at(step, args):
     """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
     warm = min(1.0, (step + 1) / max(args.warmup_steps, 1))
-    progress = min(1.0, max(0, step - args.warmup_steps) / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[args.lr_schedule]
+    progress = min(
+        1.0,
+        max(0, step - args.warmup_steps)
+        / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1),
+    )
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[args.lr_schedule]
     return args.learning_rate * warm * decay
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
     """{name: number or 0-d tensor} summed over ranks, or their maximum, in one collective. -> {name: float}"""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensor = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()])
+    tensor = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()]
+    )
     dist.all_reduce(tensor, op)
     return dict(zip(values, tensor.tolist(), strict=True))
 
@@ -198,9 +223,13 @@ class Batch:
 
     input_ids: torch.Tensor  # [B, T] prompt + answer
     valid_mask: torch.Tensor  # [B, T] bool: False on the pads on the right
-    answer_mask: torch.Tensor  # [B, T] bool: up to and with the end of turn; may be masked and is scored
+    answer_mask: (
+        torch.Tensor
+    )  # [B, T] bool: up to and with the end of turn; may be masked and is scored
     block_ids: torch.Tensor  # [B, T] likelihood block: tokens of one block are predicted jointly, given the blocks before it
-    sample_index: torch.Tensor  # [B] index of the sequence in the step, over all ranks: the key of its draws
+    sample_index: (
+        torch.Tensor
+    )  # [B] index of the sequence in the step, over all ranks: the key of its draws
     mask_token_id: int
     seed: int
     step: int
@@ -230,9 +259,13 @@ def make_batch(pairs, first, args, model, step, device):
     lengths = [len(prompt) + len(answer) for prompt, answer in rows]
     lengths = [n + -n % fills for n in lengths]
     T = max(lengths)
-    table = lambda rows, fill: torch.tensor([row + [fill] * (T - len(row)) for row in rows], device=device)
+    table = lambda rows, fill: torch.tensor(
+        [row + [fill] * (T - len(row)) for row in rows], device=device
+    )
     valid_mask = table([[True] * n for n in lengths], False)
-    answer_mask = table([[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows], False)
+    answer_mask = table(
+        [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows], False
+    )
     return Batch(
         input_ids=table([prompt + answer for prompt, answer in rows], model.pad_token_id),
         valid_mask=valid_mask,
@@ -254,15 +287,24 @@ def sample_masks(batch, args, stream="masks"):
     form); which ones is drawn for every mask; weights k / m: the sum over a draw is the block's log-likelihood bound.
     """
     c, block = batch.answer_mask, batch.block_ids
-    counts = torch.zeros(len(c), int(block.max()) + 1, device=c.device).scatter_add_(1, block, c.float())
+    counts = torch.zeros(len(c), int(block.max()) + 1, device=c.device).scatter_add_(
+        1, block, c.float()
+    )
     k = counts.gather(1, block).double()  # [B, T], scored tokens in the block of each token
     before = (counts.cumsum(1) - counts).gather(1, block)  # and in the blocks before it
-    hidden = batch.valid_mask & ~c & (c.cumsum(1) > 0)  # behind the answer: no later token may tell where it ends
+    hidden = (
+        batch.valid_mask & ~c & (c.cumsum(1) > 0)
+    )  # behind the answer: no later token may tell where it ends
     u, position = batch.uniform(stream, "count", block), torch.arange(c.shape[1], device=c.device)
     masked, weights = [], []
     for j in range(args.mc_num * args.masks_per_timestep):
         m = ((u + j // args.masks_per_timestep / args.mc_num) % 1 * k).floor() + 1
-        rank = torch.where(c, block + batch.uniform(stream, j, position), torch.inf).argsort(1).argsort(1) - before
+        rank = (
+            torch.where(c, block + batch.uniform(stream, j, position), torch.inf)
+            .argsort(1)
+            .argsort(1)
+            - before
+        )
         chosen = c & (rank < m)  # random order within the block
         masked.append(chosen | hidden)
         weights.append(chosen * k / m)
@@ -272,7 +314,9 @@ def sample_masks(batch, args, stream="masks"):
 def draw_elbos(model, batch, masks, rows):
     """The only forward in training: one-draw ELBOs of some rows, numbered sequence * n + draw. rows [R] -> [R] fp32"""
     sequence, draw = rows // masks.masked.shape[1], rows % masks.masked.shape[1]
-    width = int(batch.valid_mask[sequence].sum(1).max())  # pads beyond the longest of these rows cost nothing
+    width = int(
+        batch.valid_mask[sequence].sum(1).max()
+    )  # pads beyond the longest of these rows cost nothing
     input_ids, weights = batch.input_ids[sequence, :width], masks.weights[sequence, draw, :width]
     noisy_ids = torch.where(masks.masked[sequence, draw, :width], batch.mask_token_id, input_ids)
     logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[sequence, :width])
@@ -288,9 +332,9 @@ def micro_batches(masks, args):
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
     """One-draw ELBOs of the whole batch without a graph. -> [B, n]"""
-    return torch.cat([draw_elbos(model, batch, masks, rows) for rows in micro_batches(masks, args)]).view(
-        masks.masked.shape[:2]
-    )
+    return torch.cat(
+        [draw_elbos(model, batch, masks, rows) for rows in micro_batches(masks, args)]
+    ).view(masks.masked.shape[:2])
 
 
 def preference_loss(elbos, ref_elbos, batch, args):
@@ -303,12 +347,15 @@ def preference_loss(elbos, ref_elbos, batch, args):
     metrics = {
         "loss/dpo": dpo,
         "loss/sft": sft,
-        "reward/accuracy": ((margin > 0).float() + (margin == 0).float() / 2).sum() * c,  # 1/2 at the start, where both agree
+        "reward/accuracy": ((margin > 0).float() + (margin == 0).float() / 2).sum()
+        * c,  # 1/2 at the start, where both agree
         "reward/margin": margin.sum() * c,
         "reward/chosen": rewards[0::2].sum() * c,
         "reward/rejected": rewards[1::2].sum() * c,
     }
-    if args.mc_num > 1:  # sample variance over timesteps; they are stratified, so the true one is not larger on average
+    if (
+        args.mc_num > 1
+    ):  # sample variance over timesteps; they are stratified, so the true one is not larger on average
         timesteps = (args.beta * (elbos - ref_elbos)).unflatten(1, (args.mc_num, -1)).mean(2)
         metrics["reward/margin_var"] = timesteps.var(1).sum() * c / args.mc_num
     return dpo + args.sft_coef * sft, metrics
@@ -334,7 +381,9 @@ def held_out_draws(pairs, args, model, reference, device):
     share = math.ceil(len(pairs) / dist.get_world_size())
     first = dist.get_rank() * share
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
-    batch = replace(make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs))  # no training step is -1
+    batch = replace(
+        make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs)
+    )  # no training step is -1
     masks = sample_masks(batch, replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1), "held")
     return batch, masks, elbo_values(reference, batch, masks, args)
 
@@ -343,53 +392,91 @@ def held_out_metrics(model, batch, masks, ref_elbos, keys, args):
     """Share of the held-out pairs with a positive margin, and their mean margin, by the names of HELD_OUT_KEYS. Collective."""
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
     elbos = elbo_values(model, batch, masks, args)
-    _, metrics = preference_loss(elbos[:real], ref_elbos[:real], batch, replace(args, mc_num=HELD_OUT_DRAWS))
-    return all_reduce(dict(zip(keys, (metrics["reward/accuracy"], metrics["reward/margin"]), strict=True)))
+    _, metrics = preference_loss(
+        elbos[:real], ref_elbos[:real], batch, replace(args, mc_num=HELD_OUT_DRAWS)
+    )
+    return all_reduce(
+        dict(zip(keys, (metrics["reward/accuracy"], metrics["reward/margin"]), strict=True))
+    )
 
 
 def main(args):
     if args.beta <= 0:
-        raise SystemExit(f"--beta {args.beta}: preferences need a positive scale; algos/sft.py trains on one side alone")
+        raise SystemExit(
+            f"--beta {args.beta}: preferences need a positive scale; algos/sft.py trains on one side alone"
+        )
     rank, world_size, device = setup_distributed()
     if left := args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {left} left over")
+        raise SystemExit(
+            f"--batch-size {args.batch_size} does not divide by {world_size} ranks: {left} left over"
+        )
     per_rank = args.batch_size // world_size
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # of weights that are not trained
+    frozen = (
+        torch.bfloat16 if device.type == "cuda" else torch.float32
+    )  # of weights that are not trained
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     eval_data = args.eval_data or (args.data if args.data in task.PRESETS else "")
     splits = ("validation", "test") if args.eval_limit else ()
-    load = lambda split: load_problems(task, split, eval_data, tokenizer, args.max_length, args.eval_limit)
+    load = lambda split: load_problems(
+        task, split, eval_data, tokenizer, args.max_length, args.eval_limit
+    )
     held_out = {split: load(split) for split in splits}
-    compared = {split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit) for split in splits}
+    compared = {
+        split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit)
+        for split in splits
+    }
     asked = [task.prompt(problem) for problems, _ in held_out.values() for problem, _ in problems]
     asked += [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
     encoded = lambda pairs: encode_pairs(pairs, tokenizer, model, args.max_length, args.token_cache)
     pairs = encoded(training_pairs(task, args.data, asked)).at_least(args.batch_size)
     compared = {split: encoded(rows) for split, rows in compared.items()}
     if args.eval_pairs and (lacking := [split for split, rows in compared.items() if not rows]):
-        reasons = "; ".join(reason for split in lacking for reason in compared[split].dropped) or "no such split"
-        raise SystemExit(f"--eval-pairs {args.eval_pairs} holds no pairs for {' and '.join(lacking)}: {reasons}")
+        reasons = (
+            "; ".join(reason for split in lacking for reason in compared[split].dropped)
+            or "no such split"
+        )
+        raise SystemExit(
+            f"--eval-pairs {args.eval_pairs} holds no pairs for {' and '.join(lacking)}: {reasons}"
+        )
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    model = load_weights(parallelize(model, args), device)  # sharded first: no rank ever holds the whole of it
+    model = load_weights(
+        parallelize(model, args), device
+    )  # sharded first: no rank ever holds the whole of it
     ref_model = None  # with LoRA the reference is the model without its adapters
     if not args.lora_rank:
-        ref_model = load_weights(parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device)
+        ref_model = load_weights(
+            parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device
+        )
     reference = lambda: nullcontext(ref_model) if ref_model else adapters_off(model)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda"
+    )
     engine = make_engine(args.model, device=device) if args.eval_limit else None
     start = Saves.load(args.resume, model, optimizer) if args.resume else 0
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
     log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
-    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, log.history(f"eval/{args.task}"))
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        log.history(f"eval/{args.task}"),
+    )
     stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), StopSignal()
     lost = {split: dropped for split, (_, dropped) in held_out.items()}
-    log.say(f"{pairs.report('training pairs')}\nheld-out problems dropped because of --max-length: {lost}")
+    log.say(
+        f"{pairs.report('training pairs')}\nheld-out problems dropped because of --max-length: {lost}"
+    )
     for split, rows in compared.items():
         log.say(rows.report(f"{split} pairs"))
-    decoding = {name: getattr(args, name) for name in ("gen_length", "block_length", "denoising_steps")}
+    decoding = {
+        name: getattr(args, name) for name in ("gen_length", "block_length", "denoising_steps")
+    }
     decoding |= {"remasking": "low_confidence_static"}
     if engine:
         log.say(f"evaluations: {engine.plan(**decoding)}")
@@ -401,13 +488,21 @@ def main(args):
         masks = sample_masks(batch, args)
         return batch, masks, masks if args.share_masks else sample_masks(batch, args, "ref")
 
-    digests = lambda batch, masks: row_digests(batch.valid_mask, batch.input_ids, masks.masked, masks.weights)
+    digests = lambda batch, masks: row_digests(
+        batch.valid_mask, batch.input_ids, masks.masked, masks.weights
+    )
     cache = None
     with reference() as ref:
-        compared = {split: held_out_draws(rows, args, model, ref, device) for split, rows in compared.items() if rows}
+        compared = {
+            split: held_out_draws(rows, args, model, ref, device)
+            for split, rows in compared.items()
+            if rows
+        }
         if args.ref_cache:
             cache = ReferenceCache(args.ref_cache, {"device": device.type} | model_facts(ref))
-            for step in {0, len(cache) - 1} if len(cache) else ():  # a file of other draws must not be added to
+            for step in (
+                {0, len(cache) - 1} if len(cache) else ()
+            ):  # a file of other draws must not be added to
                 batch, _, ref_masks = draw(step)
                 cache.values(step, 2 * rank * per_rank, digests(batch, ref_masks))
             while len(cache) < args.max_steps:
@@ -415,13 +510,19 @@ def main(args):
                 cache.append(elbo_values(ref, batch, ref_masks, args), digests(batch, ref_masks))
                 if len(cache) % 50 == 0 or len(cache) == args.max_steps:
                     cache.save()
-                    log.say(f"{args.ref_cache}: values of the reference for {len(cache)} of {args.max_steps} steps")
+                    log.say(
+                        f"{args.ref_cache}: values of the reference for {len(cache)} of {args.max_steps} steps"
+                    )
             ref = ref_model = None  # its memory is free for the training
 
     def evaluate(split, name):
         engine.load_weights(export_weights(model))
         score = mean_score(engine, task, tokenizer, held_out[split][0], temperature=0.0, **decoding)
-        pair_metrics = held_out_metrics(model, *compared[split], HELD_OUT_KEYS[split], args) if split in compared else {}
+        pair_metrics = (
+            held_out_metrics(model, *compared[split], HELD_OUT_KEYS[split], args)
+            if split in compared
+            else {}
+        )
         return {name: score} | pair_metrics
 
     if args.eval_limit and not start:
@@ -438,26 +539,49 @@ def main(args):
                 with reference() as ref:
                     ref_elbos = elbo_values(ref, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:
-            sums = backward(model, batch, masks, ref_elbos, world_size, args)  # FSDP averages over ranks
+            sums = backward(
+                model, batch, masks, ref_elbos, world_size, args
+            )  # FSDP averages over ranks
             local_loss, sums = sums["loss/total"].item(), all_reduce(sums)
-            grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+            grad_norm = (
+                torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
+            )
             if not math.isfinite(sums["loss/total"] + grad_norm):
-                where = f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
-                raise SystemExit(f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}")
+                where = (
+                    f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
+                )
+                raise SystemExit(
+                    f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(step, args)
             optimizer.step()
             optimizer.zero_grad()
-        metrics = sums | {"optim/lr": lr_at(step, args), "optim/grad_norm": grad_norm} | routing_extremes(routing)
+        metrics = (
+            sums
+            | {"optim/lr": lr_at(step, args), "optim/grad_norm": grad_norm}
+            | routing_extremes(routing)
+        )
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= evaluate("validation", f"eval/{args.task}")
         tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
-        metrics |= clock | {"speed/tokens_per_s": tokens / clock["time/update"], "memory/peak_gb": peak_memory_gb(device)}
+        metrics |= clock | {
+            "speed/tokens_per_s": tokens / clock["time/update"],
+            "memory/peak_gb": peak_memory_gb(device),
+        }
         log.write(step + 1, metrics)
-        due, last = args.save_every and (step + 1) % args.save_every == 0, step + 1 == args.max_steps
+        due, last = (
+            args.save_every and (step + 1) % args.save_every == 0,
+            step + 1 == args.max_steps,
+        )
         ended = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last or ended, state=due or ended)
+        saves.after_step(
+            step + 1,
+            metrics.get(f"eval/{args.task}"),
+            weights=due or last or ended,
+            state=due or ended,
+        )
         if ended:
             log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break

@@ -39,8 +39,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels.attention import bidirectional, block_causal, make_attend, positions, refusal, two_copy
 from kernels.decode import decode_attend, decode_reference, visible_bias
+from models.attention import bidirectional, block_causal, make_attend, positions, refusal, two_copy
 
 DEVICE = "cuda"
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
@@ -76,18 +76,30 @@ class Case:
         valid = torch.arange(self.T, device=DEVICE) >= pads.long()[:, None]
         documents = None
         if self.document:
-            documents = (torch.arange(self.T, device=DEVICE) // self.document).expand(self.B, -1).contiguous()
+            documents = (
+                (torch.arange(self.T, device=DEVICE) // self.document)
+                .expand(self.B, -1)
+                .contiguous()
+            )
         opens = valid & (positions(valid, documents) % self.N == 0)
         block = (opens.cumsum(1) - 1).clamp(min=0)
         if self.pattern == "two-copy":
             return two_copy(block, valid, 0, documents)
-        return block_causal(block, valid, documents) if self.pattern == "block-causal" else bidirectional(valid, documents)
+        return (
+            block_causal(block, valid, documents)
+            if self.pattern == "block-causal"
+            else bidirectional(valid, documents)
+        )
 
     def tensors(self, visibility):
         """-> q [B, H, S, h], k and v [B, K, S, h], gradient of the output [B, S, H h], 0 on padding"""
         S = self.T if visibility.tokens is None else visibility.tokens.shape[1]
-        random = lambda heads: torch.randn(self.B, S, heads, self.D, device=DEVICE, dtype=getattr(torch, self.dtype))
-        q, k, v = (random(heads).transpose(1, 2).requires_grad_() for heads in (self.H, self.K, self.K))
+        random = lambda heads: torch.randn(
+            self.B, S, heads, self.D, device=DEVICE, dtype=getattr(torch, self.dtype)
+        )
+        q, k, v = (
+            random(heads).transpose(1, 2).requires_grad_() for heads in (self.H, self.K, self.K)
+        )
         grad = random(self.H).flatten(2)
         return q, k, v, grad if visibility.valid is None else grad * visibility.valid[..., None]
 
@@ -101,16 +113,36 @@ TIMED = [
     *[(Case("block-causal", 16, T, **SDAR), MASKED) for T in (256, 384, 512, 1280)],
     *[(Case("block-causal", 8, T, N=32, **SDAR), MASKED) for T in (512, 1280)],
     *[(Case("full", B, 512, **heads), PACKED) for heads in (LLADA, DREAM) for B in (16, 8)],
-    *[(Case("padded", B, 512, padded=True, **heads), PACKED) for heads in (LLADA, DREAM) for B in (16, 8)],
-    *[(Case("packed", B, T, document=180, **LLADA), (*PACKED, "flex")) for B, T in [(2, 4096), (8, 1024), (16, 512)]],
+    *[
+        (Case("padded", B, 512, padded=True, **heads), PACKED)
+        for heads in (LLADA, DREAM)
+        for B in (16, 8)
+    ],
+    *[
+        (Case("packed", B, T, document=180, **LLADA), (*PACKED, "flex"))
+        for B, T in [(2, 4096), (8, 1024), (16, 512)]
+    ],
     (Case("packed", 2, 4096, document=180, **DREAM), (*PACKED, "flex")),
-    *[(Case("two-copy", B, T, document=192, **SDAR), MASKED) for B, T in [(2, 4096), (8, 1024), (16, 512)]],
+    *[
+        (Case("two-copy", B, T, document=192, **SDAR), MASKED)
+        for B, T in [(2, 4096), (8, 1024), (16, 512)]
+    ],
     (Case("two-copy", 2, 4096, N=32, document=192, **SDAR), ("flex",)),
-    *[(Case(pattern, 2, 600, padded=True, dtype="float32", **SDAR), ("auto",)) for pattern in ("padded", "two-copy")],
+    *[
+        (Case(pattern, 2, 600, padded=True, dtype="float32", **SDAR), ("auto",))
+        for pattern in ("padded", "two-copy")
+    ],
 ]
-NEW_LENGTHS = [("two-copy", SDAR, "flex"), ("full", LLADA, "sdpa"), ("padded", LLADA, "sdpa"), ("padded", LLADA, "varlen")]
+NEW_LENGTHS = [
+    ("two-copy", SDAR, "flex"),
+    ("full", LLADA, "sdpa"),
+    ("padded", LLADA, "sdpa"),
+    ("padded", LLADA, "varlen"),
+]
 COMPILED = [("full", "sdpa"), ("two-copy", "flex"), ("padded", "varlen")]
-TIMED_LAST = [(Case("padded", 16, 512, padded=True, **heads), ("flex",)) for heads in (LLADA, DREAM)]  # one more kernel each
+TIMED_LAST = [
+    (Case("padded", 16, 512, padded=True, **heads), ("flex",)) for heads in (LLADA, DREAM)
+]  # one more kernel each
 
 
 def clock(function, repeats=1):
@@ -125,15 +157,22 @@ def clock(function, repeats=1):
 
 def error_of(got, want):
     """-> the largest relative error of several tensors"""
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, want, strict=True))
+    return max(
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(got, want, strict=True)
+    )
 
 
 def kernel_of(function):
     """-> which kernel scaled_dot_product_attention took: cudnn, flash, efficient or math"""
     with profile(activities=[ProfilerActivity.CPU]) as record:
         function()
-    name = re.compile(r"aten::_scaled_dot_product_(?:(cudnn|flash|efficient)_attention|attention_(math))")
-    return "+".join(sorted({m[1] or m[2] for event in record.key_averages() if (m := name.match(event.key))}))
+    name = re.compile(
+        r"aten::_scaled_dot_product_(?:(cudnn|flash|efficient)_attention|attention_(math))"
+    )
+    return "+".join(
+        sorted({m[1] or m[2] for event in record.key_averages() if (m := name.match(event.key))})
+    )
 
 
 def oracle(visibility, q, k, v, grad):
@@ -142,7 +181,9 @@ def oracle(visibility, q, k, v, grad):
     q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
         repeated = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask).transpose(1, 2).flatten(2)
+        out = (
+            F.scaled_dot_product_attention(q, *repeated, attn_mask=mask).transpose(1, 2).flatten(2)
+        )
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad.float())
 
 
@@ -163,7 +204,14 @@ def timed(case, backend):
         raise FloatingPointError("not finite")
     rows = [0, case.B - 1]
     seen = grad[rows].any(-1, keepdim=True)  # outputs at padding mean nothing
-    part = replace(visibility, **{name: x[rows] for name, x in vars(visibility).items() if name != "noisy" and x is not None})
+    part = replace(
+        visibility,
+        **{
+            name: x[rows]
+            for name, x in vars(visibility).items()
+            if name != "noisy" and x is not None
+        },
+    )
     got, want = [x[rows].detach() for x in got], oracle(part, q[rows], k[rows], v[rows], grad[rows])
     error = error_of([got[0] * seen, *got[1:]], [want[0] * seen, *want[1:]])
 
@@ -194,7 +242,9 @@ def new_length(case, backend):
     visibility = case.visibility()
     q, k, v, grad = case.tensors(visibility)
     attend = make_attend(visibility, backend)
-    call = lambda: torch.autograd.grad(attend(0, q, k, v).transpose(1, 2).flatten(2), (q, k, v), grad)
+    call = lambda: torch.autograd.grad(
+        attend(0, q, k, v).transpose(1, 2).flatten(2), (q, k, v), grad
+    )
     return {"first_ms": clock(call), "second_ms": clock(call), "ok": True}
 
 
@@ -204,12 +254,18 @@ class Layer(nn.Module):
     def __init__(self, layer, case):
         super().__init__()
         self.layer, self.head_dim, width = layer, case.D, case.H * case.D
-        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))  # a bias of the keys has no gradient
+        self.q, self.o = (
+            nn.Linear(width, width, bias=False) for _ in range(2)
+        )  # a bias of the keys has no gradient
         self.k, self.v = (nn.Linear(width, case.K * case.D, bias=False) for _ in range(2))
 
     def forward(self, x, attend):
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return x + self.o(attend(self.layer, heads(self.q(x)), heads(self.k(x)), heads(self.v(x))).transpose(1, 2).flatten(2))
+        return x + self.o(
+            attend(self.layer, heads(self.q(x)), heads(self.k(x)), heads(self.v(x)))
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def compiled(case, backend):
@@ -217,7 +273,9 @@ def compiled(case, backend):
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # torch 2.11 else makes a graph per layer number
+    torch._dynamo.config.allow_unspec_int_on_nn_module = (
+        True  # torch 2.11 else makes a graph per layer number
+    )
     visibility = case.visibility()
     grad = case.tensors(visibility)[-1]
     x = torch.randn_like(grad)
@@ -233,10 +291,19 @@ def compiled(case, backend):
     want = run(make_attend(visibility, "sdpa"), lambda layer, *arguments: layer(*arguments))
     for layer in layers:
         layer.compile()
-    lean = lambda: run(make_attend(visibility, backend), lambda *arguments: checkpoint(*arguments, use_reentrant=False))
+    lean = lambda: run(
+        make_attend(visibility, backend),
+        lambda *arguments: checkpoint(*arguments, use_reentrant=False),
+    )
     first_ms, error = clock(lean), error_of(lean(), want)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return {"first_ms": first_ms, "graphs": graphs, "kernel": kernel_of(lean), "error": error, "ok": error < COMPILED_TOLERANCE}
+    return {
+        "first_ms": first_ms,
+        "graphs": graphs,
+        "kernel": kernel_of(lean),
+        "error": error,
+        "ok": error < COMPILED_TOLERANCE,
+    }
 
 
 # --- decoding: new tokens of blocks over the keys and values before them ------------------------------------------------------
@@ -262,7 +329,10 @@ def by_sdpa(q, k, v, keys, values, start):
 
 
 def by_flex(q, k, v, keys, values, start):
-    rows, at = torch.arange(len(start), device=DEVICE)[:, None], start[:, None] + torch.arange(q.shape[2], device=DEVICE)
+    rows, at = (
+        torch.arange(len(start), device=DEVICE)[:, None],
+        start[:, None] + torch.arange(q.shape[2], device=DEVICE),
+    )
     seen = lambda b, h, i, j: j < start[b] + q.shape[2]
     mask = create_block_mask(seen, len(start), None, q.shape[2], keys.shape[2], device=DEVICE)
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -279,7 +349,9 @@ def by_flash_attn(q, k, v, keys, values, start):
 
     keys, values = (x.transpose(1, 2).contiguous() for x in (keys, values))  # its layout
     length, new = start.int(), {name: x.transpose(1, 2) for name, x in {"k": k, "v": v}.items()}
-    return lambda: flash_attn_with_kvcache(q.transpose(1, 2), keys, values, **new, cache_seqlens=length).transpose(1, 2)
+    return lambda: flash_attn_with_kvcache(
+        q.transpose(1, 2), keys, values, **new, cache_seqlens=length
+    ).transpose(1, 2)
 
 
 DECODERS = {"triton": by_triton, "sdpa": by_sdpa, "flex": by_flex, "flash-attn": by_flash_attn}
@@ -303,19 +375,41 @@ def decoded(R, H, K, T, length, backend, layers=8):
             call()
     ms = min(clock(graph.replay) for _ in range(10)) / layers
     nbytes, error = int((start + T).sum()) * K * 128 * 2 * 2, error_of([got], [want])
-    return {"us": 1e3 * ms, "tb_per_s": nbytes / ms / 1e9, "floor_us": nbytes / 4.8e6, "error": error, "ok": error < 1e-2}
+    return {
+        "us": 1e3 * ms,
+        "tb_per_s": nbytes / ms / 1e9,
+        "floor_us": nbytes / 4.8e6,
+        "error": error,
+        "ok": error < 1e-2,
+    }
 
 
 def decoding(report):
-    print("rows, heads, new tokens, positions | backend | us | TB/s of the keys and values seen | us at 4.8 TB/s | error")
+    print(
+        "rows, heads, new tokens, positions | backend | us | TB/s of the keys and values seen | us at 4.8 TB/s | error"
+    )
     for backend in DECODERS:
         for R, H, K, T, length in DECODED:
-            row = {"job": "decoded", "backend": backend, "R": R, "H": H, "K": K, "T": T, "length": length}
+            row = {
+                "job": "decoded",
+                "backend": backend,
+                "R": R,
+                "H": H,
+                "K": K,
+                "T": T,
+                "length": length,
+            }
             try:
                 row |= decoded(R, H, K, T, length, backend)
                 facts = f"{row['us']:.1f} | {row['tb_per_s']:.2f} | {row['floor_us']:.1f} | {row['error']:.5f}"
-            except (Exception, SystemExit) as error:  # a backend that is not installed, or fails, is a result too
-                row |= {"ok": backend != "triton", "failed": (facts := f"{type(error).__name__}: {error}"[:200])}
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # a backend that is not installed, or fails, is a result too
+                row |= {
+                    "ok": backend != "triton",
+                    "failed": (facts := f"{type(error).__name__}: {error}"[:200]),
+                }
             print(f"R{R} H{H}/{K} T{T} up to {length} | {backend} | {facts}", flush=True)
             report["rows"].append(row)
 
@@ -327,15 +421,27 @@ def show(row):
     pattern += f" of {row['document']}" * (row["document"] > 0)
     shape = f"{pattern} B{row['B']} T{row['T']} H{row['H']}/{row['K']} N{row['N']} {row['dtype']}"
     cells = [row["job"], f"{shape:50}", f"{row['backend']:10}", f"{row.get('kernel', ''):9}"]
-    cells += [number(key) for key in ("first_ms", "second_ms", "prepare_ms", "forward_ms", "backward_ms")]
-    cells += [rate("forward_tflops"), rate("backward_tflops"), number("peak_gib"), number("error", 5), number("graphs", 0)]
+    cells += [
+        number(key) for key in ("first_ms", "second_ms", "prepare_ms", "forward_ms", "backward_ms")
+    ]
+    cells += [
+        rate("forward_tflops"),
+        rate("backward_tflops"),
+        number("peak_gib"),
+        number("error", 5),
+        number("graphs", 0),
+    ]
     print(" | ".join(cells), row.get("failed", "" if row["ok"] else "TOO FAR OFF"), flush=True)
 
 
 def main(args):
     start, out = time.perf_counter(), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    report = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    report = {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     print(report)
     if args.decoding:
         report["rows"] = []
@@ -344,16 +450,29 @@ def main(args):
         sys.exit(not all(row["ok"] for row in report["rows"]))
     print("job | shape | backend | kernel | ms: first, second, prepare, forward, backward | TFLOP/s: forward, backward "
           "(dense) | GiB | error | graphs")  # fmt: skip
-    jobs = [(timed, case, backend) for case, backends in TIMED if case.document or not args.packed for backend in backends]
+    jobs = [
+        (timed, case, backend)
+        for case, backends in TIMED
+        if case.document or not args.packed
+        for backend in backends
+    ]
     if not args.packed:
         for pattern, heads, backend in NEW_LENGTHS:
-            jobs += [(new_length, Case(pattern, 16, T, padded=pattern == "padded", **heads), backend) for T in (501, 502, 637)]
+            jobs += [
+                (new_length, Case(pattern, 16, T, padded=pattern == "padded", **heads), backend)
+                for T in (501, 502, 637)
+            ]
         for pattern, backend in COMPILED:
             jobs += [(compiled, Case(pattern, 4, 512, H=4, K=2, padded=pattern != "full"), backend)]
         jobs += [(timed, case, backend) for case, backends in TIMED_LAST for backend in backends]
     report["rows"] = []
     for job, case, backend in jobs:
-        row = {"job": job.__name__, "backend": backend, **asdict(case), "at_s": time.perf_counter() - start}
+        row = {
+            "job": job.__name__,
+            "backend": backend,
+            **asdict(case),
+            "at_s": time.perf_counter() - start,
+        }
         if row["at_s"] > args.budget:
             row |= {"ok": True, "failed": f"left out: {args.budget:g} s are over"}
         elif backend != "auto" and (why := refusal(backend, case.pattern)):

@@ -83,7 +83,9 @@ TIMED_STEPS = 12
 # passes: forward-backward passes a completion; forwards: of one rollout, as the learner replays them
 METHODS: dict[str, Callable] = {
     "d1": lambda passes, forwards: {"num_iterations": passes},
-    "coupled_grpo": lambda passes, forwards: {"num_iterations": passes // 2},  # two halves an update, all masked on top
+    "coupled_grpo": lambda passes, forwards: {
+        "num_iterations": passes // 2
+    },  # two halves an update, all masked on top
     "spg": lambda passes, forwards: {"num_iterations": passes // 2, "mc_num": 2},
     "bgpo": lambda passes, forwards: {"num_iterations": 1, "mc_num": passes},
     "cj_grpo": lambda passes, forwards: {"num_iterations": max(1, passes // forwards)},
@@ -158,8 +160,12 @@ class Curves:
         self.root.mkdir(parents=True, exist_ok=True)
         self.settings = {name: getattr(args, name) for name in FIXED}
         file = self.root / "settings.json"
-        if file.is_file() and (had := json.loads(file.read_text())) != json.loads(json.dumps(self.settings)):
-            raise SystemExit(f"{self.root} was begun with {had}, not {self.settings}: take another --out")
+        if file.is_file() and (had := json.loads(file.read_text())) != json.loads(
+            json.dumps(self.settings)
+        ):
+            raise SystemExit(
+                f"{self.root} was begun with {had}, not {self.settings}: take another --out"
+            )
         write_atomically(file, json.dumps(self.settings))
         self.tasks = TASKS if args.size == "small" else {"countdown": TASKS["countdown"]}
 
@@ -169,16 +175,36 @@ class Curves:
         """Run algos/<script>.py with --out folder/; its output goes to folder/log. -> "", or what it said when it failed"""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", *map(str, listed(value)))]
+        words = [
+            word
+            for name, value in flags.items()
+            for word in (f"--{name.replace('_', '-')}", *map(str, listed(value)))
+        ]
         with open(folder / "log", "w") as log:
-            command = [sys.executable, str(ROOT / f"algos/{script}.py"), "--out", str(folder), *words]
+            command = [
+                sys.executable,
+                str(ROOT / f"algos/{script}.py"),
+                "--out",
+                str(folder),
+                *words,
+            ]
             gpu = self.gpus.get()  # never waits: at_once has put in as many as it runs at a time
-            env = os.environ | {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+            env = (
+                os.environ
+                | {"OMP_NUM_THREADS": str(threads)}
+                | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+            )
             try:
-                code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env).returncode
+                code = subprocess.run(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=env
+                ).returncode
             finally:
                 self.gpus.put(gpu)
-        return f"{' '.join(command)}: exit {code}\n{(folder / 'log').read_text()[-2000:]}" if code else ""
+        return (
+            f"{' '.join(command)}: exit {code}\n{(folder / 'log').read_text()[-2000:]}"
+            if code
+            else ""
+        )
 
     def at_once(self, work, items, jobs=0):
         """work(item) for every item, `jobs` or --jobs at a time; a failure is raised when the others have ended."""
@@ -196,7 +222,11 @@ class Curves:
     # --------------------------------------------------------------------------------------------------------- the start
 
     def checkpoint(self, family):
-        return ROOT / f"models/tiny-{family}" if self.args.size == "tiny" else self.root / f"sft-{family}/start"
+        return (
+            ROOT / f"models/tiny-{family}"
+            if self.args.size == "tiny"
+            else self.root / f"sft-{family}/start"
+        )
 
     def sft(self):
         rows = [row for task in self.tasks for row in sft_rows(load_task(task), SFT_ROWS[task])]
@@ -213,8 +243,18 @@ class Curves:
         (folder / "config").mkdir(parents=True)
         (folder / "config/config.json").write_text(json.dumps(FAMILIES[family] | SMALL[family]))
         tokenizer = ROOT / "models" / f"tiny-{family}"
-        command = ["models/random_init.py", "--config", folder / "config", "--tokenizer", tokenizer, "--out", folder / "init"]
-        subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        command = [
+            "models/random_init.py",
+            "--config",
+            folder / "config",
+            "--tokenizer",
+            tokenizer,
+            "--out",
+            folder / "init",
+        ]
+        subprocess.run(
+            [sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
         flags = {
             "model": folder.resolve() / "init",
             "data": self.root.resolve() / "sft.jsonl",
@@ -244,26 +284,48 @@ class Curves:
 
         first = bisect_left(saves, True, key=is_good)
         if first == len(saves):
-            raise SystemExit(f"{family}: no save solves {self.args.start:.0%} of both tasks: {tried}")
+            raise SystemExit(
+                f"{family}: no save solves {self.args.start:.0%} of both tasks: {tried}"
+            )
         save = saves[first]
         shutil.copytree(save, folder / "chosen", dirs_exist_ok=True)
         os.replace(folder / "chosen", self.checkpoint(family))
-        print(f"{family}: starts from {save.name}, which solves {tried[save.name]}; looked at {tried}", flush=True)
+        print(
+            f"{family}: starts from {save.name}, which solves {tried[save.name]}; looked at {tried}",
+            flush=True,
+        )
 
     def validate(self, checkpoint):
         """Greedy scores on the validation problems, as the scripts score them. -> {task: share solved}"""
-        engine, tokenizer, scores = make_engine(str(checkpoint), device=self.device), load_tokenizer(str(checkpoint)), {}
+        engine, tokenizer, scores = (
+            make_engine(str(checkpoint), device=self.device),
+            load_tokenizer(str(checkpoint)),
+            {},
+        )
         for name in self.tasks:
             task = load_task(name)
-            problems, _ = load_problems(task, "validation", "", tokenizer, 1024, self.args.eval_limit)
-            settings = {"gen_length": TASKS[name], "denoising_steps": STEPS_PER_BLOCK, "remasking": "low_confidence_static"}
-            scores[name] = mean_score(engine, task, tokenizer, problems, temperature=0.0, **settings)
+            problems, _ = load_problems(
+                task, "validation", "", tokenizer, 1024, self.args.eval_limit
+            )
+            settings = {
+                "gen_length": TASKS[name],
+                "denoising_steps": STEPS_PER_BLOCK,
+                "remasking": "low_confidence_static",
+            }
+            scores[name] = mean_score(
+                engine, task, tokenizer, problems, temperature=0.0, **settings
+            )
         return scores
 
     # ---------------------------------------------------------------------------------------------------------- the runs
 
     def pairs(self):
-        return [(f, m) for f in self.args.families for m in self.args.methods if f != "sdar" or m not in BIDIRECTIONAL_ONLY]
+        return [
+            (f, m)
+            for f in self.args.families
+            for m in self.args.methods
+            if f != "sdar" or m not in BIDIRECTIONAL_ONLY
+        ]
 
     def folder(self, run):
         return self.root / run.stage / run.name
@@ -273,18 +335,36 @@ class Curves:
         files = list(self.folder(run).glob("*/metrics.jsonl"))
         rows = [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
         scored = [row for row in rows if f"test/{run.task}" in row]
-        return rows if run.stage == "time" and rows and rows[-1]["step"] == TIMED_STEPS or len(scored) == 2 else []
+        return (
+            rows
+            if run.stage == "time" and rows and rows[-1]["step"] == TIMED_STEPS or len(scored) == 2
+            else []
+        )
 
     def train(self, run):
         if self.rows(run) or (self.folder(run) / "failed").is_file():
             return
         args = self.args
         blocks = TASKS[run.task] // 4
-        forwards = STEPS_PER_BLOCK * (1 if run.family == "sdar" else blocks)  # the two-copy pass replays all blocks at once
+        forwards = STEPS_PER_BLOCK * (
+            1 if run.family == "sdar" else blocks
+        )  # the two-copy pass replays all blocks at once
         flags = SHARED | METHODS[run.method](args.passes, forwards)
-        flags |= {"model": self.checkpoint(run.family).resolve(), "task": run.task, "gen_length": TASKS[run.task]}
-        flags |= {"seed": run.seed, "learning_rate": run.rate, "prompts_per_step": args.prompts_per_step}
-        flags |= {"max_steps": args.max_steps, "eval_every": args.eval_every, "eval_limit": args.eval_limit}
+        flags |= {
+            "model": self.checkpoint(run.family).resolve(),
+            "task": run.task,
+            "gen_length": TASKS[run.task],
+        }
+        flags |= {
+            "seed": run.seed,
+            "learning_rate": run.rate,
+            "prompts_per_step": args.prompts_per_step,
+        }
+        flags |= {
+            "max_steps": args.max_steps,
+            "eval_every": args.eval_every,
+            "eval_limit": args.eval_limit,
+        }
         flags |= {"micro_batch_size": 8 * args.prompts_per_step}
         if run.stage == "rates":
             flags |= {"max_steps": args.rate_steps or args.max_steps}
@@ -293,22 +373,34 @@ class Curves:
         if error := self.call(run.method, self.folder(run), flags, self.threads()):
             if run.stage != "rates":
                 raise SystemExit(error)
-            (self.folder(run) / "failed").write_text(error)  # a rate at which the loss leaves the finite numbers is a bad rate
+            (self.folder(run) / "failed").write_text(
+                error
+            )  # a rate at which the loss leaves the finite numbers is a bad rate
         last = [row for row in self.rows(run) if f"test/{run.task}" in row]
         print(run.stage, run.name, *(f"{row[f'test/{run.task}']:.1%}" for row in last), flush=True)
 
     def rates(self):
-        tries = [Run(f, m, "countdown", RATE_SEED, rate, "rates") for f, m in self.pairs() for rate in self.args.rates]
+        tries = [
+            Run(f, m, "countdown", RATE_SEED, rate, "rates")
+            for f, m in self.pairs()
+            for rate in self.args.rates
+        ]
         self.at_once(self.train, tries)
 
     def validation(self, run):
         """[(step, score)] on the validation split"""
-        return [(row["step"], row[f"eval/{run.task}"]) for row in self.rows(run) if f"eval/{run.task}" in row]
+        return [
+            (row["step"], row[f"eval/{run.task}"])
+            for row in self.rows(run)
+            if f"eval/{run.task}" in row
+        ]
 
     def tried(self, family, method):
         """{rate: last validation score} of the finished tries; one that failed has none and scores -1"""
         scores = {}
-        for run in (Run(family, method, "countdown", RATE_SEED, rate, "rates") for rate in self.args.rates):
+        for run in (
+            Run(family, method, "countdown", RATE_SEED, rate, "rates") for rate in self.args.rates
+        ):
             if points := self.validation(run):
                 scores[run.rate] = points[-1][1]
             elif (self.folder(run) / "failed").is_file():
@@ -318,15 +410,25 @@ class Curves:
     def planned(self):
         """The runs at the chosen rates, of methods whose rates have all been tried; countdown first."""
         tried = {pair: self.tried(*pair) for pair in self.pairs()}
-        chosen = {pair: max(rates, key=rates.get) for pair, rates in tried.items() if len(rates) == len(self.args.rates)}
+        chosen = {
+            pair: max(rates, key=rates.get)
+            for pair, rates in tried.items()
+            if len(rates) == len(self.args.rates)
+        }
         order = [(task, seed) for task in self.tasks for seed in SEEDS[task]]
-        return [Run(*pair, task, seed, rate) for task, seed in order for pair, rate in chosen.items()]
+        return [
+            Run(*pair, task, seed, rate) for task, seed in order for pair, rate in chosen.items()
+        ]
 
     def runs(self):
         self.at_once(self.train, self.planned())
 
     def time(self):
-        timed = [replace(run, stage="time") for run in self.planned() if run.seed == 0 and run.task == "countdown"]
+        timed = [
+            replace(run, stage="time")
+            for run in self.planned()
+            if run.seed == 0 and run.task == "countdown"
+        ]
         self.at_once(self.train, timed, jobs=len(visible_gpus()))
 
     # ------------------------------------------------------------------------------------------------------ what is kept
@@ -334,7 +436,9 @@ class Curves:
     def seconds(self, run):
         """Seconds of a training step, hand-over of the weights included: median after the first four. None if not timed."""
         rows = self.rows(replace(run, seed=0, stage="time"))
-        return statistics.median(row["time/step"] for row in rows if row["step"] > 4) if rows else None
+        return (
+            statistics.median(row["time/step"] for row in rows if row["step"] > 4) if rows else None
+        )
 
     def keep(self):
         folder = ROOT / "docs/curves/comparison"
@@ -345,14 +449,28 @@ class Curves:
             if rows := self.rows(run):
                 test = [row[f"test/{run.task}"] for row in rows if f"test/{run.task}" in row]
                 points = [(0, starts[run.family][run.task]), *self.validation(run)]
-                (config,) = self.folder(run).glob("*/config.json")  # runs may come from another machine than this
+                (config,) = self.folder(run).glob(
+                    "*/config.json"
+                )  # runs may come from another machine than this
                 machine = json.loads(config.read_text())["device"]
-                facts = {"size": self.args.size, "machine": machine, "seconds_per_step": self.seconds(run)} | self.settings
-                facts |= {"rollouts_per_step": SHARED["num_generations"] * self.args.prompts_per_step}
-                facts |= {"rates_tried": self.tried(run.family, run.method), "test": test, "validation": points}
+                facts = {
+                    "size": self.args.size,
+                    "machine": machine,
+                    "seconds_per_step": self.seconds(run),
+                } | self.settings
+                facts |= {
+                    "rollouts_per_step": SHARED["num_generations"] * self.args.prompts_per_step
+                }
+                facts |= {
+                    "rates_tried": self.tried(run.family, run.method),
+                    "test": test,
+                    "validation": points,
+                }
                 rewards = [round(row["reward/mean"], 5) for row in rows if "reward/mean" in row]
                 kept.append({**asdict(run), **facts, "reward": rewards})
-        write_atomically(folder / f"{self.args.size}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomically(
+            folder / f"{self.args.size}.jsonl", "".join(json.dumps(row) + "\n" for row in kept)
+        )
         print(f"{len(kept)} runs kept in {folder / self.args.size}.jsonl")
 
 
@@ -372,12 +490,16 @@ def sft_rows(task, count):
     problems = task.load("train")
     draws = math.ceil(count / len(problems))
     turn = lambda problem, draw: {"role": "assistant", "content": task.answer(problem, draw)}
-    return [{"messages": [*task.prompt(p), turn(p, draw)]} for draw in range(draws) for p in problems][:count]
+    return [
+        {"messages": [*task.prompt(p), turn(p, draw)]} for draw in range(draws) for p in problems
+    ][:count]
 
 
 def main(args):
     if unknown := set(args.methods) - set(METHODS) | set(args.families) - set(FAMILIES):
-        raise SystemExit(f"unknown: {', '.join(unknown)}; methods: {', '.join(METHODS)}; families: {', '.join(FAMILIES)}")
+        raise SystemExit(
+            f"unknown: {', '.join(unknown)}; methods: {', '.join(METHODS)}; families: {', '.join(FAMILIES)}"
+        )
     _, _, device = setup_distributed()
     curves = Curves(args, device)
     if args.keep:

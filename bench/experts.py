@@ -95,7 +95,9 @@ def main(args):
             off = ((run(pair) - want).norm() / want.norm()).item()
             seconds, clock = hot_seconds(lambda: run(pair), args.hot)
             us = round(seconds / LAYERS * 1e6, 1)
-            report(facts | names | {"us_a_layer": us} | clock | ({} if off < 0.05 else {"wrong": off}))
+            report(
+                facts | names | {"us_a_layer": us} | clock | ({} if off < 0.05 else {"wrong": off})
+            )
             return us
 
         want, found = run(None), {}
@@ -115,7 +117,10 @@ def main(args):
         x, weight = new(M, D), torch.randn(E, D, device="cuda") * D**-0.5
         want = x.double() @ weight.double().T
         error = lambda y, want=want: ((y.double() - want).norm() / want.norm()).item()
-        scores = {"ours": moe_triton.scores(x, weight).sum(0), "cuBLAS, fp32": F.linear(x.float(), weight)}
+        scores = {
+            "ours": moe_triton.scores(x, weight).sum(0),
+            "cuBLAS, fp32": F.linear(x.float(), weight),
+        }
         report({"tokens": M, "errors_of_scores": {name: error(y) for name, y in scores.items()}})
 
 

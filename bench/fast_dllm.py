@@ -19,7 +19,9 @@ ONE_ROW = {
         "x = torch.full((1, prompt.shape[1]": "x = torch.full((prompt.shape[0], prompt.shape[1]",
         "replace_position = torch.zeros_like(x,": "replace_position = torch.zeros_like(x[:1],",
     },
-    "Dream": {"replace_position = torch.zeros_like(x,": "replace_position = torch.zeros_like(x[:1],"},
+    "Dream": {
+        "replace_position = torch.zeros_like(x,": "replace_position = torch.zeros_like(x[:1],"
+    },
 }
 
 
@@ -28,7 +30,9 @@ def edited(path, edits):
     text = path.read_text(encoding="utf-8")
     for old, new in edits.items():
         if old not in text:
-            raise RuntimeError(f"{path} has no {old!r}: another version than the one this was written for")
+            raise RuntimeError(
+                f"{path} has no {old!r}: another version than the one this was written for"
+            )
         text = text.replace(old, new)
     module = ModuleType(f"{path.stem}_edited")
     sys.modules[module.__name__] = module  # where its dataclasses look for it
@@ -48,14 +52,18 @@ class FastDLLM:
         if any(name == "model" or name.startswith("model.") for name in sys.modules):
             raise RuntimeError("one folder of the peer a process: both have a package named model")
         self.model = (self._llada if self.kind == "llada" else self._dream)(raw)
-        self.model.load_state_dict({k: v.detach() for k, v in tensor_names(model).items()}, strict=False, assign=True)
+        self.model.load_state_dict(
+            {k: v.detach() for k, v in tensor_names(model).items()}, strict=False, assign=True
+        )
         if missing := [name for name, value in self.model.named_parameters() if value.is_meta]:
             raise RuntimeError(f"no weights for {missing[:5]}")
         self.model.eval().requires_grad_(False)
         self.forwards = 0
         self.model.register_forward_pre_hook(self._count)
         head = self.model.get_output_embeddings()
-        head.register_forward_hook(lambda module, args, logits: logits.index_fill_(-1, self.mask, -torch.inf))
+        head.register_forward_hook(
+            lambda module, args, logits: logits.index_fill_(-1, self.mask, -torch.inf)
+        )
         self.mask = torch.tensor([model.mask_token_id], device=self.device)
 
     def _count(self, *_):
@@ -66,13 +74,17 @@ class FastDLLM:
         from model import modeling_llada as code
 
         # flash_attention as its eval_llada.py sets it; no dropout, as in the real config.json.
-        raw = raw | dict.fromkeys(("attention_dropout", "embedding_dropout", "residual_dropout"), 0.0)
+        raw = raw | dict.fromkeys(
+            ("attention_dropout", "embedding_dropout", "residual_dropout"), 0.0
+        )
         config = code.LLaDAConfig(**raw | {"flash_attention": find_spec("flash_attn") is not None})
         config.use_cache = False  # transformers 5 no longer keeps what the configuration was given
         sizes = code.create_model_config_from_pretrained_config(config)
         sizes.init_device = "meta"
         model = code.LLaDAModelLM(config, code.LLaDAModel(sizes, init_params=False))
-        torch.backends.cuda.enable_mem_efficient_sdp(efficient)  # which building it switches off for the whole process
+        torch.backends.cuda.enable_mem_efficient_sdp(
+            efficient
+        )  # which building it switches off for the whole process
         self.code = edited(self.folder / "generate.py", ONE_ROW["llada"])
         return model
 
@@ -89,7 +101,9 @@ class FastDLLM:
             model = code.DreamModel(config).to(self.ours.lm_head.weight.dtype)
         for module in model.modules():  # its buffers were made on meta
             if isinstance(module, code.DreamRotaryEmbedding):
-                module.register_buffer("inv_freq", self._inverse_frequencies(config, self.device)[0], persistent=False)
+                module.register_buffer(
+                    "inv_freq", self._inverse_frequencies(config, self.device)[0], persistent=False
+                )
         self.code = edited(self.folder / "model" / "generation_utils_block.py", ONE_ROW["Dream"])
         return model
 
@@ -105,14 +119,22 @@ class FastDLLM:
         self.forwards, efficient = 0, torch.backends.cuda.mem_efficient_sdp_enabled()
         steps = gen_length // block_length * denoising_steps
         try:
-            torch.backends.cuda.enable_mem_efficient_sdp(self.kind != "llada" and efficient)  # as it runs alone
+            torch.backends.cuda.enable_mem_efficient_sdp(
+                self.kind != "llada" and efficient
+            )  # as it runs alone
             sample = self._generate_llada if self.kind == "llada" else self._generate_dream
-            return sample(prompts, cache, gen_length, block_length, steps, temperature)[:, prompts.shape[1] :], self.forwards
+            return sample(prompts, cache, gen_length, block_length, steps, temperature)[
+                :, prompts.shape[1] :
+            ], self.forwards
         finally:
             torch.backends.cuda.enable_mem_efficient_sdp(efficient)
 
     def _generate_llada(self, prompts, cache, gen_length, block_length, steps, temperature):
-        name = {"none": "generate", "prefix": "generate_with_prefix_cache", "dual": "generate_with_dual_cache"}[cache]
+        name = {
+            "none": "generate",
+            "prefix": "generate_with_prefix_cache",
+            "dual": "generate_with_dual_cache",
+        }[cache]
         sample, ours = getattr(self.code, name), self.ours
         canvas, _ = sample(
             self.model, prompts, steps=steps, gen_length=gen_length, block_length=block_length, temperature=temperature,
@@ -131,6 +153,15 @@ class FastDLLM:
             from model import generation_utils as plain
 
             sample = MethodType(plain.DreamGenerationMixin._sample, self.model)
-            return sample(prompts, None, settings, lambda step, x, logits: x, lambda step, x, logits: logits)
+            return sample(
+                prompts, None, settings, lambda step, x, logits: x, lambda step, x, logits: logits
+            )
         sample = MethodType(self.code.DreamGenerationMixin._sample, self.model)
-        return sample(prompts, None, settings, threshold=None, block_length=block_length, dual_cache=cache == "dual")
+        return sample(
+            prompts,
+            None,
+            settings,
+            threshold=None,
+            block_length=block_length,
+            dual_cache=cache == "dual",
+        )

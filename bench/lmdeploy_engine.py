@@ -102,19 +102,32 @@ def draws(engine):
     with engine.agent.all_context():
         inputs = engine.engine.sampling_strategy.make_sampling_inputs(seqs).to_device("cuda")
         scores = torch.full((count * n, vocabulary), 1 / vocabulary, device="cuda")
-        tokens = multinomial_sampling(scores, inputs.random_seeds, inputs.random_offsets).view(count, n).double()
+        tokens = (
+            multinomial_sampling(scores, inputs.random_seeds, inputs.random_offsets)
+            .view(count, n)
+            .double()
+        )
     correlation = torch.corrcoef(tokens.t())
     bins = torch.bincount((tokens.flatten() // (vocabulary // 32)).long(), minlength=32).double()
     expected = count * n / 32
     chi2 = ((bins - expected) ** 2 / expected).sum().item()
     off = (correlation - torch.eye(n, device="cuda")).abs().max().item()
-    yield {"draws": count * n, "largest_correlation_of_positions": round(off, 4), "chi2_of_31_degrees": round(chi2, 1)}
+    yield {
+        "draws": count * n,
+        "largest_correlation_of_positions": round(off, 4),
+        "chi2_of_31_degrees": round(chi2, 1),
+    }
 
 
 def update(engine, ours, model, prompts, args):
     """Weights there and back."""
     rows = prompts[: args.rows]
-    greedy = {"temperature": 0.0, "gen_length": args.gen_length, "denoising_steps": 4, "remasking": "low_confidence_static"}
+    greedy = {
+        "temperature": 0.0,
+        "gen_length": args.gen_length,
+        "denoising_steps": 4,
+        "remasking": "low_confidence_static",
+    }
     greedy |= {"stop_at_eos": False}
     runs = [engine.generate(rows, **greedy) for _ in range(3)]
     alone = [engine.generate(rows[:1], **greedy) for _ in range(3)]
@@ -122,7 +135,9 @@ def update(engine, ours, model, prompts, args):
     served = engine._served()
     before = {name: value.clone() for name, value in served.named_parameters()}
     addresses = {name: value.data_ptr() for name, value in served.named_parameters()}
-    forced = lambda: round(sum(greedy_agreement(engine, model, ids) for ids in rows[:8]) / len(rows[:8]), 4)
+    forced = lambda: round(
+        sum(greedy_agreement(engine, model, ids) for ids in rows[:8]) / len(rows[:8]), 4
+    )
     yield {
         "run_to_run_equal": [equal_share(runs[0], run) for run in runs[1:]],
         "one_row_run_to_run_equal": [equal_share(alone[0], run) for run in alone[1:]],
@@ -131,7 +146,9 @@ def update(engine, ours, model, prompts, args):
         "forced_agreement": forced(),
     }
     model.requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate)  # sign of the gradient: as Adam's first step
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.learning_rate
+    )  # sign of the gradient: as Adam's first step
     ids = torch.tensor(rows[:2], device="cuda")
     score = torch.zeros_like(ids, dtype=torch.bool)
     score[:, -32:] = True
@@ -154,11 +171,16 @@ def update(engine, ours, model, prompts, args):
     }  # fmt: skip
     _, again = timed(lambda: engine.load_weights(iter(initial.items())))
     _, ours_again = timed(lambda: ours.load_weights(iter(initial.items())))
-    back, alone_back = [engine.generate(rows, **greedy) for _ in range(2)], engine.generate(rows[:1], **greedy)
+    back, alone_back = (
+        [engine.generate(rows, **greedy) for _ in range(2)],
+        engine.generate(rows[:1], **greedy),
+    )
     now = dict(engine._served().named_parameters())
     yield {
         "first_weights_back": {
-            "bitwise_equal_parameters": all(torch.equal(before[name], now[name]) for name in before),
+            "bitwise_equal_parameters": all(
+                torch.equal(before[name], now[name]) for name in before
+            ),
             "same_addresses": all(addresses[name] == now[name].data_ptr() for name in now),
             "equal_to_first_outputs": [equal_share(runs[0], run) for run in back],
             "one_row_equal": equal_share(alone[0], alone_back),
@@ -170,14 +192,21 @@ def update(engine, ours, model, prompts, args):
 
 
 def sleeping(engine, model, prompts, args):
-    greedy = {"temperature": 0.0, "gen_length": args.gen_length, "denoising_steps": 4, "remasking": "low_confidence_static"}
+    greedy = {
+        "temperature": 0.0,
+        "gen_length": args.gen_length,
+        "denoising_steps": 4,
+        "remasking": "low_confidence_static",
+    }
     first = engine.generate(prompts[: args.rows], stop_at_eos=False, **greedy)
     free = free_gib()
     for _ in range(2):
         _, asleep = timed(engine.sleep)
         freed = free_gib() - free
         _, awake = timed(lambda: engine.load_weights(export_weights(model)))
-        equal = equal_share(first, engine.generate(prompts[: args.rows], stop_at_eos=False, **greedy))
+        equal = equal_share(
+            first, engine.generate(prompts[: args.rows], stop_at_eos=False, **greedy)
+        )
         yield {
             "sleep_seconds": asleep, "freed_gib": round(freed, 2), "wake_seconds": awake, "equal_after_waking": equal,
             "left_gib": round(free - free_gib(), 3),
@@ -186,7 +215,12 @@ def sleeping(engine, model, prompts, args):
 
 def rates(engine, ours, prompts, args):
     for rows in args.throughput:
-        for name, this, top_k in (("lmdeploy", engine, 0), ("lmdeploy", engine, 50), ("ours", ours, 0), ("ours", ours, 50)):
+        for name, this, top_k in (
+            ("lmdeploy", engine, 0),
+            ("lmdeploy", engine, 50),
+            ("ours", ours, 0),
+            ("ours", ours, 50),
+        ):
             settings = {
                 "top_k": top_k,
                 "gen_length": 256,
@@ -199,7 +233,13 @@ def rates(engine, ours, prompts, args):
                 trace, spent = timed(partial(this.generate, prompts[:rows], seed=seed, **settings))
                 seconds.append(spent)
             rate = round(int(trace.canvas_length.sum()) / seconds[-1], 1)
-            yield {"engine": name, "top_k": top_k, "rows": rows, "tokens_per_s": rate, "seconds": seconds}
+            yield {
+                "engine": name,
+                "top_k": top_k,
+                "rows": rows,
+                "tokens_per_s": rate,
+                "seconds": seconds,
+            }
 
 
 def main(args):
@@ -211,10 +251,22 @@ def main(args):
                 file.write(line + "\n")
 
     free = free_gib()
-    engine, seconds = timed(lambda: make_engine(args.model, "lmdeploy", "cuda", max_batch_size=args.max_batch_size))
-    plan = engine.plan(gen_length=args.gen_length, denoising_steps=4, remasking="low_confidence_static")
+    engine, seconds = timed(
+        lambda: make_engine(args.model, "lmdeploy", "cuda", max_batch_size=args.max_batch_size)
+    )
+    plan = engine.plan(
+        gen_length=args.gen_length, denoising_steps=4, remasking="low_confidence_static"
+    )
     held = round(free - free_gib(), 2)
-    say({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "start_seconds": seconds, "gib": held, "plan": plan})
+    say(
+        {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "start_seconds": seconds,
+            "gib": held,
+            "plan": plan,
+        }
+    )
     model = load_model(args.model, "cuda", torch.bfloat16)
     ours = make_engine(args.model, "block", "cuda", max_batch_size=args.max_batch_size)
     generator = torch.Generator().manual_seed(0)

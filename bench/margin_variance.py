@@ -25,7 +25,14 @@ from evals import load_task
 from models import load_model, load_tokenizer
 
 BUDGETS = (1, 1), (1, 4), (2, 2), (4, 1), (8, 1)
-PAPER = {(1, 1, True): 44.0, (1, 4, True): 7.3, (2, 2, True): 4.7, (4, 1, True): 2.2, (8, 1, True): 1.0, (4, 1, False): 2183.7}
+PAPER = {
+    (1, 1, True): 44.0,
+    (1, 4, True): 7.3,
+    (2, 2, True): 4.7,
+    (4, 1, True): 2.2,
+    (8, 1, True): 1.0,
+    (4, 1, False): 2183.7,
+}
 
 
 @dataclass
@@ -54,7 +61,10 @@ def margins(policy, reference, batch, args):
     """One margin of every pair. -> [P]"""
     masks = vrpo.sample_masks(batch, args)
     others = masks if args.share_masks else vrpo.sample_masks(batch, args, "ref")
-    elbos, ref_elbos = (vrpo.elbo_values(*case, args).mean(1) for case in ((policy, batch, masks), (reference, batch, others)))
+    elbos, ref_elbos = (
+        vrpo.elbo_values(*case, args).mean(1)
+        for case in ((policy, batch, masks), (reference, batch, others))
+    )
     rewards = args.beta * (elbos - ref_elbos)
     return rewards[0::2] - rewards[1::2]
 
@@ -64,22 +74,44 @@ def measure(args):
     _, _, device = vrpo.setup_distributed()  # the counts of a batch are collectives
     policy, reference = (load_model(name, device) for name in (args.policy, args.model))
     chosen = islice(training_pairs(load_task(args.task), args.data), args.pairs)
-    pairs = encode_pairs(chosen, load_tokenizer(args.model), reference, 2048, use_cache=False).at_least(1)
+    pairs = encode_pairs(
+        chosen, load_tokenizer(args.model), reference, 2048, use_cache=False
+    ).at_least(1)
     print(f"{len(pairs)} pairs, {args.repeats} margins each")
-    print("| n_t / n_yt | draws of the reference | mean margin | variance of the margin | of the loss |\n|---|---|---|---|---|")
+    print(
+        "| n_t / n_yt | draws of the reference | mean margin | variance of the margin | of the loss |\n|---|---|---|---|---|"
+    )
     rows = []
-    for mc_num, masks_per_timestep, share in [(*budget, share) for share in (True, False) for budget in BUDGETS]:
+    for mc_num, masks_per_timestep, share in [
+        (*budget, share) for share in (True, False) for budget in BUDGETS
+    ]:
         fields = {"mc_num": mc_num, "masks_per_timestep": masks_per_timestep, "share_masks": share}
-        vrpo_args = vrpo.Args(batch_size=len(pairs), micro_batch_size=args.micro_batch_size, **fields)
+        vrpo_args = vrpo.Args(
+            batch_size=len(pairs), micro_batch_size=args.micro_batch_size, **fields
+        )
         batch = vrpo.make_batch(pairs, 0, vrpo_args, reference, 0, device)
         found = torch.stack(
-            [margins(policy, reference, replace(batch, step=s), vrpo_args) for s in range(args.repeats)]
+            [
+                margins(policy, reference, replace(batch, step=s), vrpo_args)
+                for s in range(args.repeats)
+            ]
         ).double()
-        values = {"margin": found.mean(), "variance": found.var(0).mean(), "loss_variance": F.softplus(-found).var(0).mean()}
+        values = {
+            "margin": found.mean(),
+            "variance": found.var(0).mean(),
+            "loss_variance": F.softplus(-found).var(0).mean(),
+        }
         values = {name: round(value.item(), 6) for name, value in values.items()}
-        rows.append({"model": Path(args.model).name} | fields | values | {"pairs": len(pairs), "repeats": args.repeats})
+        rows.append(
+            {"model": Path(args.model).name}
+            | fields
+            | values
+            | {"pairs": len(pairs), "repeats": args.repeats}
+        )
         kind = "shared" if share else "its own"
-        numbers = f"{values['margin']:.3f} | {values['variance']:.4f} | {values['loss_variance']:.2e}"
+        numbers = (
+            f"{values['margin']:.3f} | {values['variance']:.4f} | {values['loss_variance']:.2e}"
+        )
         print(f"| {mc_num} / {masks_per_timestep} | {kind} | {numbers} |", flush=True)
     dist.destroy_process_group()
     return rows
@@ -96,9 +128,15 @@ def draw(rows, path):
         columns.setdefault(row["model"], {})[budget] = row["variance"]
     figure = Figure(figsize=(3.4 * len(columns), 3.4), layout="constrained")
     places, names = range(len(BUDGETS)), [f"{n_t} / {n_yt}" for n_t, n_yt in BUDGETS]
-    for axes, (name, values) in zip(figure.subplots(1, len(columns), squeeze=False)[0], reversed(columns.items()), strict=True):
+    for axes, (name, values) in zip(
+        figure.subplots(1, len(columns), squeeze=False)[0], reversed(columns.items()), strict=True
+    ):
         for share, marker, label in ((True, "o-", "shared"), (False, "s--", "its own")):
-            points = [(i, values[*budget, share]) for i, budget in enumerate(BUDGETS) if (*budget, share) in values]
+            points = [
+                (i, values[*budget, share])
+                for i, budget in enumerate(BUDGETS)
+                if (*budget, share) in values
+            ]
             axes.plot(*zip(*points, strict=True), marker, label=f"draws of the reference: {label}")
         axes.set(title=name, yscale="log", xlabel="timesteps / masks per timestep")
         axes.set_xticks(places, names)

@@ -27,10 +27,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos import sft
 from bench.step import flops, gib, matmul_rate, reset_memory
-from kernels.sampling import keyed_uniform
 from models import add_lora, load_weights, meta_model
+from rollout.sampling import keyed_uniform
 
-QUANTILES = {0: 74, 0.05: 107, 0.1: 117, 0.25: 138, 0.5: 168, 0.75: 210, 0.9: 256, 0.95: 286, 0.99: 343, 1: 471}
+QUANTILES = {
+    0: 74,
+    0.05: 107,
+    0.1: 117,
+    0.25: 138,
+    0.5: 168,
+    0.75: 210,
+    0.9: 256,
+    0.95: 286,
+    0.99: 343,
+    1: 471,
+}
 PROMPT_SHARE = 0.46  # of an example's tokens
 
 
@@ -49,7 +60,7 @@ class Args:
     eos_tail: int = 8
     """LLaDA, Dream: 0 to so many end tokens behind an answer"""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
-    """backend of kernels/attention.py"""
+    """backend of models/attention.py"""
     compile: bool = False
     """torch.compile every block"""
     layouts: tuple[Literal["rows", "sorted", "packed"], ...] = ("rows", "sorted", "packed")
@@ -64,7 +75,10 @@ def examples_of(step, args, vocabulary):
     examples = []
     for u in keyed_uniform("length", step, torch.arange(args.batch_size)).tolist():
         i = max(i for i, point in enumerate(points[:-1]) if point <= u)
-        n = round(lengths[i] + (u - points[i]) / (points[i + 1] - points[i]) * (lengths[i + 1] - lengths[i]))
+        n = round(
+            lengths[i]
+            + (u - points[i]) / (points[i + 1] - points[i]) * (lengths[i + 1] - lengths[i])
+        )
         draws = keyed_uniform("ids", step, len(examples), torch.arange(n))
         ids = (draws * vocabulary).long().tolist()
         examples.append((ids[: round(PROMPT_SHARE * n)], ids[round(PROMPT_SHARE * n) :]))
@@ -77,7 +91,9 @@ def work(model, batch, masked):
     if model.attention == "bidirectional":
         sees = batch.document_ids[real].unique(return_counts=True)[1].double() ** 2
         return flops(model, int(real.sum()), float(sees.sum()), int(masked.sum()), True)
-    sees = (batch.position_ids // n + 1) * n  # of a clean token, and of a noisy one: clean blocks before its own noisy one
+    sees = (
+        batch.position_ids // n + 1
+    ) * n  # of a clean token, and of a noisy one: clean blocks before its own noisy one
     block = batch.document_ids * batch.position_ids.shape[1] + batch.position_ids // n
     noisy = real & torch.isin(block, block[masked])
     tokens, pairs = (real.sum() + noisy.sum()), sees[real].sum() + sees[noisy].sum()
@@ -89,7 +105,12 @@ def measure(model, optimizer, args, layout, matmul, rank, world_size, device):
     reset_memory()
     longest = max(QUANTILES.values()) + max(args.eos_tail, model.block_length)
     size = max(args.micro_batch_tokens // (layout.get("pack_length") or longest), 1)
-    settings = {"batch_size": args.batch_size, "eos_tail": args.eos_tail, "max_length": longest, "micro_batch_size": size}
+    settings = {
+        "batch_size": args.batch_size,
+        "eos_tail": args.eos_tail,
+        "max_length": longest,
+        "micro_batch_size": size,
+    }
     settings = sft.Args(**settings, **layout)
     synchronize, clock = lambda: None, time.process_time
     if device.type == "cuda":
@@ -98,7 +119,15 @@ def measure(model, optimizer, args, layout, matmul, rank, world_size, device):
     seconds, shares, rates, losses, tflops = [], [], [], [], []
     warm_up = 2 if args.compile else 1
     for step in range(warm_up + args.steps):
-        batch = sft.make_batch(examples_of(step, args, model.mask_token_id), settings, model, step, rank, world_size, device)
+        batch = sft.make_batch(
+            examples_of(step, args, model.mask_token_id),
+            settings,
+            model,
+            step,
+            rank,
+            world_size,
+            device,
+        )
         noise = sft.sample_masks(batch, settings, model.objective)
         synchronize()
         start, loss, computed = clock(), 0.0, 0
@@ -135,15 +164,23 @@ def main(args):
     rank, world_size, device = sft.setup_distributed()
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} does not divide by {world_size} ranks")
-    model = meta_model(args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
+    model = meta_model(
+        args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
+    )
     if args.lora_rank:
         add_lora(model, args.lora_rank, 64)
     settings = sft.Args(attention=args.attention, compile=args.compile)
     model = load_weights(sft.parallelize(model, settings), device)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=0.0, weight_decay=0.0, fused=device.type == "cuda")  # the weights stay
+    optimizer = torch.optim.AdamW(
+        params, lr=0.0, weight_decay=0.0, fused=device.type == "cuda"
+    )  # the weights stay
     matmul = matmul_rate(device)["tflops"]
-    layouts = {"rows": {"group_by_length": False}, "sorted": {}, "packed": {"pack_length": args.pack_length}}
+    layouts = {
+        "rows": {"group_by_length": False},
+        "sorted": {},
+        "packed": {"pack_length": args.pack_length},
+    }
     for name in args.layouts:
         facts = measure(model, optimizer, args, layouts[name], matmul, rank, world_size, device)
         if rank == 0:

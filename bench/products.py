@@ -27,9 +27,17 @@ from bench.rollout import timed
 from kernels import fused
 
 D, HEADS, KV_HEADS, HEAD, LAYERS = 4096, 32, 8, 128, 12
-PRODUCTS = {"qkv": (6144, D), "o": (D, D), "gate-up": (24576, D), "down": (D, 12288)}  # outputs, inputs
+PRODUCTS = {
+    "qkv": (6144, D),
+    "o": (D, D),
+    "gate-up": (24576, D),
+    "down": (D, 12288),
+}  # outputs, inputs
 ATTENTION = list(  # parts of a row's cache, (positions a turn, warps, stages)
-    itertools.product((1, 2, 4, 8, 16), ((32, 1, 2), (32, 2, 3), (64, 2, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2)))
+    itertools.product(
+        (1, 2, 4, 8, 16),
+        ((32, 1, 2), (32, 2, 3), (64, 2, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2)),
+    )
 )
 
 
@@ -74,9 +82,18 @@ def hot_seconds(run, seconds):
 def clock_and_power():
     """-> {MHz, W} of this process's GPU as nvidia-smi says, or nothing"""
     gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"  # CUDA_VISIBLE_DEVICES may have numbered them anew
-    command = ["nvidia-smi", "-i", gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "-i",
+        gpu,
+        "--query-gpu=clocks.sm,power.draw",
+        "--format=csv,noheader,nounits",
+    ]
     with suppress(OSError, subprocess.CalledProcessError, ValueError):
-        mhz, watts = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(","))
+        mhz, watts = map(
+            float,
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(","),
+        )
         return {"mhz": mhz, "w": watts}
     return {}
 
@@ -114,7 +131,12 @@ def measure(args, R, T):
         total = x
         for layer, (keys, values) in zip(layers, caches, strict=True):
             y = fused_triton.add_rms_norm(total, None, norm, 1e-6, False)[1]
-            q, k, v = product("qkv", y, layer, ours).view(R, T, -1, HEAD).transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], 1)
+            q, k, v = (
+                product("qkv", y, layer, ours)
+                .view(R, T, -1, HEAD)
+                .transpose(1, 2)
+                .split([HEADS, KV_HEADS, KV_HEADS], 1)
+            )
             q, k = fused_triton.norm_rotate(q, k, head_norm, head_norm, 1e-6, cos, cos, False)
             y = fused_triton.decode_attention(q, k, v, keys, values, start, min(T, 4), *attention)
             delta = product("o", y.transpose(1, 2).reshape(R * T, D), layer, ours)
@@ -127,8 +149,13 @@ def measure(args, R, T):
     def report(ours, attention=(), **facts):
         off = ((run(ours, attention) - want).norm() / want.norm()).item()
         seconds, clock = hot_seconds(lambda: run(ours, attention), args.hot)
-        facts |= {"us_a_layer": round(seconds / LAYERS * 1e6, 1), "tb_per_s": round(weights * LAYERS / seconds / 1e12, 2)}
-        line = json.dumps({"rows": R, "tokens": T} | facts | clock | ({} if off < 0.05 else {"wrong": off}))
+        facts |= {
+            "us_a_layer": round(seconds / LAYERS * 1e6, 1),
+            "tb_per_s": round(weights * LAYERS / seconds / 1e12, 2),
+        }
+        line = json.dumps(
+            {"rows": R, "tokens": T} | facts | clock | ({} if off < 0.05 else {"wrong": off})
+        )
         print(line, flush=True)
         if args.out:
             with open(args.out, "a", encoding="utf-8") as file:
@@ -144,7 +171,9 @@ def measure(args, R, T):
         mlp = {"gate-up": None, "down": None}
         report(mlp, products="cuBLAS, ours of the MLP")
         for name, splits in itertools.product(("qkv", "o", "down"), (1, 2, 4)):
-            report(ours | {name: splits}, products=f"ours, {splits} programs for the inputs of {name}")
+            report(
+                ours | {name: splits}, products=f"ours, {splits} programs for the inputs of {name}"
+            )
         best = ours if R * T <= fused.FEW else mlp if R * T in fused.FEW_OF_MLP else {}
     for parts, shape in ATTENTION if args.attention else ():
         with suppress(OutOfResources):

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels.sampling import keyed_uniform
 from rollout import make_engine
 from rollout.engine import REMASKING
+from rollout.sampling import keyed_uniform
 from rollout.slots import Slots
 
 
@@ -60,18 +60,34 @@ def main(args):
     options = {name: getattr(args, name) for name in ("gen_length", "denoising_steps", "remasking")}
     options |= {"num_samples": args.samples_per_prompt, "stop_at_eos": False}
     together = args.rows // args.samples_per_prompt  # prompts of a batch
-    in_turn = [(prompts[i : i + together], i * args.samples_per_prompt) for i in range(0, len(prompts), together)]
+    in_turn = [
+        (prompts[i : i + together], i * args.samples_per_prompt)
+        for i in range(0, len(prompts), together)
+    ]
     rates = {}
     for name, batches in (("refilled", [(prompts, 0)]), ("in turn", in_turn)):
         for _ in range(2):  # the first captures graphs
             began = time.perf_counter()
-            traces = [engine.generate(some, sample_offset=first, **options) for some, first in batches]
+            traces = [
+                engine.generate(some, sample_offset=first, **options) for some, first in batches
+            ]
             tokens = sum(int(trace.canvas_length.sum()) for trace in traces)  # waits for the device
             seconds = time.perf_counter() - began
         rates[name] = tokens / seconds
-        facts = {"way": name, "tokens": tokens, "seconds": round(seconds, 2), "tokens_per_s": round(rates[name])}
-        print(json.dumps(facts | {"graphs": len(engine.graphs.graphs) if engine.graphs else 0}), flush=True)
-    print(json.dumps({"refilled / in turn": round(rates["refilled"] / rates["in turn"], 3)}), flush=True)
+        facts = {
+            "way": name,
+            "tokens": tokens,
+            "seconds": round(seconds, 2),
+            "tokens_per_s": round(rates[name]),
+        }
+        print(
+            json.dumps(facts | {"graphs": len(engine.graphs.graphs) if engine.graphs else 0}),
+            flush=True,
+        )
+    print(
+        json.dumps({"refilled / in turn": round(rates["refilled"] / rates["in turn"], 3)}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -36,13 +36,20 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.fast_dllm import FastDLLM
-from kernels.moe import Experts
+from models.experts import Experts
 from rollout import make_engine
 from rollout.block import ADAPTIVE
 
 BYTES_PER_S, FLOP_PER_S = 4.8e12, 790e12
 # Matrices that multiply the same rows: one product.
-TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up", "ff_proj": "up"}
+TOGETHER = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "up",
+    "up_proj": "up",
+    "ff_proj": "up",
+}
 
 
 @dataclass
@@ -98,7 +105,12 @@ class Report:
     def write(self, line):
         line = {"model": Path(self.args.model).name} | line
         self.lines.append(line)
-        text = json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()})
+        text = json.dumps(
+            {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in line.items()
+            }
+        )
         print(text, flush=True)
         if self.args.out:
             with open(self.args.out, "a", encoding="utf-8") as file:
@@ -126,7 +138,11 @@ def timed(function):
 @cache
 def product_s(rows, outputs, inputs, device, dtype):
     """Seconds of x [rows, inputs] times W [outputs, inputs], with as many W in turn as the device's cache cannot hold."""
-    copies = max(2, -(-(256 * 2**20) // (outputs * inputs * dtype.itemsize))) if device.type == "cuda" else 1
+    copies = (
+        max(2, -(-(256 * 2**20) // (outputs * inputs * dtype.itemsize)))
+        if device.type == "cuda"
+        else 1
+    )
     x = torch.randn(rows, inputs, device=device, dtype=dtype)
     weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for _ in range(copies)]
     run = lambda: [F.linear(x, weight) for weight in weights] and None
@@ -158,7 +174,9 @@ def products(model):
 def denoising_forwards(trace):
     """[N] forwards that revealed tokens; what a block model made beside them are commits."""
     n, starts = trace.settings["block_length"], trace.settings["attention"] == "block-causal"
-    first = torch.tensor([len(ids) % n if starts else 0 for ids in trace.prompt_ids], device=trace.step_map.device)
+    first = torch.tensor(
+        [len(ids) % n if starts else 0 for ids in trace.prompt_ids], device=trace.step_map.device
+    )
     block = (first[:, None] + torch.arange(trace.step_map.shape[1], device=first.device)) // n
     last = torch.full((len(first), int(block.max()) + 1), -1, device=first.device)
     return (last.scatter_reduce(1, block, trace.step_map, "amax") + 1).sum(1)
@@ -171,20 +189,41 @@ def forwards_of(trace, slots):
     the number of forwards without the prefill
     """
     settings, N = trace.settings, len(trace.canvas_length)
-    P, n, L = sum(map(len, trace.prompt_ids)) / N, settings["block_length"], trace.completion_ids.shape[1]
+    P, n, L = (
+        sum(map(len, trace.prompt_ids)) / N,
+        settings["block_length"],
+        trace.completion_ids.shape[1],
+    )
     R = min(slots, N)
-    steps, denoising = trace.num_forwards.sum().item() / R, denoising_forwards(trace).sum().item() / R  # that R rows share
-    masked = max(round((trace.step_map + 1).sum().item() / denoising), 1)  # what the head sees at once
+    steps, denoising = (
+        trace.num_forwards.sum().item() / R,
+        denoising_forwards(trace).sum().item() / R,
+    )  # that R rows share
+    masked = max(
+        round((trace.step_map + 1).sum().item() / denoising), 1
+    )  # what the head sees at once
     if settings["attention"] == "block-causal":
         canvas = trace.canvas_length.float().mean().item()
         separate, context = steps - denoising, P + canvas / 2
         # The other commits are part of steps of two blocks: one a block, or all steps where the model decides their number.
         blocks = ((P + canvas) // n - P // n) * N / R
-        joined = denoising if settings["remasking"] in ADAPTIVE and not separate else max(blocks - 1 - separate, 0)
-        prompts, sizes = sum(map(len, {tuple(ids) for ids in trace.prompt_ids})), lambda rows: (R * context, rows * context)
+        joined = (
+            denoising
+            if settings["remasking"] in ADAPTIVE and not separate
+            else max(blocks - 1 - separate, 0)
+        )
+        prompts, sizes = (
+            sum(map(len, {tuple(ids) for ids in trace.prompt_ids})),
+            lambda rows: (R * context, rows * context),
+        )
         prefill = (1, prompts, 0, 0, prompts * P / 2)
         step, two = (R * n, masked, *sizes(R * n)), (2 * R * n, masked, *sizes(2 * R * n))
-        return [prefill, (denoising - joined, *step), (joined, *two), (separate, R * n, 0, *sizes(R * n))], steps
+        return [
+            prefill,
+            (denoising - joined, *step),
+            (joined, *two),
+            (separate, R * n, 0, *sizes(R * n)),
+        ], steps
     blocks, S = L // n, P + L
     whole = round(R * S), masked, R * S, R * S * S
     if settings["cache"] == "none":
@@ -219,7 +258,10 @@ class Roofline:
             seen[index.numel() // index.shape[-1]].append(len(index.unique()))
 
         layers = [module for module in self.model.modules() if isinstance(module, Experts)]
-        hooks, graphs = [layer.register_forward_pre_hook(count) for layer in layers], engine.use_graphs
+        hooks, graphs = (
+            [layer.register_forward_pre_hook(count) for layer in layers],
+            engine.use_graphs,
+        )
         engine.use_graphs = False
         try:
             roll()
@@ -231,13 +273,21 @@ class Roofline:
 
     def seconds(self, rows, head_rows, cached, pairs):
         """One forward: rows through the blocks, head_rows through the head, cached tokens read, pairs of query and key."""
-        total = sum(count * product_s(rows, *shape, *self.where) for shape, count in self.products.items())
+        total = sum(
+            count * product_s(rows, *shape, *self.where) for shape, count in self.products.items()
+        )
         total += product_s(head_rows, *self.head, *self.where) if head_rows else 0
         for _, size in self.experts:
             k = self.model.config.num_experts_per_tok
-            hit = self.hit[min(self.hit, key=lambda other: abs(math.log(other / rows)))]  # batches are filled up to buckets
-            total += max(hit * size * self.where[1].itemsize / BYTES_PER_S, 2 * rows * k * size / FLOP_PER_S)
-        return total + max(cached * self.token_bytes / BYTES_PER_S, pairs * self.pair_flops / FLOP_PER_S)
+            hit = self.hit[
+                min(self.hit, key=lambda other: abs(math.log(other / rows)))
+            ]  # batches are filled up to buckets
+            total += max(
+                hit * size * self.where[1].itemsize / BYTES_PER_S, 2 * rows * k * size / FLOP_PER_S
+            )
+        return total + max(
+            cached * self.token_bytes / BYTES_PER_S, pairs * self.pair_flops / FLOP_PER_S
+        )
 
     def rollout(self, trace, slots):
         """-> least seconds of the forwards that a trace of ours tells of, and how many of them `slots` rows share"""
@@ -262,7 +312,9 @@ def settings_of(args, model):
 
 def prompts_of(args, mask_token_id, rows, length):
     """-> token ids of the prompts, samples of each"""
-    samples = next(number for number in range(min(args.samples_per_prompt, rows), 0, -1) if rows % number == 0)
+    samples = next(
+        number for number in range(min(args.samples_per_prompt, rows), 0, -1) if rows % number == 0
+    )
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, mask_token_id, (rows // samples, length), generator=generator), samples
 
@@ -281,9 +333,14 @@ def facts_of(seconds, tokens, forwards, first_s=None):
 def measure_engine(engine, rows, args, settings, prompt_length, mask_token_id, roofline=None):
     """An engine of make_engine -> facts of a rollout of so many rows"""
     prompts, samples = prompts_of(args, mask_token_id, rows, prompt_length)
-    roll = lambda seed, **other: engine.generate(prompts.tolist(), num_samples=samples, seed=seed, **settings | other)
+    roll = lambda seed, **other: engine.generate(
+        prompts.tolist(), num_samples=samples, seed=seed, **settings | other
+    )
     if roofline and roofline.experts:
-        roofline.count_hits(engine, lambda: roll(0, gen_length=min(settings["gen_length"], 16 * settings["block_length"])))
+        roofline.count_hits(
+            engine,
+            lambda: roll(0, gen_length=min(settings["gen_length"], 16 * settings["block_length"])),
+        )
     first_s, _ = timed(lambda: roll(0))
     seconds, traces = zip(*(timed(lambda: roll(1 + i)) for i in range(args.repeats)), strict=True)  # noqa: B023
     trace = traces[seconds.index(min(seconds))]
@@ -292,10 +349,16 @@ def measure_engine(engine, rows, args, settings, prompt_length, mask_token_id, r
     facts = facts_of(seconds, tokens, forwards, first_s)
     if roofline:
         floor, steps = roofline.rollout(trace, rows)
-        facts |= {"steps": steps, "ms_per_step": 1e3 * min(seconds) / steps, "roofline_ms_per_step": 1e3 * floor / steps}
+        facts |= {
+            "steps": steps,
+            "ms_per_step": 1e3 * min(seconds) / steps,
+            "roofline_ms_per_step": 1e3 * floor / steps,
+        }
         facts |= {"roofline_share": floor / min(seconds)}
         if roofline.hit:
-            facts["experts_hit"] = {rows: round(number, 1) for rows, number in sorted(roofline.hit.items())}
+            facts["experts_hit"] = {
+                rows: round(number, 1) for rows, number in sorted(roofline.hit.items())
+            }
     return facts
 
 
@@ -303,25 +366,44 @@ def measure_peer(peer, rows, kind, args, settings, prompt_length, model):
     """Fast-dLLM's code -> facts of a rollout of so many rows"""
     prompts, samples = prompts_of(args, model.mask_token_id, rows, prompt_length)
     prompts = prompts.repeat_interleave(samples, 0).to(model.lm_head.weight.device)
-    options = [settings[name] for name in ("gen_length", "block_length", "denoising_steps", "temperature")]
+    options = [
+        settings[name] for name in ("gen_length", "block_length", "denoising_steps", "temperature")
+    ]
     torch.manual_seed(0)
     peer.generate(prompts, kind, options[1], *options[1:])
-    seconds, results = zip(*(timed(lambda: peer.generate(prompts, kind, *options)) for _ in range(args.repeats)), strict=True)
+    seconds, results = zip(
+        *(timed(lambda: peer.generate(prompts, kind, *options)) for _ in range(args.repeats)),
+        strict=True,
+    )
     completions, forwards = results[seconds.index(min(seconds))]
-    is_eos = torch.isin(completions, torch.tensor(model.eos_token_ids, device=completions.device)).long()
+    is_eos = torch.isin(
+        completions, torch.tensor(model.eos_token_ids, device=completions.device)
+    ).long()
     tokens = int((is_eos.cumsum(1) - is_eos == 0).sum())
-    return facts_of(seconds, tokens, rows * forwards) | {"steps": forwards, "ms_per_step": 1e3 * min(seconds) / forwards}
+    return facts_of(seconds, tokens, rows * forwards) | {
+        "steps": forwards,
+        "ms_per_step": 1e3 * min(seconds) / forwards,
+    }
 
 
 def main(args):
     if args.peer and not (Path(args.peer) / "model").is_dir():
-        raise SystemExit(f"--peer {args.peer} has no folder `model`: give llada/ or dream/ of a copy of Fast-dLLM")
+        raise SystemExit(
+            f"--peer {args.peer} has no folder `model`: give llada/ or dream/ of a copy of Fast-dLLM"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report, rates, setting = Report(args), {}, None
-    report.write({"gpu": torch.cuda.get_device_name() if device.type == "cuda" else None, "torch": torch.__version__})
+    report.write(
+        {
+            "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+            "torch": torch.__version__,
+        }
+    )
 
     def run(sampler, kind, rows, function, *rest):
-        result = report.measure(function, *rest, sampler=sampler, rows=rows, **setting | {"cache": kind})
+        result = report.measure(
+            function, *rest, sampler=sampler, rows=rows, **setting | {"cache": kind}
+        )
         rates[sampler, kind, rows] = result.get("tokens_per_s")
 
     if "ours" in args.samplers or args.peer:
@@ -356,7 +438,19 @@ def main(args):
             peer = FastDLLM(args.peer, model)
             for kind in kinds:
                 for rows in args.rows:
-                    run("Fast-dLLM", kind, rows, measure_peer, peer, rows, kind, args, settings, prompt_length, model)
+                    run(
+                        "Fast-dLLM",
+                        kind,
+                        rows,
+                        measure_peer,
+                        peer,
+                        rows,
+                        kind,
+                        args,
+                        settings,
+                        prompt_length,
+                        model,
+                    )
             del peer
         del model
     if "lmdeploy" in args.samplers:
@@ -373,10 +467,28 @@ def main(args):
             report.write({"sampler": "lmdeploy", "error": f"{type(error).__name__}: {error}"[:300]})
         else:
             for rows in args.rows:
-                run("lmdeploy", "none", rows, measure_engine, engine, rows, args, settings, prompt_length, mask)
+                run(
+                    "lmdeploy",
+                    "none",
+                    rows,
+                    measure_engine,
+                    engine,
+                    rows,
+                    args,
+                    settings,
+                    prompt_length,
+                    mask,
+                )
     for (sampler, kind, rows), rate in rates.items():
         if sampler != "ours" and rate and (ours := rates.get(("ours", kind, rows))):
-            report.write({"ratio": f"ours / {sampler}", "cache": kind, "rows": rows, "tokens_per_s": ours / rate})
+            report.write(
+                {
+                    "ratio": f"ours / {sampler}",
+                    "cache": kind,
+                    "rows": rows,
+                    "tokens_per_s": ours / rate,
+                }
+            )
     if any("error" in line for line in report.lines):
         raise SystemExit("a measurement failed, see above")
 

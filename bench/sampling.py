@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels.sampling import keyed_uniform, sample_categorical, sample_reference
+from rollout.sampling import keyed_uniform, sample_categorical, sample_reference
 
 SHAPES = [(512, 151936), (64, 151936), (2048, 126464), (512, 157184)]  # SDAR, LLaDA, LLaDA2
 BANNED = 5
@@ -31,7 +31,12 @@ def check(logits, uniform, temperature):
         outside = float((tokens != logits.masked_fill(z.isinf(), float("-inf")).argmax(-1)).sum())
     else:
         high = p.cumsum(-1).gather(1, tokens[:, None])[:, 0]
-        outside = torch.maximum(high - p.gather(1, tokens[:, None])[:, 0] - uniform, uniform - high).clamp(min=0).max().item()
+        outside = (
+            torch.maximum(high - p.gather(1, tokens[:, None])[:, 0] - uniform, uniform - high)
+            .clamp(min=0)
+            .max()
+            .item()
+        )
     want = log_p.gather(1, tokens[:, None])[:, 0], p.amax(-1), torch.special.entr(p).sum(-1)
     same = sample_reference(logits, uniform, temperature, BANNED)[0] == tokens
     errors = [(got - value).abs().max().item() for got, value in zip(values, want, strict=True)]
@@ -62,19 +67,44 @@ def milliseconds(function, inputs, graph=True, replays=10):
 def main():
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     bandwidth = 2 * source.nbytes / milliseconds(torch.clone, [(source,)], graph=False) * 1e3
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": bandwidth / 1e12}))
+    print(
+        json.dumps(
+            {
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "copy_tb_s": bandwidth / 1e12,
+            }
+        )
+    )
     del source
     for N, V in SHAPES:
-        sets = [4 * torch.randn(N, V, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, 512 // N))]
+        sets = [
+            4 * torch.randn(N, V, device="cuda", dtype=torch.bfloat16)
+            for _ in range(max(2, 512 // N))
+        ]
         uniform = keyed_uniform(0, torch.arange(N, device="cuda"))
         for temperature in (0, 0.7, 1.0):
-            print(json.dumps({"N": N, "V": V, "temperature": temperature, **check(sets[0], uniform, temperature)}))
-        ours = milliseconds(lambda z, u: sample_categorical(z, u, 1.0, BANNED, statistics=True), [(z, uniform) for z in sets])
+            print(
+                json.dumps(
+                    {
+                        "N": N,
+                        "V": V,
+                        "temperature": temperature,
+                        **check(sets[0], uniform, temperature),
+                    }
+                )
+            )
+        ours = milliseconds(
+            lambda z, u: sample_categorical(z, u, 1.0, BANNED, statistics=True),
+            [(z, uniform) for z in sets],
+        )
         row = {"N": N, "V": V, "ms": ours, "roofline": sets[0].nbytes / bandwidth * 1e3 / ours}
         if N == 512:
             pairs = [(z, uniform) for z in sets[:2]]
             row["reference_ms"] = milliseconds(sample_reference, pairs, graph=False)
-            row["multinomial_ms"] = milliseconds(lambda z, u: z.float().softmax(-1).multinomial(1), pairs, graph=False)
+            row["multinomial_ms"] = milliseconds(
+                lambda z, u: z.float().softmax(-1).multinomial(1), pairs, graph=False
+            )
         print(json.dumps(row), flush=True)
 
 

@@ -38,7 +38,9 @@ class Args:
 
 def gold(task: ModuleType, example: dict) -> str:
     """The reference answer; of mathematical rows without a worked solution the answer in a box."""
-    return task.answer(example) if example.get("solution", True) else rf"\boxed{{{example['gold']}}}"
+    return (
+        task.answer(example) if example.get("solution", True) else rf"\boxed{{{example['gold']}}}"
+    )
 
 
 def main(args: Args) -> None:
@@ -52,7 +54,16 @@ def main(args: Args) -> None:
         file, out = Path(folder, "completions.jsonl"), Path(folder, "out")
         rows = ({"index": i, "completion": text} for i, text in enumerate(given))
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [sys.executable, f"evals/{args.task}.py", "--completions", str(file), "--data", args.data, "--out", str(out)]
+        command = [
+            sys.executable,
+            f"evals/{args.task}.py",
+            "--completions",
+            str(file),
+            "--data",
+            args.data,
+            "--out",
+            str(out),
+        ]
         command += ["--limit", str(args.limit)] if args.limit else []
         began = time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -64,10 +75,20 @@ def main(args: Args) -> None:
     right = sum(score_all(task, given, examples))
     scoring = time.perf_counter() - began
     if abs(right - result["accuracy"] * len(given)) > 1e-6:
-        raise SystemExit(f"the command line finds {result['accuracy'] * len(given):g} right, this process {right:g}")
-    line = {"task": args.task, "completions": len(given), "right": int(right), "seconds": round(whole, 2)}
+        raise SystemExit(
+            f"the command line finds {result['accuracy'] * len(given):g} right, this process {right:g}"
+        )
+    line = {
+        "task": args.task,
+        "completions": len(given),
+        "right": int(right),
+        "seconds": round(whole, 2),
+    }
     line |= {"scoring_seconds": round(scoring, 2), "per_second": round(len(given) / scoring, 1)}
-    line |= {"cores": len(os.sched_getaffinity(0)), "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
+    line |= {
+        "cores": len(os.sched_getaffinity(0)),
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
     print(json.dumps(line))
 
 

@@ -58,7 +58,7 @@ class Args:
     micro_batch_size: int = 8
     """sequences per forward"""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
-    """backend of kernels/attention.py"""
+    """backend of models/attention.py"""
     compile: bool = False
     """torch.compile every block"""
     activation_checkpointing: bool = False
@@ -86,7 +86,11 @@ class Report:
     def measure(self, what, function, *args, **facts):
         """function(*args) -> dict, which it also returns"""
         reset_memory()
-        before = {"allocated_before_gib": gib(torch.cuda.memory_allocated())} if torch.cuda.is_available() else {}
+        before = (
+            {"allocated_before_gib": gib(torch.cuda.memory_allocated())}
+            if torch.cuda.is_available()
+            else {}
+        )
         try:
             result = function(*args)
         except Exception as error:  # out of memory, mostly: the rest of the run is worth having
@@ -96,7 +100,10 @@ class Report:
         return result
 
     def write(self, line):
-        line = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+        line = {
+            key: round(value, 4) if isinstance(value, float) else value
+            for key, value in line.items()
+        }
         self.lines.append(line)
         if dist.get_rank() == 0:
             print(json.dumps(line), flush=True)
@@ -133,9 +140,16 @@ def timed(function, steps):
         synchronize()
         seconds.append(time.perf_counter() - start)
     warm = seconds[2:]
-    facts = {"first_value": values[0], "first_s": round(seconds[0], 2), "range_s": [round(min(warm), 4), round(max(warm), 4)]}
+    facts = {
+        "first_value": values[0],
+        "first_s": round(seconds[0], 2),
+        "range_s": [round(min(warm), 4), round(max(warm), 4)],
+    }
     if torch.cuda.is_available():
-        facts["peak_gib"], facts["reserved_gib"] = gib(torch.cuda.max_memory_allocated()), gib(torch.cuda.max_memory_reserved())
+        facts["peak_gib"], facts["reserved_gib"] = (
+            gib(torch.cuda.max_memory_allocated()),
+            gib(torch.cuda.max_memory_reserved()),
+        )
     return statistics.median(warm), facts
 
 
@@ -151,7 +165,9 @@ def flops(model, tokens, pairs, scored, backward):
     """The formula above for `tokens` that go through the blocks, `scored` of them through the head, and `pairs` that see each
     other. -> FLOPs"""
     head = model.lm_head.weight
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(head)}
+    looked_up = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    } - {id(head)}
     total = 0
     for name, weight in model.named_parameters():
         if weight.dim() < 2 or id(weight) in looked_up:
@@ -160,14 +176,18 @@ def flops(model, tokens, pairs, scored, backward):
         n = scored if weight is head else tokens * share
         total += 2 * weight.numel() * n * (1 + backward * (1 + weight.requires_grad))
         layer = name.removesuffix(".weight").removesuffix(".base_layer").rsplit(".", 1)[-1]
-        total += 4 * weight.shape[1] * pairs * (1 + 2 * backward) if layer in ATTENTION_OUTPUT else 0
+        total += (
+            4 * weight.shape[1] * pairs * (1 + 2 * backward) if layer in ATTENTION_OUTPUT else 0
+        )
     return total
 
 
 def full_rows(model, rows, length):
     """-> tokens and pairs of one pass over rows x length tokens; the two copies of a block model: T (T + block) pairs a row"""
     is_block_model = model.attention == "block-causal"
-    return rows * length * (1 + is_block_model), rows * length * (length + model.block_length * is_block_model)
+    return rows * length * (1 + is_block_model), rows * length * (
+        length + model.block_length * is_block_model
+    )
 
 
 @dataclass
@@ -217,7 +237,11 @@ class HostMemory(threading.Thread):
     @staticmethod
     def read():
         fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-        return {name[:-1]: int(rest[0]) * 1024 for name, *rest in fields if name in ("RssAnon:", "RssFile:", "VmHWM:")}
+        return {
+            name[:-1]: int(rest[0]) * 1024
+            for name, *rest in fields
+            if name in ("RssAnon:", "RssFile:", "VmHWM:")
+        }
 
     def __enter__(self):
         self.before = self.read()["RssAnon"]
@@ -233,7 +257,9 @@ def build(args, device):
     """A model for training, as a script makes it: on meta, adapters, FSDP2, then the weights. -> model, facts of the load"""
     dist.barrier()
     start = time.perf_counter()
-    model = meta_model(args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32)
+    model = meta_model(
+        args.model, torch.bfloat16 if args.lora_rank and device.type == "cuda" else torch.float32
+    )
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha)
     model = parallelize(model, args)
@@ -244,7 +270,12 @@ def build(args, device):
     seconds = time.perf_counter() - built
     nbytes = sum(path.stat().st_size for path in set(tensor_files(Path(args.model)).values()))
     now, ranks = host.read(), [None] * dist.get_world_size()
-    memory = {"anon_before": host.before, "anon_peak": host.peak, "anon": now["RssAnon"], "file": now["RssFile"]}
+    memory = {
+        "anon_before": host.before,
+        "anon_peak": host.peak,
+        "anon": now["RssAnon"],
+        "file": now["RssFile"],
+    }
     memory = {f"{key}_gib": gib(value) for key, value in (memory | {"hwm": now["VmHWM"]}).items()}
     dist.all_gather_object(ranks, memory | {"seconds": seconds})
     seconds = max(rank["seconds"] for rank in ranks)
@@ -254,7 +285,9 @@ def build(args, device):
         "file_gb": nbytes / 1e9,
         "gb_per_s": nbytes / 1e9 / seconds,
         "all_ranks_anon_peak_gib": round(sum(rank["anon_peak_gib"] for rank in ranks), 2),
-        "least_and_most_of_a_rank": {key: [pick(rank[key] for rank in ranks) for pick in (min, max)] for key in ranks[0]},
+        "least_and_most_of_a_rank": {
+            key: [pick(rank[key] for rank in ranks) for pick in (min, max)] for key in ranks[0]
+        },
     }
     if device.type == "cuda":
         facts["peak_gib"] = gib(torch.cuda.max_memory_allocated())
@@ -274,7 +307,12 @@ def rates(seconds, work, args, matmul):
     """-> what a reader compares: seconds, tokens/s of all ranks, TFLOP/s of one and its share of the measured product"""
     tokens = args.rows * args.length * dist.get_world_size()
     tflops = work / seconds / 1e12
-    return {"seconds": seconds, "tokens_per_s": tokens / seconds, "tflops": tflops, "share_of_matmul": tflops / matmul}
+    return {
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "tflops": tflops,
+        "share_of_matmul": tflops / matmul,
+    }
 
 
 def forward(model, batch, args, matmul):
@@ -284,12 +322,22 @@ def forward(model, batch, args, matmul):
         with torch.no_grad():
             for i in range(0, args.rows, args.micro_batch_size):
                 rows = slice(i, i + args.micro_batch_size)
-                logps = model.logps(batch.input_ids[rows], batch.noisy_ids[rows], batch.valid[rows], batch.valid[rows])
+                logps = model.logps(
+                    batch.input_ids[rows],
+                    batch.noisy_ids[rows],
+                    batch.valid[rows],
+                    batch.valid[rows],
+                )
         return logps.mean().item()
 
     seconds, facts = timed(run, args.steps)
     return (
-        rates(seconds, flops(model, *full_rows(model, args.rows, args.length), args.rows * args.length, False), args, matmul)
+        rates(
+            seconds,
+            flops(model, *full_rows(model, args.rows, args.length), args.rows * args.length, False),
+            args,
+            matmul,
+        )
         | facts
     )
 
@@ -302,10 +350,14 @@ def our_step(model, batch, args, matmul):
 
     def micro_loss(rows, is_last):
         model.set_requires_gradient_sync(is_last)
-        logps = model.logps(batch.input_ids[rows], batch.noisy_ids[rows], batch.masked[rows], batch.valid[rows])
+        logps = model.logps(
+            batch.input_ids[rows], batch.noisy_ids[rows], batch.masked[rows], batch.valid[rows]
+        )
         return -logps.sum() / scored
 
-    seconds, facts = timed(lambda: train_step(micro_loss, params, optimizer, args, args.micro_batch_size), args.steps)
+    seconds, facts = timed(
+        lambda: train_step(micro_loss, params, optimizer, args, args.micro_batch_size), args.steps
+    )
     work = flops(model, *full_rows(model, args.rows, args.length), scored.item(), True)
     return rates(seconds, work, args, matmul) | facts
 
@@ -326,16 +378,24 @@ def official_step(args, device, adapters, logits_of):
     targets = meta_model(args.model).lora_targets
     # As in the real config.json; the code's own default is dropout.
     raw |= {"attention_dropout": 0.0, "embedding_dropout": 0.0, "residual_dropout": 0.0}
-    model = code.LLaDAModelLM(code.LLaDAConfig(**raw | {"flash_attention": False, "init_device": "meta"}))
+    model = code.LLaDAModelLM(
+        code.LLaDAConfig(**raw | {"flash_attention": False, "init_device": "meta"})
+    )
     for path in sorted(set(tensor_files(directory).values())):
         weights = {name: value.bfloat16() for name, value in load_file(path, str(device)).items()}
         model.load_state_dict(weights, strict=False, assign=True)
     if missing := [name for name, p in model.named_parameters() if p.is_meta]:
         raise RuntimeError(f"no weights for {missing[:5]}")
-    torch.backends.cuda.enable_mem_efficient_sdp(True)  # which building it switches off for the whole process
+    torch.backends.cuda.enable_mem_efficient_sdp(
+        True
+    )  # which building it switches off for the whole process
     head = ["model.transformer.ff_out"]  # bears the name of a block's layer
     lora = LoraConfig(
-        r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=list(targets), exclude_modules=head, lora_dropout=0.0
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules=list(targets),
+        exclude_modules=head,
+        lora_dropout=0.0,
     )
     model = get_peft_model(model, lora, autocast_adapter_dtype=adapters == "fp32").train()
     params = [p for p in model.parameters() if p.requires_grad]
@@ -354,44 +414,85 @@ def official_step(args, device, adapters, logits_of):
         return loss.float().sum() / scored
 
     size = args.peer_micro_batch_size or args.rows
-    seconds, facts = timed(lambda: train_step(micro_loss, params, optimizer, args, size), args.steps)
-    return {"seconds": seconds, "tokens_per_s": args.rows * args.length / seconds, "micro_batch_size": size} | facts
+    seconds, facts = timed(
+        lambda: train_step(micro_loss, params, optimizer, args, size), args.steps
+    )
+    return {
+        "seconds": seconds,
+        "tokens_per_s": args.rows * args.length / seconds,
+        "micro_batch_size": size,
+    } | facts
 
 
 def main(args):
     rank, world_size, device = setup_distributed()
     args.model = str(resolve(args.model))
     report = Report(args)
-    setting = {key: getattr(args, key) for key in ("lora_rank", "rows", "length", "attention", "compile")}
+    setting = {
+        key: getattr(args, key) for key in ("lora_rank", "rows", "length", "attention", "compile")
+    }
     setting |= {"activation_checkpointing": args.activation_checkpointing}
     if device.type == "cuda":
         torch.zeros(1, device=device)
-        report.write({"what": "machine", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": world_size})
+        report.write(
+            {
+                "what": "machine",
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "ranks": world_size,
+            }
+        )
     official = []
     if not args.load_only:
         matmul = report.measure("matmul", matmul_rate, device)["tflops"]
     if args.peer and not args.load_only:
         for adapters, logits_of in (("fp32", "masked"), ("fp32", "all"), ("bf16", "masked")):
             facts = {"code": "official", "adapters": adapters, "logits": logits_of}
-            official.append(facts | report.measure("step", official_step, args, device, adapters, logits_of, **facts))
+            official.append(
+                facts
+                | report.measure("step", official_step, args, device, adapters, logits_of, **facts)
+            )
     for state in ("cold", "warm") if args.cold else ("warm",):
         if state == "cold" and rank == 0:
             forget_files(Path(args.model))
         model = None  # the first one makes room for the second
         reset_memory()
         model, facts = build(args, device)
-        report.write({"what": "load", "model": Path(args.model).name, "state": state, "lora_rank": args.lora_rank} | facts)
+        report.write(
+            {
+                "what": "load",
+                "model": Path(args.model).name,
+                "state": state,
+                "lora_rank": args.lora_rank,
+            }
+            | facts
+        )
     if args.load_only:
         return dist.destroy_process_group()
     batch = Batch.draw(args, model.mask_token_id, device)
-    report.measure("forward", forward, model, batch, args, matmul, micro_batch_size=args.micro_batch_size, **setting)
+    report.measure(
+        "forward",
+        forward,
+        model,
+        batch,
+        args,
+        matmul,
+        micro_batch_size=args.micro_batch_size,
+        **setting,
+    )
     ours = {"code": "ours", "micro_batch_size": args.micro_batch_size} | setting
     ours |= report.measure("step", our_step, model, batch, args, matmul, **ours)
     for peer in official:
         if "error" not in peer and "error" not in ours:
-            ratio = {key: ours[key] / peer[key] for key in ("tokens_per_s", "peak_gib") if key in ours}
+            ratio = {
+                key: ours[key] / peer[key] for key in ("tokens_per_s", "peak_gib") if key in ours
+            }
             loss = {"first_loss": ours["first_value"], "official_first_loss": peer["first_value"]}
-            report.write({"what": "ratio", "adapters": peer["adapters"], "logits": peer["logits"]} | ratio | loss)
+            report.write(
+                {"what": "ratio", "adapters": peer["adapters"], "logits": peer["logits"]}
+                | ratio
+                | loss
+            )
     dist.destroy_process_group()
     if any("error" in line for line in report.lines):
         raise SystemExit("a measurement failed, see above")

@@ -65,7 +65,11 @@ def main():
     for row, seconds in zip(rows, estimates, strict=True):
         row |= {"time/estimate": seconds, "time/update": row["time/update"] - seconds}
     rows = rows[1:]
-    keys = [key for key in rows[0] if key.startswith(("time/", "speed/", "memory/", "completion/length"))]
+    keys = [
+        key
+        for key in rows[0]
+        if key.startswith(("time/", "speed/", "memory/", "completion/length"))
+    ]
     print(json.dumps({key: round(sum(row[key] for row in rows) / len(rows), 3) for key in keys}))
 
 

@@ -62,7 +62,9 @@ def measure(kind, engine, args, device):
     def counted():
         nonlocal nbytes
         for name, value in export(model):
-            nbytes += value.numel() * (engine.dtype.itemsize if value.is_floating_point() else value.element_size())
+            nbytes += value.numel() * (
+                engine.dtype.itemsize if value.is_floating_point() else value.element_size()
+            )
             yield name, value
 
     for _ in range(6):
@@ -83,8 +85,18 @@ def main(args):
     for kind in args.kinds:
         gc.collect()
         facts = measure(kind, engine, args, device)
-        line = {"model": Path(args.model).name, "backend": args.backend, "ranks": world_size, "learner": kind} | facts
-        text = json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()})
+        line = {
+            "model": Path(args.model).name,
+            "backend": args.backend,
+            "ranks": world_size,
+            "learner": kind,
+        } | facts
+        text = json.dumps(
+            {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in line.items()
+            }
+        )
         if rank == 0:
             print(text, flush=True)
             if args.out:

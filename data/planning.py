@@ -18,12 +18,34 @@ from itertools import combinations, combinations_with_replacement, islice, permu
 
 # "small" is enumerated to the end. The others are drawn with the ranges of the papers' training data (Countdown-Tasks-3to4).
 COUNTDOWN = {
-    "small": {"count": 3, "largest": 12, "operators": "+-", "targets": range(1, 37), "style": "compact"},
-    "cd3": {"count": 3, "largest": 99, "operators": "+-*/", "targets": range(10, 101), "style": "tags"},
-    "cd4": {"count": 4, "largest": 99, "operators": "+-*/", "targets": range(10, 101), "style": "tags"},
+    "small": {
+        "count": 3,
+        "largest": 12,
+        "operators": "+-",
+        "targets": range(1, 37),
+        "style": "compact",
+    },
+    "cd3": {
+        "count": 3,
+        "largest": 99,
+        "operators": "+-*/",
+        "targets": range(10, 101),
+        "style": "tags",
+    },
+    "cd4": {
+        "count": 4,
+        "largest": 99,
+        "operators": "+-*/",
+        "targets": range(10, 101),
+        "style": "tags",
+    },
 }
 SUDOKU = {"sudoku4": "compact", "sudoku4-tags": "tags"}  # the same boards, asked in two styles
-ROWS = {"train": 20_000, "validation": 512, "test": 512}  # rows of a split where they are drawn, not enumerated
+ROWS = {
+    "train": 20_000,
+    "validation": 512,
+    "test": 512,
+}  # rows of a split where they are drawn, not enumerated
 
 
 def stable_hash(*key: object) -> int:
@@ -40,9 +62,16 @@ def countdown(preset: str, split: str, limit: int | None = None) -> list[dict]:
     """
     _check("preset", preset, COUNTDOWN)
     _check("split", split, ROWS)
-    problems = _every_problem(preset, split) if preset == "small" else islice(_drawn_problems(preset, split), ROWS[split])
+    problems = (
+        _every_problem(preset, split)
+        if preset == "small"
+        else islice(_drawn_problems(preset, split), ROWS[split])
+    )
     style = COUNTDOWN[preset]["style"]
-    return [{"numbers": list(numbers), "target": target, "style": style} for numbers, target in islice(problems, limit)]
+    return [
+        {"numbers": list(numbers), "target": target, "style": style}
+        for numbers, target in islice(problems, limit)
+    ]
 
 
 def countdown_solutions(numbers: list[int], target: int, operators: str = "+-*/") -> list[str]:
@@ -64,7 +93,10 @@ def sudoku(preset: str, split: str, limit: int | None = None) -> list[dict]:
     _check("preset", preset, SUDOKU)
     _check("split", split, ROWS)
     boards = islice(_drawn_boards(split), ROWS[split] if limit is None else min(limit, ROWS[split]))
-    return [{"puzzle": puzzle, "solution": solution, "style": SUDOKU[preset]} for puzzle, solution in boards]
+    return [
+        {"puzzle": puzzle, "solution": solution, "style": SUDOKU[preset]}
+        for puzzle, solution in boards
+    ]
 
 
 def sudoku_solutions(puzzle: str) -> list[str]:
@@ -88,9 +120,13 @@ def _every_problem(preset: str, split: str) -> list[tuple[tuple[int, ...], int]]
     """All (numbers, target) of one split, each in all distinct number orders, shuffled by hash."""
     settings = COUNTDOWN[preset]
     problems = []
-    for numbers in combinations_with_replacement(range(1, settings["largest"] + 1), settings["count"]):
+    for numbers in combinations_with_replacement(
+        range(1, settings["largest"] + 1), settings["count"]
+    ):
         values = {value for value, _ in _expressions(numbers, settings["operators"]).values()}
-        targets = [t for t in settings["targets"] if t in values and _countdown_split(numbers, t) == split]
+        targets = [
+            t for t in settings["targets"] if t in values and _countdown_split(numbers, t) == split
+        ]
         problems += [(order, target) for order in set(permutations(numbers)) for target in targets]
     return sorted(problems, key=lambda problem: stable_hash(*problem))
 
@@ -120,7 +156,9 @@ def _drawn_value(numbers: tuple[int, ...], operators: str, rng: random.Random) -
     return values[0]
 
 
-@lru_cache(maxsize=1)  # the answers of one problem are asked for one after the other; more would take much memory
+@lru_cache(
+    maxsize=1
+)  # the answers of one problem are asked for one after the other; more would take much memory
 def _expressions(numbers: tuple[int, ...], operators: str) -> dict[str, tuple[Fraction, int]]:
     """text -> (value, rank) of all expressions over all numbers; rank 0 is a sum, 1 a product, 2 a single number."""
 
@@ -171,7 +209,9 @@ def _drawn_boards(split: str) -> Iterator[tuple[str, str]]:
     while True:
         solution, blanks = rng.choice(grids), rng.randint(6, 11)
         puzzle = _blanked(solution, rng.sample(range(16), blanks))
-        while _matching_grids(puzzle).bit_count() > 1:  # redrawn with the same count, or many blanks would be rare
+        while (
+            _matching_grids(puzzle).bit_count() > 1
+        ):  # redrawn with the same count, or many blanks would be rare
             puzzle = _blanked(solution, rng.sample(range(16), blanks))
         if puzzle not in seen:
             seen.add(puzzle)
@@ -200,7 +240,12 @@ def _legal_grids() -> list[str]:
     grids = [""]
     for i in range(16):
         before = [j for j in range(i) if clash(i, j)]
-        grids = [grid + digit for grid in grids for digit in "1234" if all(grid[j] != digit for j in before)]
+        grids = [
+            grid + digit
+            for grid in grids
+            for digit in "1234"
+            if all(grid[j] != digit for j in before)
+        ]
     return grids
 
 

@@ -16,7 +16,16 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import READERS, Rows, describe_columns, hub_split, hub_splits, one_line, open_rows, read_jsonl
+from data.rows import (
+    READERS,
+    Rows,
+    describe_columns,
+    hub_split,
+    hub_splits,
+    one_line,
+    open_rows,
+    read_jsonl,
+)
 from data.sft import is_dialogue, question
 from data.tokens import Dropped, token_rows
 from evals import score_all
@@ -28,7 +37,9 @@ SPLITS = {
     "validation": ("validation_prefs", "validation"),
     "test": ("test_prefs", "test"),
 }
-COLUMNS = "chosen and rejected, as messages that end with an assistant turn or as text, and a prompt"
+COLUMNS = (
+    "chosen and rejected, as messages that end with an assistant turn or as text, and a prompt"
+)
 
 
 def training_pairs(task, data, asked=()):
@@ -42,10 +53,16 @@ def training_pairs(task, data, asked=()):
     asked: prompts that the run is scored on: pairs of such a prompt, but for case and white space, are left out.
     """
     presets = getattr(task, "PRESETS", ())
-    pairs = gold_pairs(task, "train", data) if not data or data in presets else split_pairs(data, "train", presets)
+    pairs = (
+        gold_pairs(task, "train", data)
+        if not data or data in presets
+        else split_pairs(data, "train", presets)
+    )
     asked = set(map(question, asked))
     leaks = lambda pair: "prompt" in pair and question(pair["prompt"]) in asked
-    checked = lambda pair: {"dropped": ("ask what the run is scored on", shown(pair))} if leaks(pair) else pair
+    checked = lambda pair: (
+        {"dropped": ("ask what the run is scored on", shown(pair))} if leaks(pair) else pair
+    )
     return Rows(lambda: map(checked, pairs))
 
 
@@ -60,7 +77,10 @@ def held_out_pairs(task, split, data, eval_pairs, limit):
         return gold_pairs(task, split, source)[:limit]
     if is_file(source):
         return list(islice(split_pairs(source, split, presets), limit)) if eval_pairs else []
-    has = {name: any(alias in split_names(source) for alias in SPLITS[name]) for name in ("validation", "test")}
+    has = {
+        name: any(alias in split_names(source) for alias in SPLITS[name])
+        for name in ("validation", "test")
+    }
     if has["test"] and not has["validation"]:
         first = list(has).index(split)
         return list(islice(split_pairs(source, "test", presets), first, first + 2 * limit, 2))
@@ -70,7 +90,9 @@ def held_out_pairs(task, split, data, eval_pairs, limit):
 def gold_pairs(task, split, preset):
     """The task's gold answers, each against the first of the next eight that scores less on its problem."""
     if not hasattr(task, "answer"):
-        raise SystemExit(f"{task.__name__.split('.')[-1]} has no answers to make pairs of: --data must name rows of {COLUMNS}")
+        raise SystemExit(
+            f"{task.__name__.split('.')[-1]} has no answers to make pairs of: --data must name rows of {COLUMNS}"
+        )
     answered = []
     for problem in task.load(split, preset):
         try:
@@ -84,9 +106,14 @@ def gold_pairs(task, split, preset):
     for k in range(1, min(len(answers), 9)):
         others = [answers[(i + k) % len(answers)] for i in left]
         scores = score_all(task, others, [problems[i] for i in left])
-        wrong |= {i: text for i, text, score in zip(left, others, scores, strict=True) if score < right[i]}
+        wrong |= {
+            i: text for i, text, score in zip(left, others, scores, strict=True) if score < right[i]
+        }
         left = [i for i in left if i not in wrong]
-    return [{"prompt": task.prompt(problems[i]), "chosen": answers[i], "rejected": wrong[i]} for i in sorted(wrong)]
+    return [
+        {"prompt": task.prompt(problems[i]), "chosen": answers[i], "rejected": wrong[i]}
+        for i in sorted(wrong)
+    ]
 
 
 def split_pairs(data, split, presets):
@@ -94,7 +121,9 @@ def split_pairs(data, split, presets):
     if Path(data).is_dir():
         files = folder_files(data, split)
         if not files:
-            raise SystemExit(f"--data {data}: the folder has no {split}.jsonl and no {split}.parquet")
+            raise SystemExit(
+                f"--data {data}: the folder has no {split}.jsonl and no {split}.parquet"
+            )
         data = str(files[0])
     else:
         split = hub_split(data, SPLITS[split])
@@ -113,7 +142,11 @@ def folder_files(folder, split):
 
 def split_names(data):
     """Splits of a folder or a hub data set; none where the hub does not tell."""
-    return [split for split in SPLITS if folder_files(data, split)] if Path(data).is_dir() else hub_splits(data)
+    return (
+        [split for split in SPLITS if folder_files(data, split)]
+        if Path(data).is_dir()
+        else hub_splits(data)
+    )
 
 
 def preference(row):
@@ -131,7 +164,9 @@ def preference(row):
         answers.append(side)
     if any(context != contexts[0] for context in contexts):
         return drop("have sides that answer different prompts")
-    if contexts and contexts[0]:  # with a system turn, or the history: more than the prompt column tells
+    if (
+        contexts and contexts[0]
+    ):  # with a system turn, or the history: more than the prompt column tells
         prompt = contexts[0]
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not is_dialogue(prompt) or not all(isinstance(answer, str) for answer in answers):
@@ -145,7 +180,11 @@ def encode_pairs(pairs, tokenizer, model, max_length, use_cache=True):
     model: with eos_token_ids, the first of which closes an answer, and mask_token_id. A pair is never cut and goes as a whole:
     for an empty answer, two equal answers, a mask token, a side of more than max_length tokens with the prompt.
     """
-    settings = {"turn_end_id": model.eos_token_ids[0], "mask_token_id": model.mask_token_id, "max_length": max_length}
+    settings = {
+        "turn_end_id": model.eos_token_ids[0],
+        "mask_token_id": model.mask_token_id,
+        "max_length": max_length,
+    }
     return token_rows(pairs, tokenizer, encode_rows, 3, settings, use_cache)
 
 
@@ -160,14 +199,18 @@ def encode_rows(pairs, tokenizer, turn_end_id, mask_token_id, max_length):
     prompts = tokenizer([encoded[i] for i in whole], add_special_tokens=False)["input_ids"]
     answers = [pairs[i][side] for i in whole for side in ("chosen", "rejected")]
     answers = tokenizer(answers, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    for i, prompt, chosen, rejected in zip(whole, prompts, answers[0::2], answers[1::2], strict=True):
+    for i, prompt, chosen, rejected in zip(
+        whole, prompts, answers[0::2], answers[1::2], strict=True
+    ):
         length = len(prompt) + max(len(chosen), len(rejected)) + 1
         if chosen == rejected:
             encoded[i] = Dropped("have two equal sides", shown(pairs[i]))
         elif mask_token_id in prompt + chosen + rejected:
             encoded[i] = Dropped("hold a mask token", shown(pairs[i]))
         elif length > max_length:
-            encoded[i] = Dropped(f"exceed --max-length {max_length}", f"{length} tokens: {shown(pairs[i])}")
+            encoded[i] = Dropped(
+                f"exceed --max-length {max_length}", f"{length} tokens: {shown(pairs[i])}"
+            )
         else:
             encoded[i] = prompt, chosen + [turn_end_id], rejected + [turn_end_id]
     return encoded
@@ -183,7 +226,9 @@ def render(pair, tokenizer):
         text = prompt_text(tokenizer, pair["prompt"])
         (text + pair["chosen"] + pair["rejected"]).encode()
     except UnicodeEncodeError as error:
-        return Dropped("hold half of a character (a surrogate)", f"{shown(pair)}, {one_line(error)}")
+        return Dropped(
+            "hold half of a character (a surrogate)", f"{shown(pair)}, {one_line(error)}"
+        )
     except (TemplateError, TypeError) as error:
         return Dropped("are refused by the chat template", f"{shown(pair)}, {one_line(error)}")
     return text
@@ -208,12 +253,20 @@ def pairs_of_samples(rows, per_prompt):
             prompts[row["index"]] = row["prompt"]
     pairs = []
     for index in sorted(answers):
-        ranked = sorted(answers[index].items(), key=lambda answer: -answer[1])  # stable: equal scores in order of sampling
-        for (chosen, high), (rejected, low) in list(zip(ranked, reversed(ranked), strict=True))[:per_prompt]:
+        ranked = sorted(
+            answers[index].items(), key=lambda answer: -answer[1]
+        )  # stable: equal scores in order of sampling
+        for (chosen, high), (rejected, low) in list(zip(ranked, reversed(ranked), strict=True))[
+            :per_prompt
+        ]:
             if high > low:
                 turns = lambda text: [*prompts[index], {"role": "assistant", "content": text}]  # noqa: B023
                 sides = {"chosen": turns(chosen), "rejected": turns(rejected)}
-                pairs.append({"prompt": prompts[index][-1]["content"]} | sides | {"score_chosen": high, "score_rejected": low})
+                pairs.append(
+                    {"prompt": prompts[index][-1]["content"]}
+                    | sides
+                    | {"score_chosen": high, "score_rejected": low}
+                )
     return pairs
 
 
@@ -228,30 +281,42 @@ class Args:
 
 
 def main(args):
-    rows, asked, needed = [], {}, {"index": int, "prompt": list, "completion": str, "score": int | float}
+    rows, asked, needed = (
+        [],
+        {},
+        {"index": int, "prompt": list, "completion": str, "score": int | float},
+    )
     for line, row in read_jsonl(args.samples):
         where = f"{args.samples} line {line}"
         if not all(isinstance(row.get(key), kind) for key, kind in needed.items()):
             raise SystemExit(f"{where}: needs {', '.join(needed)}, has {describe_columns(row)}")
         if not is_dialogue(row["prompt"]):
-            raise SystemExit(f"{where}: prompt must be messages, each with role and content as text")
+            raise SystemExit(
+                f"{where}: prompt must be messages, each with role and content as text"
+            )
         if math.isnan(row["score"]):
             raise SystemExit(f"{where}: the score is not a number")
         if asked.setdefault(row["index"], row["prompt"]) != row["prompt"]:
-            raise SystemExit(f"{where}: index {row['index']} stood for another prompt before; are these two evaluations?")
+            raise SystemExit(
+                f"{where}: index {row['index']} stood for another prompt before; are these two evaluations?"
+            )
         rows.append(row)
     if args.per_prompt < 1:
         raise SystemExit(f"--per-prompt {args.per_prompt} must be at least 1")
     pairs = pairs_of_samples(rows, args.per_prompt)
     if not pairs:
-        raise SystemExit(f"--samples {args.samples}: no prompt of {len(asked)} has two answers of different score")
+        raise SystemExit(
+            f"--samples {args.samples}: no prompt of {len(asked)} has two answers of different score"
+        )
     try:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     except OSError as error:
         raise SystemExit(f"--out {args.out} cannot be written: {one_line(error)}") from error
     used = len({json.dumps(pair["prompt"]) for pair in pairs})
-    print(f"{len(pairs)} pairs of {used} prompts, out of {len(rows)} answers to {len(asked)} prompts: {args.out}")
+    print(
+        f"{len(pairs)} pairs of {used} prompts, out of {len(rows)} answers to {len(asked)} prompts: {args.out}"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,11 @@ class ReferenceCache:
     """
 
     def __init__(self, path, facts):
-        self.path, self.facts, self.steps = Path(path), {name: str(value) for name, value in facts.items()}, []
+        self.path, self.facts, self.steps = (
+            Path(path),
+            {name: str(value) for name, value in facts.items()},
+            [],
+        )
         if self.path.is_dir():
             raise SystemExit(f"--ref-cache {path} is a folder; name a file in it")
         if self.path.exists():
@@ -36,14 +40,18 @@ class ReferenceCache:
                     found = json.loads((file.metadata() or {}).get("facts", "{}"))
                     tensors = [file.get_tensor(name) for name in ("values", "digests")]
             except (SafetensorError, OSError, ValueError) as error:
-                raise SystemExit(f"--ref-cache {path} is no file of reference values, or a truncated one: {error}") from error
+                raise SystemExit(
+                    f"--ref-cache {path} is no file of reference values, or a truncated one: {error}"
+                ) from error
             differ = [
                 f"{name} {found.get(name)} there, {value} here"
                 for name, value in self.facts.items()
                 if found.get(name) != value
             ]
             if differ:
-                raise SystemExit(f"--ref-cache {path} is stale: {'; '.join(differ)}; name another file or remove it")
+                raise SystemExit(
+                    f"--ref-cache {path} is stale: {'; '.join(differ)}; name another file or remove it"
+                )
             self.steps = list(zip(*tensors, strict=True))
         if dist.is_initialized():
             dist.barrier()  # nobody writes before all have read
@@ -60,15 +68,25 @@ class ReferenceCache:
         other ids or masks."""
         values, known = (tensor[first : first + len(digests)] for tensor in self.steps[step])
         if not torch.equal(known, digests.cpu()):
-            raise SystemExit(f"--ref-cache {self.path} is stale: step {step + 1} has other data or masks; remove the file")
+            raise SystemExit(
+                f"--ref-cache {self.path} is stale: step {step + 1} has other data or masks; remove the file"
+            )
         return values.to(digests.device)
 
     def save(self):
         """Write the file, under another name until it is whole. SystemExit on every rank where rank 0 cannot."""
         problem = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
-            temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")  # runs may share the file
-            tensors = dict(zip(("values", "digests"), map(torch.stack, zip(*self.steps, strict=True)), strict=True))
+            temporary = self.path.with_name(
+                f".{self.path.name}.{secrets.token_hex(4)}.tmp"
+            )  # runs may share the file
+            tensors = dict(
+                zip(
+                    ("values", "digests"),
+                    map(torch.stack, zip(*self.steps, strict=True)),
+                    strict=True,
+                )
+            )
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 save_file(tensors, temporary, {"facts": json.dumps(self.facts)})
@@ -99,7 +117,11 @@ def row_digests(valid_mask, *tensors):
     tensors = [tensor.cpu() for tensor in tensors]
     for i, width in enumerate(widths):
         parts = [tensor[i, ..., :width].contiguous().numpy().tobytes() for tensor in tensors]
-        rows.append(int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little", signed=True))
+        rows.append(
+            int.from_bytes(
+                hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little", signed=True
+            )
+        )
     return torch.tensor(rows, device=valid_mask.device)
 
 
@@ -111,14 +133,19 @@ def model_facts(model):
 
 def weights_checksum(model):
     """63 bits of all weights but adapters, equal for every sharding, and for an fp32 copy of bf16 weights. Collective."""
-    total, alone = torch.zeros((), dtype=torch.int64), not dist.is_initialized() or dist.get_rank() == 0
+    total, alone = (
+        torch.zeros((), dtype=torch.int64),
+        not dist.is_initialized() or dist.get_rank() == 0,
+    )
     weights = [*model.named_parameters(), *model.named_buffers()]
     for number, value in enumerate(value for name, value in weights if "lora_" not in name):
         if not alone and not isinstance(value, DTensor):  # whole on every rank
             continue
         local = value.to_local() if isinstance(value, DTensor) else value
         # sums of bit patterns do not depend on who holds which rows; a place in the sum for every tensor
-        total += (2 * number + 1) * local.detach().float().view(torch.int32).sum(dtype=torch.int64).cpu()
+        total += (2 * number + 1) * local.detach().float().view(torch.int32).sum(
+            dtype=torch.int64
+        ).cpu()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item() % 2**63

@@ -36,18 +36,30 @@ def open_rows(path: str, split: str, presets: Iterable[str], config: str | None 
         import datasets  # seconds to import, and only needed here
 
         try:
-            dataset = datasets.load_dataset(path, *([config] if config else []), split=split).with_format("arrow")
-        except Exception as error:  # no such id or split, no network, bad files, a set with a script
+            dataset = datasets.load_dataset(
+                path, *([config] if config else []), split=split
+            ).with_format("arrow")
+        except (
+            Exception
+        ) as error:  # no such id or split, no network, bad files, a set with a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
         return Rows(lambda: (row for batch in dataset.iter(BATCH) for row in batch.to_pylist()))
     problem = "no such preset or file" if presets else "no such file"
     if file.exists():
         problem = f"a file must end in {', '.join(READERS)}"
-    raise SystemExit(f"--data {path}: {problem}" + (f"; presets: {', '.join(presets)}" if presets else ""))
+    raise SystemExit(
+        f"--data {path}: {problem}" + (f"; presets: {', '.join(presets)}" if presets else "")
+    )
 
 
-def read_rows(path: str, split: str, presets: Iterable[str], limit: int | None = None, config: str | None = None) -> list[dict]:
+def read_rows(
+    path: str,
+    split: str,
+    presets: Iterable[str],
+    limit: int | None = None,
+    config: str | None = None,
+) -> list[dict]:
     """`open_rows` as a list: at most `limit` rows, the first."""
     return list(islice(open_rows(path, split, presets, config), limit))
 
@@ -91,18 +103,28 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
                 if raw.strip():
                     yield line, _json_object(raw, f"{path} line {line}")
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors among them
-        raise SystemExit(f"{path} cannot be read behind line {line}, it is cut off or damaged: {one_line(error)}") from error
+        raise SystemExit(
+            f"{path} cannot be read behind line {line}, it is cut off or damaged: {one_line(error)}"
+        ) from error
 
 
 def _json_object(raw: bytes, where: str) -> dict:
     """One line of a .jsonl file -> its object."""
-    cut = "" if raw.endswith(b"\n") else ", and the file ends there without a line end: is it cut off?"
+    cut = (
+        ""
+        if raw.endswith(b"\n")
+        else ", and the file ends there without a line end: is it cut off?"
+    )
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise SystemExit(f"{where}: not UTF-8 (byte {error.start + 1} of the line: {error.reason}){cut}") from error
+        raise SystemExit(
+            f"{where}: not UTF-8 (byte {error.start + 1} of the line: {error.reason}){cut}"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise SystemExit(f"{where}: not JSON ({getattr(error, 'msg', one_line(error))}){cut}") from error
+        raise SystemExit(
+            f"{where}: not JSON ({getattr(error, 'msg', one_line(error))}){cut}"
+        ) from error
     if not isinstance(row, dict):
         raise SystemExit(f"{where}: a JSON object is needed, not {type(row).__name__}")
     return row
@@ -115,7 +137,9 @@ def read_csv(path: Path) -> Iterator[dict]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             for row in (reader := csv.DictReader(file, strict=True)):
                 if None in row:  # else an answer would be cut at its first comma
-                    raise csv.Error("the next row has more cells than the header: text with a comma needs quotes")
+                    raise csv.Error(
+                        "the next row has more cells than the header: text with a comma needs quotes"
+                    )
                 yield row
                 line = reader.line_num
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -131,7 +155,9 @@ def read_parquet(path: Path) -> Iterator[dict]:
             for batch in file.iter_batches(BATCH):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"{path} is no parquet file, or a truncated or damaged one: {one_line(error)}") from error
+        raise SystemExit(
+            f"{path} is no parquet file, or a truncated or damaged one: {one_line(error)}"
+        ) from error
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict]:

@@ -7,7 +7,10 @@ from data.tokens import Dropped, is_first_rank, progress, token_rows
 from models.checkpoint import prompt_text
 
 DRAWS = 4  # a problem with several right answers gives up to so many rows
-SPLITS = ("train_sft", "train")  # of a hub data set, the first that it has; ultrachat_200k calls it train_sft
+SPLITS = (
+    "train_sft",
+    "train",
+)  # of a hub data set, the first that it has; ultrachat_200k calls it train_sft
 COLUMNS = "messages that end with an assistant turn, or prompt and response as text"
 
 
@@ -30,7 +33,9 @@ def training_rows(task, data, held_out=()):
         found = gold_answers(task, data)
     asked = {question(task.prompt(problem)) for problem in held_out}
     leaks = lambda row: "prompt" in row and question(row["prompt"]) in asked
-    checked = lambda row: {"dropped": ("ask what the run is scored on", shown(row))} if leaks(row) else row
+    checked = lambda row: (
+        {"dropped": ("ask what the run is scored on", shown(row))} if leaks(row) else row
+    )
     return Rows(lambda: map(checked, found))
 
 
@@ -38,30 +43,46 @@ def conversation(row):
     """A row of a data set: the last turn of `messages`, or `response` to `prompt` (text or messages). -> as training_rows"""
     messages = row.get("messages")
     if messages is None:
-        messages = [{"role": "user", "content": row.get("prompt")}] if isinstance(row.get("prompt"), str) else row.get("prompt")
+        messages = (
+            [{"role": "user", "content": row.get("prompt")}]
+            if isinstance(row.get("prompt"), str)
+            else row.get("prompt")
+        )
         if isinstance(messages, list):
             messages = [*messages, {"role": "assistant", "content": row.get("response")}]
     if not is_dialogue(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-        return {"dropped": (f"cannot be read, needed are {COLUMNS}", f"with {describe_columns(row)}: {str(row)[:120]}")}
+        return {
+            "dropped": (
+                f"cannot be read, needed are {COLUMNS}",
+                f"with {describe_columns(row)}: {str(row)[:120]}",
+            )
+        }
     return {"prompt": messages[:-1], "response": messages[-1]["content"]}
 
 
 def is_dialogue(messages):
     """Whether a value is a list of turns, at least one, each with its role and its text."""
-    is_turn = lambda turn: isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    is_turn = lambda turn: (
+        isinstance(turn, dict)
+        and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    )
     return isinstance(messages, list) and bool(messages) and all(map(is_turn, messages))
 
 
 def gold_answers(task, data):
     """The problems of the task's train split, each with up to DRAWS different right answers. -> as training_rows"""
     if not hasattr(task, "answer"):
-        raise SystemExit(f"{task.__name__.split('.')[-1]} has no answers to train on: --data must name rows of {COLUMNS}")
+        raise SystemExit(
+            f"{task.__name__.split('.')[-1]} has no answers to train on: --data must name rows of {COLUMNS}"
+        )
     try:
         problems = task.load("train", data)
     except SystemExit as error:
         raise SystemExit(f"{error}; or, to train on rows as they are, {COLUMNS}") from error
     rows = []
-    with progress(len(problems), "answers", is_first_rank()) as bar:  # those of countdown are searched for
+    with progress(
+        len(problems), "answers", is_first_rank()
+    ) as bar:  # those of countdown are searched for
         for problem in problems:
             try:
                 answers = sorted({task.answer(problem, draw) for draw in range(DRAWS)})
@@ -88,7 +109,11 @@ def encode(rows, tokenizer, model, max_length, batch_size=1, use_cache=True):
     model: with eos_token_ids, the first of which closes an answer, and mask_token_id. Rows are never cut: one of more than
     max_length tokens is dropped. SystemExit if fewer than batch_size rows are left.
     """
-    settings = {"turn_end_id": model.eos_token_ids[0], "mask_token_id": model.mask_token_id, "max_length": max_length}
+    settings = {
+        "turn_end_id": model.eos_token_ids[0],
+        "mask_token_id": model.mask_token_id,
+        "max_length": max_length,
+    }
     return token_rows(rows, tokenizer, encode_rows, 2, settings, use_cache).at_least(batch_size)
 
 
@@ -112,7 +137,9 @@ def encode_rows(rows, tokenizer, turn_end_id, mask_token_id, max_length):
         if mask_token_id in prompt or mask_token_id in answer:
             encoded[i] = Dropped("hold a mask token", shown(rows[i]))
         elif length > max_length:
-            encoded[i] = Dropped(f"exceed --max-length {max_length}", f"{length} tokens: {shown(rows[i])}")
+            encoded[i] = Dropped(
+                f"exceed --max-length {max_length}", f"{length} tokens: {shown(rows[i])}"
+            )
         else:
             encoded[i] = prompt, answer + [turn_end_id]
     return encoded

@@ -6,7 +6,7 @@ import json
 import torch
 import torch.distributed as dist
 
-from kernels.sampling import keyed_uniform
+from rollout.sampling import keyed_uniform
 from runlog import write_atomically
 
 
@@ -40,10 +40,15 @@ def check_items(items, config_file):
         digest.update(items.ends.numpy())
     else:
         digest.update(repr(items).encode())
-    found, config = {"count": len(items), "hash": digest.hexdigest()}, json.loads(config_file.read_text(encoding="utf-8"))
+    found, config = (
+        {"count": len(items), "hash": digest.hexdigest()},
+        json.loads(config_file.read_text(encoding="utf-8")),
+    )
     had = config.setdefault("rows", found)
     if had != found:
         then, now = (f"{rows['count']} rows of hash {rows['hash']}" for rows in (had, found))
-        raise SystemExit(f"--resume: the run began with {then} to train on, now there are {now}: give it the data that it had")
+        raise SystemExit(
+            f"--resume: the run began with {then} to train on, now there are {now}: give it the data that it had"
+        )
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_atomically(config_file, json.dumps(config, indent=2) + "\n")

@@ -28,7 +28,9 @@ from tqdm import tqdm
 from data.rows import one_line
 from models import checkpoint
 
-CHUNK = 1024  # rows tokenised in one call: enough for all cores, and little memory beside the result
+CHUNK = (
+    1024  # rows tokenised in one call: enough for all cores, and little memory beside the result
+)
 
 
 class Dropped(NamedTuple):
@@ -75,20 +77,35 @@ class TokenRows(Sequence):
         total, N = len(self) + self.num_dropped, len(self)
         longest = f", the longest has {self.lengths.sum(1).max()}" if N else ""
         what = f"{N:,} {name}, {len(self.tokens):,} tokens{longest}"
-        lines = [f"  {counted['rows']:,} {reason}; the first: {counted['first']}" for reason, counted in self.dropped.items()]
-        return "\n".join([f"{what}; {f'{self.num_dropped:,} of {total:,} dropped:' if lines else 'none dropped'}", *lines])
+        lines = [
+            f"  {counted['rows']:,} {reason}; the first: {counted['first']}"
+            for reason, counted in self.dropped.items()
+        ]
+        return "\n".join(
+            [
+                f"{what}; {f'{self.num_dropped:,} of {total:,} dropped:' if lines else 'none dropped'}",
+                *lines,
+            ]
+        )
 
     def at_least(self, batch_size):
         """-> self; SystemExit if there is no row, or not enough for one step, with what became of the others."""
         N, few = len(self), f", fewer than --batch-size {batch_size}"
         if N >= max(batch_size, 1):
             return self
-        reasons = [f"{counted['rows']} {reason} (the first: {counted['first']})" for reason, counted in self.dropped.items()]
+        reasons = [
+            f"{counted['rows']} {reason} (the first: {counted['first']})"
+            for reason, counted in self.dropped.items()
+        ]
         what = f"--data holds {N or 'no'} rows to train on{few if N else ''}"
-        raise SystemExit(f"{what}; {self.num_dropped} were dropped{': ' if reasons else ''}{'; '.join(reasons)}")
+        raise SystemExit(
+            f"{what}; {self.num_dropped} were dropped{': ' if reasons else ''}{'; '.join(reasons)}"
+        )
 
 
-def token_rows(rows, tokenizer, encode: Callable, parts: int, settings: dict, use_cache: bool = True) -> TokenRows:
+def token_rows(
+    rows, tokenizer, encode: Callable, parts: int, settings: dict, use_cache: bool = True
+) -> TokenRows:
     """Tokenise rows, or take them from the cache.
 
     rows: gone through twice, by rank 0 for their hash and by the rank that tokenises them; never in memory as a whole where
@@ -107,14 +124,20 @@ def token_rows(rows, tokenizer, encode: Callable, parts: int, settings: dict, us
     if (found := _load(path, parts)) is not None:
         return found
     with _locked(path) as problem:
-        if not problem and (found := _load(path, parts)) is not None:  # another process made it meanwhile
+        if (
+            not problem and (found := _load(path, parts)) is not None
+        ):  # another process made it meanwhile
             return found
         if path.exists():
             print(f"{path} is damaged: its rows are tokenised again", file=sys.stderr)
         check = hashlib.blake2b(digest_size=16)
-        made = _build(_hashed(rows, check), tokenizer, encode, parts, settings, is_first or not problem, total)
+        made = _build(
+            _hashed(rows, check), tokenizer, encode, parts, settings, is_first or not problem, total
+        )
         if check.hexdigest() != digest:
-            raise SystemExit("--data has other rows than a moment ago, or than on rank 0: start again when it is whole")
+            raise SystemExit(
+                "--data has other rows than a moment ago, or than on rank 0: start again when it is whole"
+            )
         problem = problem or _save(made, path)
         if problem and is_first:
             print(f"tokenised rows are not kept in {path.parent} ({problem})", file=sys.stderr)
@@ -127,7 +150,9 @@ def is_first_rank() -> bool:
 
 def progress(total, what, is_shown=True):
     """A bar on stderr that goes when it is done; none where that is no terminal, nor where not is_shown."""
-    return tqdm(total=total, desc=what, unit=" rows", leave=False, disable=None if is_shown else True)
+    return tqdm(
+        total=total, desc=what, unit=" rows", leave=False, disable=None if is_shown else True
+    )
 
 
 def cache_directory() -> Path:
@@ -135,7 +160,9 @@ def cache_directory() -> Path:
     try:
         return Path(os.environ.get("CLEANDLLM_CACHE") or Path(own) / "cleandllm").expanduser()
     except RuntimeError as error:  # a user without a home
-        raise SystemExit(f"{one_line(error)} Tokenised rows need a place: set CLEANDLLM_CACHE, or --no-token-cache") from error
+        raise SystemExit(
+            f"{one_line(error)} Tokenised rows need a place: set CLEANDLLM_CACHE, or --no-token-cache"
+        ) from error
 
 
 def _of_first_rank(make):
@@ -176,11 +203,19 @@ def content_key(digest, tokenizer, encode, settings) -> str:
     key = hashlib.blake2b(digest_size=16)
     for code in (inspect.getmodule(encode), sys.modules[__name__], checkpoint.prompt_text):
         key.update(inspect.getsource(code).encode())
-    with tempfile.TemporaryDirectory() as folder:  # the files, because a tokenizer may have been changed since it was loaded
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # the files, because a tokenizer may have been changed since it was loaded
         tokenizer.save_pretrained(folder)
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            key.update(f"\n{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    key.update(json.dumps([transformers.__version__, tokenizers.__version__, settings], sort_keys=True).encode())
+            key.update(
+                f"\n{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes()
+            )
+    key.update(
+        json.dumps(
+            [transformers.__version__, tokenizers.__version__, settings], sort_keys=True
+        ).encode()
+    )
     key.update(digest.encode())
     return key.hexdigest()
 
@@ -192,7 +227,9 @@ def _build(rows, tokenizer, encode, parts, settings, is_shown, total=None) -> To
         while chunk := list(islice(rows, CHUNK)):
             for number, row in enumerate(encode(chunk, tokenizer, **settings), seen + 1):
                 if isinstance(row, Dropped):
-                    counted = dropped.setdefault(row.reason, {"rows": 0, "first": f"row {number}, {row.detail}"})
+                    counted = dropped.setdefault(
+                        row.reason, {"rows": 0, "first": f"row {number}, {row.detail}"}
+                    )
                     counted["rows"] += 1
                     continue
                 for part in row:
@@ -200,8 +237,12 @@ def _build(rows, tokenizer, encode, parts, settings, is_shown, total=None) -> To
                 lengths.extend(map(len, row))
             seen += len(chunk)
             bar.update(len(chunk))
-    tensor = lambda values, dtype: torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
-    return TokenRows(tensor(tokens, torch.int32), tensor(lengths, torch.int64).cumsum(0), parts, dropped)
+    tensor = lambda values, dtype: (
+        torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+    )
+    return TokenRows(
+        tensor(tokens, torch.int32), tensor(lengths, torch.int64).cumsum(0), parts, dropped
+    )
 
 
 def _checksum(tensors: Iterable[torch.Tensor], about: str) -> str:
@@ -226,7 +267,9 @@ def _save(rows: TokenRows, path) -> str:
     """Write an entry of the cache: the whole file or nothing. -> what went wrong, "" where nothing did"""
     tensors, dropped = {"tokens": rows.tokens, "ends": rows.ends}, json.dumps(rows.dropped)
     try:
-        for left in path.parent.glob(f".{path.stem}.*.tmp"):  # of a process that was killed, the lock is ours
+        for left in path.parent.glob(
+            f".{path.stem}.*.tmp"
+        ):  # of a process that was killed, the lock is ours
             left.unlink(missing_ok=True)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
         try:
@@ -252,7 +295,9 @@ def _locked(path):
         while lock is None:
             lock = open(name, "w")
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat())):  # removed by who had it before
+            if not (
+                name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat())
+            ):  # removed by who had it before
                 lock = lock.close()
     except OSError as error:  # a folder that is read-only, a file system without locks
         problem = one_line(error)

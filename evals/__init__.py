@@ -18,7 +18,9 @@ TRIAL = "```python\npass\n```"
 def load_task(name):
     """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks for an unknown name."""
     tasks = sorted(
-        path.stem for path in Path(__file__).parent.glob("*.py") if "\ndef score(" in path.read_text(encoding="utf-8")
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if "\ndef score(" in path.read_text(encoding="utf-8")
     )
     if name not in tasks:
         raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
@@ -28,7 +30,10 @@ def load_task(name):
 def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
     """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left,
     or if one holds the mask token: samplers refuse it, at the step that would ask it."""
-    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in task.load(split, data, limit)]
+    problems = [
+        (example, prompt_ids(tokenizer, task.prompt(example)))
+        for example in task.load(split, data, limit)
+    ]
     if not problems:
         raise SystemExit(f"--data {data}: no problems in it")
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
@@ -36,10 +41,14 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
         shortest = min(len(ids) for _, ids in problems)
         limit = f"--max-prompt-length (or --max-length) {max_prompt_length}"
         raise SystemExit(f"{limit}: the shortest {split} prompt has {shortest} tokens")
-    mask = {i: token for token, i in tokenizer.get_added_vocab().items() if "mask" in token.lower()}  # so named in all families
+    mask = {
+        i: token for token, i in tokenizer.get_added_vocab().items() if "mask" in token.lower()
+    }  # so named in all families
     for number, (_, ids) in enumerate(problems):
         if inside := [mask[i] for i in ids if i in mask]:
-            raise SystemExit(f"--data {data}: {split} prompt {number} holds the mask token {inside[0]}: remove it")
+            raise SystemExit(
+                f"--data {data}: {split} prompt {number} holds the mask token {inside[0]}: remove it"
+            )
     return kept, len(problems) - len(kept)
 
 
@@ -47,7 +56,10 @@ def score_all(task, completions, examples):
     """-> [score], by the task's score_batch where it has one: slow scorers keep all cores busy"""
     if hasattr(task, "score_batch"):
         return task.score_batch(completions, examples)
-    return [task.score(completion, example) for completion, example in zip(completions, examples, strict=True)]
+    return [
+        task.score(completion, example)
+        for completion, example in zip(completions, examples, strict=True)
+    ]
 
 
 def mean_score(engine, task, tokenizer, problems, **settings):
@@ -60,6 +72,12 @@ def mean_score(engine, task, tokenizer, problems, **settings):
     score = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine := problems[first : first + share]:
         trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
-        score += sum(score_all(task, [trace.text(i, tokenizer) for i in range(len(mine))], [example for example, _ in mine]))
+        score += sum(
+            score_all(
+                task,
+                [trace.text(i, tokenizer) for i in range(len(mine))],
+                [example for example, _ in mine],
+            )
+        )
     dist.all_reduce(score)
     return score.item() / len(problems)

@@ -49,10 +49,20 @@ def score(completion: str, example: dict) -> float:
     return float(found is not None and number(found.rpartition("=")[2]) == int(example["gold"]))
 
 
-def problems(task: str, hub: str, hub_split: str, appended: str, split: str, path: str | None, limit: int | None) -> list[dict]:
+def problems(
+    task: str,
+    hub: str,
+    hub_split: str,
+    appended: str,
+    split: str,
+    path: str | None,
+    limit: int | None,
+) -> list[dict]:
     """What `load` of aime24 and aime25 gives; `appended`: the instruction that may stand behind a question of a file."""
     if (path or hub) == hub and split != "test":
-        raise SystemExit(f"--split {split}: {task} has test alone; train on another task, such as math500")
+        raise SystemExit(
+            f"--split {split}: {task} has test alone; train on another task, such as math500"
+        )
     rows = read_rows(path or hub, hub_split if (path or hub) == hub else split, (), limit)
     examples = []
     for index, row in enumerate(rows, 1):
@@ -60,7 +70,9 @@ def problems(task: str, hub: str, hub_split: str, appended: str, split: str, pat
         value = number(problem["gold"]) if problem else None  # AIME 2025 has a gold of 336^\circ
         if value is None or value.denominator != 1 or not 0 <= value <= 999:
             need = f"{COLUMNS}, with an integer from 0 to 999 as answer"
-            raise SystemExit(f"{path or hub} row {index}: cannot read a problem from {describe_columns(row)}; needs {need}")
+            raise SystemExit(
+                f"{path or hub} row {index}: cannot read a problem from {describe_columns(row)}; needs {need}"
+            )
         question = problem["question"].removesuffix(appended).strip()
         examples.append({"question": question, "gold": str(value), "solution": problem["solution"]})
     return examples

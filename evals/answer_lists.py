@@ -34,7 +34,10 @@ def both_signs(answers: list[tuple[str, float]]) -> list[tuple[str, float]]:
     r"""2\pm x as 2+x and 2-x, each with its tolerance."""
     pairs = []
     for text, error in answers:
-        both = [text.replace(r"\pm", "+").replace(r"\mp", "-"), text.replace(r"\pm", "-").replace(r"\mp", "+")]
+        both = [
+            text.replace(r"\pm", "+").replace(r"\mp", "-"),
+            text.replace(r"\pm", "-").replace(r"\mp", "+"),
+        ]
         pairs += [(one, error) for one in (both if both[0] != both[1] else both[:1])]
     return pairs
 
@@ -60,7 +63,9 @@ def same(answer: str, gold: str, error: float) -> bool:
     if answer == gold:
         return True
     if r"\in " in gold or r"\in " in answer:  # x \in (0, 1)
-        return same(answer.rpartition(r"\in ")[2].strip(), gold.rpartition(r"\in ")[2].strip(), error)
+        return same(
+            answer.rpartition(r"\in ")[2].strip(), gold.rpartition(r"\in ")[2].strip(), error
+        )
     # (x, y) = (1, 2) is (1, 2)
     answer, gold = (re.sub(r"^\([^()=]*\)\s*=\s*(?=\()", "", text) for text in (answer, gold))
     ours, theirs = split_outside(answer, r"\cup"), split_outside(gold, r"\cup")
@@ -71,7 +76,11 @@ def same(answer: str, gold: str, error: float) -> bool:
     inner, wanted = members(answer), members(gold)
     if len(wanted) > 1 or len(inner) > 1:
         ends = answer[:1] + answer[-1:] == gold[:1] + gold[-1:]
-        return ends and len(inner) == len(wanted) and all(same(a, g, error) for a, g in zip(inner, wanted, strict=True))
+        return (
+            ends
+            and len(inner) == len(wanted)
+            and all(same(a, g, error) for a, g in zip(inner, wanted, strict=True))
+        )
     return math_verify(answer, gold, error)
 
 

@@ -17,7 +17,9 @@ from data.rows import describe_columns, read_rows
 from evals.choices import LETTERS, letter, lettered
 
 HUB = "allenai/ai2_arc"
-PRESETS = ("dare",)  # names that `load` takes besides files and hub ids: the validation rows of HUB with four options
+PRESETS = (
+    "dare",
+)  # names that `load` takes besides files and hub ids: the validation rows of HUB with four options
 VERSION = "OpenCompass ARC_c_gen_1e0de5"  # name of the prompt
 
 
@@ -28,7 +30,10 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     `limit` rows, always the first. SystemExit with one line on an unknown path or a row of another form.
     """
     if path in PRESETS:
-        rows = [_problem(row, path) for row in read_rows(HUB, "validation", PRESETS, config="ARC-Challenge")]
+        rows = [
+            _problem(row, path)
+            for row in read_rows(HUB, "validation", PRESETS, config="ARC-Challenge")
+        ]
         return [row for row in rows if len(row["options"]) == 4][:limit]
     rows = read_rows(path or HUB, split, PRESETS, limit, config="ARC-Challenge")
     return [_problem(row, path or HUB) for row in rows]
@@ -36,7 +41,12 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
 
 def prompt(example: dict) -> list[dict]:
     """One user message."""
-    return [{"role": "user", "content": f"Question: {example['question']}\n{lettered(example['options'])}\nAnswer:"}]
+    return [
+        {
+            "role": "user",
+            "content": f"Question: {example['question']}\n{lettered(example['options'])}\nAnswer:",
+        }
+    ]
 
 
 def extract(completion: str, example: dict) -> str | None:
@@ -57,12 +67,22 @@ def answer(example: dict, draw: int = 0) -> str:
 def _problem(row: dict, path: str) -> dict:
     """A row of the hub; keys are letters in most rows and 1 to 4 in some, and count by their place."""
     choices = row.get("choices")
-    texts, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
-    whole = isinstance(texts, list) and isinstance(labels, list) and 2 <= len(texts) == len(labels) <= 5
+    texts, labels = (
+        (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
+    )
+    whole = (
+        isinstance(texts, list) and isinstance(labels, list) and 2 <= len(texts) == len(labels) <= 5
+    )
     if not whole or row.get("answerKey") not in labels or not isinstance(row.get("question"), str):
         needs = "question, choices.text, choices.label and answerKey, which is one of the labels"
-        raise SystemExit(f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}")
-    return {"question": row["question"], "options": texts, "gold": LETTERS[labels.index(row["answerKey"])]}
+        raise SystemExit(
+            f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}"
+        )
+    return {
+        "question": row["question"],
+        "options": texts,
+        "gold": LETTERS[labels.index(row["answerKey"])],
+    }
 
 
 if __name__ == "__main__":

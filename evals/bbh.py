@@ -53,7 +53,11 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     elif Path(path).is_file() or "/" not in path:
         rows = read_rows(path, split, PRESETS, limit)
     else:
-        rows = [{"task": task} | row for task in TASKS for row in read_rows(path, split, PRESETS, config=task)]
+        rows = [
+            {"task": task} | row
+            for task in TASKS
+            for row in read_rows(path, split, PRESETS, config=task)
+        ]
     examples = []
     for number, row in enumerate(rows[:limit], 1):
         question, gold = row.get("input"), row.get("target")
@@ -62,7 +66,12 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
                 f"{path} row {number}: cannot read a question from {describe_columns(row)}; needs input and target"
             )
         shots = row.get("shots", "")
-        example = {"question": question, "gold": gold, "subject": row.get("task", "bbh"), "shots": shots}
+        example = {
+            "question": question,
+            "gold": gold,
+            "subject": row.get("task", "bbh"),
+            "shots": shots,
+        }
         examples.append(example | {"style": "shown" if shots else "alone"})
     return examples
 
@@ -71,7 +80,9 @@ def prompt(example: dict) -> list[dict]:
     """One user message: worked examples and the question, or the question and what the last sentence must be."""
     if example["shots"]:
         question = f"Q: {example['question']}\nA: Let's think step by step."
-        content = f"Follow the given examples and answer the question.\n{example['shots']}\n\n{question}"
+        content = (
+            f"Follow the given examples and answer the question.\n{example['shots']}\n\n{question}"
+        )
     else:
         content = f"{example['question']}\n\n{INSTRUCTION}"
     return [{"role": "user", "content": content}]
@@ -88,7 +99,9 @@ def extract(completion: str, example: dict) -> str | None:
     """
     if re.fullmatch(r"\([A-Z]\)", example["gold"]):
         found = letter(
-            completion, "".join(re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)) or "ABCDEFGHIJKLMNOPQR"
+            completion,
+            "".join(re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE))
+            or "ABCDEFGHIJKLMNOPQR",
         )
         return found and f"({found})"
     mentions = list(ANSWER_IS.finditer(completion))
@@ -118,9 +131,16 @@ def _clone_rows(folder: Path, task: str) -> list[dict]:
     """Rows of one task with its examples, less the line that marks benchmark data. SystemExit where a file is missing."""
     try:
         rows = json.loads((folder / f"bbh/{task}.json").read_text(encoding="utf-8"))["examples"]
-        shots = (folder / f"cot-prompts/{task}.txt").read_text(encoding="utf-8").rpartition("\n-----\n")[2].strip()
+        shots = (
+            (folder / f"cot-prompts/{task}.txt")
+            .read_text(encoding="utf-8")
+            .rpartition("\n-----\n")[2]
+            .strip()
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        need = f"bbh/{task}.json and cot-prompts/{task}.txt of github.com/suzgunmirac/BIG-Bench-Hard"
+        need = (
+            f"bbh/{task}.json and cot-prompts/{task}.txt of github.com/suzgunmirac/BIG-Bench-Hard"
+        )
         raise SystemExit(f"--data {folder}: needs {need} ({type(error).__name__})") from error
     return [{"task": task, "shots": shots} | row for row in rows]
 

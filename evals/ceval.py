@@ -86,9 +86,15 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     if path.endswith(".zip"):
         dev, rows = (list(read_zip(path, part)) for part in ("dev", name))
     elif Path(path).exists():
-        raise SystemExit(f"--data {path}: ceval takes a .zip or a hub id, because its examples are those of a second split")
+        raise SystemExit(
+            f"--data {path}: ceval takes a .zip or a hub id, because its examples are those of a second split"
+        )
     else:
-        read = lambda part: [{"subject": s} | row for s in SUBJECTS for row in read_rows(path, part, PRESETS, config=s)]
+        read = lambda part: [
+            {"subject": s} | row
+            for s in SUBJECTS
+            for row in read_rows(path, part, PRESETS, config=s)
+        ]
         dev, rows = read("dev"), read(name)
     shots = {}
     for row in dev:
@@ -104,8 +110,13 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
 def prompt(example: dict) -> list[dict]:
     """Five pairs of question and letter, then the question."""
     hint = HINT.format(SUBJECTS[example["subject"]])
-    ask = lambda row: {"role": "user", "content": f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: "}
-    pairs = [(ask(shot), {"role": "assistant", "content": shot["gold"]}) for shot in example["shots"]]
+    ask = lambda row: {
+        "role": "user",
+        "content": f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: ",
+    }
+    pairs = [
+        (ask(shot), {"role": "assistant", "content": shot["gold"]}) for shot in example["shots"]
+    ]
     return [*(message for pair in pairs for message in pair), ask(example)]
 
 
@@ -133,8 +144,15 @@ def _problem(row: dict, path: str) -> dict:
         or row["subject"] not in SUBJECTS
     ):
         needs = f"question, A, B, C, D and answer (letter); subject {row['subject']!r}"
-        raise SystemExit(f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}")
-    return {"question": texts[0], "options": texts[1:], "gold": row["answer"], "subject": row["subject"]}
+        raise SystemExit(
+            f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}"
+        )
+    return {
+        "question": texts[0],
+        "options": texts[1:],
+        "gold": row["answer"],
+        "subject": row["subject"],
+    }
 
 
 if __name__ == "__main__":

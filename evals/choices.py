@@ -23,7 +23,10 @@ SAID = (  # a phrase, then markup
     r"[\s*_$\"'“‘]{0,8}(?:(?:option|choice|选项)\s{0,4})?[*_$\"'“‘]{0,4}"
 )
 EXPLICIT = re.compile(rf"(?i:{SAID})(?:\\boxed\s*)?{LETTER}|\\boxed\s*{IN_BRACKETS}")
-LABEL = re.compile(rf"^[ \t*_$\"'(\[（]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)", re.MULTILINE)
+LABEL = re.compile(
+    rf"^[ \t*_$\"'(\[（]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
+    re.MULTILINE,
+)
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 
 
@@ -44,7 +47,9 @@ def letter(completion: str, letters: str = "ABCD") -> str | None:
     for match in LABEL.finditer(completion):
         if match[1] in letters:
             end = completion.find("\n", match.end())
-            rest = completion[match.end() : match.end() + 32 if end < 0 else min(end, match.end() + 32)]
+            rest = completion[
+                match.end() : match.end() + 32 if end < 0 else min(end, match.end() + 32)
+            ]
             lone = match[1] if LONE.fullmatch(rest) else lone
             labels.add(match[1])
     return lone or (labels.pop() if len(labels) == 1 else None)
@@ -59,7 +64,9 @@ def one_split(task: str, split: str, known: dict[str, str]) -> str:
     """The name that the data give to `split`; SystemExit names the splits that the task has."""
     if split not in known:
         other = f"; train on another task: {', '.join(TRAIN_TASKS)}" if split == "train" else ""
-        raise SystemExit(f"--split {split}: {task} has no such labelled split; use {' or '.join(known)}{other}")
+        raise SystemExit(
+            f"--split {split}: {task} has no such labelled split; use {' or '.join(known)}{other}"
+        )
     return known[split]
 
 
@@ -72,7 +79,11 @@ def read_zip(path: str, split: str, columns: list[str] | None = None) -> Iterato
         raise SystemExit(f"--data {path}: no such zip file")
     with zipfile.ZipFile(path) as archive:
         suffix = f"_{split}.csv"
-        names = sorted(name for name in archive.namelist() if name.endswith(suffix) and f"/{split}/" in f"/{name}")
+        names = sorted(
+            name
+            for name in archive.namelist()
+            if name.endswith(suffix) and f"/{split}/" in f"/{name}"
+        )
         if not names:
             raise SystemExit(f"--data {path}: no {split}/<subject>{suffix} in it")
         for name in names:

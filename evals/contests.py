@@ -130,13 +130,19 @@ def rows_of(path: str, split: str, hub: str, releases: dict, presets: tuple):
     if path in releases or path == hub:
         import huggingface_hub  # here, because scoring a file does not need it
 
-        names = [f"test{n if n > 1 else ''}.jsonl" for n in releases.get(path, releases["release_v6"])]
+        names = [
+            f"test{n if n > 1 else ''}.jsonl" for n in releases.get(path, releases["release_v6"])
+        ]
         try:
-            files = [huggingface_hub.hf_hub_download(hub, name, repo_type="dataset") for name in names]
+            files = [
+                huggingface_hub.hf_hub_download(hub, name, repo_type="dataset") for name in names
+            ]
         except Exception as error:  # no network, no such file: httpx has errors of its own
             said = " ".join(str(error).split())[:200]
             own = "with --data FILE.jsonl a copy of its files is read"
-            raise SystemExit(f"--data {path}: {hub} cannot be had from the hub; {own} ({said})") from error
+            raise SystemExit(
+                f"--data {path}: {hub} cannot be had from the hub; {own} ({said})"
+            ) from error
     for name in files:
         with open(name, "rb") as file:
             while line := file.readline():
@@ -144,8 +150,14 @@ def rows_of(path: str, split: str, hub: str, releases: dict, presets: tuple):
                     try:
                         row = json.loads(line)
                     except ValueError as error:
-                        raise SystemExit(f"{name}: the line at byte {file.tell() - len(line)} is not JSON ({error})") from error
-                    yield name, row if isinstance(row, dict) else {}, (name, file.tell() - len(line), len(line))
+                        raise SystemExit(
+                            f"{name}: the line at byte {file.tell() - len(line)} is not JSON ({error})"
+                        ) from error
+                    yield (
+                        name,
+                        row if isinstance(row, dict) else {},
+                        (name, file.tell() - len(line), len(line)),
+                    )
     if not files:
         for row in read_rows(path, split, presets):
             yield path, row, None
@@ -161,7 +173,9 @@ def tests_of(example: dict) -> list[list[str]]:
     try:
         private = tests_in(text if text.lstrip()[:1] == "[" else unpacked(text))
     except (ValueError, zlib.error) as error:
-        raise SystemExit(f"{example['source']}: private_test_cases cannot be read ({error})") from error
+        raise SystemExit(
+            f"{example['source']}: private_test_cases cannot be read ({error})"
+        ) from error
     return example["public"] + private
 
 
@@ -184,7 +198,15 @@ def unpacked(text: str) -> str:
     if not stream.eof:
         raise ValueError(f"more than {MAX_TESTS} bytes, or cut off")
     harmless = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")
-    parts = [(opcode.name, value) for opcode, value, _ in pickletools.genops(data) if opcode.name not in harmless]
-    if len(parts) != 1 or not parts[0][0].endswith("UNICODE") and not parts[0][0].endswith("UNICODE8"):
+    parts = [
+        (opcode.name, value)
+        for opcode, value, _ in pickletools.genops(data)
+        if opcode.name not in harmless
+    ]
+    if (
+        len(parts) != 1
+        or not parts[0][0].endswith("UNICODE")
+        and not parts[0][0].endswith("UNICODE8")
+    ):
         raise ValueError(f"a pickle of {', '.join(name for name, _ in parts[:4])}, not of a text")
     return parts[0][1]

@@ -40,9 +40,7 @@ or the target number. For example, if the numbers are [2, 3, 4] and the target i
 2*4-3
 </answer>"""
 
-COLUMNS = (
-    "numbers (or nums) and target, input and output (d1, Dream), or extra_info.numbers and reward_model.ground_truth (DARE)"
-)
+COLUMNS = "numbers (or nums) and target, input and output (d1, Dream), or extra_info.numbers and reward_model.ground_truth (DARE)"
 
 
 def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
@@ -59,7 +57,9 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     for number, row in enumerate(read_rows(path, split, PRESETS, limit), 1):
         problem = _problem(row)
         if problem is None:
-            raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+            raise SystemExit(
+                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
+            )
         examples.append({"numbers": problem[0], "target": problem[1], "style": "tags"})
     return examples
 
@@ -93,7 +93,10 @@ def extract(completion: str, example: dict) -> str | None:
 
 def score(completion: str, example: dict) -> float:
     """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. Never raises."""
-    return float(evaluate(extract(completion, example) or "") == (example["target"], sorted(example["numbers"])))
+    return float(
+        evaluate(extract(completion, example) or "")
+        == (example["target"], sorted(example["numbers"]))
+    )
 
 
 def answer(example: dict, draw: int = 0) -> str:
@@ -113,22 +116,32 @@ def _problem(row: dict) -> tuple[list[int], int] | None:
     """(numbers, target) of a row in any of the formats of COLUMNS; None where columns or values fit none of them."""
     extra, reward_model = row.get("extra_info"), row.get("reward_model")
     if isinstance(extra, dict) and isinstance(reward_model, dict):
-        numbers, target = _integers(extra.get("numbers")), _integers(reward_model.get("ground_truth"))
+        numbers, target = (
+            _integers(extra.get("numbers")),
+            _integers(reward_model.get("ground_truth")),
+        )
     elif "input" in row and "output" in row:
         numbers, target = _integers(row["input"]), _integers(row["output"])
-        if "=" in str(row["output"]):  # Dream: the output is one way, step by step, and the input ends with the target
+        if "=" in str(
+            row["output"]
+        ):  # Dream: the output is one way, step by step, and the input ends with the target
             numbers, target = numbers[:-1], numbers[-1:]
             if _integers(row["output"].rpartition("=")[2]) != target:
                 return None
     else:
-        numbers, target = _integers(row.get("numbers", row.get("nums"))), _integers(row.get("target"))
+        numbers, target = (
+            _integers(row.get("numbers", row.get("nums"))),
+            _integers(row.get("target")),
+        )
     return (numbers, target[0]) if numbers and len(target) == 1 else None
 
 
 def _integers(value: object) -> list[int]:
     """Integers of 7, "7", [1, 2], "[1, 2]" or "1,2" (none negative); [] for anything else."""
     text = str(value).strip().removeprefix("[").removesuffix("]")
-    return [int(n) for n in text.split(",")] if re.fullmatch(r" *[0-9]+ *(, *[0-9]+ *)*", text) else []
+    return (
+        [int(n) for n in text.split(",")] if re.fullmatch(r" *[0-9]+ *(, *[0-9]+ *)*", text) else []
+    )
 
 
 if __name__ == "__main__":

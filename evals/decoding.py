@@ -11,12 +11,23 @@ from pathlib import Path
 
 def one_by_one(gen_length: int, block_length: int, **more: object) -> dict:
     """As many denoising steps as tokens."""
-    return {"gen_length": gen_length, "block_length": block_length, "denoising_steps": block_length} | more
+    return {
+        "gen_length": gen_length,
+        "block_length": block_length,
+        "denoising_steps": block_length,
+    } | more
 
 
 def dream(gen_length: int) -> dict:
     """Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain first."""
-    return one_by_one(gen_length, gen_length, schedule="timesteps", remasking="entropy", temperature=0.2, top_p=0.95)
+    return one_by_one(
+        gen_length,
+        gen_length,
+        schedule="timesteps",
+        remasking="entropy",
+        temperature=0.2,
+        top_p=0.95,
+    )
 
 
 def llada2(gen_length: int) -> dict:
@@ -86,7 +97,9 @@ TINY = {"*": {"gen_length": 64, "denoising_steps": 2}}  # of the shipped models,
 SETTINGS = {
     "llada-1.5": LLADA_15,
     "llada-8b-base": {"*": one_by_one(256, 256)},
-    **dict.fromkeys(("tiny-sdar", "tiny-llada", "tiny-dream", "tiny-sdar-moe", "tiny-llada2"), TINY),
+    **dict.fromkeys(
+        ("tiny-sdar", "tiny-llada", "tiny-dream", "tiny-sdar-moe", "tiny-llada2"), TINY
+    ),
     "llada": LLADA,
     "Dream": DREAM,
     "sdar": SDAR,
@@ -94,7 +107,10 @@ SETTINGS = {
     "llada2_moe": LLADA2,
 }
 # the short prompts of the shipped models: an expression and an end of text, or 16 cells
-COMPACT = {"countdown": {"gen_length": 12, "denoising_steps": 2}, "sudoku": {"gen_length": 16, "denoising_steps": 2}}
+COMPACT = {
+    "countdown": {"gen_length": 12, "denoising_steps": 2},
+    "sudoku": {"gen_length": 16, "denoising_steps": 2},
+}
 
 
 def settings(model: str, model_type: str, task: str, style: str = "") -> dict:
@@ -103,5 +119,7 @@ def settings(model: str, model_type: str, task: str, style: str = "") -> dict:
     architecture without a row."""
     rows = SETTINGS.get(Path(model).name) or SETTINGS.get(model_type)
     if rows is None:
-        raise SystemExit(f"evals/decoding.py has no settings of a {model_type!r} model; known: {', '.join(SETTINGS)}")
+        raise SystemExit(
+            f"evals/decoding.py has no settings of a {model_type!r} model; known: {', '.join(SETTINGS)}"
+        )
     return BASE | (COMPACT[task] if style == "compact" else rows.get(task, rows["*"]))

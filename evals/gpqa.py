@@ -20,7 +20,13 @@ from evals.choices import letter, lettered, one_split
 HUB = "Idavidrein/gpqa"
 PRESETS = ()  # names that `load` takes besides files and hub ids
 VERSION = "OpenCompass gpqa_gen_4baadb"  # name of the prompt
-COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+COLUMNS = (
+    "Question",
+    "Correct Answer",
+    "Incorrect Answer 1",
+    "Incorrect Answer 2",
+    "Incorrect Answer 3",
+)
 FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)"'
 
 
@@ -30,15 +36,25 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     path: empty for the hub's rows, or a .jsonl, .csv or .parquet file or hub id with COLUMNS. At most `limit` rows, always
     the first. SystemExit with one line on an unknown path or a row of another form.
     """
-    rows = read_rows(path or HUB, one_split("gpqa", split, {"test": "train"}), PRESETS, limit, config="gpqa_diamond")
+    rows = read_rows(
+        path or HUB,
+        one_split("gpqa", split, {"test": "train"}),
+        PRESETS,
+        limit,
+        config="gpqa_diamond",
+    )
     examples = []
     for number, row in enumerate(rows, 1):
         question, *texts = (row.get(name) for name in COLUMNS)
         if not all(isinstance(text, str) and text.strip() for text in (question, *texts)):
             needs = ", ".join(COLUMNS)
-            raise SystemExit(f"{path or HUB} row {number}: cannot read a question from {describe_columns(row)}; needs {needs}")
+            raise SystemExit(
+                f"{path or HUB} row {number}: cannot read a question from {describe_columns(row)}; needs {needs}"
+            )
         first = number % 4  # the options go round: B C D A in row 1, then C D A B
-        examples.append({"question": question, "options": texts[first:] + texts[:first], "gold": "ADCB"[first]})
+        examples.append(
+            {"question": question, "options": texts[first:] + texts[:first], "gold": "ADCB"[first]}
+        )
     return examples
 
 

@@ -21,12 +21,22 @@ from evals.numerals import final_numbers, normalised, plain
 from evals.run import tagged_answer
 
 HUB = "openai/gsm8k"
-PRESETS = ("d1",)  # names that `load` takes besides files and hub ids: the rows of HUB, asked with d1's training prompt
-VALIDATION = 512  # rows of the hub's train split that are the validation split, which the hub does not have
+PRESETS = (
+    "d1",
+)  # names that `load` takes besides files and hub ids: the rows of HUB, asked with d1's training prompt
+VALIDATION = (
+    512  # rows of the hub's train split that are the validation split, which the hub does not have
+)
 
-VERSION = {"boxed": "OpenCompass gsm8k_0shot_v2_gen_17d799", "tags": "d1, training"}  # name of the prompt, by style
+VERSION = {
+    "boxed": "OpenCompass gsm8k_0shot_v2_gen_17d799",
+    "tags": "d1, training",
+}  # name of the prompt, by style
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."  # as in SDAR's evaluation
-APPENDED = (INSTRUCTION, 'Let\'s think step by step and output the final answer after "####".')  # verl's, in some parquets
+APPENDED = (
+    INSTRUCTION,
+    'Let\'s think step by step and output the final answer after "####".',
+)  # verl's, in some parquets
 TAGS = "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n\n\n"  # d1, training
 COLUMNS = (
     "question and answer (a number, or a solution that ends in #### and a number), "
@@ -44,12 +54,18 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     """
     path = path or HUB
     style = "tags" if path in PRESETS else "boxed"
-    rows = _hub_rows(split)[:limit] if path in (HUB, *PRESETS) else read_rows(path, split, PRESETS, limit)
+    rows = (
+        _hub_rows(split)[:limit]
+        if path in (HUB, *PRESETS)
+        else read_rows(path, split, PRESETS, limit)
+    )
     examples = []
     for number, row in enumerate(rows, 1):
         problem = _problem(row)
         if problem is None:
-            raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+            raise SystemExit(
+                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
+            )
         examples.append(problem | {"style": style})
     return examples
 
@@ -73,7 +89,9 @@ def extract(completion: str, example: dict) -> str | None:
     """
     tags = example["style"] == "tags"
     text = (tagged_answer(completion) or "") if tags else completion
-    answers = [box for box in boxes(text) if box.strip()] or ([text] if tags else final_numbers(plain(text)))
+    answers = [box for box in boxes(text) if box.strip()] or (
+        [text] if tags else final_numbers(plain(text))
+    )
     last = answers[-1].strip() if answers else ""
     return normalised(last) or last if 0 < len(last) <= MAX_LENGTH else None
 
@@ -87,7 +105,9 @@ def score(completion: str, example: dict) -> float:
 def answer(example: dict, draw: int = 0) -> str:
     """The worked solution in the form that the prompt asks for, without the calculator's <<48/2=24>>; one for every draw."""
     if not example["solution"]:
-        raise SystemExit(f"gsm8k: these rows have no worked solutions; train on {HUB} or on a file with question and answer")
+        raise SystemExit(
+            f"gsm8k: these rows have no worked solutions; train on {HUB} or on a file with question and answer"
+        )
     steps = re.sub(r"<<[^<>\n]*>>", "", example["solution"])
     if example["style"] == "tags":
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{example['gold']}\n</answer>"
@@ -100,14 +120,25 @@ def _hub_rows(split: str) -> list[dict]:
     if split == "test":
         return rows
     order = sorted(range(len(rows)), key=lambda i: stable_hash("gsm8k", rows[i]["question"]))
-    return [rows[i] for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])]
+    return [
+        rows[i] for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])
+    ]
 
 
 def _problem(row: dict) -> dict | None:
     """{"question", "gold", "solution"} of a row in any of the formats of COLUMNS; None where it fits none of them."""
     messages, reward_model = row.get("prompt"), row.get("reward_model")
-    if isinstance(reward_model, dict) and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        question, solution, gold = messages[-1].get("content"), "", str(reward_model.get("ground_truth"))
+    if (
+        isinstance(reward_model, dict)
+        and isinstance(messages, list)
+        and messages
+        and isinstance(messages[-1], dict)
+    ):
+        question, solution, gold = (
+            messages[-1].get("content"),
+            "",
+            str(reward_model.get("ground_truth")),
+        )
     else:
         question = row.get("question")
         solution, _, gold = str(row.get("answer")).rpartition("####")

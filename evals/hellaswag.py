@@ -37,8 +37,13 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     if path != HUB or split == "test":
         return [_problem(row, path) for row in read_rows(path, name, PRESETS, limit)]
     examples = [_problem(row, path) for row in read_rows(path, name, PRESETS)]
-    order = sorted(range(len(examples)), key=lambda i: stable_hash("hellaswag", examples[i]["text"], i))
-    return [examples[i] for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])][:limit]
+    order = sorted(
+        range(len(examples)), key=lambda i: stable_hash("hellaswag", examples[i]["text"], i)
+    )
+    return [
+        examples[i]
+        for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])
+    ][:limit]
 
 
 def prompt(example: dict) -> list[dict]:
@@ -70,19 +75,33 @@ def cleaned(text: str) -> str:
 def _problem(row: dict, path: str) -> dict:
     """A row of the hub, or of OpenCompass' file, whose text is clean already. SystemExit names what it lacks."""
     if "query" in row:
-        text, options, gold = str(row["query"]).split(": ", 1)[-1], row.get("choices"), row.get("gold")
+        text, options, gold = (
+            str(row["query"]).split(": ", 1)[-1],
+            row.get("choices"),
+            row.get("gold"),
+        )
     else:
-        text, options, gold = f"{row.get('ctx_a')} {str(row.get('ctx_b')).capitalize()}", row.get("endings"), row.get("label")
+        text, options, gold = (
+            f"{row.get('ctx_a')} {str(row.get('ctx_b')).capitalize()}",
+            row.get("endings"),
+            row.get("label"),
+        )
         text = cleaned(text) if "ctx_a" in row and "ctx_b" in row else ""
         options = [cleaned(option) for option in options] if _four_texts(options) else None
     if not text.strip() or not _four_texts(options) or str(gold) not in tuple("0123"):
         needs = "ctx_a, ctx_b, four endings and label (0 to 3), or query, four choices and gold"
-        raise SystemExit(f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}")
+        raise SystemExit(
+            f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}"
+        )
     return {"text": text, "options": options, "gold": "ABCD"[int(gold)]}
 
 
 def _four_texts(options: object) -> bool:
-    return isinstance(options, list) and len(options) == 4 and all(isinstance(option, str) for option in options)
+    return (
+        isinstance(options, list)
+        and len(options) == 4
+        and all(isinstance(option, str) for option in options)
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ COLUMNS = "prompt, test, entry_point and canonical_solution, or prompt and rewar
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
-def load(split: str, path: str | None = None, limit: int | None = None, hub: str = HUB) -> list[dict]:
+def load(
+    split: str, path: str | None = None, limit: int | None = None, hub: str = HUB
+) -> list[dict]:
     """Examples {"prompt", "entry_point", "tests", "solution": "" if unknown}, at most `limit`, always the first.
 
     path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id. There is one split, test:
@@ -35,12 +37,16 @@ def load(split: str, path: str | None = None, limit: int | None = None, hub: str
     """
     path = path or hub
     if path == hub and split != "test":
-        raise SystemExit(f"--split {split}: {hub} has test alone; train on --task mbpp, or name a file with --data")
+        raise SystemExit(
+            f"--split {split}: {hub} has test alone; train on --task mbpp, or name a file with --data"
+        )
     examples = []
     for number, row in enumerate(read_rows(path, split, PRESETS, limit), 1):
         problem = _problem(row)
         if problem is None:
-            raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+            raise SystemExit(
+                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
+            )
         examples.append(problem)
     return examples
 
@@ -88,13 +94,20 @@ def score(completion: str, example: dict) -> float:
 
 def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
     """`score` of each, on all cores."""
-    return pass_or_fail([job(completion, example) for completion, example in zip(completions, examples, strict=True)])
+    return pass_or_fail(
+        [
+            job(completion, example)
+            for completion, example in zip(completions, examples, strict=True)
+        ]
+    )
 
 
 def answer(example: dict, draw: int = 0) -> str:
     """The reference solution as a completion, one for every draw. SystemExit where the rows have none."""
     if not example["solution"]:
-        raise SystemExit("humaneval: these rows have no solutions; take those of the hub, or HumanEval.jsonl.gz")
+        raise SystemExit(
+            "humaneval: these rows have no solutions; take those of the hub, or HumanEval.jsonl.gz"
+        )
     return f"```python\n{example['prompt']}{example['solution']}```"
 
 
@@ -110,23 +123,43 @@ def _first_line_indented(code: str) -> str:
 def _has_body(text: str, name: str) -> bool:
     """It parses, and its last function of this name is more than a docstring."""
     tree = parsed(text)
-    bodies = [node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name] if tree else []
+    bodies = (
+        [node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+        if tree
+        else []
+    )
     return bool(bodies) and len(bodies[-1]) > 1
 
 
 def _problem(row: dict) -> dict | None:
     """The example of a row in one of the formats of COLUMNS; None where it fits none of them."""
     reward_model, text = row.get("reward_model"), row.get("prompt")
-    if isinstance(reward_model, dict) and isinstance(text, list) and text and isinstance(text[-1], dict):
-        text, tests = str(text[-1].get("content")).removeprefix(INSTRUCTION), reward_model.get("ground_truth")
+    if (
+        isinstance(reward_model, dict)
+        and isinstance(text, list)
+        and text
+        and isinstance(text[-1], dict)
+    ):
+        text, tests = (
+            str(text[-1].get("content")).removeprefix(INSTRUCTION),
+            reward_model.get("ground_truth"),
+        )
         names = re.findall(r"^def (\w+)", text, re.MULTILINE)
         name, solution = names[-1] if names else None, ""  # helpers stand in front of the function
     else:
-        tests, name, solution = row.get("test"), row.get("entry_point"), row.get("canonical_solution") or ""
+        tests, name, solution = (
+            row.get("test"),
+            row.get("entry_point"),
+            row.get("canonical_solution") or "",
+        )
     if not all(isinstance(field, str) and field.strip() for field in (text, tests, name)):
         return None
     call = f"\ncheck({name})\n"
-    tests = tests if re.search(rf"^check\({re.escape(name)}\)\s*\Z", tests, re.MULTILINE) else tests + call
+    tests = (
+        tests
+        if re.search(rf"^check\({re.escape(name)}\)\s*\Z", tests, re.MULTILINE)
+        else tests + call
+    )
     return {"prompt": text, "entry_point": name, "tests": tests, "solution": solution}
 
 

@@ -34,7 +34,9 @@ def score(completion: str, example: dict) -> float:
 def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
     """`score` of each, on all cores."""
     pairs = zip(completions, examples, strict=True)
-    return pass_or_fail([humaneval.job(completion, example, TIMEOUT) for completion, example in pairs])
+    return pass_or_fail(
+        [humaneval.job(completion, example, TIMEOUT) for completion, example in pairs]
+    )
 
 
 if __name__ == "__main__":

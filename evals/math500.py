@@ -19,8 +19,14 @@ from evals.gsm8k import INSTRUCTION, TAGS
 from evals.math_grader import grade, grade_batch, last_box
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
-PRESETS = ("full", "d1")  # that `load` takes besides files and hub ids: the test split is FULL's; asked as d1 asks in training
-VERSION = {"": "OpenCompass math_0shot_gen_11c4b5", "tags": "d1, training"}  # name of the prompt, by style
+PRESETS = (
+    "full",
+    "d1",
+)  # that `load` takes besides files and hub ids: the test split is FULL's; asked as d1 asks in training
+VERSION = {
+    "": "OpenCompass math_0shot_gen_11c4b5",
+    "tags": "d1, training",
+}  # name of the prompt, by style
 PARTS = (  # of FULL, which the hub keeps apart
     "algebra",
     "counting_and_probability",
@@ -30,8 +36,12 @@ PARTS = (  # of FULL, which the hub keeps apart
     "prealgebra",
     "precalculus",
 )
-VALIDATION = 512  # rows of the train split that are the validation split, which the hub does not have
-D1 = TAGS + "You are a math expert. You will be given a question to solve. Solve it step by step. "  # to the byte
+VALIDATION = (
+    512  # rows of the train split that are the validation split, which the hub does not have
+)
+D1 = (
+    TAGS + "You are a math expert. You will be given a question to solve. Solve it step by step. "
+)  # to the byte
 D1 += "Wrap the final answer in a \\boxed{}. \n\n"
 COLUMNS = "problem and answer, or problem and solution with a box, or prompt and reward_model.ground_truth (DARE)"
 
@@ -74,7 +84,10 @@ def score(completion: str, example: dict) -> float:
 
 def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
     """`score` of many, on several cores."""
-    return [float(right) for right in grade_batch(completions, [example["gold"] for example in examples])]
+    return [
+        float(right)
+        for right in grade_batch(completions, [example["gold"] for example in examples])
+    ]
 
 
 def answer(example: dict, draw: int = 0) -> str:
@@ -84,14 +97,21 @@ def answer(example: dict, draw: int = 0) -> str:
             f"math500: these rows have no worked solutions; train on {FULL} or on a file with problem and solution"
         )
     boxed = last_box(example["solution"]) == example["gold"]
-    return example["solution"] if boxed else f"{example['solution']}\nThe answer is $\\boxed{{{example['gold']}}}$."
+    return (
+        example["solution"]
+        if boxed
+        else f"{example['solution']}\nThe answer is $\\boxed{{{example['gold']}}}$."
+    )
 
 
 def _train(split: str) -> list[dict]:
     """ "train" or "validation" of FULL's train rows, in the hub's order."""
     examples = _problems(_parts("train"), FULL)
     order = sorted(range(len(examples)), key=lambda i: stable_hash("math", examples[i]["question"]))
-    return [examples[i] for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])]
+    return [
+        examples[i]
+        for i in sorted(order[:VALIDATION] if split == "validation" else order[VALIDATION:])
+    ]
 
 
 def _parts(split: str) -> list[dict]:
@@ -105,11 +125,16 @@ def _problems(rows: list[dict], path: str) -> list[dict]:
     for number, row in enumerate(rows, 1):
         problem = _problem(row)
         if problem is None:
-            raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+            raise SystemExit(
+                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
+            )
         if problem["gold"]:
             examples.append(problem)
     if len(examples) < len(rows):
-        print(f"{path}: {len(rows) - len(examples)} of {len(rows)} rows left out: they have no answer", file=sys.stderr)
+        print(
+            f"{path}: {len(rows) - len(examples)} of {len(rows)} rows left out: they have no answer",
+            file=sys.stderr,
+        )
     return examples
 
 
@@ -117,7 +142,12 @@ def _problem(row: dict) -> dict | None:
     """{"question", "gold": "" if it has none, "solution"} of a row in a format of COLUMNS; None where it fits none of them."""
     messages, reward_model = row.get("prompt"), row.get("reward_model")
     solution = row.get("solution") if isinstance(row.get("solution"), str) else ""
-    if isinstance(reward_model, dict) and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+    if (
+        isinstance(reward_model, dict)
+        and isinstance(messages, list)
+        and messages
+        and isinstance(messages[-1], dict)
+    ):
         question, gold = messages[-1].get("content"), reward_model.get("ground_truth", False)
     else:
         question, gold = row.get("problem"), row.get("answer", False if not solution else None)
@@ -126,7 +156,11 @@ def _problem(row: dict) -> dict | None:
     if not (isinstance(question, str) and question.strip() and isinstance(gold, str)):
         return None
     question = question.strip().removesuffix(INSTRUCTION).strip()
-    return {"question": question, "gold": last_box(gold) or gold.strip(), "solution": solution.strip()}
+    return {
+        "question": question,
+        "gold": last_box(gold) or gold.strip(),
+        "solution": solution.strip(),
+    }
 
 
 if __name__ == "__main__":

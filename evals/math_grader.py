@@ -36,14 +36,21 @@ MEMORY = 4 * 2**30  # bytes of address space of a process
 BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
 BASE = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)")
 # -1,450,000.50 with what may stand around it: $ \$ % \% ^\circ, spaces and a final full stop
-NUMBER = re.compile(r"([-+]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?(?:\s*\\?%)?\.?")
-LAST_NUMBER = re.compile(r"(?<![\w.])(?<!\w-)-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/0*[1-9][0-9]*)?")
+NUMBER = re.compile(
+    r"([-+]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]+)?(?:\s*\\?%)?\.?"
+)
+LAST_NUMBER = re.compile(
+    r"(?<![\w.])(?<!\w-)-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/0*[1-9][0-9]*)?"
+)
 FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
 
 
 def boxes(text: str) -> list[str]:
     r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and \} do not count. Linear."""
-    opened, found = [], []  # opened: where the content of each open brace starts, and whether it is that of a box
+    opened, found = (
+        [],
+        [],
+    )  # opened: where the content of each open brace starts, and whether it is that of a box
     for brace in BRACES.finditer(text):
         if brace[1] or brace[0] == "{":
             opened.append((brace.end(), bool(brace[1])))
@@ -66,7 +73,9 @@ def grade(completion: str, gold: str, grader: str = "math_verify") -> bool:
     return _grader(grader)(completion, gold)
 
 
-def grade_batch(completions: list[str], golds: list[str], grader: str = "math_verify") -> list[bool]:
+def grade_batch(
+    completions: list[str], golds: list[str], grader: str = "math_verify"
+) -> list[bool]:
     """`grade` of many at once, in order: `in_threads`."""
     return in_threads(_grader(grader), completions, golds)
 
@@ -74,8 +83,12 @@ def grade_batch(completions: list[str], golds: list[str], grader: str = "math_ve
 def in_threads(judge: Callable, completions: list[str], golds: list) -> list:
     """judge(completion, gold) of every pair, in order, as many at once as this rank has cores, at most eight."""
     pairs = list(zip(completions, golds, strict=True))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, min(8, len(completions), cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    threads = max(
+        1, min(8, len(completions), cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    )
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda pair: judge(*pair), pairs))
 
@@ -89,9 +102,17 @@ def math_verify(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     if len(answer) > MAX_LENGTH or not answer.strip():
         return False
     ours, theirs = number(answer), number(gold)
-    if ours is not None and theirs is not None and abs(ours - theirs) <= Fraction(tolerance) * Fraction(101, 100):
+    if (
+        ours is not None
+        and theirs is not None
+        and abs(ours - theirs) <= Fraction(tolerance) * Fraction(101, 100)
+    ):
         return True
-    if ours is not None and theirs is not None and (ours == theirs or ours.denominator == theirs.denominator == 1):
+    if (
+        ours is not None
+        and theirs is not None
+        and (ours == theirs or ours.denominator == theirs.denominator == 1)
+    ):
         return ours == theirs
     # Math-Verify 0.9 does not look at the base of a number: 52_8 is 52 to it
     return BASE.findall(answer) == BASE.findall(gold) and _judged(answer, gold, tolerance)
@@ -99,8 +120,14 @@ def math_verify(answer: str, gold: str, tolerance: float = 0.0) -> bool:
 
 def number(answer: str) -> Fraction | None:
     r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2"; None for all else."""
-    text = answer.strip().removeprefix("$").removesuffix("$") if answer.count("$") == 2 else answer.strip()
-    text = re.sub(r"\\[!,]|\{,\}|\^\{?\\circ\}?|°", lambda found: "," if found[0] == "{,}" else "", text).strip()
+    text = (
+        answer.strip().removeprefix("$").removesuffix("$")
+        if answer.count("$") == 2
+        else answer.strip()
+    )
+    text = re.sub(
+        r"\\[!,]|\{,\}|\^\{?\\circ\}?|°", lambda found: "," if found[0] == "{,}" else "", text
+    ).strip()
     if match := FRACTION.fullmatch(text):
         sign, over, under = match[1], match[2] or match[4], match[3] or match[5]
         return Fraction(int(sign + "1") * int(over), int(under)) if int(under) else None
@@ -158,7 +185,9 @@ def hendrycks(answer: str, gold: str) -> bool:
         plain = stripped(UNITS.sub("", re.sub(r"\\text\{\(([^{}]*)\)\}", r"\1", text)).strip())
         return plain.replace(",", "") if re.fullmatch(r"-?[\d,]+(\.\d+)?", plain) else plain
 
-    return len(answer) <= MAX_LENGTH and (stripped(answer) == stripped(gold) or bare(answer) == bare(gold))
+    return len(answer) <= MAX_LENGTH and (
+        stripped(answer) == stripped(gold) or bare(answer) == bare(gold)
+    )
 
 
 # What MATH's authors take out or rewrite, in this order (deepscaler)
@@ -178,7 +207,9 @@ MATHD = [
     (r"^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$", r"\\frac{\1}{\2}"),
 ]
 # PRM800K's normalisation: units and signs, what LaTeX is as plain text, mixed numbers
-DEEPSCALER_UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
+DEEPSCALER_UNITS = (
+    "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
+)
 PLAIN = [
     (r"^\\text\{(.+?)\}", r"\1"),
     (r"\\?[$%]", ""),
@@ -196,8 +227,20 @@ LATEX_AS_TEXT = [
     (r"\\sqrt *(?:\[[^\]]*\])? *(?:\{([^{}]*)\}|(\\?\w))", r"sqrt(\1\2)"),
     (r"\\(?:text|textbf|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1"),
 ]
-SYMBOLS = {"pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "le": "≤", "leq": "≤", "ge": "≥", "geq": "≥"}
-SYMBOLS |= {name: name for name in "sin cos tan cot sec csc log ln exp min max arcsin arccos arctan".split()}
+SYMBOLS = {
+    "pi": "pi",
+    "infty": "inf",
+    "cup": "U",
+    "cdot": "*",
+    "times": "*",
+    "le": "≤",
+    "leq": "≤",
+    "ge": "≥",
+    "geq": "≥",
+}
+SYMBOLS |= {
+    name: name for name in "sin cos tan cot sec csc log ln exp min max arcsin arccos arctan".split()
+}
 GUARDS = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]")  # powers that can take sympy for ever
 COMMAS = re.compile(r"(?<=\d),(?=\d\d\d(?:\D|$))")
 OUTER = re.compile(r"([\[(])([^()\[\]]+)([\])])")
@@ -221,7 +264,11 @@ def deepscaler(answer: str, gold: str) -> bool:
     left, right = OUTER.fullmatch(COMMAS.sub("", ours)), OUTER.fullmatch(COMMAS.sub("", theirs))
     answers = left[2].split(",") if left else [COMMAS.sub("", ours)]
     golds = right[2].split(",") if right else [COMMAS.sub("", theirs)]
-    if len(golds) > 1 and (ours[0], ours[-1]) != (theirs[0], theirs[-1]) or len(answers) != len(golds):
+    if (
+        len(golds) > 1
+        and (ours[0], ours[-1]) != (theirs[0], theirs[-1])
+        or len(answers) != len(golds)
+    ):
         return False
     return all(_same_part(a.strip(), b.strip()) for a, b in zip(answers, golds, strict=True))
 
@@ -241,7 +288,9 @@ def _plain(text: str) -> str:
         before = None
         while text != before:
             before, text = text, _rewritten(text, LATEX_AS_TEXT)
-        text = re.sub(r"\\([A-Za-z]+)|\\.", lambda found: _symbol(found[1]) if found[1] else "", text).strip()
+        text = re.sub(
+            r"\\([A-Za-z]+)|\\.", lambda found: _symbol(found[1]) if found[1] else "", text
+        ).strip()
     text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", re.sub(r"- *", "-", text))  # 7 3/4
     text = re.sub(r"[ {}]", "", text).lower()
     whole = re.fullmatch(r"([-+]?[0-9]+)(?:\.0*)?", COMMAS.sub("", text))
@@ -264,8 +313,15 @@ def _same_part(answer: str, gold: str) -> bool:
     if bool(re.fullmatch(whole, answer)) != bool(re.fullmatch(whole, gold)):
         return False
     difference = f"({gold})-({answer})"
-    letters = {letter for letter in difference.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
-    if len(letters) > 2 or GUARDS.search(difference) or not re.fullmatch(r"[\w\s+\-*/^().!]*", difference) or "_" in difference:
+    letters = {
+        letter for letter in difference.replace("sqrt", "").replace("frac", "") if letter.isalpha()
+    }
+    if (
+        len(letters) > 2
+        or GUARDS.search(difference)
+        or not re.fullmatch(r"[\w\s+\-*/^().!]*", difference)
+        or "_" in difference
+    ):
         return False
     return _judged(answer, gold, judge="difference")
 
@@ -275,9 +331,16 @@ def last_number(completion: str, gold: str) -> bool:
     wanted = number(gold)
     text = last_box(completion) or completion[-100_000:]
     text = re.sub(r"\{,\}|\\!", lambda found: "," if found[0] == "{,}" else "", text)
-    text = FRACTION.sub(lambda found: f" {found[1]}{found[2] or found[4]}/{found[3] or found[5]}", text)
+    text = FRACTION.sub(
+        lambda found: f" {found[1]}{found[2] or found[4]}/{found[3] or found[5]}", text
+    )
     found = LAST_NUMBER.findall(text)
-    return wanted is not None and bool(found) and len(found[-1]) <= MAX_LENGTH and number(found[-1]) == wanted
+    return (
+        wanted is not None
+        and bool(found)
+        and len(found[-1]) <= MAX_LENGTH
+        and number(found[-1]) == wanted
+    )
 
 
 def _boxed(judge: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
@@ -290,7 +353,11 @@ def _boxed(judge: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
     return judged
 
 
-GRADERS = {"math_verify": _boxed(math_verify), "hendrycks": _boxed(hendrycks), "deepscaler": _boxed(deepscaler)}
+GRADERS = {
+    "math_verify": _boxed(math_verify),
+    "hendrycks": _boxed(hendrycks),
+    "deepscaler": _boxed(deepscaler),
+}
 GRADERS["last_number"] = last_number
 
 
@@ -309,7 +376,11 @@ class Worker:
 
     def __init__(self):
         # no secrets in its environment, its own process group, and the same hashes (order of sympy's sets) in every process
-        environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
+        environment = {
+            "PATH": os.environ.get("PATH", ""),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONHASHSEED": "0",
+        }
         self.process = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__)],
             stdin=subprocess.PIPE,
@@ -324,7 +395,9 @@ class Worker:
                 "Math-Verify does not start: pip install -r requirements.txt; python evals/math_grader.py says what is wrong"
             )
 
-    def ask(self, answer: str, gold: str, tolerance: float = 0.0, judge: str = "math_verify") -> bool | None:
+    def ask(
+        self, answer: str, gold: str, tolerance: float = 0.0, judge: str = "math_verify"
+    ) -> bool | None:
         """The verdict by a key of JUDGES; None where the process was killed at TIMEOUT or died of the question. It cannot be
         used again then."""
         try:
@@ -342,7 +415,11 @@ class Worker:
         """The next line that the process writes within so many seconds. Replies are shorter than a pipe's atomic write."""
         ready = select.poll()
         ready.register(self.process.stdout, select.POLLIN | select.POLLHUP)
-        return os.read(self.process.stdout.fileno(), 64).decode().strip() if ready.poll(1000 * seconds) else None
+        return (
+            os.read(self.process.stdout.fileno(), 64).decode().strip()
+            if ready.poll(1000 * seconds)
+            else None
+        )
 
     def kill(self) -> None:
         self.process.kill()
@@ -355,7 +432,9 @@ class Worker:
 
 
 IDLE: list[Worker] = []  # processes that wait for a question
-NO_VERDICT: set[str] = set()  # answers, or parts of them, that killed a process, or took it longer than TIMEOUT
+NO_VERDICT: set[str] = (
+    set()
+)  # answers, or parts of them, that killed a process, or took it longer than TIMEOUT
 LACKING = threading.local()  # found: whether this thread met one of them, since lacks_verdict began
 os.register_at_fork(after_in_child=IDLE.clear)  # two processes must not share one pipe
 
@@ -394,7 +473,10 @@ def _verdict(answer: str, gold: str, tolerance: float, judge: str) -> bool | Non
     verdict = worker.ask(answer, gold, tolerance, judge)
     if verdict is None:
         NO_VERDICT.add(answer)
-        print(f"math grader: no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}", file=sys.stderr)
+        print(
+            f"math grader: no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}",
+            file=sys.stderr,
+        )
         return None
     IDLE.append(worker)
     return verdict
@@ -403,7 +485,10 @@ def _verdict(answer: str, gold: str, tolerance: float, judge: str) -> bool | Non
 def _by_math_verify(answer: str, gold: str, tolerance: float) -> bool:
     from math_verify import parse, verify
 
-    read = parse(f"${gold}$", parsing_timeout=None), parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    read = (
+        parse(f"${gold}$", parsing_timeout=None),
+        parse(f"\\boxed{{{answer}}}", parsing_timeout=None),
+    )
     right = verify(*read, timeout_seconds=None)
     if tolerance and not right:  # x = 5 is 5
         theirs, ours = (complex(getattr(side[0], "rhs", side[0]).evalf()) for side in read)
@@ -415,8 +500,13 @@ def _by_difference(answer: str, gold: str, tolerance: float) -> bool:
     from sympy import simplify
     from sympy.parsing import sympy_parser
 
-    steps = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
-    difference = sympy_parser.parse_expr(f"({gold})-({answer})".replace("^", "**"), transformations=steps)
+    steps = (
+        *sympy_parser.standard_transformations,
+        sympy_parser.implicit_multiplication_application,
+    )
+    difference = sympy_parser.parse_expr(
+        f"({gold})-({answer})".replace("^", "**"), transformations=steps
+    )
     return bool(simplify(difference) == 0)
 
 
@@ -433,7 +523,9 @@ def serve() -> None:
     sys.path.pop(0)  # this folder: its modules are not top-level ones
     import math_verify  # noqa: F401, slow: before the first question
 
-    logging.disable(logging.CRITICAL)  # Math-Verify warns that its own timeout is off: it needs an alarm, which is ours
+    logging.disable(
+        logging.CRITICAL
+    )  # Math-Verify warns that its own timeout is off: it needs an alarm, which is ours
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -443,7 +535,9 @@ def serve() -> None:
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         answer, gold, tolerance, judge = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, 2 * TIMEOUT)  # ends this process if there is nobody left to kill it
+        signal.setitimer(
+            signal.ITIMER_REAL, 2 * TIMEOUT
+        )  # ends this process if there is nobody left to kill it
         try:
             right = JUDGES[judge](answer, gold, tolerance)
         except Exception:  # what sympy cannot read is wrong

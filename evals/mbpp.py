@@ -57,7 +57,10 @@ SHOTS = []  # messages
 for shown in (TASK_2, TASK_3, TASK_4):
     text, *tests, code = shown.split("\n", 4)
     task = TASK.format(text=text, tests="\n".join(tests)[1:]).replace("  \n", " \n")
-    SHOTS += [{"role": "user", "content": task}, {"role": "assistant", "content": f"[BEGIN]\n '{code}' \n[DONE] \n\n "}]
+    SHOTS += [
+        {"role": "user", "content": task},
+        {"role": "assistant", "content": f"[BEGIN]\n '{code}' \n[DONE] \n\n "},
+    ]
 
 
 def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
@@ -72,7 +75,9 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     for number, row in enumerate(rows, 1):
         problem = _problem(row)
         if problem is None:
-            raise SystemExit(f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+            raise SystemExit(
+                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
+            )
         if not str(row.get("task_id", "")).isdigit() or int(row["task_id"]) in SPLITS[split]:
             examples.append(problem)
     return examples[:limit]
@@ -116,7 +121,12 @@ def score(completion: str, example: dict) -> float:
 
 def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
     """`score` of each, on all cores."""
-    return pass_or_fail([job(completion, example) for completion, example in zip(completions, examples, strict=True)])
+    return pass_or_fail(
+        [
+            job(completion, example)
+            for completion, example in zip(completions, examples, strict=True)
+        ]
+    )
 
 
 def answer(example: dict, draw: int = 0) -> str:
@@ -128,10 +138,20 @@ def answer(example: dict, draw: int = 0) -> str:
 
 def _problem(row: dict) -> dict | None:
     """The example of a row in one of the formats of COLUMNS; None where it fits none of them."""
-    reward_model, text, setup = row.get("reward_model"), row.get("text"), row.get("test_setup_code") or ""
+    reward_model, text, setup = (
+        row.get("reward_model"),
+        row.get("text"),
+        row.get("test_setup_code") or "",
+    )
     if isinstance(reward_model, dict) and isinstance(row.get("prompt"), list):
-        users = [message.get("content") for message in row["prompt"] if message.get("role") == "user"] or [""]
-        match = re.fullmatch(re.escape(TASK).replace(r"\{text\}", "(.*)").replace(r"\{tests\}", ".*"), str(users[-1]), re.S)
+        users = [
+            message.get("content") for message in row["prompt"] if message.get("role") == "user"
+        ] or [""]
+        match = re.fullmatch(
+            re.escape(TASK).replace(r"\{text\}", "(.*)").replace(r"\{tests\}", ".*"),
+            str(users[-1]),
+            re.S,
+        )
         try:
             tests = json.loads(reward_model.get("ground_truth"))
         except (TypeError, ValueError):
@@ -140,8 +160,17 @@ def _problem(row: dict) -> dict | None:
     else:
         text, tests = text or row.get("prompt"), row.get("test_list")
         setup = "\n".join([*(row.get("test_imports") or []), setup]).strip("\n")
-    good = isinstance(text, str) and isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests)
-    return {"text": text, "tests": tests, "setup": setup, "solution": row.get("code") or ""} if good else None
+    good = (
+        isinstance(text, str)
+        and isinstance(tests, list)
+        and tests
+        and all(isinstance(test, str) for test in tests)
+    )
+    return (
+        {"text": text, "tests": tests, "setup": setup, "solution": row.get("code") or ""}
+        if good
+        else None
+    )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,13 @@ from data.rows import describe_columns, read_rows
 from evals.choices import letter, lettered, one_split, read_zip
 
 HUB = "cais/mmlu"
-PRESETS = ("cot",)  # names that `load` takes besides zips and hub ids: the rows of HUB in simple-evals' prompt
-VERSION = {"direct": "OpenCompass mmlu_gen_a484b3", "cot": "simple-evals"}  # name of the prompt, by style
+PRESETS = (
+    "cot",
+)  # names that `load` takes besides zips and hub ids: the rows of HUB in simple-evals' prompt
+VERSION = {
+    "direct": "OpenCompass mmlu_gen_a484b3",
+    "cot": "simple-evals",
+}  # name of the prompt, by style
 SPLITS = {"test": "test", "validation": "validation"}
 SHOTS = 5
 HINT = "There is a single choice question about {}. Answer the question by replying A, B, C or D."
@@ -43,11 +48,18 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     style, hub = ("cot", HUB) if path in PRESETS else ("direct", path)
     if path.endswith(".zip"):
         columns, name = ["question", *"ABCD", "answer"], {"validation": "val"}.get(name, name)
-        dev, rows = ([_problem(row, path) for row in read_zip(path, part, columns)] for part in ("dev", name))
+        dev, rows = (
+            [_problem(row, path) for row in read_zip(path, part, columns)] for part in ("dev", name)
+        )
     elif Path(path).exists():
-        raise SystemExit(f"--data {path}: mmlu takes a .zip or a hub id, because its examples are those of a second split")
+        raise SystemExit(
+            f"--data {path}: mmlu takes a .zip or a hub id, because its examples are those of a second split"
+        )
     else:
-        dev, rows = ([_problem(row, path) for row in read_rows(hub, part, PRESETS, config="all")] for part in ("dev", name))
+        dev, rows = (
+            [_problem(row, path) for row in read_rows(hub, part, PRESETS, config="all")]
+            for part in ("dev", name)
+        )
     shots = {}
     for row in dev:
         shots.setdefault(row["subject"], []).append(row)
@@ -93,11 +105,26 @@ def _problem(row: dict, path: str) -> dict:
     options = row["choices"] if "choices" in row else [row.get(label) for label in "ABCD"]
     gold = row.get("answer")
     gold = "ABCD"[gold] if type(gold) is int and 0 <= gold < 4 else gold
-    texts = [row.get("question"), row.get("subject"), *(options if isinstance(options, list) else [None])]
-    if len(texts) != 6 or not all(isinstance(text, str) for text in texts) or gold not in tuple("ABCD"):
+    texts = [
+        row.get("question"),
+        row.get("subject"),
+        *(options if isinstance(options, list) else [None]),
+    ]
+    if (
+        len(texts) != 6
+        or not all(isinstance(text, str) for text in texts)
+        or gold not in tuple("ABCD")
+    ):
         needs = "question, subject, four choices (or A-D) and answer (index or letter)"
-        raise SystemExit(f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}")
-    return {"question": row["question"], "options": options, "gold": gold, "subject": row["subject"]}
+        raise SystemExit(
+            f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}"
+        )
+    return {
+        "question": row["question"],
+        "options": options,
+        "gold": gold,
+        "subject": row["subject"],
+    }
 
 
 if __name__ == "__main__":

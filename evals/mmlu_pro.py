@@ -64,10 +64,19 @@ def answer(example: dict, draw: int = 0) -> str:
 def _problem(row: dict, path: str) -> dict:
     """A row of the hub. SystemExit names what it lacks."""
     options, texts = row.get("options"), [row.get("question"), row.get("category")]
-    if isinstance(options, list) and len(options) <= 16 and all(isinstance(text, str) for text in [*options, *texts]):
+    if (
+        isinstance(options, list)
+        and len(options) <= 16
+        and all(isinstance(text, str) for text in [*options, *texts])
+    ):
         options = {LETTERS[i]: option for i, option in enumerate(options) if option != "N/A"}
         if row.get("answer") in options:
-            return {"question": texts[0], "options": options, "gold": row["answer"], "subject": texts[1]}
+            return {
+                "question": texts[0],
+                "options": options,
+                "gold": row["answer"],
+                "subject": texts[1],
+            }
     needs = "question, options (up to 16), answer (letter of one of them) and category"
     raise SystemExit(f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}")
 

@@ -5,7 +5,17 @@ import re
 from evals.math_grader import MAX_LENGTH
 
 # LaTeX and money as plain text: \text{dollars}, \frac{1}{2} and \frac12 (" 1/2": 1\frac{1}{2} is not 11/2), -$18
-REPLACED = {r"\!": "", r"\,": "", "{,}": ",", "\\ ": " ", "~": " ", r"\$": "$", r"\%": "", "%": "", "−": "-"}
+REPLACED = {
+    r"\!": "",
+    r"\,": "",
+    "{,}": ",",
+    "\\ ": " ",
+    "~": " ",
+    r"\$": "$",
+    r"\%": "",
+    "%": "",
+    "−": "-",
+}
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac([0-9])([0-9])")
 FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
@@ -18,7 +28,9 @@ IN_TEXT = re.compile(NUMBER)
 AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
 ANSWER_IS = re.compile("answer is", re.IGNORECASE)
 # a number and nothing else but a unit: dollars, miles per hour, cm^2, /day
-WHOLE = re.compile(rf"(-?)\s*({UNSIGNED})\s*(?:/?\s*[A-Za-z][^\d=+*,{{}}()\\^]*(?:\^\{{?[23])?)?[\s.]*")
+WHOLE = re.compile(
+    rf"(-?)\s*({UNSIGNED})\s*(?:/?\s*[A-Za-z][^\d=+*,{{}}()\\^]*(?:\^\{{?[23])?)?[\s.]*"
+)
 
 
 def plain(text: str) -> str:

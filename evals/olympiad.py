@@ -20,10 +20,19 @@ from evals.answer_lists import answers_in, bare, both_signs, matched
 from evals.gsm8k import INSTRUCTION
 from evals.math_grader import in_threads, last_box
 
-HUB, CONFIG, HUB_SPLIT = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"  # the hub calls its only split so
+HUB, CONFIG, HUB_SPLIT = (
+    "Hothan/OlympiadBench",
+    "OE_TO_maths_en_COMP",
+    "train",
+)  # the hub calls its only split so
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
 COLUMNS = "question, final_answer (list of texts), answer_type, is_multiple_answer, unit, error, subject; English, no proofs"
-TYPES = {"Numerical": "a numerical value", "Expression": "an expression", "Equation": "an equation", "Interval": "an interval"}
+TYPES = {
+    "Numerical": "a numerical value",
+    "Expression": "an expression",
+    "Equation": "an equation",
+    "Interval": "an interval",
+}
 FREE = ("Need_human_evaluate", "Tuple")  # answer types that the prompt does not name
 
 
@@ -36,7 +45,9 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     """
     if (path or HUB) == HUB:
         if split != "test":
-            raise SystemExit(f"--split {split}: olympiad has test alone; train on another task, such as math500")
+            raise SystemExit(
+                f"--split {split}: olympiad has test alone; train on another task, such as math500"
+            )
         rows = read_rows(HUB, HUB_SPLIT, (), limit, CONFIG)
     else:
         rows = read_rows(path, split, (), limit)
@@ -45,8 +56,16 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
 
 def prompt(example: dict) -> list[dict]:
     """One user message, no examples: the task, what the answer is, its form, the problem."""
-    box = r"\boxed{multiple answers connected with commas}" if example["multiple"] else r"\boxed{answer}"
-    unit = r", note that the unit of the answer should not be included in \boxed{}" if example["unit"] else ""
+    box = (
+        r"\boxed{multiple answers connected with commas}"
+        if example["multiple"]
+        else r"\boxed{answer}"
+    )
+    unit = (
+        r", note that the unit of the answer should not be included in \boxed{}"
+        if example["unit"]
+        else ""
+    )
     content = (
         f"The following is an open-ended problem from an International {example['field']} competition. "
         f"{_type_sentence(example)}Please calculate the answer according to the given requirements and the information "
@@ -67,10 +86,20 @@ def score(completion: str, example: dict) -> float:
     found = last_box(completion)
     if found is None:
         return 0.0
-    answers, golds = answers_in(found, example["multiple"]), answers_in(example["gold"], example["multiple"])
+    answers, golds = (
+        answers_in(found, example["multiple"]),
+        answers_in(example["gold"], example["multiple"]),
+    )
     # one tolerance for all, or one each; \pm stands for two answers of one tolerance
-    errors = example["error"] if len(example["error"]) == len(golds) else example["error"][:1] * len(golds)
-    answers, golds = both_signs([(text, 0.0) for text in answers]), both_signs(list(zip(golds, errors, strict=True)))
+    errors = (
+        example["error"]
+        if len(example["error"]) == len(golds)
+        else example["error"][:1] * len(golds)
+    )
+    answers, golds = (
+        both_signs([(text, 0.0) for text in answers]),
+        both_signs(list(zip(golds, errors, strict=True))),
+    )
     return float(len(answers) == len(golds) and matched([text for text, _ in answers], golds))
 
 
@@ -105,12 +134,31 @@ def _problem(row: dict, where: str) -> dict:
         error = [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")]
     except ValueError:
         error = []
-    good = isinstance(question, str) and question.strip() and isinstance(kind, str) and type(multiple) is bool
-    good = good and isinstance(final, list) and final and all(isinstance(text, str) and text.strip() for text in final)
-    good = good and error and all(0 <= part < float("inf") for part in error) and row.get("language", "English") == "English"
-    good = good and (any(name in kind for name in FREE) or all(_kind(part) for part in kind.split(",")))
+    good = (
+        isinstance(question, str)
+        and question.strip()
+        and isinstance(kind, str)
+        and type(multiple) is bool
+    )
+    good = (
+        good
+        and isinstance(final, list)
+        and final
+        and all(isinstance(text, str) and text.strip() for text in final)
+    )
+    good = (
+        good
+        and error
+        and all(0 <= part < float("inf") for part in error)
+        and row.get("language", "English") == "English"
+    )
+    good = good and (
+        any(name in kind for name in FREE) or all(_kind(part) for part in kind.split(","))
+    )
     if not good:
-        raise SystemExit(f"{where}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}")
+        raise SystemExit(
+            f"{where}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
+        )
     return {
         "question": question,
         "gold": ", ".join(bare(text) for text in final),

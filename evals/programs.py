@@ -30,7 +30,11 @@ def defines(code: str, names: Sequence[str]) -> bool:
     """One of the names is defined in it, at the margin of the text or not: a function, class, or assignment."""
     alternatives = "|".join(map(re.escape, names))
     return bool(names) and bool(
-        re.search(rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{alternatives})\b|^(?:{alternatives})[ \t]*=", code, re.M)
+        re.search(
+            rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{alternatives})\b|^(?:{alternatives})[ \t]*=",
+            code,
+            re.M,
+        )
     )
 
 
@@ -42,12 +46,20 @@ def code_of(text: str, names: Sequence[str]) -> str | None:
     Leading blanks stay: they may be the indentation of a body.
     """
     blocks = fenced(text)
-    python = [code for language, code, closed in blocks if closed and language in ("python", "py", "python3")]
+    python = [
+        code
+        for language, code, closed in blocks
+        if closed and language in ("python", "py", "python3")
+    ]
     closed = [code for _, code, closed in blocks if closed]
     every = [code for _, code, _ in blocks]
     for group in (python, closed, every, [text]):
         if defining := [code for code in group if defines(code, names)]:
-            return trimmed(textwrap.dedent(defining[-1])) if group[-1] is text else textwrap.dedent(defining[-1])
+            return (
+                trimmed(textwrap.dedent(defining[-1]))
+                if group[-1] is text
+                else textwrap.dedent(defining[-1])
+            )
     code = (python or every or [text])[-1]
     return code if code.strip() else None
 
@@ -60,7 +72,9 @@ def trimmed(text: str) -> str:
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
     lines = code.split("\n")
-    ends = [len(lines), *(i for i in range(len(lines) - 1, 0, -1) if lines[i][:1].strip())][:MAX_CUTS]
+    ends = [len(lines), *(i for i in range(len(lines) - 1, 0, -1) if lines[i][:1].strip())][
+        :MAX_CUTS
+    ]
     return next((part for end in ends if parsed(part := "\n".join(lines[:end]))), code)
 
 
@@ -76,7 +90,11 @@ def parsed(code: str) -> ast.Module | None:
 def unquoted(text: str) -> str:
     """Without one pair of single quotes around it, or the first of a pair that is not closed."""
     inner = text.strip()
-    return inner[1:].removesuffix("'") if inner.startswith("'") and not inner.startswith("''") else text
+    return (
+        inner[1:].removesuffix("'")
+        if inner.startswith("'") and not inner.startswith("''")
+        else text
+    )
 
 
 def names_of(example: dict) -> list[str]:
@@ -92,7 +110,11 @@ def names_of(example: dict) -> list[str]:
             own.add(node.arg)
         elif isinstance(node, ast.alias):
             own.add((node.asname or node.name).partition(".")[0])
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
 
 

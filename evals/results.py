@@ -27,11 +27,15 @@ def command_line(kind: type, program: str, description: str) -> object:
         saved = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         saved = {}
-    if saved.pop("program", "") != program or saved.keys() != {field.name for field in fields(kind)}:
+    if saved.pop("program", "") != program or saved.keys() != {
+        field.name for field in fields(kind)
+    }:
         raise SystemExit(
             f"--resume {args.resume} is no directory of evals/{program}.py: config.json with its flags is not there"
         )
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    saved = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
+    }
     return tyro.cli(kind, default=kind(**saved), description=description)
 
 
@@ -47,9 +51,14 @@ def directory(flags: object, program: str, default: str) -> Iterator[Path]:
         try:
             fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise SystemExit(f"{out}: another evaluation works there; wait for its end, or take a new --out") from error
+            raise SystemExit(
+                f"{out}: another evaluation works there; wait for its end, or take a new --out"
+            ) from error
         except OSError as error:
-            print(f"{out}: no lock ({error.strerror}): start no second evaluation there", file=sys.stderr)
+            print(
+                f"{out}: no lock ({error.strerror}): start no second evaluation there",
+                file=sys.stderr,
+            )
         if not flags.resume:
             json.dump(asdict(flags) | {"program": program}, config, indent=1)
             config.flush()
@@ -65,7 +74,9 @@ def make_out(out: str, default: str) -> Path:
             break
         except OSError as error:
             if out or not path.exists():
-                raise SystemExit(f"--out {path}: the directory cannot be made ({error.strerror})") from error
+                raise SystemExit(
+                    f"--out {path}: the directory cannot be made ({error.strerror})"
+                ) from error
             number += 1
             path = Path(f"{default}-{number}")
     keep_results(path)
@@ -78,7 +89,11 @@ def keep_results(out: str | Path, tasks: Iterable[str] = ()) -> None:
     if not out:
         return
     folders = [Path(out), *(Path(out) / task for task in tasks)]
-    found = [file for folder in folders for file in (folder / "samples.jsonl", *sorted(folder.glob("samples-*.jsonl")))]
+    found = [
+        file
+        for folder in folders
+        for file in (folder / "samples.jsonl", *sorted(folder.glob("samples-*.jsonl")))
+    ]
     found += [Path(out) / name for name in ("config.json", "result.json", "results.json")]
     if files := [str(file.relative_to(out)) for file in found if file.exists()]:
         rest = "name another directory, go on with --resume, or remove them"
@@ -92,10 +107,18 @@ def begin(name: str, folder: Path, settings: dict, resume: str) -> None:
     path, settings = folder / "settings.json", json.loads(json.dumps(settings))
     before = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else settings
     free = {"batch_size"}  # changes no completion beyond rounding
-    differ = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key) and key not in free)
+    differ = sorted(
+        key
+        for key in before.keys() | settings.keys()
+        if before.get(key) != settings.get(key) and key not in free
+    )
     if differ:
-        changed = ", ".join(f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in differ)
-        raise SystemExit(f"--resume {resume}: {name} was begun with {changed}; take the old value, or a new --out")
+        changed = ", ".join(
+            f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in differ
+        )
+        raise SystemExit(
+            f"--resume {resume}: {name} was begun with {changed}; take the old value, or a new --out"
+        )
     write(path, settings)
 
 
@@ -120,18 +143,49 @@ def write_all(out: Path, model: str, results: dict[str, dict], lost: dict[str, s
 
 def table(results: dict[str, dict], lost: dict[str, str]) -> str:
     """Results as a Markdown table with aligned columns; percent, and tok/s of one rank. Behind it what was not evaluated."""
-    head = ["task", "n", "score", "by subject", "answered", "cut off", "tok/forward", "tok/s", "shots", "tokens, block, steps"]
+    head = [
+        "task",
+        "n",
+        "score",
+        "by subject",
+        "answered",
+        "cut off",
+        "tok/forward",
+        "tok/s",
+        "shots",
+        "tokens, block, steps",
+    ]
     lines = [[*head, "temperature"]]
     percent = lambda value: "" if value is None else f"{100 * value:.2f}"
     for name, result in results.items():
         how, forward = result["settings"], result["tokens_per_forward"]
         times = f" x {how['repeats']}" if how["repeats"] > 1 else ""
-        line = [name, f"{result['n']}{times}", f"{percent(result['accuracy'])} ± {percent(result['stderr'])}"]
-        line += [percent(result.get("macro_accuracy")), percent(result["answered"]), percent(result["truncated"])]
-        line += ["" if forward is None else f"{forward:.2f}", f"{result['tokens_per_s']:.0f}", str(how["shots"])]
-        line += [f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}", f"{how['temperature']:g}"]
+        line = [
+            name,
+            f"{result['n']}{times}",
+            f"{percent(result['accuracy'])} ± {percent(result['stderr'])}",
+        ]
+        line += [
+            percent(result.get("macro_accuracy")),
+            percent(result["answered"]),
+            percent(result["truncated"]),
+        ]
+        line += [
+            "" if forward is None else f"{forward:.2f}",
+            f"{result['tokens_per_s']:.0f}",
+            str(how["shots"]),
+        ]
+        line += [
+            f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}",
+            f"{how['temperature']:g}",
+        ]
         lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    return "\n".join([*rows, *(f"\n{name}: not evaluated: {message}" for name, message in lost.items())]) + "\n"
+    return (
+        "\n".join(
+            [*rows, *(f"\n{name}: not evaluated: {message}" for name, message in lost.items())]
+        )
+        + "\n"
+    )

@@ -31,7 +31,10 @@ def countdown_d1(completion: str, example: dict) -> dict[str, float]:
     """1.0 solved; 0.1 for an answer, whatever stands in it; else 0: the released code of d1, SPG and CJ-GRPO, behind their
     numbers. It also takes 100//30 and 2**3 for legal expressions.
     """
-    solved, answers = countdown.score(completion, example), (tagged_answer(completion), countdown.extract(completion, example))
+    solved, answers = (
+        countdown.score(completion, example),
+        (tagged_answer(completion), countdown.extract(completion, example)),
+    )
     return {"solved": solved, "answered": 0.0 if solved or answers == (None, None) else 0.1}
 
 
@@ -44,7 +47,10 @@ def sudoku_cells(completion: str, example: dict) -> dict[str, float]:
     if grid is None:
         return {"cells": 0.0}
     blanks = [i for i, given in enumerate(example["puzzle"]) if given == "0"]
-    agreeing = [sum(grid[i] == solution[i] for i in blanks) for solution in sudoku_solutions(example["puzzle"])]
+    agreeing = [
+        sum(grid[i] == solution[i] for i in blanks)
+        for solution in sudoku_solutions(example["puzzle"])
+    ]
     # a full board has no blank cell; it earns 1.0 when it is legal
     return {"cells": max(agreeing, default=0.0) / len(blanks) if blanks else float(bool(agreeing))}
 
@@ -74,7 +80,9 @@ def math500_d1(completion: str, example: dict) -> dict[str, float]:
     never closed; and reads a text without a box as the answer.
     """
     if example.get("style") != "tags":
-        raise SystemExit("--reward math500_d1 pays for a layout that only the prompt of --data d1 asks for")
+        raise SystemExit(
+            "--reward math500_d1 pays for a layout that only the prompt of --data d1 asks for"
+        )
     answer = tagged_answer(completion)
     is_boxed = math500.extract(completion if answer is None else answer, example) is not None
     layout = 0.25 + 0.25 * is_boxed + 0.5 * (answer is not None)
@@ -102,13 +110,25 @@ def gsm8k_d1(completion: str, example: dict) -> dict[str, float]:
     know -3 and 1,000 as integers.
     """
     if example["style"] != "tags":
-        raise SystemExit("--reward gsm8k_d1 pays for a layout that only the prompt of --data d1 asks for")
+        raise SystemExit(
+            "--reward gsm8k_d1 pays for a layout that only the prompt of --data d1 asks for"
+        )
     before, *rest = re.split("(</?(?:reasoning|answer)>)", completion)
-    soft = rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"] and not (before + rest[3]).strip()
+    soft = (
+        rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
+        and not (before + rest[3]).strip()
+    )
     strict = soft and (before, rest[3]) == ("", "\n") and rest[7] in ("", "\n")
     strict = strict and all(re.fullmatch(r"\n.*\n", part, re.DOTALL) for part in (rest[1], rest[5]))
-    tags = sum(completion.count(tag) == 1 for tag in ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>"))
-    behind = len(completion.rpartition("</answer>")[2].removeprefix("\n")) if "</answer>" in completion else 0
+    tags = sum(
+        completion.count(tag) == 1
+        for tag in ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
+    )
+    behind = (
+        len(completion.rpartition("</answer>")[2].removeprefix("\n"))
+        if "</answer>" in completion
+        else 0
+    )
     integer = re.fullmatch("-?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)", tagged_answer(completion) or "")
     return {
         "xmlcount": max(0.0, 0.125 * tags - 0.001 * behind),
@@ -127,7 +147,12 @@ def code_format(completion: str, example: dict) -> dict[str, float]:
     and fails on code whose parsing raises anything but a SyntaxError.
     """
     before, *rest = re.split(r"^```", completion.rstrip(), flags=re.MULTILINE)
-    whole = len(rest) == 2 and rest[0].startswith("python\n") and not rest[1] and "```" not in before + rest[0]
+    whole = (
+        len(rest) == 2
+        and rest[0].startswith("python\n")
+        and not rest[1]
+        and "```" not in before + rest[0]
+    )
     code = rest[0].removeprefix("python\n").strip() if whole else ""
     return {"block": 0.25 if whole else 0.0, "syntax": 0.25 if code and parsed(code) else 0.0}
 
@@ -138,7 +163,11 @@ def mbpp_diffucoder(completion: str, example: dict) -> dict[str, float]:
     There a test is passed by exit status 0, so sys.exit(0) earns all of it, and one timeout voids the completion.
     """
     form = code_format(completion, example)
-    jobs = [mbpp.job(completion, example | {"tests": [test]}) for test in example["tests"]] if form["syntax"] else []
+    jobs = (
+        [mbpp.job(completion, example | {"tests": [test]}) for test in example["tests"]]
+        if form["syntax"]
+        else []
+    )
     return form | {"passed": 2.0 * sum(pass_or_fail(jobs)) / len(jobs) if jobs else 0.0}
 
 
@@ -157,12 +186,23 @@ REWARDS = {
     "code_format": code_format,
 }
 # the task whose examples a reward reads; one that is not named here fits every task
-TASKS = {"countdown_partial": countdown, "countdown_d1": countdown, "sudoku_cells": sudoku, "mbpp_diffucoder": mbpp}
+TASKS = {
+    "countdown_partial": countdown,
+    "countdown_d1": countdown,
+    "sudoku_cells": sudoku,
+    "mbpp_diffucoder": mbpp,
+}
 TASKS |= {"gsm8k_boxed": gsm8k, "gsm8k_d1": gsm8k, "gsm8k_deepscaler": gsm8k, "math500_d1": math500}
-TASKS |= {"math500_hendrycks": math500, "math500_deepscaler": math500, "math500_last_number": math500}
+TASKS |= {
+    "math500_hendrycks": math500,
+    "math500_deepscaler": math500,
+    "math500_last_number": math500,
+}
 
 
-def load_reward(name: str, task: ModuleType) -> Callable[[list[str], list[dict]], list[dict[str, float]]]:
+def load_reward(
+    name: str, task: ModuleType
+) -> Callable[[list[str], list[dict]], list[dict[str, float]]]:
     """--reward NAME -> function(completions, examples) -> components of each; an empty name -> the score of `task`, "score".
 
     A rollout is one batch: programs and mathematical answers are judged in processes of their own, on all cores of this rank,
@@ -172,12 +212,18 @@ def load_reward(name: str, task: ModuleType) -> Callable[[list[str], list[dict]]
     """
     short = lambda module: module.__name__.removeprefix("evals.")
     if name and not (name in REWARDS and TASKS.get(name, task) is task):
-        fitting = "; ".join(f"{reward} for {short(TASKS[reward]) if reward in TASKS else 'every task'}" for reward in REWARDS)
+        fitting = "; ".join(
+            f"{reward} for {short(TASKS[reward]) if reward in TASKS else 'every task'}"
+            for reward in REWARDS
+        )
         problem = f"does not fit {short(task)}" if name in REWARDS else "no such reward"
         raise SystemExit(f"--reward {name}: {problem}; known: {fitting}")
 
     def rewards(completions: list[str], examples: list[dict]) -> list[dict[str, float]]:
-        keys = [(completion, id(example)) for completion, example in zip(completions, examples, strict=True)]
+        keys = [
+            (completion, id(example))
+            for completion, example in zip(completions, examples, strict=True)
+        ]
         once = {key: example for key, example in zip(keys, examples, strict=True)}
         texts, asked = [text for text, _ in once], list(once.values())
         if name:
@@ -189,7 +235,9 @@ def load_reward(name: str, task: ModuleType) -> Callable[[list[str], list[dict]]
             for part, value in found[key].items():
                 if not math.isfinite(value):
                     where = f"--task {short(task)}: {part} of completion {i} of {len(keys)} is {value}, not finite"
-                    raise SystemExit(f"{where}; --reward {name or 'none: the score'}, completion {key[0][:60]!a}")
+                    raise SystemExit(
+                        f"{where}; --reward {name or 'none: the score'}, completion {key[0][:60]!a}"
+                    )
         return [dict(found[key]) for key in keys]
 
     return rewards

@@ -140,14 +140,20 @@ REPEATED = ("aime24", "aime25")  # tasks that --repeats of evals/run.py is for
 
 def main(task_name: str) -> None:
     """Command line of evals/<task_name>.py. Unusable input ends in SystemExit with one line that says what to change."""
-    from evals.rewards import load_reward  # here, because the tasks that it imports import this file
+    from evals.rewards import (
+        load_reward,
+    )  # here, because the tasks that it imports import this file
 
-    args = results.command_line(Args, task_name, f"Evaluate a model, or score given completions, on {task_name}.")
+    args = results.command_line(
+        Args, task_name, f"Evaluate a model, or score given completions, on {task_name}."
+    )
     task = import_module(f"evals.{task_name}")
     if bool(args.model) == bool(args.completions):
         raise SystemExit("give either --model (generate and score) or --completions (only score)")
     if args.resume and args.completions:
-        raise SystemExit(f"--resume {args.resume} only scored {args.completions}: score again, with a new --out")
+        raise SystemExit(
+            f"--resume {args.resume} only scored {args.completions}: score again, with a new --out"
+        )
     reward = load_reward(args.reward, task) if args.reward != "none" else None
     check_counts(args.batch_size, args.limit, args.repeats)
     if not args.resume:
@@ -156,32 +162,60 @@ def main(task_name: str) -> None:
     if not examples:
         raise SystemExit(f"--data {args.data}: no rows")
     if reward:
-        reward([TRIAL], examples[:1])  # SystemExit for examples that it does not fit, before anything is generated
+        reward(
+            [TRIAL], examples[:1]
+        )  # SystemExit for examples that it does not fit, before anything is generated
 
     rank, ranks, device = place() if args.model else (0, 1, "cpu")
     name = Path(args.model).name if args.model else Path(args.completions).stem
     default = f"runs/eval-{task_name}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    source = {"data": args.data, "split": args.split, "limit": args.limit, "torch": version("torch")}
+    source = {
+        "data": args.data,
+        "split": args.split,
+        "limit": args.limit,
+        "torch": version("torch"),
+    }
     with ExitStack() as held:  # by rank 0, the lock of the directory
         take = lambda: held.enter_context(results.directory(args, task_name, default))
         if args.model:
             out = broadcast(take) if args.resume else None
-            engine, tokenizer = load_engine(args.model, args.rollout_backend, device, args.batch_size)
+            engine, tokenizer = load_engine(
+                args.model, args.rollout_backend, device, args.batch_size
+            )
             prompts = [task.prompt(example) for example in examples]
-            source |= task_settings(vars(args), engine, task_name, task, examples, prompts, args.repeats)
+            source |= task_settings(
+                vars(args), engine, task_name, task, examples, prompts, args.repeats
+            )
             source |= {"reward": args.reward} if reward else {}
             print_plan(engine, source, rank)
             out = out or broadcast(take)
             broadcast(lambda: results.begin(task_name, out, source, args.resume))
-            rows = evaluate(task_name, task, examples, prompts, engine, tokenizer, source, args.batch_size, out, reward)
+            rows = evaluate(
+                task_name,
+                task,
+                examples,
+                prompts,
+                engine,
+                tokenizer,
+                source,
+                args.batch_size,
+                out,
+                reward,
+            )
             counts, repeats = {}, source["repeats"]
         else:
             repeats = args.repeats or 1
             rows, faults, missing = samples.given(args.completions, len(examples), repeats)
             samples.name_faults(args.completions, faults, "rows not used")
-            samples.name_faults(args.completions, missing, "problems without a completion, not in the mean: index")
+            samples.name_faults(
+                args.completions, missing, "problems without a completion, not in the mean: index"
+            )
             counts = {"unused": len(faults), "missing": len(missing)}
-            source |= {"evals_hash": hash_of_evals(), "repeats": repeats, "completions": args.completions}
+            source |= {
+                "evals_hash": hash_of_evals(),
+                "repeats": repeats,
+                "completions": args.completions,
+            }
             out = take()
             with tqdm(total=len(rows), desc=task_name, disable=None) as bar:
                 parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
@@ -204,8 +238,12 @@ def many() -> None:
     check_counts(args.batch_size, args.limit, args.repeats)
     tasks = {name: load_task(name) for name in names}
     data = dict(item.partition("=")[::2] for item in args.data)
-    if unknown := [item for item in args.data if "=" not in item or item.partition("=")[0] not in tasks]:
-        raise SystemExit(f"--data {' '.join(unknown)}: give TASK=SOURCE, where TASK is one of {', '.join(names)}")
+    if unknown := [
+        item for item in args.data if "=" not in item or item.partition("=")[0] not in tasks
+    ]:
+        raise SystemExit(
+            f"--data {' '.join(unknown)}: give TASK=SOURCE, where TASK is one of {', '.join(names)}"
+        )
     if not args.resume:
         results.keep_results(args.out, names)
 
@@ -232,7 +270,12 @@ def many() -> None:
         for name, loaded in examples.items():
             task, folder = tasks[name], out / name
             prompts = [task.prompt(example) for example in loaded]
-            source = {"data": data.get(name, ""), "split": "test", "limit": args.limit, "torch": version("torch")}
+            source = {
+                "data": data.get(name, ""),
+                "split": "test",
+                "limit": args.limit,
+                "torch": version("torch"),
+            }
             repeats = args.repeats if name in REPEATED else None
             try:
                 source |= task_settings(vars(args), engine, name, task, loaded, prompts, repeats)
@@ -240,17 +283,29 @@ def many() -> None:
             except SystemExit as error:
                 lose(lost, name, str(error), rank)
                 continue
-            broadcast(lambda name=name, folder=folder, source=source: results.begin(name, folder, source, args.resume))
-            rows = evaluate(name, task, loaded, prompts, engine, tokenizer, source, args.batch_size, folder)
+            broadcast(
+                lambda name=name, folder=folder, source=source: results.begin(
+                    name, folder, source, args.resume
+                )
+            )
+            rows = evaluate(
+                name, task, loaded, prompts, engine, tokenizer, source, args.batch_size, folder
+            )
             if rank == 0:
-                made[name] = samples.summary(name, rows, loaded, source["repeats"]) | {"settings": source | {"ranks": ranks}}
+                made[name] = samples.summary(name, rows, loaded, source["repeats"]) | {
+                    "settings": source | {"ranks": ranks}
+                }
                 results.write(folder / "result.json", made[name])
                 results.write_all(out, args.model, made, lost)
         if rank == 0:
             results.write_all(out, args.model, made, lost)
             print(results.table(made, lost) + f"\n{out}/results.json", flush=True)
     if lost:
-        raise SystemExit(f"{len(lost)} of {len(names)} tasks not evaluated: {', '.join(lost)}" if rank == 0 else 1)
+        raise SystemExit(
+            f"{len(lost)} of {len(names)} tasks not evaluated: {', '.join(lost)}"
+            if rank == 0
+            else 1
+        )
 
 
 def check_counts(batch_size: int, limit: int | None, repeats: int | None) -> None:
@@ -271,8 +326,14 @@ def place() -> tuple[int, int, str]:
     if device != "cpu":
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(days=2))  # a rank may be done with a long task much earlier
-    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
+        dist.init_process_group(
+            "gloo", timeout=timedelta(days=2)
+        )  # a rank may be done with a long task much earlier
+    return (
+        (dist.get_rank(), dist.get_world_size(), device)
+        if dist.is_initialized()
+        else (0, 1, device)
+    )
 
 
 def broadcast(make: object) -> object:
@@ -301,7 +362,11 @@ def same_everywhere(names: list[str]) -> None:
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, names)
         if uneven := sorted(set().union(*everywhere) - set.intersection(*map(set, everywhere))):
-            raise SystemExit(f"only some ranks could load {', '.join(uneven)}; start again" if dist.get_rank() == 0 else 1)
+            raise SystemExit(
+                f"only some ranks could load {', '.join(uneven)}; start again"
+                if dist.get_rank() == 0
+                else 1
+            )
 
 
 def load_engine(model: str, backend: str, device: str, batch_size: int) -> tuple[object, object]:
@@ -328,7 +393,13 @@ def hash_of(rows: list) -> str:
 
 
 def task_settings(
-    flags: dict, engine: object, name: str, task: ModuleType, examples: list, prompts: list, repeats: int | None
+    flags: dict,
+    engine: object,
+    name: str,
+    task: ModuleType,
+    examples: list,
+    prompts: list,
+    repeats: int | None,
 ) -> dict:
     """All that decides the completions of a task, for result.json: `flags` of the command line, else evals/decoding.py.
     SystemExit for repeats that would be the same."""
@@ -336,19 +407,29 @@ def task_settings(
     known = decoding.settings(flags["model"], model_type, name, examples[0].get("style", ""))
     sampling = {key: known.get(key) if flags[key] is None else flags[key] for key in SAMPLING}
     repeats = repeats or known["repeats"]
-    if repeats > 1 and not (sampling["temperature"] or sampling["alg_temp"] or sampling["remasking"] == "random"):
-        raise SystemExit(f"--repeats {repeats}: without a draw all repeats are the same; set --temperature above 0")
+    if repeats > 1 and not (
+        sampling["temperature"] or sampling["alg_temp"] or sampling["remasking"] == "random"
+    ):
+        raise SystemExit(
+            f"--repeats {repeats}: without a draw all repeats are the same; set --temperature above 0"
+        )
     own_blocks = sampling["schedule"] == "ascending" and not sampling["block_length"]
-    version_of = getattr(task, "VERSION", name)  # of the prompt: one name, or one for each style of examples
+    version_of = getattr(
+        task, "VERSION", name
+    )  # of the prompt: one name, or one for each style of examples
     shots = sum(message["role"] == "assistant" for message in prompts[0])
     return {
         "model": flags["model"],
         "weights": stamp(engine.model.sources),
         "rollout_backend": flags["rollout_backend"],
-        "engine": f"lmdeploy {engine.version}" if hasattr(engine, "version") else type(engine).__name__,
+        "engine": f"lmdeploy {engine.version}"
+        if hasattr(engine, "version")
+        else type(engine).__name__,
         "device": device_name(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "prompt": version_of if isinstance(version_of, str) else version_of[examples[0].get("style", "")],
+        "prompt": version_of
+        if isinstance(version_of, str)
+        else version_of[examples[0].get("style", "")],
         "prompts_hash": hash_of(prompts),
         "examples_hash": hash_of(examples),
         "evals_hash": hash_of_evals(),
@@ -366,7 +447,9 @@ def stamp(sources: tuple) -> str:
     weights that have changed; "" of random ones."""
     folders = [Path(folder) for folder in (sources[0], *sources[1]) if folder]
     files = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for f in folders for path in sorted(f.glob("*.safetensors"))
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for f in folders
+        for path in sorted(f.glob("*.safetensors"))
     ]
     return blake2b(json.dumps(files).encode(), digest_size=6).hexdigest() if files else ""
 
@@ -409,14 +492,21 @@ def evaluate(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     kept = broadcast(lambda: samples.gather(folder))
     done = {(row.get("repeat", 0), row["index"]) for row in kept}
-    together = batch_size * (4 if engine.refills else 1)  # prompts of a call: some wait for the places of those that end
+    together = batch_size * (
+        4 if engine.refills else 1
+    )  # prompts of a call: some wait for the places of those that end
     calls = samples.shares(done, len(examples), settings["repeats"], together, ranks)[rank::ranks]
     if calls:  # a sandbox that does not work ends the run before anything is generated
         samples.scored(task, [{"index": 0, "completion": TRIAL}], examples)
-    batches = samples.generated(engine, tokenizer, prompts, calls, settings["repeats"], **generation(settings))
+    batches = samples.generated(
+        engine, tokenizer, prompts, calls, settings["repeats"], **generation(settings)
+    )
     if rank == 0 and kept:
         print(f"{name}: {len(kept)} finished samples are kept", file=sys.stderr)
-    total, title = sum(end - first for _, first, end in calls), name if ranks == 1 else f"{name} (rank 0 of {ranks})"
+    total, title = (
+        sum(end - first for _, first, end in calls),
+        name if ranks == 1 else f"{name} (rank 0 of {ranks})",
+    )
     with tqdm(total=total, desc=title, disable=None if rank == 0 else True) as bar:
         path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
         samples.write_scored(path, batches, task, examples, reward, bar)
@@ -426,7 +516,9 @@ def evaluate(
         return None
     rows, asked = samples.gather(folder), len(examples) * settings["repeats"]
     if len(rows) != asked:
-        raise SystemExit(f"{folder} has {len(rows)} of {asked} samples of {name}: do all ranks see the same directory?")
+        raise SystemExit(
+            f"{folder} has {len(rows)} of {asked} samples of {name}: do all ranks see the same directory?"
+        )
     return rows
 
 

@@ -29,7 +29,9 @@ NAMED = 20  # faults that are named one by one on stderr; result.json counts all
 WAITING = 4  # batches that may wait for their scores while the engine goes on
 
 
-def given(path: str, num_examples: int, repeats: int = 1) -> tuple[list[dict], list[str], list[str]]:
+def given(
+    path: str, num_examples: int, repeats: int = 1
+) -> tuple[list[dict], list[str], list[str]]:
     """Rows {"index", "completion"} of a .jsonl (or .jsonl.gz), in file order; other keys are dropped, so a samples.jsonl can be
     scored again. With repeats > 1 they also have "repeat", one of 0..repeats-1.
 
@@ -54,9 +56,17 @@ def given(path: str, num_examples: int, repeats: int = 1) -> tuple[list[dict], l
             lines[row["index"], row.get("repeat", 0)] = line
             rows.append(row)
     if not rows:
-        raise SystemExit(f"{path} {faults[0]}" if len(faults) == 1 else "; ".join([f"{path}: no completions", *faults[:NAMED]]))
+        raise SystemExit(
+            f"{path} {faults[0]}"
+            if len(faults) == 1
+            else "; ".join([f"{path}: no completions", *faults[:NAMED]])
+        )
     asked = product(range(num_examples), range(repeats))
-    missing = [f"{i} of repeat {repeat}" if repeats > 1 else str(i) for i, repeat in asked if (i, repeat) not in lines]
+    missing = [
+        f"{i} of repeat {repeat}" if repeats > 1 else str(i)
+        for i, repeat in asked
+        if (i, repeat) not in lines
+    ]
     return rows, faults, missing
 
 
@@ -74,7 +84,10 @@ def _row(raw: bytes, num_examples: int, repeats: int) -> dict | str:
         row = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return "not UTF-8"
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits and 100,000 brackets are no JSONDecodeErrors
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of 5,000 digits and 100,000 brackets are no JSONDecodeErrors
         return f"not JSON ({getattr(error, 'msg', type(error).__name__)})"
     if not isinstance(row, dict):
         return f"a JSON object is needed, not {type(row).__name__}"
@@ -95,7 +108,9 @@ def name_faults(source: str, faults: list[str], what: str) -> None:
         print(f"{source}: {len(faults)} {what}: {'; '.join(faults[:NAMED])}{more}", file=sys.stderr)
 
 
-def shares(done: set[tuple[int, int]], num_examples: int, repeats: int, most: int, ranks: int) -> list[tuple[int, int, int]]:
+def shares(
+    done: set[tuple[int, int]], num_examples: int, repeats: int, most: int, ranks: int
+) -> list[tuple[int, int, int]]:
     """(repeat, first, end) of the calls of the engine that answer all but `done`, a set of (repeat, index): at most `most`
     examples a call, and for every rank a call where there are so many. Dealt out to the ranks in turn."""
     left = [key for key in product(range(repeats), range(num_examples)) if key not in done]
@@ -109,7 +124,13 @@ def shares(done: set[tuple[int, int]], num_examples: int, repeats: int, most: in
 
 
 def generated(
-    engine: object, tokenizer: object, prompts: list[list[dict]], calls: list, repeats: int, seed: int, **sampling: object
+    engine: object,
+    tokenizer: object,
+    prompts: list[list[dict]],
+    calls: list,
+    repeats: int,
+    seed: int,
+    **sampling: object,
 ) -> Iterator[list[dict]]:
     """Rows of each of `calls` (`shares`), without scores. Repeat r is drawn with seed + r, example i as sample i of that seed,
     so that neither calls nor ranks change a completion. `sampling` goes to engine.generate."""
@@ -118,8 +139,13 @@ def generated(
     for repeat, first, end in calls:
         began = perf_counter()
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[first:end]]
-        trace = engine.generate(ids, num_samples=1, sample_offset=first, **sampling, seed=seed + repeat)
-        kept = [row[mask].tolist() for row, mask in zip(trace.completion_ids, trace.completion_mask, strict=True)]
+        trace = engine.generate(
+            ids, num_samples=1, sample_offset=first, **sampling, seed=seed + repeat
+        )
+        kept = [
+            row[mask].tolist()
+            for row, mask in zip(trace.completion_ids, trace.completion_mask, strict=True)
+        ]
         truncated = trace.truncated.tolist()
         forwards = [None] * len(ids) if trace.num_forwards is None else trace.num_forwards.tolist()
         seconds = (perf_counter() - began) / len(ids)
@@ -138,7 +164,9 @@ def generated(
         ]
 
 
-def scored(task: ModuleType, rows: list[dict], examples: list[dict], reward: Callable | None = None) -> list[dict]:
+def scored(
+    task: ModuleType, rows: list[dict], examples: list[dict], reward: Callable | None = None
+) -> list[dict]:
     """Rows with score, answer, where there is a `reward` its components, and `failed` where no verdict could be had.
 
     Where a completion makes the scorer of all raise, each is scored by itself and that one has score 0 and the exception.
@@ -149,16 +177,31 @@ def scored(task: ModuleType, rows: list[dict], examples: list[dict], reward: Cal
     try:
         scores = score_all(task, completions, asked)
     except Exception:
-        scores = [_alone(task, completion, example) for completion, example in zip(completions, asked, strict=True)]
+        scores = [
+            _alone(task, completion, example)
+            for completion, example in zip(completions, asked, strict=True)
+        ]
     for row, example, score in zip(rows, asked, scores, strict=True):
-        row |= {"score": 0.0, "answer": None, "failed": score} if isinstance(score, str) else {"score": score}
+        row |= (
+            {"score": 0.0, "answer": None, "failed": score}
+            if isinstance(score, str)
+            else {"score": score}
+        )
         try:
             row["answer"] = None if "failed" in row else task.extract(row["completion"], example)
             if reward:
                 row["reward"] = reward([row["completion"]], [example])[0]
         except Exception as error:
-            row |= {"score": 0.0, "answer": None, "failed": f"{type(error).__name__}: {str(error)[:200]}"}
-        if row["answer"] and not row["score"] and any(text in row["answer"] for text in math_grader.NO_VERDICT):
+            row |= {
+                "score": 0.0,
+                "answer": None,
+                "failed": f"{type(error).__name__}: {str(error)[:200]}",
+            }
+        if (
+            row["answer"]
+            and not row["score"]
+            and any(text in row["answer"] for text in math_grader.NO_VERDICT)
+        ):
             if math_grader.lacks_verdict(lambda: task.score(row["completion"], example)):  # noqa: B023
                 row["failed"] = "the math grader gave no verdict"
     return rows
@@ -173,7 +216,12 @@ def _alone(task: ModuleType, completion: str, example: dict) -> float | str:
 
 
 def write_scored(
-    path: Path, batches: Iterator, task: ModuleType, examples: list[dict], reward: Callable | None, bar: tqdm
+    path: Path,
+    batches: Iterator,
+    task: ModuleType,
+    examples: list[dict],
+    reward: Callable | None,
+    bar: tqdm,
 ) -> None:
     """Append the rows of batches to a .jsonl. A thread scores a batch while the next is made: the engine does not wait.
     SystemExit where the sandbox does not work."""
@@ -205,14 +253,18 @@ def read_samples(folder: Path) -> list[dict]:
                 row = json.loads(line)
                 rows[row.get("repeat", 0), row["index"]] = row
             except (ValueError, AttributeError, KeyError) as error:
-                raise SystemExit(f"{path} line {number} is damaged; remove that line, and its sample is made again") from error
+                raise SystemExit(
+                    f"{path} line {number} is damaged; remove that line, and its sample is made again"
+                ) from error
     return [rows[key] for key in sorted(rows)]
 
 
 def gather(folder: Path) -> list[dict]:
     """`read_samples`, put into one samples.jsonl; one rank alone calls it."""
     rows = read_samples(folder)
-    (folder / ".samples.tmp").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / ".samples.tmp").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     os.replace(folder / ".samples.tmp", folder / "samples.jsonl")
     for path in folder.glob("samples-*.jsonl"):
         path.unlink()
@@ -235,8 +287,13 @@ def summary(name: str, rows: list[dict], examples: list[dict], repeats: int = 1)
         by_subject.setdefault(examples[row["index"]].get("subject"), []).append(row["score"])
     mean = lambda scores: sum(scores) / len(scores)
     if repeats > 1:
-        stderr = math.sqrt(sum((mean(scores) - accuracy) ** 2 for scores in by_problem.values())) / len(by_problem)
-        spread = {"repeats": repeats, "accuracies": [mean(by_repeat[repeat]) for repeat in sorted(by_repeat)]}
+        stderr = math.sqrt(
+            sum((mean(scores) - accuracy) ** 2 for scores in by_problem.values())
+        ) / len(by_problem)
+        spread = {
+            "repeats": repeats,
+            "accuracies": [mean(by_repeat[repeat]) for repeat in sorted(by_repeat)],
+        }
     made = "tokens" in rows[0]
     result = {"task": name, "n": len(by_problem), "accuracy": accuracy, "stderr": stderr, **spread}
     result["answered"] = sum(row["answer"] is not None for row in rows) / n
@@ -249,9 +306,16 @@ def summary(name: str, rows: list[dict], examples: list[dict], repeats: int = 1)
         result["tokens_per_forward"] = None if None in forwards else tokens / sum(forwards)
         result["tokens_per_s"] = tokens / sum(row["seconds"] for row in rows)
     if components := next((list(row["reward"]) for row in rows if "reward" in row), None):
-        means = {part: sum(row.get("reward", {}).get(part, 0.0) for row in rows) / n for part in components}
+        means = {
+            part: sum(row.get("reward", {}).get(part, 0.0) for row in rows) / n
+            for part in components
+        }
         result["reward"] = {"mean": sum(means.values()), "components": means}
     failed = [row for row in rows if "failed" in row]
     result["failed"] = len(failed)
-    name_faults(name, [f"index {row['index']}: {row['failed']}" for row in failed], "without a verdict, scored 0")
+    name_faults(
+        name,
+        [f"index {row['index']}: {row['failed']}" for row in failed],
+        "without a verdict, scored 0",
+    )
     return result

@@ -145,7 +145,12 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
         "paths": [*libraries, *site_packages],
     }
     tests = {"tests": job.tests, "prelude": job.prelude, "nonce": nonce}
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "TZ": "UTC"}
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PYTHONHASHSEED": "0",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+    }
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     process = subprocess.Popen(
         [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", str(CHILD)],
@@ -158,7 +163,11 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
         bufsize=0,
     )
     answer, ended = b"", False
-    with process.stdin, process.stdout, process.stderr:  # stdin stays open: its end would tell that we are gone
+    with (
+        process.stdin,
+        process.stdout,
+        process.stderr,
+    ):  # stdin stays open: its end would tell that we are gone
         try:
             with suppress(BrokenPipeError):  # it has said why on stderr
                 for message in (program, tests):
@@ -174,13 +183,17 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
                     part = os.read(process.stdout.fileno(), 1 << 20)
                     answer, ended = answer + part, not part
         finally:
-            if not ended:  # an interrupt, or a supervisor that hangs; the PID namespace dies with it
+            if (
+                not ended
+            ):  # an interrupt, or a supervisor that hangs; the PID namespace dies with it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         error = b"" if answer else process.stderr.read(1 << 16) or b""
     if len(answer) < 8 or len(answer) != 8 + struct.unpack("<Q", answer[:8])[0]:
         lines = error.decode(errors="replace").strip().splitlines()
-        raise SandboxError(f"sandbox: no answer from its supervisor ({lines[-1] if lines else f'exit {process.returncode}'})")
+        raise SandboxError(
+            f"sandbox: no answer from its supervisor ({lines[-1] if lines else f'exit {process.returncode}'})"
+        )
     fields = json.loads(answer[8:])
     if fields.pop("nonce", nonce) != nonce:
         raise SandboxError("sandbox: a verdict with a wrong nonce")

@@ -22,9 +22,22 @@ import time
 from types import ModuleType
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NAMESPACES = {"network": 0x40000000, "ipc": 0x08000000, "files": 0x00020000, "processes": 0x20000000}  # CLONE_NEW*
+NAMESPACES = {
+    "network": 0x40000000,
+    "ipc": 0x08000000,
+    "files": 0x00020000,
+    "processes": 0x20000000,
+}  # CLONE_NEW*
 NEW_USER = 0x10000000
-READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18  # mount(2)
+READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = (
+    1,
+    2,
+    4,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)  # mount(2)
 DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # prctl(2)
 MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the memory of the tests
 MAX_OUTPUT = 64 << 10  # bytes of stdout and stderr that are kept
@@ -93,7 +106,9 @@ def encode(value: object) -> object:
         return str.__str__(value)
     if isinstance(value, int):
         value = int.__int__(value)
-        return value if abs(value) < 1 << 63 else ["int", hex(value)]  # hex: linear in the length, decimals are not
+        return (
+            value if abs(value) < 1 << 63 else ["int", hex(value)]
+        )  # hex: linear in the length, decimals are not
     if isinstance(value, float):
         return float.__float__(value)
     for kind, base in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset)):
@@ -135,7 +150,11 @@ def decode(message: object) -> object:
     kind, content = message
     if kind in ("list", "tuple", "set", "frozenset", "iterator"):
         items = [decode(item) for item in content]
-        return items if kind == "list" else {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](items)
+        return (
+            items
+            if kind == "list"
+            else {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](items)
+        )
     if kind == "dict":
         return {decode(key): decode(item) for key, item in content}
     if kind == "int":
@@ -150,7 +169,10 @@ def decode(message: object) -> object:
         import numpy
 
         dtype, values = content
-        return numpy.array(decode(values), dtype=numpy.dtype(dtype) if numpy.dtype(dtype).kind in "biufcSU" else None)
+        return numpy.array(
+            decode(values),
+            dtype=numpy.dtype(dtype) if numpy.dtype(dtype).kind in "biufcSU" else None,
+        )
     if kind in ("Decimal", "Fraction"):
         from decimal import Decimal
         from fractions import Fraction
@@ -179,7 +201,14 @@ def system(call: str, *arguments: object) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    system("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    system(
+        "prctl",
+        option,
+        ctypes.c_ulong(value),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+        ctypes.c_ulong(0),
+    )
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -233,7 +262,9 @@ def enter_namespaces(without: list[str]) -> dict[str, str]:
     except OSError as error:
         missing["shared memory"] = error.strerror
     if user and not reason:
-        new_user((user, 0), (group, 0))  # the caller's uid again, and no rights over what was made so far
+        new_user(
+            (user, 0), (group, 0)
+        )  # the caller's uid again, and no rights over what was made so far
     for name in ("network", "files", "processes"):
         leave(name)
     return missing
@@ -256,7 +287,13 @@ def make_root(folder: str, paths: list[str], owner: int | None) -> None:
             mount("", folder + path, "", BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
             bound.append(path)
     os.mkdir(f"{folder}/sandbox")
-    mount("tmpfs", f"{folder}/sandbox", "tmpfs", NO_SUID | NO_DEVICES, "size=32m,nr_inodes=4096,mode=700")
+    mount(
+        "tmpfs",
+        f"{folder}/sandbox",
+        "tmpfs",
+        NO_SUID | NO_DEVICES,
+        "size=32m,nr_inodes=4096,mode=700",
+    )
     if owner is not None:
         os.chown(f"{folder}/sandbox", owner, owner)
     mount("", folder, "", REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
@@ -306,17 +343,33 @@ def described(error: BaseException) -> dict:
     return {"raise": type(error).__name__[:100], "detail": detail}
 
 
-def candidate(job: dict, requests: int, replies: int, output: int, uid: int | None, missing: dict) -> None:
+def candidate(
+    job: dict, requests: int, replies: int, output: int, uid: int | None, missing: dict
+) -> None:
     """Run the program, then answer calls of its functions until the pipe ends."""
     os.setsid()
-    for fd, target in ((os.open("/dev/null", os.O_RDWR), 0), (output, 1), (output, 2), (requests, 60), (replies, 61)):
+    for fd, target in (
+        (os.open("/dev/null", os.O_RDWR), 0),
+        (output, 1),
+        (output, 2),
+        (requests, 60),
+        (replies, 61),
+    ):
         os.dup2(fd, target)
     os.closerange(3, 60)
     os.closerange(62, 4096)
     processes = job["processes"]
     if uid is None and "uid" in missing:  # the limit counts all of this user's
         processes += count_processes(os.getuid())
-    limit(NPROC=processes, AS=job["memory"], CPU=int(job["timeout"]) + 1, FSIZE=4 << 20, NOFILE=64, CORE=0, MSGQUEUE=0)
+    limit(
+        NPROC=processes,
+        AS=job["memory"],
+        CPU=int(job["timeout"]) + 1,
+        FSIZE=4 << 20,
+        NOFILE=64,
+        CORE=0,
+        MSGQUEUE=0,
+    )
     limit(STACK=64 << 20, MEMLOCK=0)
     become(uid)
     try:
@@ -369,7 +422,11 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
         if "raise" in reply:
             kind = getattr(__builtins__, str(reply["raise"]), None)
             detail = str(reply.get("detail"))[:500]
-            if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, (OSError, UnicodeError)):
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, Exception)
+                and not issubclass(kind, (OSError, UnicodeError))
+            ):
                 raise kind(detail)
             raise CandidateError(f"{reply['raise']}: {detail}")
         return reply
@@ -378,7 +435,9 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
         def call(*arguments, **named):
             try:
                 request = encode((name, arguments, named))
-            except Unsupported as error:  # says something about the tests, nothing about the candidate
+            except (
+                Unsupported
+            ) as error:  # says something about the tests, nothing about the candidate
                 unsupported.append(str(error))
                 raise
             return decode(ask({"call": request})["value"])
@@ -391,9 +450,16 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
             return {"passed": False, "reason": "setup", "detail": setup}
         ready = receive(answers, MAX_MESSAGE)
         if "ready" not in ready:
-            return {"passed": False, "reason": "error", "detail": f"{ready.get('raise')}: {ready.get('detail')}"}
+            return {
+                "passed": False,
+                "reason": "error",
+                "detail": f"{ready.get('raise')}: {ready.get('detail')}",
+            }
         if job["mode"] == "nonce":
-            passed = ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce") == tests["nonce"]
+            passed = (
+                ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
+                == tests["nonce"]
+            )
             return {"passed": passed, "reason": "passed" if passed else "exited", "detail": ""}
         space = {"__name__": "__main__"}
         exec(compile(tests["prelude"], "<prelude>", "exec"), space)
@@ -406,7 +472,11 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
         if unsupported:
             return {"passed": False, "reason": "unsupported", "detail": unsupported[0]}
         reason = "wrong" if isinstance(error, AssertionError) else "error"
-        return {"passed": False, "reason": reason, "detail": f"{type(error).__name__}: {error}"[:600]}
+        return {
+            "passed": False,
+            "reason": reason,
+            "detail": f"{type(error).__name__}: {error}"[:600],
+        }
 
 
 def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing: dict) -> None:
@@ -526,7 +596,9 @@ def remove(folder: str, mounted: bool) -> None:
 def supervise() -> None:
     """One job from stdin, one result to stdout. Ends everything when stdin ends, because then the caller is gone."""
     job = receive(0)
-    write("/proc/self/oom_score_adj", "1000")  # short of memory, the kernel takes these processes first
+    write(
+        "/proc/self/oom_score_adj", "1000"
+    )  # short of memory, the kernel takes these processes first
     sys.path.extend(job["site_packages"])
     prctl(SUBREAPER, 1)
     missing = enter_namespaces(job["without"])
@@ -569,7 +641,11 @@ def supervise() -> None:
             if now >= next_look:
                 next_look = now + WATCH
                 if sum(descendants(first).values()) > job["memory"] + (256 << 20):
-                    result = {"passed": False, "reason": "memory", "detail": "of all its processes together"}
+                    result = {
+                        "passed": False,
+                        "reason": "memory",
+                        "detail": "of all its processes together",
+                    }
                     break
             for fd, _ in poll.poll(max(0, min(deadline, next_look) - now) * 1000 + 1):
                 part = os.read(fd, 1 << 16)
@@ -582,7 +658,11 @@ def supervise() -> None:
                     if fd == 0:
                         raise CallerGone
                     if fd == verdict:
-                        result = {"passed": False, "reason": "exited", "detail": "the tests ended without a verdict"}
+                        result = {
+                            "passed": False,
+                            "reason": "exited",
+                            "detail": "the tests ended without a verdict",
+                        }
             if len(answer) >= 8 and len(answer) == 8 + struct.unpack("<Q", answer[:8])[0]:
                 result = json.loads(answer[8:])
     except (CallerGone, CandidateGone):

@@ -65,7 +65,9 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     for number, row in enumerate(read_rows(path, split, PRESETS, limit), 1):
         board = _board(row)
         if board is None:
-            raise SystemExit(f"{path} row {number}: cannot read a board from {describe_columns(row)}; needs {COLUMNS}")
+            raise SystemExit(
+                f"{path} row {number}: cannot read a board from {describe_columns(row)}; needs {COLUMNS}"
+            )
         examples.append({"puzzle": board[0], "solution": board[1], "style": "tags"})
     return examples
 
@@ -88,7 +90,11 @@ def cells(completion: str, example: dict) -> str | None:
     grid = "".join((extract(completion, example) or "").split())
     if not re.fullmatch("[1-4]{16}", grid):
         return None
-    return grid if all(given in ("0", digit) for given, digit in zip(example["puzzle"], grid, strict=True)) else None
+    return (
+        grid
+        if all(given in ("0", digit) for given, digit in zip(example["puzzle"], grid, strict=True))
+        else None
+    )
 
 
 def score(completion: str, example: dict) -> float:

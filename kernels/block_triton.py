@@ -40,7 +40,9 @@ def _begin_kernel(
         out = r * 2 * n + j
         for half in tl.static_range(2):
             place = first + half * n + j
-            tl.store(ids + out + half * n, tl.load(tokens + i * S + place, mask=here, other=0), mask=here)
+            tl.store(
+                ids + out + half * n, tl.load(tokens + i * S + place, mask=here, other=0), mask=here
+            )
             tl.store(positions + out + half * n, place, mask=here)
         to_pick = r * 2 * n - first
     else:
@@ -57,7 +59,10 @@ def _begin_kernel(
     tl.store(row_start + r, begin)
     tl.store(row_step + r, local)
     same = tl.zeros_like(at)
-    state = with_part(with_part(tl.zeros([LANES], tl.uint64), tl.load(seed) + same), tl.load(sample_index + i) + same)
+    state = with_part(
+        with_part(tl.zeros([LANES], tl.uint64), tl.load(seed) + same),
+        tl.load(sample_index + i) + same,
+    )
     state = with_part(with_part(state, at - tl.load(prompt_length + i)), local + same)
     tl.store(uniform + r * most + j, unit_interval(with_part(state, TOKEN + same)), mask=here)
     if ORDER:
@@ -73,16 +78,31 @@ def begin(slots, R, width, n, joined, most, order):
     """
     device, T = slots.start.device, n * (1 + joined)
     new = lambda *shape, dtype=torch.long: torch.empty(*shape, dtype=dtype, device=device)
-    ids, positions, pick, uniform = new(R, T), new(R, T), new(R * most), new(R * most, dtype=torch.float64)
+    ids, positions, pick, uniform = (
+        new(R, T),
+        new(R, T),
+        new(R * most),
+        new(R * most, dtype=torch.float64),
+    )
     orders, row_start, row_step = torch.empty_like(uniform) if order else uniform, new(R), new(R)
-    words = {name: int.from_bytes(word.encode(), "little") for name, word in (("TOKEN", "token"), ("OF_ORDER", "order"))}
+    words = {
+        name: int.from_bytes(word.encode(), "little")
+        for name, word in (("TOKEN", "token"), ("OF_ORDER", "order"))
+    }
     _begin_kernel[(R,)](
         slots.sample, slots.seed, slots.sample_index, slots.prompt_length, slots.start, slots.end, slots.step, slots.tokens,
         slots.masked.view(torch.int8), ids, positions, pick, uniform, orders, row_start, row_step,
         slots.tokens.shape[1], (width // n - 1) * n,
         n=n, most=most, LANES=triton.next_power_of_2(n), JOINED=joined, ORDER=order, **words, num_warps=1,
     )  # fmt: skip
-    return ids, positions, pick if joined or most < n else None, uniform, orders if order else None, (row_start, row_step)
+    return (
+        ids,
+        positions,
+        pick if joined or most < n else None,
+        uniform,
+        orders if order else None,
+        (row_start, row_step),
+    )
 
 
 @triton.jit
@@ -110,18 +130,28 @@ def _finish_kernel(
     if RULE == "sequential":
         score = tl.where(noise, -j.to(tl.float32), float("-inf"))
     else:
-        score = tl.where(noise, tl.load(confidence + r * most + lane, mask=given, other=0.0).to(logp.dtype), float("-inf"))
-    earlier = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (j[None, :] < j[:, None]))
+        score = tl.where(
+            noise,
+            tl.load(confidence + r * most + lane, mask=given, other=0.0).to(logp.dtype),
+            float("-inf"),
+        )
+    earlier = (score[None, :] > score[:, None]) | (
+        (score[None, :] == score[:, None]) & (j[None, :] < j[:, None])
+    )
     rank = tl.sum(earlier.to(tl.int64), 1)
     masks = tl.sum(noise.to(tl.int64), 0)
     number = tl.minimum(masks, base + (local < remainder).to(tl.int64))
     if RULE == "low_confidence_dynamic":
         number = tl.maximum(number, tl.sum((score > threshold).to(tl.int64), 0))
     elif RULE == "low_confidence_factor":
-        number = tl.maximum(number, tl.sum(((rank + 2).to(score.dtype) * (1 - score) < factor).to(tl.int64), 0))
+        number = tl.maximum(
+            number, tl.sum(((rank + 2).to(score.dtype) * (1 - score) < factor).to(tl.int64), 0)
+        )
     elif RULE == "entropy_bounded":
         entropy = tl.where((rank[None, :] <= rank[:, None]) & noise[None, :], -score[None, :], 0.0)
-        number = tl.maximum(number, tl.sum((noise & (tl.sum(entropy, 1) <= eb_threshold)).to(tl.int64), 0))
+        number = tl.maximum(
+            number, tl.sum((noise & (tl.sum(entropy, 1) <= eb_threshold)).to(tl.int64), 0)
+        )
     chosen = noise & (rank < number)
 
     left = tl.sum((noise & ~chosen).to(tl.int32), 0)
@@ -143,7 +173,11 @@ def _finish_kernel(
     broken = tl.sum((noise & ~finite).to(tl.int32), 0) > 0
     late = was_noisy & (local >= steps)
     many = masks > most
-    tl.store(fault + i, tl.where(broken, NOT_FINITE, tl.where(late, LATE, MANY)).to(tl.int64), mask=broken | late | many)
+    tl.store(
+        fault + i,
+        tl.where(broken, NOT_FINITE, tl.where(late, LATE, MANY)).to(tl.int64),
+        mask=broken | late | many,
+    )
     tl.store(masks_left + i, tl.where(live & ~was_noisy, n, left).to(tl.int64))
     tl.store(num_forwards + i, tl.load(num_forwards + i) + live.to(tl.int64))
     tl.store(end + i, behind)

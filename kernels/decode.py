@@ -6,7 +6,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.fused import has_kernels
 
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 HEADS = (16, 32, 64, 128, 256)  # sizes of heads that the Triton kernel takes
 
 
@@ -21,12 +26,16 @@ def decode_attend(cache, start, block_length):
     if has_kernels(cache[0][0]) and cache[0][0].shape[-1] in HEADS:
         from kernels import fused_triton  # here: machines without a GPU have no Triton
 
-        return lambda layer, q, k, v: fused_triton.decode_attention(q, k, v, *cache[layer], start, block_length)
+        return lambda layer, q, k, v: fused_triton.decode_attention(
+            q, k, v, *cache[layer], start, block_length
+        )
     biases = {}  # made once, as a bool mask would be turned into it in every layer
 
     def attend(layer, q, k, v):
         if not biases:
-            biases[None] = visible_bias(start, q.shape[2], cache[layer][0].shape[2], block_length, q.dtype)
+            biases[None] = visible_bias(
+                start, q.shape[2], cache[layer][0].shape[2], block_length, q.dtype
+            )
         return decode_reference(q, k, v, *cache[layer], start, biases[None])
 
     return attend
@@ -34,10 +43,16 @@ def decode_attend(cache, start, block_length):
 
 def visible_bias(start, T, width, block_length, dtype):
     """-> [R, T or 1, width]: 0 where a new token sees a position, else -inf; one row of it if all see the same"""
-    first = torch.arange(0, T, block_length, device=start.device) if T <= block_length else torch.arange(T, device=start.device)
+    first = (
+        torch.arange(0, T, block_length, device=start.device)
+        if T <= block_length
+        else torch.arange(T, device=start.device)
+    )
     end = start[:, None] + (first // block_length + 1) * block_length  # [R, T or 1]
     visible = torch.arange(width, device=start.device) < end[..., None]
-    return torch.zeros(visible.shape, dtype=dtype, device=start.device).masked_fill(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=dtype, device=start.device).masked_fill(
+        ~visible, float("-inf")
+    )
 
 
 def decode_reference(q, k, v, keys, values, start, bias):
@@ -50,7 +65,9 @@ def decode_reference(q, k, v, keys, values, start, bias):
     bias = (bias.repeat(1, q.shape[1] // k.shape[1], 1) if bias.shape[1] > 1 else bias)[:, None]
     with sdpa_kernel(BACKENDS, set_priority=True):
         y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias)
-    y = y.unflatten(2, (-1, q.shape[2])).permute(0, 3, 1, 2, 4)  # [R, T, K, H / K, h], the order of o_proj's inputs
+    y = y.unflatten(2, (-1, q.shape[2])).permute(
+        0, 3, 1, 2, 4
+    )  # [R, T, K, H / K, h], the order of o_proj's inputs
     return y.flatten(2, 3).transpose(1, 2)
 
 
@@ -65,7 +82,9 @@ def window_attention(q, k, v, keys, values, columns, bias=None):
         from kernels import fused_triton
 
         start = columns[:1].expand(len(q))
-        return fused_triton.decode_attention(q, k, v, keys, values, start, q.shape[2], window=True, bias=bias)
+        return fused_triton.decode_attention(
+            q, k, v, keys, values, start, q.shape[2], window=True, bias=bias
+        )
     return window_reference(q, k, v, keys, values, columns, bias)
 
 
@@ -79,4 +98,6 @@ def window_reference(q, k, v, keys, values, columns, bias=None):
 def attention(q, k, v, bias=None):
     """q [R, H, T, h]; k, v [R, K, S, h]; bias as above -> [R, H, T, h]"""
     with sdpa_kernel(BACKENDS, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
+        )

@@ -17,7 +17,9 @@ from torch import nn
 
 DTYPES = (torch.bfloat16, torch.float16)
 FEW = 64  # tokens, of which products are those of products_gluon.py, on Hopper, and not cuBLAS's;
-FEW_OF_MLP = range(97, 129)  # an MLP's are of so many too: at 128 they gain 3 % of a layer of SDAR-8B, at 96 they lose as much
+FEW_OF_MLP = range(
+    97, 129
+)  # an MLP's are of so many too: at 128 they gain 3 % of a layer of SDAR-8B, at 96 they lose as much
 _entered = 0
 
 
@@ -61,7 +63,9 @@ def norm_rotate(q, k, q_norm, k_norm, cos, sin, round_first=False):
     """
     from kernels import fused_triton
 
-    return fused_triton.norm_rotate(q, k, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, round_first)
+    return fused_triton.norm_rotate(
+        q, k, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, round_first
+    )
 
 
 @cache
@@ -73,7 +77,9 @@ def fused_tables(frequencies, position_ids, size, theta, dtype=torch.float32):
     """The tables of a model file: cos, sin [B, 1, T, size] of position_ids [B, T] times frequencies(size, theta, device)."""
     from kernels import fused_triton
 
-    return fused_triton.rope_tables(position_ids, _kept(frequencies, size, theta, position_ids.device), dtype)
+    return fused_triton.rope_tables(
+        position_ids, _kept(frequencies, size, theta, position_ids.device), dtype
+    )
 
 
 def rotate_heads(q, k, cos, sin):
@@ -100,7 +106,9 @@ def lay_together(model):
             layers = [getattr(module, name, None) for name in names]
             if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
                 joined = torch.cat([layer.weight for layer in layers])
-                for layer, part in zip(layers, joined.split([len(layer.weight) for layer in layers]), strict=True):
+                for layer, part in zip(
+                    layers, joined.split([len(layer.weight) for layer in layers]), strict=True
+                ):
                     layer.weight.data = part
 
 
@@ -115,7 +123,10 @@ def joined_weight(layers):
             return None
         end += weight.nbytes
     first, rows = weights[0], sum(len(weight) for weight in weights)
-    if first.storage_offset() * first.element_size() + rows * first[0].nbytes > first.untyped_storage().nbytes():
+    if (
+        first.storage_offset() * first.element_size() + rows * first[0].nbytes
+        > first.untyped_storage().nbytes()
+    ):
         return None  # neighbours by chance, in storages of their own
     return first.as_strided((rows, first.shape[1]), first.stride())
 
@@ -164,7 +175,13 @@ def is_few(x, of_mlp=False):
     """Whether a product of x [..., K] is ours: on Hopper, of few tokens, with rows that TMA can read."""
     tokens = x.numel() // x.shape[-1]
     few = 0 < tokens <= FEW or of_mlp and tokens in FEW_OF_MLP
-    return few and x.is_cuda and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and _has_products(x.device, x.dtype)
+    return (
+        few
+        and x.is_cuda
+        and x.shape[-1] % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and _has_products(x.device, x.dtype)
+    )
 
 
 @cache
@@ -188,10 +205,20 @@ def _has_products(device, dtype):
             (products_gluon.linear(x, weight, onto, splits=2), onto + F.linear(x, weight)),
             (products_gluon.gated(x, weight), F.silu(gate) * up),
         )
-        off = [((got.float() - want.float()).norm() / want.float().norm()).item() for got, want in pairs]
-        fault = "" if all(value < 0.02 for value in off) else f"is off by {', '.join(f'{value:.2g}' for value in off)}"
+        off = [
+            ((got.float() - want.float()).norm() / want.float().norm()).item()
+            for got, want in pairs
+        ]
+        fault = (
+            ""
+            if all(value < 0.02 for value in off)
+            else f"is off by {', '.join(f'{value:.2g}' for value in off)}"
+        )
     except Exception as error:  # of an interface that has changed
         fault = f"does not run ({type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''})"
     if fault:
-        print(f"kernels/products_gluon.py {fault} with Triton {triton.__version__}: cuBLAS multiplies", flush=True)
+        print(
+            f"kernels/products_gluon.py {fault} with Triton {triton.__version__}: cuBLAS multiplies",
+            flush=True,
+        )
     return not fault

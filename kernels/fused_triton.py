@@ -57,7 +57,17 @@ def _normed(x, rstd, weight, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, delta, weight, total, out, D, eps, ADD: tl.constexpr, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x,
+    delta,
+    weight,
+    total,
+    out,
+    D,
+    eps,
+    ADD: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     here, inside = row * D + d, d < D
@@ -99,7 +109,11 @@ def _norm_rotate_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dtype: tl.constexpr = out.dtype.element_ty
     is_q, inside = (head < H)[:, None], (head < H + K)[:, None]
-    source = tl.where(is_q, q + (b * q_b + head * q_h + t * q_t)[:, None], k + (b * k_b + (head - H) * k_h + t * k_t)[:, None])
+    source = tl.where(
+        is_q,
+        q + (b * q_b + head * q_h + t * q_t)[:, None],
+        k + (b * k_b + (head - H) * k_h + t * k_t)[:, None],
+    )
     target = out + ((token * (H + K) + head) * HEAD)[:, None]
     weight = tl.where(is_q, q_weight, k_weight)
     half: tl.constexpr = ROTARY // 2
@@ -118,8 +132,12 @@ def _norm_rotate_kernel(
     if ROTARY < HEAD:
         w = tl.load(weight + i, mask=rest_here, other=0.0).to(tl.float32)
         tl.store(target + i, _normed(rest, rstd, w, dtype, ROUND_FIRST), mask=rest_here)
-    x = _normed(x, rstd, tl.load(weight + j, mask=here, other=0.0).to(tl.float32), dtype, ROUND_FIRST).to(tl.float32)
-    y = _normed(y, rstd, tl.load(weight + half + j, mask=here, other=0.0).to(tl.float32), dtype, ROUND_FIRST).to(tl.float32)
+    x = _normed(
+        x, rstd, tl.load(weight + j, mask=here, other=0.0).to(tl.float32), dtype, ROUND_FIRST
+    ).to(tl.float32)
+    y = _normed(
+        y, rstd, tl.load(weight + half + j, mask=here, other=0.0).to(tl.float32), dtype, ROUND_FIRST
+    ).to(tl.float32)
     table = token * ROTARY + j  # its halves are equal
     c = tl.load(cos + table, mask=j < half, other=1.0).to(tl.float32)
     s = tl.load(sin + table, mask=j < half, other=0.0).to(tl.float32)
@@ -148,7 +166,9 @@ def _rope_kernel(positions, frequency, cos, sin, ROTARY: tl.constexpr, HALF: tl.
     """Angles of one token: its position times each frequency, in both halves."""
     token, j = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     half: tl.constexpr = ROTARY // 2
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequency + j, mask=j < half, other=0.0)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(
+        frequency + j, mask=j < half, other=0.0
+    )
     c, s = tl.cos(angle).to(cos.dtype.element_ty), tl.sin(angle).to(sin.dtype.element_ty)
     for first in tl.static_range(0, ROTARY, half):
         tl.store(cos + token * ROTARY + first + j, c, mask=j < half)
@@ -160,7 +180,13 @@ def rope_tables(position_ids, frequency, dtype):
     (B, T), r = position_ids.shape, 2 * len(frequency)
     cos, sin = (torch.empty(B, 1, T, r, dtype=dtype, device=position_ids.device) for _ in range(2))
     _rope_kernel[(B * T,)](
-        position_ids.contiguous(), frequency, cos, sin, ROTARY=r, HALF=triton.next_power_of_2(r // 2), num_warps=1
+        position_ids.contiguous(),
+        frequency,
+        cos,
+        sin,
+        ROTARY=r,
+        HALF=triton.next_power_of_2(r // 2),
+        num_warps=1,
     )
     return cos, sin
 
@@ -176,7 +202,11 @@ def _rotate_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dtype: tl.constexpr = out.dtype.element_ty
     is_q = (head < H)[:, None]
-    source = tl.where(is_q, q + (b * q_b + head * q_h + t * q_t)[:, None], k + (b * k_b + (head - H) * k_h + t * k_t)[:, None])
+    source = tl.where(
+        is_q,
+        q + (b * q_b + head * q_h + t * q_t)[:, None],
+        k + (b * k_b + (head - H) * k_h + t * k_t)[:, None],
+    )
     target = out + ((token * (H + K) + head) * HEAD)[:, None]
     half: tl.constexpr = HEAD // 2
     j = tl.arange(0, HALF)[None]
@@ -246,7 +276,11 @@ def _attend_to(query, key, value, seen, scale, peak, total, acc, MASKED: tl.cons
     from_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     p = tl.exp2(score - from_peak[:, None])
     shrink = tl.exp2(peak - from_peak)
-    return new_peak, total * shrink + tl.sum(p, 1), tl.dot(p.to(value.dtype), value, acc * shrink[:, None])
+    return (
+        new_peak,
+        total * shrink + tl.sum(p, 1),
+        tl.dot(p.to(value.dtype), value, acc * shrink[:, None]),
+    )
 
 
 @triton.jit
@@ -278,8 +312,12 @@ def _decode_kernel(
     if split == SPLITS - 1:
         j = tl.arange(0, BLOCK_T)
         is_new = (j < T)[:, None]
-        new_key = tl.load(k + row * k_b + head * k_h + j[:, None] * k_t + d[None], mask=is_new, other=0.0)
-        new_value = tl.load(v + row * v_b + head * v_h + j[:, None] * v_t + d[None], mask=is_new, other=0.0)
+        new_key = tl.load(
+            k + row * k_b + head * k_h + j[:, None] * k_t + d[None], mask=is_new, other=0.0
+        )
+        new_value = tl.load(
+            v + row * v_b + head * v_h + j[:, None] * v_t + d[None], mask=is_new, other=0.0
+        )
         if tile == 0:
             to_cache = cache + (length + j)[:, None] * c_s + d[None]
             tl.store(keys + to_cache, new_key, mask=is_new)
@@ -287,10 +325,14 @@ def _decode_kernel(
         if WINDOW:
             seen_new = (j < T)[None]
             if BIASED:
-                seen_new &= (tl.load(bias + row * width + length + j, mask=j < T, other=0.0) == 0)[None]
+                seen_new &= (tl.load(bias + row * width + length + j, mask=j < T, other=0.0) == 0)[
+                    None
+                ]
         else:
             seen_new = (j < T)[None] & ((j // n)[None] <= (t // n)[:, None])
-        peak, total, acc = _attend_to(query, new_key, new_value, seen_new, scale, peak, total, acc, WINDOW)
+        peak, total, acc = _attend_to(
+            query, new_key, new_value, seen_new, scale, peak, total, acc, WINDOW
+        )
 
     end = width if WINDOW else length
     part = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N
@@ -305,13 +347,18 @@ def _decode_kernel(
         from_cache = cache + at[:, None] * c_s + d[None]
         key = tl.load(keys + from_cache, mask=seen[:, None], other=0.0)
         value = tl.load(values + from_cache, mask=seen[:, None], other=0.0)
-        peak, total, acc = _attend_to(query, key, value, seen[None], scale, peak, total, acc, WINDOW)
+        peak, total, acc = _attend_to(
+            query, key, value, seen[None], scale, peak, total, acc, WINDOW
+        )
 
     if SPLITS > 1:
         M = tl.num_programs(2) * BLOCK_M
         first_part = tl.program_id(0).to(tl.int64) * SPLITS * M + m
         to_part = first_part + split * M
-        tl.store(partial + to_part[:, None] * HEAD + d[None], acc / tl.where(total == 0, 1.0, total)[:, None])
+        tl.store(
+            partial + to_part[:, None] * HEAD + d[None],
+            acc / tl.where(total == 0, 1.0, total)[:, None],
+        )
         tl.store(lse + to_part, peak + tl.log2(total))  # -inf where this part is empty
         tl.debug_barrier()  # all of the part, before the count says so
         count = arrived + tl.program_id(0) * tl.num_programs(2) + tile
@@ -329,14 +376,23 @@ def _decode_kernel(
             of_part = partial + (first_part + other * M)[:, None] * HEAD + d[None]
             acc += weight[:, None] * tl.load(of_part, cache_modifier=".cg")
     to_out = (((row * T + t) * K + head) * G + g) * HEAD
-    tl.store(out + to_out[:, None] + d[None], (acc / total[:, None]).to(out.dtype.element_ty), mask=(t < T)[:, None])
+    tl.store(
+        out + to_out[:, None] + d[None],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=(t < T)[:, None],
+    )
 
 
 # Measured with bench/products.py (one H200, bf16, heads of 128, 473 positions): a layer of 16 rows takes 6 microseconds less at
 # 8 tokens a row and 2 at 4 than with four parts of (64, 4, 3) or (32, 1, 2), one row of 32 tokens 3; the best differ by 1.
 SMS = 132  # of an H200
-FEW_PROGRAMS, MANY_PROGRAMS = (128, 4, 2), {16: (32, 1, 2), 32: (32, 1, 2), 64: (64, 4, 3)}  # positions a turn, warps, stages
-MANY_WINDOWS = MANY_PROGRAMS | {32: (32, 2, 3)}  # 32 of 512 columns of 16 rows of LLaDA-8B: 44 microseconds, (32, 1, 2) 59
+FEW_PROGRAMS, MANY_PROGRAMS = (
+    (128, 4, 2),
+    {16: (32, 1, 2), 32: (32, 1, 2), 64: (64, 4, 3)},
+)  # positions a turn, warps, stages
+MANY_WINDOWS = MANY_PROGRAMS | {
+    32: (32, 2, 3)
+}  # 32 of 512 columns of 16 rows of LLaDA-8B: 44 microseconds, (32, 1, 2) 59
 
 
 def _parts(programs, width):
@@ -344,7 +400,9 @@ def _parts(programs, width):
     return max(min(2 * SMS // programs, width // 128, 16), 1)
 
 
-def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tuned=None, window=False, bias=None):
+def decode_attention(
+    q, k, v, keys, values, start, block_length, splits=None, tuned=None, window=False, bias=None
+):
     """As kernels.decode.decode_reference, or as window_reference. -> [R, H, T, h], in the memory order [R, T, H, h]"""
     (R, H, T, h), K = q.shape, k.shape[1]
     G = H // K
@@ -356,7 +414,9 @@ def decode_attention(q, k, v, keys, values, start, block_length, splits=None, tu
     block_n, warps, stages = tuned or (FEW_PROGRAMS if programs <= 2 * SMS else many)
     block_n = min(block_n, max(16384 // h, 16))  # both fit shared memory
     out = torch.empty(R, T, H, h, dtype=q.dtype, device=q.device)
-    new = lambda *shape: torch.empty(*shape, dtype=torch.float32, device=q.device) if splits > 1 else out
+    new = lambda *shape: (
+        torch.empty(*shape, dtype=torch.float32, device=q.device) if splits > 1 else out
+    )
     partial, lse = new(R * K, splits, tiles * block_m, h), new(R * K, splits, tiles * block_m)
     if keys.stride() != values.stride() or not all(x.stride(-1) == 1 for x in (q, k, v, keys)):
         raise ValueError("keys and values must lie alike, and whole heads together")

@@ -1,4 +1,4 @@
-"""logps_and_slope_ of kernels/linear_logps.py in one Triton kernel, which reads the logits twice and writes them once."""
+"""logps_and_slope_ of models/logps.py in one Triton kernel, which reads the logits twice and writes them once."""
 
 import torch
 import triton
@@ -34,10 +34,17 @@ def _kernel(logits, row_stride, V, targets, logps, SLOPE: tl.constexpr, BLOCK: t
 
 
 def logps_and_slope_(logits, targets, slope=True):
-    """As in kernels/linear_logps.py, for CUDA logits [n, V] with contiguous rows, in bf16, fp16 or fp32."""
+    """As in models/logps.py, for CUDA logits [n, V] with contiguous rows, in bf16, fp16 or fp32."""
     logps = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _kernel[(len(logits),)](
-            logits, logits.stride(0), logits.shape[1], targets, logps, SLOPE=slope, BLOCK=BLOCK, num_warps=WARPS
+            logits,
+            logits.stride(0),
+            logits.shape[1],
+            targets,
+            logps,
+            SLOPE=slope,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     return logps, logits if slope else None

@@ -1,4 +1,4 @@
-"""kernels/moe.py for few tokens on CUDA: the weights of the experts in use are read once, nothing is sorted or copied.
+"""models/experts.py for few tokens on CUDA: the weights of the experts in use are read once, nothing is sorted or copied.
 
 Imported only where it runs, in samplers. An assignment (token, place among its k experts) is put into the bucket of its expert;
 it is a row of the products and writes to a place of its own.
@@ -42,7 +42,9 @@ def _multiply(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-        tokens = tl.load(from_x + start, mask=(m < count)[None] & (start + d < D)[:, None], other=0.0)
+        tokens = tl.load(
+            from_x + start, mask=(m < count)[None] & (start + d < D)[:, None], other=0.0
+        )
         inside = (start + d < D)[None]
         acc = tl.dot(tl.load(rows + start, mask=inside, other=0.0), tokens, acc)
         if GATED:
@@ -66,19 +68,52 @@ def _product_kernel(
     """
     n, expert = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     lane, bucket = tl.program_id(2), buckets + expert * M
-    rows = weights + (expert * N * (2 if GATED else 1) + tl.minimum(n, N - 1))[:, None] * D + tl.arange(0, BLOCK_K)[None]
+    rows = (
+        weights
+        + (expert * N * (2 if GATED else 1) + tl.minimum(n, N - 1))[:, None] * D
+        + tl.arange(0, BLOCK_K)[None]
+    )
     _await_previous(PDL)
     count = tl.load(counts + expert)
     if count <= FEW:
         if (count > 0) & (lane == 0):
-            _multiply(x, rows, bucket, out, 0, count, n, N, k, D, GATED, FEW, BLOCK_N, BLOCK_K, STAGES)
+            _multiply(
+                x, rows, bucket, out, 0, count, n, N, k, D, GATED, FEW, BLOCK_N, BLOCK_K, STAGES
+            )
     else:
         for first in tl.range(lane * BLOCK_M, count, LANES * BLOCK_M):
-            _multiply(x, rows, bucket, out, first, count, n, N, k, D, GATED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+            _multiply(
+                x,
+                rows,
+                bucket,
+                out,
+                first,
+                count,
+                n,
+                N,
+                k,
+                D,
+                GATED,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+            )
 
 
 @triton.jit
-def _sum_kernel(y, weight, first, second, out, D, K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_kernel(
+    y,
+    weight,
+    first,
+    second,
+    out,
+    D,
+    K: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Sum of the k rows of a token times their weights; a product is rounded to the dtype that PyTorch gives it. Then it is
     added to `first` and that to `second`, if ADD is 1 or 2, each rounded.
     """
@@ -88,13 +123,21 @@ def _sum_kernel(y, weight, first, second, out, D, K: tl.constexpr, ADD: tl.const
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         w = tl.load(weight + token * K + j)
-        part = tl.load(y + (token * K + j) * D + d, mask=d < D, other=0.0).to(tl.float32) * w.to(tl.float32)
+        part = tl.load(y + (token * K + j) * D + d, mask=d < D, other=0.0).to(tl.float32) * w.to(
+            tl.float32
+        )
         total += part.to(w.dtype).to(tl.float32)
     total = total.to(dtype)
     if ADD > 0:
-        total = (tl.load(first + token * D + d, mask=d < D, other=0.0).to(tl.float32) + total.to(tl.float32)).to(dtype)
+        total = (
+            tl.load(first + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+            + total.to(tl.float32)
+        ).to(dtype)
     if ADD > 1:
-        total = (tl.load(second + token * D + d, mask=d < D, other=0.0).to(tl.float32) + total.to(tl.float32)).to(dtype)
+        total = (
+            tl.load(second + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+            + total.to(tl.float32)
+        ).to(dtype)
     tl.store(out + token * D + d, total, mask=d < D)
 
 
@@ -106,16 +149,29 @@ def _score_kernel(
     """parts[s, m, e] = share number s of weight[e] . x[m]. bf16 and fp16 are exact in TF32, an fp32 weight is the sum of two of
     its numbers but for its last two bits. Tensor cores cut off what they add: errors are 1e-6 of the scores, in fp32 2e-7.
     """
-    e, m = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    e, m = (
+        tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E),
+        tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M),
+    )
     split, d = tl.program_id(2), tl.arange(0, BLOCK_K)
     size = tl.cdiv(D, SPLITS * BLOCK_K) * BLOCK_K
     acc = tl.zeros([BLOCK_E, BLOCK_M], tl.float32)
     _await_previous(PDL)
     for start in range(split * size, tl.minimum(split * size + size, D), BLOCK_K):
         here = start + d
-        row = tl.load(weight + e[:, None] * D + here[None], mask=(e < E)[:, None] & (here < D)[None], other=0.0)
-        token = tl.load(x + m.to(tl.int64)[None] * D + here[:, None], mask=(m < M)[None] & (here < D)[:, None], other=0.0)
-        high = (row.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # TF32 has 13 bits less
+        row = tl.load(
+            weight + e[:, None] * D + here[None],
+            mask=(e < E)[:, None] & (here < D)[None],
+            other=0.0,
+        )
+        token = tl.load(
+            x + m.to(tl.int64)[None] * D + here[:, None],
+            mask=(m < M)[None] & (here < D)[:, None],
+            other=0.0,
+        )
+        high = (row.to(tl.int32, bitcast=True) & -8192).to(
+            tl.float32, bitcast=True
+        )  # TF32 has 13 bits less
         acc = tl.dot(high, token.to(tl.float32), acc, input_precision="tf32")
         acc = tl.dot(row - high, token.to(tl.float32), acc, input_precision="tf32")
     to_part = parts + (split * M + m).to(tl.int64)[None] * E + e[:, None]
@@ -173,7 +229,18 @@ def scores(x, weight):
     splits = min(triton.cdiv(64, programs), triton.cdiv(D, 128))
     parts = torch.empty(splits, M, E, dtype=torch.float32, device=x.device)
     _score_kernel[(triton.cdiv(E, block_e), triton.cdiv(M, block_m), splits)](
-        x, weight, parts, M, D, E, SPLITS=splits, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=64, num_warps=4, **early(x)
+        x,
+        weight,
+        parts,
+        M,
+        D,
+        E,
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_E=block_e,
+        BLOCK_K=64,
+        num_warps=4,
+        **early(x),
     )
     return parts
 
@@ -218,11 +285,13 @@ TUNED = {
 
 def tiles_of(assignments, experts):
     """-> the entry of TUNED for so many assignments to so many experts"""
-    return next(tiles for most, tiles in TUNED.items() if assignments <= most * experts or most == MOST)
+    return next(
+        tiles for most, tiles in TUNED.items() if assignments <= most * experts or most == MOST
+    )
 
 
 def experts_fused(x, index, weight, gate_up, down, onto=(), tuned=None):
-    """As kernels.moe.experts_loop, without gradient. onto [..., D]: up to two tensors, as of kernels.moe.Experts."""
+    """As models.experts.experts_loop, without gradient. onto [..., D]: up to two tensors, as of models.experts.Experts."""
     if len(onto) > 2:
         raise ValueError(f"{len(onto)} tensors to add to: two at most")
     k, (E, D, f) = index.shape[-1], down.shape
@@ -231,7 +300,9 @@ def experts_fused(x, index, weight, gate_up, down, onto=(), tuned=None):
     counts = torch.empty(E, dtype=torch.int32, device=x.device)
     buckets = torch.empty(E, M, dtype=torch.int32, device=x.device)
     block = min(triton.next_power_of_2(M * k), 1024)
-    _bucket_kernel[(E,)](index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4, **early(x))
+    _bucket_kernel[(E,)](
+        index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4, **early(x)
+    )
     gated, second = tuned or tiles_of(M * k, E)
     hidden = torch.empty(M * k, f, dtype=x.dtype, device=x.device)
     _product(tokens, gate_up, counts, buckets, hidden, k, True, gated)

@@ -15,7 +15,12 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -40,7 +45,9 @@ def _ask(
     AHEAD: gl.constexpr = min(STEPS, STAGES)
     for s in gl.static_range(AHEAD):
         mbarrier.expect(full.index(s), BYTES)
-        tma.async_copy_global_to_shared(weight, [tile * BLOCK_N, first + s * BLOCK_K], full.index(s), rows.index(s))
+        tma.async_copy_global_to_shared(
+            weight, [tile * BLOCK_N, first + s * BLOCK_K], full.index(s), rows.index(s)
+        )
     if PDL:
         gdc_wait()
     for s in gl.static_range(AHEAD):
@@ -50,7 +57,9 @@ def _ask(
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), (step // STAGES - 1) & 1)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(weight, [tile * BLOCK_N, first + step * BLOCK_K], bar, rows.index(stage))
+        tma.async_copy_global_to_shared(
+            weight, [tile * BLOCK_N, first + step * BLOCK_K], bar, rows.index(stage)
+        )
         tma.async_copy_global_to_shared(x, [0, first + step * BLOCK_K], bar, tokens.index(stage))
 
 
@@ -66,7 +75,9 @@ def _multiply(
     for step in range(STEPS):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        acc = warpgroup_mma(rows.index(stage), tokens.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(
+            rows.index(stage), tokens.index(stage).permute((1, 0)), acc, is_async=True
+        )
         acc = warpgroup_mma_wait(0, deps=(acc,))
         barrier()  # all warps have read the stage
         mbarrier.arrive(empty.index(stage), count=1)
@@ -107,7 +118,10 @@ def _linear_kernel(
     )  # fmt: skip
     acc, is_last = sums[0], True
     if SPLITS > 1:
-        r, c = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUMS))
+        r, c = (
+            gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS)),
+            gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUMS)),
+        )
         part = parts + (tile * SPLITS * BLOCK_N + r[:, None]) * BLOCK_M + c[None]
         gl.store(part + split * BLOCK_N * BLOCK_M, acc)
         barrier()  # all of the part, before the count says so
@@ -118,13 +132,17 @@ def _linear_kernel(
                 acc += gl.load(part + other * BLOCK_N * BLOCK_M, cache_modifier=".cg")
             gl.store(arrived + tile, 0)  # for the next product
     if is_last:
-        LIE: gl.constexpr = gl.BlockedLayout([BLOCK_N // 32, 1], [32, 1], [1, num_warps], [0, 1])  # outputs lie on end
+        LIE: gl.constexpr = gl.BlockedLayout(
+            [BLOCK_N // 32, 1], [32, 1], [1, num_warps], [0, 1]
+        )  # outputs lie on end
         n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LIE))
         m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LIE))
         here, inside = m[None] * N + n[:, None], (m < M)[None] & (n < N)[:, None]
         y = gl.convert_layout(acc.to(dtype), LIE)
         if ONTO:
-            y = (gl.load(onto + here, mask=inside, other=0.0).to(gl.float32) + y.to(gl.float32)).to(dtype)
+            y = (gl.load(onto + here, mask=inside, other=0.0).to(gl.float32) + y.to(gl.float32)).to(
+                dtype
+            )
         gl.store(out + here, y, mask=inside)
 
 
@@ -138,11 +156,17 @@ def _ask_rows(big, small, rows, bar, tile, k, N, stage, THIRD: gl.constexpr):
     for p in gl.static_range(2):
         tma.async_copy_global_to_shared(big, [n, k + 64 * p], bar, rows.index((2 * stage + p) * 3))
     for p in gl.static_range(2):
-        tma.async_copy_global_to_shared(big, [N + n, k + 64 * p], bar, rows.index((2 * stage + p) * 3 + 1))
+        tma.async_copy_global_to_shared(
+            big, [N + n, k + 64 * p], bar, rows.index((2 * stage + p) * 3 + 1)
+        )
     for p in gl.static_range(2):
         both = rows.index((2 * stage + p) * 3 + 2)
-        tma.async_copy_global_to_shared(small, [n + 2 * THIRD, k + 64 * p], bar, both.slice(0, THIRD))
-        tma.async_copy_global_to_shared(small, [N + n + 2 * THIRD, k + 64 * p], bar, both.slice(THIRD, THIRD))
+        tma.async_copy_global_to_shared(
+            small, [n + 2 * THIRD, k + 64 * p], bar, both.slice(0, THIRD)
+        )
+        tma.async_copy_global_to_shared(
+            small, [N + n + 2 * THIRD, k + 64 * p], bar, both.slice(THIRD, THIRD)
+        )
 
 
 @gluon.jit
@@ -223,7 +247,9 @@ def _gated_kernel(
     ROWS: gl.constexpr = 2 * THIRD
     STEPS: gl.constexpr = (K + 127) // 128
     BYTES: gl.constexpr = (BLOCK_M + 3 * ROWS) * 128 * 2
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, BLOCK_M // (num_warps // 4), 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, num_warps // 4], [16, BLOCK_M // (num_warps // 4), 16]
+    )
     if PDL:
         gdc_launch_dependents()
     tokens = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_M, 64], x.layout)
@@ -243,7 +269,9 @@ def _gated_kernel(
     n = tile * 3 * THIRD
     _put_gated(gate.to(dtype), up.to(dtype), out, n, M, N, num_warps)
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, num_warps, 1], [2, 0, 1])
-    gate, up = gl.convert_layout(both.to(dtype).reshape([2, THIRD, BLOCK_M]).permute([1, 2, 0]), PAIRS).split()
+    gate, up = gl.convert_layout(
+        both.to(dtype).reshape([2, THIRD, BLOCK_M]).permute([1, 2, 0]), PAIRS
+    ).split()
     _put_gated(gate, up, out, n + 2 * THIRD, M, N, num_warps)
 
 
@@ -283,7 +311,11 @@ def linear(x, weight, onto=None, splits=None):
     tiles = triton.cdiv(N, block_n)
     splits = splits or _splits(tiles, K)
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    parts = torch.empty(tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device)
+    parts = torch.empty(
+        tiles * splits * block_n * block_m if splits > 1 else 0,
+        dtype=torch.float32,
+        device=x.device,
+    )
     _linear_kernel[(tiles, splits)](
         _blocks(x.reshape(M, K).contiguous(), block_m, BLOCK_K), _blocks(weight, block_n, BLOCK_K),
         out if onto is None else onto.contiguous(), out, parts, arrivals(x.device), M, N,

@@ -86,7 +86,9 @@ def _draw_kernel(
     _, weights = _weights(z, chunk_peak, scale)
     groups = _group_sums(weights, CHUNK, GROUP)
     before = tl.cumsum(groups, 0) - groups
-    cdf = before[:, None] + tl.cumsum(tl.reshape(weights, (CHUNK // GROUP, GROUP)).to(tl.float64), 1)
+    cdf = before[:, None] + tl.cumsum(
+        tl.reshape(weights, (CHUNK // GROUP, GROUP)).to(tl.float64), 1
+    )
     v = tl.arange(0, CHUNK)
     hit = (z == peak) if GREEDY else (weights > 0) & (tl.reshape(cdf, (CHUNK,)) > rest)
     token = tl.min(tl.where(hit, v, CHUNK), 0)
@@ -95,14 +97,16 @@ def _draw_kernel(
 
     LN2: tl.constexpr = 0.6931471805599453
     log_total = tl.log2(total)
-    tl.store(tokens + n, tl.minimum(chosen * CHUNK + token, V - 1).to(tl.int64))  # a row of NaN has no such token
+    tl.store(
+        tokens + n, tl.minimum(chosen * CHUNK + token, V - 1).to(tl.int64)
+    )  # a row of NaN has no such token
     tl.store(logps + n, (LN2 * ((drawn - peak).to(tl.float64) * scale - log_total)).to(tl.float32))
     tl.store(max_probs + n, (1 / total).to(tl.float32))  # the peak's weight is 1
     tl.store(entropies + n, (LN2 * (log_total - scale * moment / total)).to(tl.float32))
 
 
 def sample_fused(logits, uniform, temperature=1.0, banned_id=None):
-    """kernels.sampling.sample_reference for CUDA logits in bf16, fp16 or fp32, without a copy of them.
+    """rollout.sampling.sample_reference for CUDA logits in bf16, fp16 or fp32, without a copy of them.
 
     -> tokens [N] int64; logps, max_probs, entropies [N] fp32. Workspace: 16 bytes a row and chunk of CHUNK tokens.
     """
@@ -114,7 +118,13 @@ def sample_fused(logits, uniform, temperature=1.0, banned_id=None):
     out = new(torch.int64), *(new(torch.float32) for _ in range(3))
     if N == 0:
         return out
-    row = logits, logits.stride(0), V, -1 if banned_id is None else banned_id, math.log2(math.e) / (temperature or 1)
+    row = (
+        logits,
+        logits.stride(0),
+        V,
+        -1 if banned_id is None else banned_id,
+        math.log2(math.e) / (temperature or 1),
+    )
     size = {"CHUNK": CHUNK, "GROUP": GROUP, "num_warps": WARPS}
     _chunk_kernel[(N * chunks,)](*row, *partial, chunks, **size)
     _draw_kernel[(N,)](
@@ -179,21 +189,36 @@ PARTS = 6
 
 
 def uniform_fused(parts):
-    """kernels.sampling.keyed_uniform for up to PARTS ints of 64 bits and int64 tensors of at most two dimensions."""
+    """rollout.sampling.keyed_uniform for up to PARTS ints of 64 bits and int64 tensors of at most two dimensions."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     shape = torch.broadcast_shapes(*(part.shape for part in tensors))
-    out = torch.empty(shape, dtype=torch.float64, device=max(tensors, key=lambda part: part.is_cuda).device)
+    out = torch.empty(
+        shape, dtype=torch.float64, device=max(tensors, key=lambda part: part.is_cuda).device
+    )
     pointers, constants, rows, columns, mask = [], [], [], [], 0
     for n, part in enumerate([*parts, *[0] * (PARTS - len(parts))]):
         is_tensor = isinstance(part, torch.Tensor)
         strides = (0, 0, *part.expand(shape).stride())[-2:] if is_tensor else (0, 0)
         mask |= is_tensor << n
-        for values, value in ((pointers, part if is_tensor else out), (constants, 0 if is_tensor else part)):
+        for values, value in (
+            (pointers, part if is_tensor else out),
+            (constants, 0 if is_tensor else part),
+        ):
             values.append(value)
         rows.append(strides[0]), columns.append(strides[1])
     size, width = out.numel(), shape[-1] if shape else 1
     if size:
         _uniform_kernel[(triton.cdiv(size, 128),)](
-            *pointers, *constants, *rows, *columns, out, size, width, COUNT=len(parts), TENSORS=mask, BLOCK=128, num_warps=4
+            *pointers,
+            *constants,
+            *rows,
+            *columns,
+            out,
+            size,
+            width,
+            COUNT=len(parts),
+            TENSORS=mask,
+            BLOCK=128,
+            num_warps=4,
         )
     return out

@@ -41,7 +41,11 @@ class AtomicDirectory:
         self.attempt(self._publish)
         if self.error and self.is_writer:
             shutil.rmtree(self.folder, ignore_errors=True)
-        message = [f"could not save {self.directory}: {self.error}; earlier saves are untouched" if self.error else None]
+        message = [
+            f"could not save {self.directory}: {self.error}; earlier saves are untouched"
+            if self.error
+            else None
+        ]
         if dist.is_initialized():
             dist.broadcast_object_list(message, src=0)
         if message[0]:

@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from kernels.attention import check_backend
-from kernels.moe import expert_parts
 from models.atomic import AtomicDirectory
+from models.attention import check_backend
 from models.config import stored_dtype
+from models.experts import expert_parts
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
 
 # model_type of config.json -> (module, class)
@@ -34,8 +34,12 @@ def resolve(name_or_dir):
     from models import MODELS  # here, because models imports this file
 
     if Path(name_or_dir).is_dir():
-        if not any((Path(name_or_dir) / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise SystemExit(f"{name_or_dir} is no model directory: it holds neither config.json nor adapter_config.json")
+        if not any(
+            (Path(name_or_dir) / name).is_file() for name in ("config.json", "adapter_config.json")
+        ):
+            raise SystemExit(
+                f"{name_or_dir} is no model directory: it holds neither config.json nor adapter_config.json"
+            )
         return Path(name_or_dir)
     if name_or_dir not in [*MODELS, *MODELS.values()]:
         raise SystemExit(
@@ -44,16 +48,24 @@ def resolve(name_or_dir):
     source = source_of(name_or_dir)
     if random_config(name_or_dir):
         how = f"python models/random_init.py --config {source.partition(':')[2]} --out DIR"
-        raise SystemExit(f"{name_or_dir} is made in the process and has no files; to have some: {how}")
+        raise SystemExit(
+            f"{name_or_dir} is made in the process and has no files; to have some: {how}"
+        )
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+        return Path(
+            snapshot_download(
+                source, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]
+            )
+        )
     except (OSError, ValueError) as error:  # no network, no such repository, a gated one
         reason = " ".join(str(error).split())[:200]
-        raise SystemExit(f"{source} cannot be downloaded ({reason}): give --model a directory that holds it") from error
+        raise SystemExit(
+            f"{source} cannot be downloaded ({reason}): give --model a directory that holds it"
+        ) from error
 
 
 def random_config(name):
@@ -79,17 +91,23 @@ def adapter_base(directory):
 
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
     if base not in MODELS.values() and not (base and Path(base).is_dir()):
-        raise SystemExit(f"{directory} is an adapter of {base!r}, which is no directory here and no known hub id")
+        raise SystemExit(
+            f"{directory} is an adapter of {base!r}, which is no directory here and no known hub id"
+        )
     return base
 
 
 def read_json(path):
     if not path.is_file():
-        raise SystemExit(f"{path} is missing: a model directory needs config.json, *.safetensors and a tokenizer")
+        raise SystemExit(
+            f"{path} is missing: a model directory needs config.json, *.safetensors and a tokenizer"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
-        raise SystemExit(f"{path} is not JSON ({error}): it is truncated or damaged; copy it again") from error
+        raise SystemExit(
+            f"{path} is not JSON ({error}): it is truncated or damaged; copy it again"
+        ) from error
     if not isinstance(content, dict):
         raise SystemExit(f"{path} holds no JSON object: it is damaged; copy it again")
     return content
@@ -99,7 +117,9 @@ def build_model(config, dtype=torch.float32):
     """config: content of config.json -> the model on the meta device, without weights; fp32 islands stay fp32."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise SystemExit(f"config.json has model_type {model_type!r}; supported are {', '.join(ARCHITECTURES)}")
+        raise SystemExit(
+            f"config.json has model_type {model_type!r}; supported are {', '.join(ARCHITECTURES)}"
+        )
     module, name = ARCHITECTURES[model_type]
     module = import_module(module)
     with torch.device("meta"):
@@ -128,20 +148,28 @@ def tensor_parts(model):
         name = name.replace(".base_layer.", ".")
         if ".lora_" in name or (tied and name == "lm_head.weight"):
             continue
-        stacked = {official: (value, (expert, rows)) for official, expert, rows in expert_parts(name, value.shape)}
+        stacked = {
+            official: (value, (expert, rows))
+            for official, expert, rows in expert_parts(name, value.shape)
+        }
         parts |= stacked or {name: (value, ())}
     return parts
 
 
 def tensor_names(model):
     """{official name: tensor}, views into stacked experts. For models that are not sharded."""
-    return {name: value[index] if index else value for name, (value, index) in tensor_parts(model).items()}
+    return {
+        name: value[index] if index else value
+        for name, (value, index) in tensor_parts(model).items()
+    }
 
 
 def tensor_shapes(model):
     """{official name: shape} without touching a value; sharded models too."""
     rows = lambda value, index: len(range(value.shape[1])[index[1]])
-    shape = lambda value, index: (rows(value, index), *value.shape[2:]) if index else tuple(value.shape)
+    shape = lambda value, index: (
+        (rows(value, index), *value.shape[2:]) if index else tuple(value.shape)
+    )
     return {name: shape(*part) for name, part in tensor_parts(model).items()}
 
 
@@ -165,14 +193,18 @@ def tensor_files(directory):
     if single.is_file():
         with open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
-    raise SystemExit(f"{directory} has neither model.safetensors nor model.safetensors.index.json: it holds no weights")
+    raise SystemExit(
+        f"{directory} has neither model.safetensors nor model.safetensors.index.json: it holds no weights"
+    )
 
 
 def open_tensors(path):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise SystemExit(f"{path} cannot be read ({error}): it is truncated or missing; download or copy it again") from error
+        raise SystemExit(
+            f"{path} cannot be read ({error}): it is truncated or missing; download or copy it again"
+        ) from error
 
 
 @torch.no_grad()
@@ -186,7 +218,9 @@ def read_weights(model, directory):
         f"extra {name}" for name in files.keys() - want.keys()
     ]
     if absent := sorted({path.name for path in files.values() if not path.is_file()}):
-        raise SystemExit(f"{directory} lacks {', '.join(absent)}, which its index names: download or copy them again")
+        raise SystemExit(
+            f"{directory} lacks {', '.join(absent)}, which its index names: download or copy them again"
+        )
     for path in sorted(set(files.values())):
         with open_tensors(path) as file:
             held = set(file.keys())
@@ -196,9 +230,13 @@ def read_weights(model, directory):
                     continue
                 view = file.get_slice(name)
                 if (shape := tuple(view.get_shape())) != want[name]:
-                    problems.append(f"{name} is {list(shape)}, config.json makes it {list(want[name])}")
+                    problems.append(
+                        f"{name} is {list(shape)}, config.json makes it {list(want[name])}"
+                    )
                 if (kind := view.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-                    problems.append(f"{name} is {kind}: only unquantised floating weights can be loaded")
+                    problems.append(
+                        f"{name} is {kind}: only unquantised floating weights can be loaded"
+                    )
                 if problems:
                     continue
                 value, index = parts[name]
@@ -209,7 +247,9 @@ def read_weights(model, directory):
                     local.copy_(view[rows.start : rows.stop])
     if problems:
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise SystemExit(f"{directory} does not fit its config.json: {'; '.join(sorted(problems)[:20])}{more}")
+        raise SystemExit(
+            f"{directory} does not fit its config.json: {'; '.join(sorted(problems)[:20])}{more}"
+        )
 
 
 def meta_model(name_or_dir, dtype=torch.float32):
@@ -219,7 +259,9 @@ def meta_model(name_or_dir, dtype=torch.float32):
     id that ends a completion) and its config. `dtype` is that of the parameters; what must stay fp32 stays fp32.
     """
     adapters = []
-    while Path(name_or_dir, "adapter_config.json").is_file():  # an adapter may have been trained on an adapter
+    while Path(
+        name_or_dir, "adapter_config.json"
+    ).is_file():  # an adapter may have been trained on an adapter
         adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
     config, directory = random_config(name_or_dir), None
     if config is None:
@@ -238,7 +280,13 @@ def load_weights(model, device):
     """
     directory, adapters = model.sources
     trains = any(p.requires_grad for p in model.parameters())
-    check_backend(model.attention_backend, model.attention, torch.device(device).type, model.config.head_dim, trains)
+    check_backend(
+        model.attention_backend,
+        model.attention,
+        torch.device(device).type,
+        model.config.head_dim,
+        trains,
+    )
     materialize(model, device)
     if directory is None:
         from models.random_init import random_weights
@@ -266,13 +314,20 @@ def special_tokens(directory):
         content = read_json(directory / file) if (directory / file).is_file() else {}
         try:
             if file == "tokenizer.json":
-                table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+                table |= {
+                    token["content"]: token["id"] for token in content.get("added_tokens", [])
+                }
             elif file == "tokenizer_config.json":
-                table |= {token["content"]: int(i) for i, token in content.get("added_tokens_decoder", {}).items()}
+                table |= {
+                    token["content"]: int(i)
+                    for i, token in content.get("added_tokens_decoder", {}).items()
+                }
             else:
                 table |= content
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SystemExit(f"{directory / file}: its added tokens are damaged ({error!r}); copy it again") from error
+            raise SystemExit(
+                f"{directory / file}: its added tokens are damaged ({error!r}); copy it again"
+            ) from error
     return table
 
 
@@ -282,21 +337,35 @@ def set_special_tokens(model, directory=None):
     that the model has no row for.
     """
     generation = directory and directory / "generation_config.json"
-    facts = model.checkpoint_config | (read_json(generation) if directory and generation.is_file() else {})
-    facts = {"eos_token_id": getattr(model, "eos_token_id", None)} | {k: v for k, v in facts.items() if v is not None}
+    facts = model.checkpoint_config | (
+        read_json(generation) if directory and generation.is_file() else {}
+    )
+    facts = {"eos_token_id": getattr(model, "eos_token_id", None)} | {
+        k: v for k, v in facts.items() if v is not None
+    }
     eos, named = facts["eos_token_id"], special_tokens(directory) if directory else {}
     if eos is None or eos == []:
-        raise SystemExit(f"{directory}: neither generation_config.json nor config.json states eos_token_id")
+        raise SystemExit(
+            f"{directory}: neither generation_config.json nor config.json states eos_token_id"
+        )
     if named and model.mask_token_id not in named.values():
         tokens = ", ".join(f"{token} {i}" for token, i in named.items())
-        raise SystemExit(f"{directory}: mask_token_id {model.mask_token_id} is no special token of its tokenizer ({tokens})")
+        raise SystemExit(
+            f"{directory}: mask_token_id {model.mask_token_id} is no special token of its tokenizer ({tokens})"
+        )
     turn_end = [named[model.turn_end]] if model.turn_end in named else []
     model.eos_token_ids = eos if isinstance(eos, list) else [*turn_end, *({eos} - set(turn_end))]
     model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
     rows = model.lm_head.out_features
-    for name, ids in ("mask", [model.mask_token_id]), ("eos", model.eos_token_ids), ("pad", [model.pad_token_id]):
+    for name, ids in (
+        ("mask", [model.mask_token_id]),
+        ("eos", model.eos_token_ids),
+        ("pad", [model.pad_token_id]),
+    ):
         if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
-            raise SystemExit(f"{directory or 'config.json'}: {name}_token_id {wrong[0]!r} is outside the vocabulary of {rows}")
+            raise SystemExit(
+                f"{directory or 'config.json'}: {name}_token_id {wrong[0]!r} is outside the vocabulary of {rows}"
+            )
     return model
 
 
@@ -309,27 +378,47 @@ def load_tokenizer(name_or_dir):
 
         return byte_tokenizer()
     directory = resolve(name_or_dir)
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        raise SystemExit(f"{directory} holds no tokenizer: copy the tokenizer files of the model into it")
-    files = [path for path in directory.glob("*.json") if path.stem in ("tokenizer", "vocab", "tokenizer_config")]
-    facts = {path.stem: read_json(path) for path in files}.get("tokenizer_config", {})  # read here: a damaged one is named
-    kind = {"DreamTokenizer": "qwen2"}.get(facts.get("tokenizer_class"))  # Dream's class is Qwen2's under another name
+    if not any(
+        (directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")
+    ):
+        raise SystemExit(
+            f"{directory} holds no tokenizer: copy the tokenizer files of the model into it"
+        )
+    files = [
+        path
+        for path in directory.glob("*.json")
+        if path.stem in ("tokenizer", "vocab", "tokenizer_config")
+    ]
+    facts = {path.stem: read_json(path) for path in files}.get(
+        "tokenizer_config", {}
+    )  # read here: a damaged one is named
+    kind = {"DreamTokenizer": "qwen2"}.get(
+        facts.get("tokenizer_class")
+    )  # Dream's class is Qwen2's under another name
     try:
         # An explicit config, because AutoTokenizer would look the model type up among its own and warn that it is not there.
-        return AutoTokenizer.from_pretrained(directory, config=PretrainedConfig(), tokenizer_type=kind, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            directory, config=PretrainedConfig(), tokenizer_type=kind, trust_remote_code=False
+        )
     except Exception as error:  # tokenizers raises plain Exception, transformers whatever nonsense in a file leads to
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise SystemExit(f"{directory}: its tokenizer cannot be loaded ({reason}); copy its tokenizer files again") from error
+        raise SystemExit(
+            f"{directory}: its tokenizer cannot be loaded ({reason}); copy its tokenizer files again"
+        ) from error
 
 
 def prompt_text(tokenizer, messages):
     """messages [{"role", "content"}] -> the chat prompt, up to where the answer starts; tokenise without special tokens."""
     if tokenizer.chat_template is None:
-        raise SystemExit(f"{tokenizer.name_or_path} has no chat template: copy the model's chat_template.jinja into it")
+        raise SystemExit(
+            f"{tokenizer.name_or_path} has no chat template: copy the model's chat_template.jinja into it"
+        )
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TemplateSyntaxError as error:
-        raise SystemExit(f"{tokenizer.name_or_path}: its chat template is damaged ({error}); copy it again") from error
+        raise SystemExit(
+            f"{tokenizer.name_or_path}: its chat template is damaged ({error}); copy it again"
+        ) from error
 
 
 def prompt_ids(tokenizer, messages):
@@ -354,7 +443,10 @@ def export_weights(model, dtype=None, merge_lora=True):
             source, gathered = value, full(value)
         value, layer = gathered[index] if index else gathered, name.removesuffix(".weight")
         if f"{layer}.lora_A.default.weight" in adapters:
-            a, b = (full(adapters[f"{layer}.{part}.default.weight"]).float() for part in ("lora_A", "lora_B"))
+            a, b = (
+                full(adapters[f"{layer}.{part}.default.weight"]).float()
+                for part in ("lora_A", "lora_B")
+            )
             value = value.float() + lora_scaling(model.lora_config) * (b @ a)
         yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
@@ -404,5 +496,7 @@ def plan_shards(model, dtype):
     if len(groups) == 1:
         return dict.fromkeys(groups[0], "model.safetensors")
     return {
-        name: f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number, names in enumerate(groups, 1) for name in names
+        name: f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number, names in enumerate(groups, 1)
+        for name in names
     }

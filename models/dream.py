@@ -15,10 +15,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import bidirectional, make_attend, positions
-from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, project, rms_norm, rotate_heads
-from kernels.linear_logps import linear_logps
+from kernels.fused import (
+    add_product,
+    add_rms_norm,
+    fused_tables,
+    gated,
+    is_fused,
+    project,
+    rms_norm,
+    rotate_heads,
+)
+from models.attention import bidirectional, make_attend, positions
 from models.config import Objective, read_config
+from models.logps import linear_logps
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,9 @@ class Config:
     rms_norm_eps: float
     rope_theta: float
     mask_token_id: int
-    block_length: int = 32  # of semi-autoregressive decoding, in no official file: the model itself has no blocks
+    block_length: int = (
+        32  # of semi-autoregressive decoding, in no official file: the model itself has no blocks
+    )
 
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 asks for."""
@@ -47,9 +58,18 @@ class Config:
     @classmethod
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "use_sliding_window": False, "rope_scaling": None}
+        fixed = {
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "rope_scaling": None,
+        }
         config = read_config(cls, raw, fixed)
-        d, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        d, heads, kv_heads = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+        )
         if d % heads or heads % kv_heads:
             sizes = f"hidden_size = {d}, num_attention_heads = {heads} and num_key_value_heads = {kv_heads}"
             raise SystemExit(f"config.json has {sizes}: each must be a multiple of the next")
@@ -67,7 +87,9 @@ class RMSNorm(nn.Module):
         if is_fused(x):
             return rms_norm(x, self, round_first=True)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 def frequencies(head_dim, theta, device):
@@ -101,9 +123,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x, cos, sin, attend):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H h] -> [B, H, T, h]
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(
+            1, 2
+        )  # [B, T, H h] -> [B, H, T, h]
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        q, k = rotate_heads(q, k, cos, sin) if is_fused(x) else (rotate(q, cos, sin), rotate(k, cos, sin))
+        q, k = (
+            rotate_heads(q, k, cos, sin)
+            if is_fused(x)
+            else (rotate(q, cos, sin), rotate(k, cos, sin))
+        )
         return project(attend(self.layer, q, k, v).transpose(1, 2).flatten(2), self.o_proj)[0]
 
 
@@ -128,7 +156,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin, attend):
-        y, norm = self.self_attn(self.input_layernorm(x), cos, sin, attend), self.post_attention_layernorm
+        y, norm = (
+            self.self_attn(self.input_layernorm(x), cos, sin, attend),
+            self.post_attention_layernorm,
+        )
         if is_fused(x):
             x, y = add_rms_norm(x, y, norm, round_first=True)
         else:
@@ -150,13 +181,15 @@ class Dream(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.attention_backend = "auto"  # of kernels/attention.py
+        self.attention_backend = "auto"  # of models/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -192,7 +225,9 @@ class Dream(nn.Module):
         To align some columns alone, pass the column before them as well and drop the first row of the result.
         """
         column = torch.arange(hidden.shape[1], device=hidden.device)
-        latest = torch.where(valid_mask, column, -1).cummax(1).values  # last valid column up to each one, -1: none
+        latest = (
+            torch.where(valid_mask, column, -1).cummax(1).values
+        )  # last valid column up to each one, -1: none
         before = F.pad(latest[:, :-1], (1, 0), value=-1)
         is_first = before < 0
         if document_ids is not None:
@@ -211,12 +246,27 @@ class Dream(nn.Module):
 
     def logits(self, input_ids, attention_mask=None):
         """[B, T] -> [B, T, V] under full attention; row i is about token i. attention_mask [B, T] bool: False on padding."""
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        valid = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask.bool()
+        )
         position_ids, _ = self.grid(valid)
-        hidden = self.hidden(input_ids, position_ids, make_attend(bidirectional(valid), self.attention_backend))
+        hidden = self.hidden(
+            input_ids, position_ids, make_attend(bidirectional(valid), self.attention_backend)
+        )
         return self.head(self.align(hidden, valid))
 
-    def logps(self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False, document_ids=None):
+    def logps(
+        self,
+        input_ids,
+        noisy_ids,
+        score_mask,
+        valid_mask=None,
+        temperature=1.0,
+        entropy=False,
+        document_ids=None,
+    ):
         """Log-probabilities of clean tokens given the noisy sequence, in one pass over it.
 
         input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask token; score_mask [B, T]
@@ -225,10 +275,14 @@ class Dream(nn.Module):
         -> [B, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a pair (logps, entropy in nats).
         """
         valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask
-        index = score_mask.flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
+        index = score_mask.flatten().nonzero()[
+            :, 0
+        ]  # [n], before the forward: after it, this would wait for it
         position_ids, _ = self.grid(valid, document_ids)
         visibility = bidirectional(valid, document_ids)
-        hidden = self.hidden(noisy_ids, position_ids, make_attend(visibility, self.attention_backend))
+        hidden = self.hidden(
+            noisy_ids, position_ids, make_attend(visibility, self.attention_backend)
+        )
         hidden = self.align(hidden, valid, document_ids)
         scored = linear_logps(
             hidden.flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone

@@ -12,10 +12,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import bidirectional, make_attend, positions
-from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, project, rms_norm, rotate_heads
-from kernels.linear_logps import linear_logps
+from kernels.fused import (
+    add_product,
+    add_rms_norm,
+    fused_tables,
+    gated,
+    is_fused,
+    project,
+    rms_norm,
+    rotate_heads,
+)
+from models.attention import bidirectional, make_attend, positions
 from models.config import Objective, read_config
+from models.logps import linear_logps
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,9 @@ class Config:
     rms_norm_eps: float
     rope_theta: float
     mask_token_id: int
-    block_length: int = 32  # of semi-autoregressive decoding, in no official file: the model itself has no blocks
+    block_length: int = (
+        32  # of semi-autoregressive decoding, in no official file: the model itself has no blocks
+    )
 
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 asks for."""
@@ -53,7 +64,10 @@ class Config:
             "init_device", "init_fn", "init_std", "max_sequence_length", "mlp_ratio", "precision", "vocab_size",
         )  # fmt: skip
         # Where config.json is silent, the official code assumes an older architecture.
-        if missing := {"activation_type", "block_type", "layer_norm_type", "rope", "weight_tying"} - raw.keys():
+        if (
+            missing := {"activation_type", "block_type", "layer_norm_type", "rope", "weight_tying"}
+            - raw.keys()
+        ):
             raise SystemExit(f"config.json of a llada model lacks {', '.join(sorted(missing))}")
         config = read_config(cls, raw, fixed, no_effect)
         if config.d_model % config.n_heads or config.n_heads % config.n_kv_heads:
@@ -73,7 +87,9 @@ class RMSNorm(nn.Module):
         if is_fused(x):
             return rms_norm(x, self, round_first=True)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 def frequencies(head_dim, theta, device):
@@ -116,9 +132,15 @@ class Block(nn.Module):
         self.ff_out = nn.Linear(f, d, bias=False)
 
     def forward(self, x, cos, sin, attend):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H h] -> [B, H, T, h]
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(
+            1, 2
+        )  # [B, T, H h] -> [B, H, T, h]
         q, k, v = map(heads, project(self.attn_norm(x), self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate_heads(q, k, cos, sin) if is_fused(x) else (rotate(q, cos, sin), rotate(k, cos, sin))
+        q, k = (
+            rotate_heads(q, k, cos, sin)
+            if is_fused(x)
+            else (rotate(q, cos, sin), rotate(k, cos, sin))
+        )
         y = project(attend(self.layer, q, k, v).transpose(1, 2).flatten(2), self.attn_out)[0]
         if is_fused(x):
             x, y = add_rms_norm(x, y, self.ff_norm, round_first=True)
@@ -132,22 +154,29 @@ class LLaDA(nn.Module):
     """The language model. Its one forward is `hidden`; `logits` and `logps` are what callers use (FSDP2 forward methods)."""
 
     attention = "bidirectional"  # the engine that can serve it
-    together = (("q_proj", "k_proj", "v_proj"), ("ff_proj", "up_proj"))  # an engine multiplies them as one
+    together = (
+        ("q_proj", "k_proj", "v_proj"),
+        ("ff_proj", "up_proj"),
+    )  # an engine multiplies them as one
     turn_end = "<|eot_id|>"  # what ends an answer
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="answers", tail="drawn")  # ML-GSAI/LLaDA, GUIDELINES.md
+    objective = Objective(
+        1e-3, 1.0, weight="1/t", mean="answers", tail="drawn"
+    )  # ML-GSAI/LLaDA, GUIDELINES.md
     lora_targets = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.attention_backend = "auto"  # of kernels/attention.py
+        self.attention_backend = "auto"  # of models/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.transformer = nn.Module()
         self.model.transformer.wte = nn.Embedding(config.embedding_size, config.d_model)
-        self.model.transformer.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.model.transformer.blocks = nn.ModuleList(
+            Block(config, layer) for layer in range(config.n_layers)
+        )
         self.model.transformer.ln_f = RMSNorm(config.d_model, config.rms_norm_eps)
         self.model.transformer.ff_out = nn.Linear(config.d_model, config.embedding_size, bias=False)
 
@@ -194,11 +223,28 @@ class LLaDA(nn.Module):
 
         Padding is no key, so that a padded row equals the row alone; the first official files ignore attention_mask.
         """
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        valid = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask.bool()
+        )
         position_ids, _ = self.grid(valid)
-        return self.head(self.hidden(input_ids, position_ids, make_attend(bidirectional(valid), self.attention_backend)))
+        return self.head(
+            self.hidden(
+                input_ids, position_ids, make_attend(bidirectional(valid), self.attention_backend)
+            )
+        )
 
-    def logps(self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False, document_ids=None):
+    def logps(
+        self,
+        input_ids,
+        noisy_ids,
+        score_mask,
+        valid_mask=None,
+        temperature=1.0,
+        entropy=False,
+        document_ids=None,
+    ):
         """Log-probabilities of clean tokens given the noisy sequence, in one pass over it.
 
         input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask token; score_mask [B, T]
@@ -207,10 +253,14 @@ class LLaDA(nn.Module):
         -> [B, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a pair (logps, entropy in nats).
         """
         valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask
-        index = score_mask.flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
+        index = score_mask.flatten().nonzero()[
+            :, 0
+        ]  # [n], before the forward: after it, this would wait for it
         position_ids, _ = self.grid(valid, document_ids)
         visibility = bidirectional(valid, document_ids)
-        hidden = self.hidden(noisy_ids, position_ids, make_attend(visibility, self.attention_backend))
+        hidden = self.hidden(
+            noisy_ids, position_ids, make_attend(visibility, self.attention_backend)
+        )
         scored = linear_logps(
             hidden.flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
             self.lm_head.weight,

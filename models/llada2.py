@@ -16,11 +16,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, norm_rotate, project, rms_norm
-from kernels.linear_logps import linear_logps
-from kernels.moe import Experts, Router, can_route, route
+from kernels.fused import (
+    add_product,
+    add_rms_norm,
+    fused_tables,
+    gated,
+    is_fused,
+    norm_rotate,
+    project,
+    rms_norm,
+)
+from models.attention import block_causal, make_attend, positions, scored_columns, two_copy
 from models.config import Objective, read_config
+from models.experts import Experts, Router, can_route, route
+from models.logps import linear_logps
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,28 @@ class Config:
             "score_function": "sigmoid", "use_qk_norm": True, "use_rmsnorm": True,
         }  # fmt: skip
         config = read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
-        each, left = divmod(config.num_experts, config.n_group)  # experts of a group: its score is the sum of the best two
-        if left or each < 2 or config.topk_group > config.n_group or config.num_experts_per_tok > each * config.topk_group:
+        each, left = divmod(
+            config.num_experts, config.n_group
+        )  # experts of a group: its score is the sum of the best two
+        if (
+            left
+            or each < 2
+            or config.topk_group > config.n_group
+            or config.num_experts_per_tok > each * config.topk_group
+        ):
             names = ("num_experts", "n_group", "topk_group", "num_experts_per_tok")
             counts = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
-            raise SystemExit(f"config.json has {counts}: the groups do not divide the experts, or offer too few")
+            raise SystemExit(
+                f"config.json has {counts}: the groups do not divide the experts, or offer too few"
+            )
         if config.rotary_dim % 2:
-            raise SystemExit(f"config.json has partial_rotary_factor = {config.partial_rotary_factor}: an odd rotary width")
+            raise SystemExit(
+                f"config.json has partial_rotary_factor = {config.partial_rotary_factor}: an odd rotary width"
+            )
         if raw.get("rotary_dim", config.rotary_dim) != config.rotary_dim:
-            raise SystemExit(f"config.json has rotary_dim = {raw['rotary_dim']}, its other keys make it {config.rotary_dim}")
+            raise SystemExit(
+                f"config.json has rotary_dim = {raw['rotary_dim']}, its other keys make it {config.rotary_dim}"
+            )
         return config
 
 
@@ -89,7 +111,9 @@ class RMSNorm(nn.Module):
         if x.is_cuda:  # one kernel for seven, with the same rounding
             return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 def frequencies(rotary_dim, theta, device):
@@ -117,19 +141,34 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        self.query_key_value = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=False)
-        self.dense = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.heads = [
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.num_key_value_heads,
+        ]
+        self.query_key_value = nn.Linear(
+            config.hidden_size, sum(self.heads) * config.head_dim, bias=False
+        )
+        self.dense = nn.Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
+        )
         self.query_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.key_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        heads = project(x, self.query_key_value)[0].unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H + 2 K, T, h]
+        heads = (
+            project(x, self.query_key_value)[0].unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        )  # [B, H + 2 K, T, h]
         q, k, v = heads.split(self.heads, 1)
         if is_fused(x):
-            q, k = norm_rotate(q, k, self.query_layernorm, self.key_layernorm, cos, sin, round_first=True)
+            q, k = norm_rotate(
+                q, k, self.query_layernorm, self.key_layernorm, cos, sin, round_first=True
+            )
         else:
-            q, k = rotate(self.query_layernorm(q), cos, sin), rotate(self.key_layernorm(k), cos, sin)
+            q, k = (
+                rotate(self.query_layernorm(q), cos, sin),
+                rotate(self.key_layernorm(k), cos, sin),
+            )
         y = attend(self.layer, q, k, v)
         return project(y.transpose(1, 2).flatten(2), self.dense)[0]
 
@@ -144,7 +183,9 @@ class MLP(nn.Module):
     def forward(self, x, onto=None):
         """-> the MLP of x, or onto + it"""
         y = gated(x, self.gate_proj, self.up_proj)
-        return project(y, self.down_proj)[0] if onto is None else add_product(onto, y, self.down_proj)
+        return (
+            project(y, self.down_proj)[0] if onto is None else add_product(onto, y, self.down_proj)
+        )
 
 
 class MoE(nn.Module):
@@ -155,22 +196,30 @@ class MoE(nn.Module):
         self.config = config
         self.gate = Router(config.num_experts, config.hidden_size, with_bias=True)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
-        self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.num_shared_experts)
+        self.shared_experts = MLP(
+            config.hidden_size, config.moe_intermediate_size * config.num_shared_experts
+        )
 
     def route(self, x):
         """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k], at least fp32"""
         if is_fused(x) and can_route(self.gate, self.config.n_group):
             groups = self.config.n_group, self.config.topk_group
             k, scale = self.config.num_experts_per_tok, self.config.routed_scaling_factor
-            return route(x, self.gate.weight, k, torch.float32, self.gate.expert_bias, *groups, scale)
+            return route(
+                x, self.gate.weight, k, torch.float32, self.gate.expert_bias, *groups, scale
+            )
         score = self.gate(x).sigmoid()
-        grouped = (score + self.gate.expert_bias).unflatten(-1, (self.config.n_group, -1))  # [..., groups, experts of each]
+        grouped = (score + self.gate.expert_bias).unflatten(
+            -1, (self.config.n_group, -1)
+        )  # [..., groups, experts of each]
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.topk_group, dim=-1).indices
         is_closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         open_scores = grouped.masked_fill(is_closed[..., None], float("-inf")).flatten(-2)
         index = open_scores.topk(self.config.num_experts_per_tok, dim=-1).indices
         weight = score.gather(-1, index)
-        return index, weight / (weight.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
+        return index, weight / (
+            weight.sum(-1, keepdim=True) + 1e-20
+        ) * self.config.routed_scaling_factor
 
     def forward(self, x, onto):
         """-> onto + the experts of x, the shared one among them"""
@@ -190,7 +239,10 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
 
     def forward(self, x, cos, sin, attend):
-        y, norm = self.attention(self.input_layernorm(x), cos, sin, attend), self.post_attention_layernorm
+        y, norm = (
+            self.attention(self.input_layernorm(x), cos, sin, attend),
+            self.post_attention_layernorm,
+        )
         if is_fused(x):
             x, y = add_rms_norm(x, y, norm, round_first=True)
         else:
@@ -204,22 +256,32 @@ class LLaDA2(nn.Module):
 
     attention = "block-causal"  # the engine that can serve it
     turn_end = "<|role_end|>"  # what ends an answer
-    objective = Objective(0.3, 0.8, weight="1", mean="masked", tail="block")  # inclusionAI/dFactory, train_llada2_bd.py
+    objective = Objective(
+        0.3, 0.8, weight="1", mean="masked", tail="block"
+    )  # inclusionAI/dFactory, train_llada2_bd.py
     is_edited = True  # 2.1 was trained to replace tokens that it had revealed; 2.0 was not, and its config.json is the same
     together = (("gate_proj", "up_proj"),)  # an engine multiplies them as one
     eos_token_id = 156892  # <|endoftext|>, which no official config file states
-    lora_targets = ("query_key_value", "dense", "gate_proj", "up_proj", "down_proj")  # dense blocks' and shared experts' MLPs
+    lora_targets = (
+        "query_key_value",
+        "dense",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )  # dense blocks' and shared experts' MLPs
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.attention_backend = "auto"  # of kernels/attention.py
+        self.attention_backend = "auto"  # of models/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_size
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -265,11 +327,30 @@ class LLaDA2(nn.Module):
 
     def logits(self, input_ids, attention_mask=None):
         """[B, T] -> [B, T, V] under block-causal attention; row i is about token i. attention_mask [B, T] bool."""
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        valid = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask.bool()
+        )
         position_ids, block = self.grid(valid)
-        return self.head(self.hidden(input_ids, position_ids, make_attend(block_causal(block, valid), self.attention_backend)))
+        return self.head(
+            self.hidden(
+                input_ids,
+                position_ids,
+                make_attend(block_causal(block, valid), self.attention_backend),
+            )
+        )
 
-    def logps(self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False, document_ids=None):
+    def logps(
+        self,
+        input_ids,
+        noisy_ids,
+        score_mask,
+        valid_mask=None,
+        temperature=1.0,
+        entropy=False,
+        document_ids=None,
+    ):
         """Log-probabilities of clean tokens where a block is noised, given its noisy self and the clean blocks before it.
 
         input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask token; score_mask [B, T]
@@ -279,15 +360,22 @@ class LLaDA2(nn.Module):
         """
         valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask
         position_ids, block = self.grid(valid, document_ids)
-        if document_ids is None:  # the noisy copy starts at the first block that any row scores: nothing else of it is read
+        if (
+            document_ids is None
+        ):  # the noisy copy starts at the first block that any row scores: nothing else of it is read
             first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
             start = int((valid & (block >= first_block)).any(0).int().argmax())
-            noisy, place = lambda values: values[:, start:], lambda values: F.pad(values, (start, 0))
+            noisy, place = (
+                lambda values: values[:, start:],
+                lambda values: F.pad(values, (start, 0)),
+            )
         else:  # prompts stand between the answers: of each row only the blocks with a scored token
             start = scored_columns(score_mask, block, valid)
             noisy = lambda values: values.gather(1, start)
             place = lambda values: values.new_zeros(input_ids.shape).scatter(1, start, values)
-        index = noisy(score_mask).flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
+        index = (
+            noisy(score_mask).flatten().nonzero()[:, 0]
+        )  # [n], before the forward: after it, this would wait for it
         hidden = self.hidden(
             torch.cat([noisy(noisy_ids), input_ids], 1),
             torch.cat([noisy(position_ids), position_ids], 1),
@@ -295,13 +383,17 @@ class LLaDA2(nn.Module):
         )
         targets = noisy(input_ids)
         scored = linear_logps(
-            hidden[:, : targets.shape[1]].flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
+            hidden[:, : targets.shape[1]]
+            .flatten(0, 1)
+            .index_select(0, index),  # [n, D]: the head sees scored rows alone
             self.lm_head.weight,
             targets.flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        spread = lambda values: values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+        spread = lambda values: (
+            values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+        )
         fill = lambda values: place(spread(values))
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

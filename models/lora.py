@@ -24,16 +24,28 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = list(targets) or list(model.lora_targets)
-    modules = [(name, module) for layer in model.layers for name, module in layer.named_modules()]  # no adapter on the head
-    linear = {name.rsplit(".", 1)[-1] for name, module in modules if isinstance(module, torch.nn.Linear)}
+    modules = [
+        (name, module) for layer in model.layers for name, module in layer.named_modules()
+    ]  # no adapter on the head
+    linear = {
+        name.rsplit(".", 1)[-1] for name, module in modules if isinstance(module, torch.nn.Linear)
+    }
     if unknown := sorted(set(targets) - linear):
-        raise SystemExit(f"--lora-targets {', '.join(unknown)} match no linear layer; there are {', '.join(sorted(linear))}")
+        raise SystemExit(
+            f"--lora-targets {', '.join(unknown)} match no linear layer; there are {', '.join(sorted(linear))}"
+        )
     model.requires_grad_(False)
     inside = {id(module) for _, module in modules}
     outside = [name for name, module in model.named_modules() if id(module) not in inside]
-    head = [name for name in outside if name.rsplit(".", 1)[-1] in targets]  # LLaDA's head bears the name of a block's layer
+    head = [
+        name for name in outside if name.rsplit(".", 1)[-1] in targets
+    ]  # LLaDA's head bears the name of a block's layer
     model.lora_config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None, lora_dropout=0.0
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        exclude_modules=head or None,
+        lora_dropout=0.0,
     )
     is_meta = next(model.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):  # peft draws too, from the global generator
@@ -57,7 +69,9 @@ def init_adapters(model):
             local.zero_()
             continue
         bound = 1 / math.sqrt(value.shape[1])
-        draws = torch.rand(value.shape, generator=generator) * 2 * bound - bound  # the whole of it on every rank
+        draws = (
+            torch.rand(value.shape, generator=generator) * 2 * bound - bound
+        )  # the whole of it on every rank
         local.copy_(draws[rows.start : rows.stop])
     return model
 
@@ -69,7 +83,9 @@ def has_lora(model):
 def lora_scaling(config):
     """config: LoraConfig, or the content of adapter_config.json. -> what B @ A is multiplied with"""
     config = config if isinstance(config, dict) else config.to_dict()
-    return config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    return config["lora_alpha"] / (
+        math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
+    )
 
 
 def adapter_tensors(model):
@@ -108,9 +124,13 @@ def save_adapter(model, directory, base, tokenizer):
     save, tensors = AtomicDirectory(directory), {}
     for name, tensor in export_adapter(model):
         if save.is_active:
-            tensors["base_model.model." + name.replace(".default.", ".")] = tensor.contiguous().cpu().clone()
+            tensors["base_model.model." + name.replace(".default.", ".")] = (
+                tensor.contiguous().cpu().clone()
+            )
     config = model.lora_config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    plain = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
     text = json.dumps(plain, indent=2, default=str) + "\n"
     save.attempt(save_file, tensors, save.folder / "adapter_model.safetensors", {"format": "pt"})
     save.attempt((save.folder / "adapter_config.json").write_text, text)
@@ -136,22 +156,45 @@ def merge_adapter(model, directory):
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    if other := {key: config[key] for key, value in plain.items() if config.get(key, value) not in (value, None)}:
-        raise SystemExit(f"{directory}: only plain LoRA adapters can be merged; this one has {other}")
+    if other := {
+        key: config[key]
+        for key, value in plain.items()
+        if config.get(key, value) not in (value, None)
+    }:
+        raise SystemExit(
+            f"{directory}: only plain LoRA adapters can be merged; this one has {other}"
+        )
     with open_tensors(directory / "adapter_model.safetensors") as file:
-        files = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}
-    parts, shapes, problems, scaling, pairs = tensor_parts(model), tensor_shapes(model), [], lora_scaling(config), {}
+        files = {
+            name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()
+        }
+    parts, shapes, problems, scaling, pairs = (
+        tensor_parts(model),
+        tensor_shapes(model),
+        [],
+        lora_scaling(config),
+        {},
+    )
     for name, value in files.items():
         base, part, kind = name.rsplit(".", 2)
         pairs.setdefault(f"{base}.{kind}", {})[part] = value
     for name, pair in pairs.items():
         if name not in parts or parts[name][1] or pair.keys() != {"lora_A", "lora_B"}:
             problems.append(f"{name} is no layer of this model")
-        elif (*pair["lora_B"].shape, *pair["lora_A"].shape) != (shapes[name][0], config["r"], config["r"], shapes[name][1]):
+        elif (*pair["lora_B"].shape, *pair["lora_A"].shape) != (
+            shapes[name][0],
+            config["r"],
+            config["r"],
+            shapes[name][1],
+        ):
             adapter = f"{list(pair['lora_B'].shape)} x {list(pair['lora_A'].shape)}"
-            problems.append(f"{name} is {list(shapes[name])}, its adapter {adapter} at rank {config['r']}")
+            problems.append(
+                f"{name} is {list(shapes[name])}, its adapter {adapter} at rank {config['r']}"
+            )
     if problems or not pairs:
-        raise SystemExit(f"{directory} does not fit its base model: {'; '.join(problems[:10]) or 'it holds no adapters'}")
+        raise SystemExit(
+            f"{directory} does not fit its base model: {'; '.join(problems[:10]) or 'it holds no adapters'}"
+        )
     with torch.no_grad():
         for name, pair in pairs.items():
             weight, rows = local_rows(parts[name][0])

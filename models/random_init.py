@@ -14,10 +14,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import load_tokenizer, meta_model, save_model
-from models.checkpoint import build_model, local_rows, materialize, read_json, resolve, set_special_tokens
+from models.checkpoint import (
+    build_model,
+    local_rows,
+    materialize,
+    read_json,
+    resolve,
+    set_special_tokens,
+)
 from models.config import stored_dtype
 
-SPECIAL_TOKENS = ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]  # ids 256..259, behind the 256 bytes
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|MASK|>",
+    "<|user|>",
+    "<|assistant|>",
+]  # ids 256..259, behind the 256 bytes
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -68,9 +80,17 @@ TINY_LLADA = {
 }
 TINY_DREAM = {"architectures": ["DreamModel"], "model_type": "Dream"} | TINY | {"block_length": 4}
 del TINY_DREAM["head_dim"]  # Dream's is hidden_size / heads
-SMALL_EXPERTS = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SMALL_EXPERTS = {
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 TINY_SDAR_MOE = (
-    TINY_SDAR | {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"} | SMALL_EXPERTS | {"num_experts": 8}
+    TINY_SDAR
+    | {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"}
+    | SMALL_EXPERTS
+    | {"num_experts": 8}
 )
 TINY_LLADA2 = {
     **({"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"} | TINY | SMALL_EXPERTS),
@@ -97,11 +117,25 @@ TINY_CONFIGS = {
     "tiny-llada2": TINY_LLADA2,
 }
 # Models that learn some text in minutes on one GPU, with the 152 k tokens of a real vocabulary: most parameters are its rows.
-SMALL_WIDTHS = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
+SMALL_WIDTHS = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
 SMALL_CONFIGS = {
-    "small-sdar": TINY_SDAR | SMALL_WIDTHS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "small-sdar": TINY_SDAR
+    | SMALL_WIDTHS
+    | {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "small-llada": TINY_LLADA
-    | {"d_model": 160, "mlp_hidden_size": 640, "n_layers": 12, "n_heads": 5, "n_kv_heads": 5, "block_length": 32},
+    | {
+        "d_model": 160,
+        "mlp_hidden_size": 640,
+        "n_layers": 12,
+        "n_heads": 5,
+        "n_kv_heads": 5,
+        "block_length": 32,
+    },
 }
 
 
@@ -113,13 +147,19 @@ def byte_tokenizer():
     # GPT-2's printable stand-ins for the 256 bytes, in byte order
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     stand_in = {byte: chr(byte) for byte in printable}
-    stand_in |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in stand_in)}
-    tokenizer = Tokenizer(models.BPE(vocab={stand_in[byte]: byte for byte in range(256)}, merges=[]))
+    stand_in |= {
+        byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in stand_in)
+    }
+    tokenizer = Tokenizer(
+        models.BPE(vocab={stand_in[byte]: byte for byte in range(256)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     end, mask = SPECIAL_TOKENS[:2]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, mask_token=mask)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, mask_token=mask
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -140,8 +180,12 @@ def random_weights(model, seed=0):
             continue
         is_end = value.shape[0] == model.lm_head.weight.shape[0]  # embedding or head
         std = 0.02 if is_end else math.sqrt(0.5 / value.shape[-1])
-        generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(seed))
-        full = torch.empty(value.shape, dtype=value.dtype, device=value.device).normal_(0.0, std, generator=generator)
+        generator = generators.setdefault(
+            value.device, torch.Generator(value.device).manual_seed(seed)
+        )
+        full = torch.empty(value.shape, dtype=value.dtype, device=value.device).normal_(
+            0.0, std, generator=generator
+        )
         local.copy_(full[rows.start : rows.stop])
     return model
 
@@ -154,8 +198,14 @@ def random_model(config, seed=0, device="cpu", dtype=torch.float32):
 def with_vocabulary(config, name_or_dir):
     """config.json of a tiny or small model with the vocabulary of another checkpoint: its rows, mask, end and padding ids."""
     model = meta_model(name_or_dir)
-    sizes = {key: model.lm_head.out_features for key in ("vocab_size", "embedding_size") if key in config}
-    ids = {"mask_token_id": model.mask_token_id, "eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
+    sizes = {
+        key: model.lm_head.out_features for key in ("vocab_size", "embedding_size") if key in config
+    }
+    ids = {
+        "mask_token_id": model.mask_token_id,
+        "eos_token_id": model.eos_token_ids,
+        "pad_token_id": model.pad_token_id,
+    }
     return config | sizes | ids
 
 
@@ -181,7 +231,9 @@ def main(args):
     else:
         directory = resolve(args.config)
         config = read_json(directory / "config.json")
-        model = set_special_tokens(random_model(config, args.seed, args.device, stored_dtype(config)), directory)
+        model = set_special_tokens(
+            random_model(config, args.seed, args.device, stored_dtype(config)), directory
+        )
     own = byte_tokenizer() if args.config in named else None
     save_model(model, args.out, load_tokenizer(args.tokenizer) if args.tokenizer else own)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters in {args.out}")

@@ -13,11 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention import block_causal, make_attend, positions, scored_columns, two_copy
-from kernels.fused import add_product, add_rms_norm, fused_tables, gated, is_fused, norm_rotate, project, rms_norm
-from kernels.linear_logps import linear_logps
-from kernels.moe import Experts, Router, can_route, route
+from kernels.fused import (
+    add_product,
+    add_rms_norm,
+    fused_tables,
+    gated,
+    is_fused,
+    norm_rotate,
+    project,
+    rms_norm,
+)
+from models.attention import block_causal, make_attend, positions, scored_columns, two_copy
 from models.config import Objective, read_config
+from models.experts import Experts, Router, can_route, route
+from models.logps import linear_logps
 
 
 @dataclass(frozen=True)
@@ -47,15 +56,24 @@ class Config:
     @classmethod
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "rope_scaling": None}
-        if raw["model_type"] == "sdar_moe":  # what config.json leaves out is the official code's default
+        fixed = {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "rope_scaling": None,
+        }
+        if (
+            raw["model_type"] == "sdar_moe"
+        ):  # what config.json leaves out is the official code's default
             raw = {"mask_token_id": 151669, "block_size": 4, "norm_topk_prob": False} | raw
             needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
             if missing := [name for name in needed if not raw.get(name)]:
                 raise SystemExit(f"config.json of a sdar_moe model lacks {', '.join(missing)}")
             if raw["num_experts_per_tok"] > raw["num_experts"]:
                 counts = f"num_experts_per_tok = {raw['num_experts_per_tok']}, num_experts = {raw['num_experts']}"
-                raise SystemExit(f"config.json has {counts}: a token cannot use more experts than there are")
+                raise SystemExit(
+                    f"config.json has {counts}: a token cannot use more experts than there are"
+                )
             fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         no_effect = (
             "debug", "ep_size", "fuse_cross_entropy", "layer_types", "micro_forward", "output_router_logits",
@@ -77,7 +95,9 @@ class RMSNorm(nn.Module):
         if x.is_cuda:  # one kernel for eight, with the same rounding
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         y = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(
+            x.dtype
+        )
 
 
 def frequencies(head_dim, theta, device):
@@ -104,7 +124,10 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        q_size, kv_size = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
@@ -113,7 +136,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H h] -> [B, H, T, h]
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(
+            1, 2
+        )  # [B, T, H h] -> [B, H, T, h]
         q, k, v = (heads(y) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
         if is_fused(x):
             q, k = norm_rotate(q, k, self.q_norm, self.k_norm, cos, sin)
@@ -162,7 +187,10 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.num_experts else MLP(config)
 
     def forward(self, x, cos, sin, attend):
-        y, norm = self.self_attn(self.input_layernorm(x), cos, sin, attend), self.post_attention_layernorm
+        y, norm = (
+            self.self_attn(self.input_layernorm(x), cos, sin, attend),
+            self.post_attention_layernorm,
+        )
         if is_fused(x):
             x, y = add_rms_norm(x, y, norm)
         else:
@@ -176,22 +204,31 @@ class SDAR(nn.Module):
 
     attention = "block-causal"  # the engine that can serve it
     turn_end = "<|im_end|>"  # what ends an answer
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="block")  # JetAstra/SDAR, training/
-    together = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # an engine multiplies them as one
+    objective = Objective(
+        1e-3, 1.0, weight="1/t", mean="tokens", tail="block"
+    )  # JetAstra/SDAR, training/
+    together = (
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+    )  # an engine multiplies them as one
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj") + ("gate_proj", "up_proj", "down_proj") * (
-            not config.num_experts
-        )
-        self.attention_backend = "auto"  # of kernels/attention.py
+        self.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj") + (
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ) * (not config.num_experts)
+        self.attention_backend = "auto"  # of models/attention.py
         self.mask_token_id, self.block_length = config.mask_token_id, config.block_size
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -238,11 +275,30 @@ class SDAR(nn.Module):
 
     def logits(self, input_ids, attention_mask=None):
         """[B, T] -> [B, T, V] under block-causal attention; row i is about token i. attention_mask [B, T] bool."""
-        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        valid = (
+            torch.ones_like(input_ids, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask.bool()
+        )
         position_ids, block = self.grid(valid)
-        return self.head(self.hidden(input_ids, position_ids, make_attend(block_causal(block, valid), self.attention_backend)))
+        return self.head(
+            self.hidden(
+                input_ids,
+                position_ids,
+                make_attend(block_causal(block, valid), self.attention_backend),
+            )
+        )
 
-    def logps(self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False, document_ids=None):
+    def logps(
+        self,
+        input_ids,
+        noisy_ids,
+        score_mask,
+        valid_mask=None,
+        temperature=1.0,
+        entropy=False,
+        document_ids=None,
+    ):
         """Log-probabilities of clean tokens where a block is noised, given its noisy self and the clean blocks before it.
 
         input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask token; score_mask [B, T]
@@ -252,15 +308,22 @@ class SDAR(nn.Module):
         """
         valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask
         position_ids, block = self.grid(valid, document_ids)
-        if document_ids is None:  # the noisy copy starts at the first block that any row scores: nothing else of it is read
+        if (
+            document_ids is None
+        ):  # the noisy copy starts at the first block that any row scores: nothing else of it is read
             first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
             start = int((valid & (block >= first_block)).any(0).int().argmax())
-            noisy, place = lambda values: values[:, start:], lambda values: F.pad(values, (start, 0))
+            noisy, place = (
+                lambda values: values[:, start:],
+                lambda values: F.pad(values, (start, 0)),
+            )
         else:  # prompts stand between the answers: of each row only the blocks with a scored token
             start = scored_columns(score_mask, block, valid)
             noisy = lambda values: values.gather(1, start)
             place = lambda values: values.new_zeros(input_ids.shape).scatter(1, start, values)
-        index = noisy(score_mask).flatten().nonzero()[:, 0]  # [n], before the forward: after it, this would wait for it
+        index = (
+            noisy(score_mask).flatten().nonzero()[:, 0]
+        )  # [n], before the forward: after it, this would wait for it
         hidden = self.hidden(
             torch.cat([noisy(noisy_ids), input_ids], 1),
             torch.cat([noisy(position_ids), position_ids], 1),
@@ -268,13 +331,17 @@ class SDAR(nn.Module):
         )
         targets = noisy(input_ids)
         scored = linear_logps(
-            hidden[:, : targets.shape[1]].flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
+            hidden[:, : targets.shape[1]]
+            .flatten(0, 1)
+            .index_select(0, index),  # [n, D]: the head sees scored rows alone
             self.lm_head.weight,
             targets.flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        spread = lambda values: values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+        spread = lambda values: (
+            values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
+        )
         fill = lambda values: place(spread(values))
         return tuple(fill(values) for values in scored) if entropy else fill(scored)

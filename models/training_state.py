@@ -29,7 +29,10 @@ def save_state(directory, model, optimizer, step, keep, also=None):
     error = None
     try:  # a full disk raises on every rank
         second = {"also": also.state_dict()} if also else {}
-        dcp.save({"model": parameters, "optimizer": moments} | second, checkpoint_id=save.folder / "state")
+        dcp.save(
+            {"model": parameters, "optimizer": moments} | second,
+            checkpoint_id=save.folder / "state",
+        )
     except CheckpointException as problem:
         error = OSError(first_cause(problem))
     save.error = save.error or error
@@ -58,9 +61,21 @@ class Saves:
 
     def __init__(self, run_dir, model, optimizer, tokenizer, base, keep, scores=()):
         """base: --model of the run; keep: newest saves that stay (0: all); scores: [(step, validation score)] so far."""
-        self.run_dir, self.model, self.optimizer, self.tokenizer = Path(run_dir), model, optimizer, tokenizer
-        self.base, self.keep, self.best = source_of(base), keep, max(scores, key=lambda s: s[1], default=None)
-        self.newest, self.also = max((self.run_dir / "checkpoints").glob("step-*"), default=None), None
+        self.run_dir, self.model, self.optimizer, self.tokenizer = (
+            Path(run_dir),
+            model,
+            optimizer,
+            tokenizer,
+        )
+        self.base, self.keep, self.best = (
+            source_of(base),
+            keep,
+            max(scores, key=lambda s: s[1], default=None),
+        )
+        self.newest, self.also = (
+            max((self.run_dir / "checkpoints").glob("step-*"), default=None),
+            None,
+        )
         self.tag_best()
 
     @staticmethod
@@ -84,7 +99,9 @@ class Saves:
             try:
                 dcp.load({"also": model.state_dict()}, checkpoint_id=state)
             except CheckpointException as error:
-                raise SystemExit(f"--resume: {state} has no reference that fits: {first_cause(error)}") from error
+                raise SystemExit(
+                    f"--resume: {state} has no reference that fits: {first_cause(error)}"
+                ) from error
 
     def after_step(self, step, score=None, weights=False, state=False):
         """Save what is asked for, and the weights too if `score` (validation, None: not evaluated) is the best so far."""
@@ -99,9 +116,17 @@ class Saves:
             self.best = step, score
             self.tag_best()
         if state:
-            save_state(self.run_dir / "resume", self.model, self.optimizer, step, self.keep, self.also)
-        if state or not (self.run_dir / "resume").exists():  # a run that goes back to its last state must find its best there
-            prune(self.run_dir / "checkpoints", self.keep, spare=[f"step-{self.best[0]:06d}"] if self.best else [])
+            save_state(
+                self.run_dir / "resume", self.model, self.optimizer, step, self.keep, self.also
+            )
+        if (
+            state or not (self.run_dir / "resume").exists()
+        ):  # a run that goes back to its last state must find its best there
+            prune(
+                self.run_dir / "checkpoints",
+                self.keep,
+                spare=[f"step-{self.best[0]:06d}"] if self.best else [],
+            )
 
     def tag_best(self):
         link = self.run_dir / "checkpoints" / "best"
@@ -131,7 +156,9 @@ def newest_state(directory):
     """-> path of the newest complete state. SystemExit if there is none."""
     found = states(directory)
     if not found:
-        raise SystemExit(f"--resume: {directory} holds no complete state; runs save one every --save-every steps")
+        raise SystemExit(
+            f"--resume: {directory} holds no complete state; runs save one every --save-every steps"
+        )
     return found[-1]
 
 
@@ -139,15 +166,31 @@ def load_state(state, model, optimizer):
     """Fill model and optimizer from a state directory. -> the step. Collective. SystemExit on another world size or model."""
     facts = json.loads((state / "facts.json").read_text())
     if facts["world_size"] != dist.get_world_size():
-        raise SystemExit(f"--resume: {state} was saved by {facts['world_size']} ranks, this run has {dist.get_world_size()}")
+        raise SystemExit(
+            f"--resume: {state} was saved by {facts['world_size']} ranks, this run has {dist.get_world_size()}"
+        )
     parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
     held = dcp.FileSystemReader(state / "state").read_metadata().state_dict_metadata
-    if extra := [name for name in held if name.startswith("model.") and name.removeprefix("model.") not in parameters]:
-        raise SystemExit(f"--resume: {state} does not fit this model: it also holds {', '.join(sorted(extra)[:3])}")
+    if extra := [
+        name
+        for name in held
+        if name.startswith("model.") and name.removeprefix("model.") not in parameters
+    ]:
+        raise SystemExit(
+            f"--resume: {state} does not fit this model: it also holds {', '.join(sorted(extra)[:3])}"
+        )
     loaded = {"model": parameters, "optimizer": moments}
     try:
         dcp.load(loaded, checkpoint_id=state / "state")
     except CheckpointException as error:
-        raise SystemExit(f"--resume: {state} does not fit this model: {first_cause(error)}") from error
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=OPTIONS)
+        raise SystemExit(
+            f"--resume: {state} does not fit this model: {first_cause(error)}"
+        ) from error
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+        options=OPTIONS,
+    )
     return facts["step"]

@@ -12,7 +12,9 @@ from rollout.probe import probe
 from rollout.traces import Trace, rollout_means, rollout_sums
 
 
-def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, asked=None):
+def make_engine(
+    model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, asked=None
+):
     """The sampler of a model.
 
     model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU, fp32 on CPU); or a model
@@ -27,10 +29,15 @@ def make_engine(model_or_dir, backend="auto", device="cpu", dtype=None, max_batc
     engines = {"block-causal": ("block", BlockEngine), "bidirectional": ("masked", MaskedEngine)}
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
-        model = meta_model(model_or_dir, dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32))
+        model = meta_model(
+            model_or_dir,
+            dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32),
+        )
     name, engine = engines[model.attention]
     if backend not in ("auto", name):  # before weights are read
-        raise SystemExit(f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or auto")
+        raise SystemExit(
+            f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or auto"
+        )
     if asked:
         engine(model, max_batch_size).plan(asked[0], **asked[1])
     return engine(load_weights(model, device) if is_named else model, max_batch_size)

@@ -18,10 +18,16 @@ GRAPH_TOKENS = 4096  # a forward of more tokens keeps the GPU busy while the hos
 
 def token_bytes(model, keeps):
     """About what a token takes in a forward: the outputs of the matrices of one layer; with keeps, keys and values too."""
-    matrices = {name: weight for name, weight in model.layers[0].named_parameters() if weight.dim() == 2}
+    matrices = {
+        name: weight for name, weight in model.layers[0].named_parameters() if weight.dim() == 2
+    }
     numbers = sum(len(weight) for weight in matrices.values())
     if keeps:
-        numbers += 2 * len(model.layers) * next(len(weight) for name, weight in matrices.items() if "k_proj" in name)
+        numbers += (
+            2
+            * len(model.layers)
+            * next(len(weight) for name, weight in matrices.items() if "k_proj" in name)
+        )
     return numbers * model.lm_head.weight.element_size()
 
 
@@ -32,10 +38,18 @@ class Canvas:
     """
 
     def __init__(self, model, capacity, keeps, device, dtype, use_graphs):
-        self.model, self.capacity, self.keeps, self.device, self.dtype = model, capacity, keeps, device, dtype
+        self.model, self.capacity, self.keeps, self.device, self.dtype = (
+            model,
+            capacity,
+            keeps,
+            device,
+            dtype,
+        )
         self.graphs = Graphs(device) if use_graphs else None
         self.results = {}  # of the graphs, by their keys
-        self.before = int(hasattr(model, "align"))  # a window takes in the token that its first shifted row comes from
+        self.before = int(
+            hasattr(model, "align")
+        )  # a window takes in the token that its first shifted row comes from
         empty = partial(torch.empty, capacity, device=device)
         self.room = {"tokens": empty(dtype=torch.long), "positions": empty(dtype=torch.long)}
         self.room |= {"valid": empty(dtype=torch.bool), "bias": empty(dtype=dtype)}
@@ -47,7 +61,9 @@ class Canvas:
     def lay(self, tokens, valid, is_padded):
         """Take a batch over: tokens [R, S], valid [R, S] bool, False on padding; is_padded: whether there is any."""
         self.R, self.S = tokens.shape
-        self.tokens, self.positions, self.valid = (self._view(name, *tokens.shape) for name in ("tokens", "positions", "valid"))
+        self.tokens, self.positions, self.valid = (
+            self._view(name, *tokens.shape) for name in ("tokens", "positions", "valid")
+        )
         self.tokens.copy_(tokens)
         self.valid.copy_(valid)
         self.positions.copy_(self.model.grid(valid)[0])
@@ -78,7 +94,9 @@ class Canvas:
         return self.results[key]
 
     def _forward(self, width, window):
-        columns = lambda size: self.start - self.before + torch.arange(self.before + size, device=self.device)
+        columns = lambda size: (
+            self.start - self.before + torch.arange(self.before + size, device=self.device)
+        )
         if window is None:
             hidden = self._hidden(self.tokens, self.positions, None)
             hidden = hidden.index_select(1, columns(width))
@@ -101,7 +119,9 @@ class Canvas:
         shape, kept = (*k.shape[:2], self.S, k.shape[3]), []
         for name in (("k", layer), ("v", layer)):
             if name not in self.room:  # by the first forward, outside of any graph
-                self.room[name] = torch.empty(self.capacity * shape[1] * shape[3], dtype=k.dtype, device=k.device)
+                self.room[name] = torch.empty(
+                    self.capacity * shape[1] * shape[3], dtype=k.dtype, device=k.device
+                )
             kept.append(self._view(name, *shape))
         if here is not None:
             return window_attention(q, k, v, *kept, here, self.bias)

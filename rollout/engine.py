@@ -4,14 +4,25 @@ import math
 
 import torch
 
-from kernels.sampling import keyed_uniform, sample_categorical  # noqa: F401 (both samplers draw with engine.keyed_uniform)
 from models.checkpoint import tensor_names
 from models.lora import adapter_tensors
+from rollout.sampling import keyed_uniform, sample_categorical  # noqa: F401 (both samplers draw with engine.keyed_uniform)
 from rollout.schedules import block_quotas
 from rollout.traces import concatenate
 
-REMASKING = ("low_confidence_static", "low_confidence_dynamic", "random")  # what the training scripts offer
-RULES = (*REMASKING, "low_confidence_factor", "entropy", "entropy_bounded", "topk_margin", "sequential")
+REMASKING = (
+    "low_confidence_static",
+    "low_confidence_dynamic",
+    "random",
+)  # what the training scripts offer
+RULES = (
+    *REMASKING,
+    "low_confidence_factor",
+    "entropy",
+    "entropy_bounded",
+    "topk_margin",
+    "sequential",
+)
 LOWER = "lower --batch-size, max_batch_size of make_engine (the tokens stay) or --gen-length"
 
 
@@ -26,9 +37,15 @@ def select(confidence, masked, quota, remasking, threshold, factor=1.0, eb_thres
     (EB-Sampler, arXiv 2505.24857) leaves the largest of these entropies out of the sum. -> [N, n] bool
     """
     if remasking == "sequential":
-        confidence = -torch.arange(masked.shape[1], dtype=torch.float32, device=masked.device).expand(masked.shape)
-    number = masked.sum(1, keepdim=True).clamp(max=quota)  # a block that began with prompt tokens has fewer masks
-    score, order = confidence.masked_fill(~masked, float("-inf")).sort(dim=1, descending=True, stable=True)
+        confidence = -torch.arange(
+            masked.shape[1], dtype=torch.float32, device=masked.device
+        ).expand(masked.shape)
+    number = masked.sum(1, keepdim=True).clamp(
+        max=quota
+    )  # a block that began with prompt tokens has fewer masks
+    score, order = confidence.masked_fill(~masked, float("-inf")).sort(
+        dim=1, descending=True, stable=True
+    )
     if remasking == "low_confidence_dynamic":
         number = torch.maximum(number, (score > threshold).sum(1, keepdim=True))
     elif remasking == "low_confidence_factor":
@@ -67,9 +84,14 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
     if top_p < 1:
         ordered = logits.sort(dim=-1, descending=True).values
         # At least fp32: sums of bf16 stand still at terms below 2^-9 of them, and the whole tail would stay.
-        p = (ordered.to(torch.promote_types(ordered.dtype, torch.float32)) / temperature).softmax(-1)
+        p = (ordered.to(torch.promote_types(ordered.dtype, torch.float32)) / temperature).softmax(
+            -1
+        )
         needed = p.cumsum(-1) - p < top_p  # the mass before it falls short
-        logits = logits.masked_fill(logits < ordered.masked_fill(~needed, float("inf")).amin(-1, keepdim=True), float("-inf"))
+        logits = logits.masked_fill(
+            logits < ordered.masked_fill(~needed, float("inf")).amin(-1, keepdim=True),
+            float("-inf"),
+        )
     return logits
 
 
@@ -81,8 +103,16 @@ class Engine:
     """
 
     # Of generate's arguments: what this engine can do.
-    choices = {"remasking": RULES, "schedule": ("uniform",), "cache": ("none",), "eos_policy": ("none",)}
-    records = (None, "steps")  # that a method may ask for; steps: step maps and log-probabilities, which are always kept
+    choices = {
+        "remasking": RULES,
+        "schedule": ("uniform",),
+        "cache": ("none",),
+        "eos_policy": ("none",),
+    }
+    records = (
+        None,
+        "steps",
+    )  # that a method may ask for; steps: step maps and log-probabilities, which are always kept
     refills = False  # _generate takes all samples at once and keeps max_batch_size of them at work
 
     def __init__(self, model, max_batch_size):
@@ -99,10 +129,14 @@ class Engine:
             if own is None:
                 own = adapter_tensors(self.model) if ".lora_" in name else tensor_names(self.model)
             if name not in own or own[name].shape != value.shape:
-                raise ValueError(f"{name} {list(value.shape)} is no tensor of this model, or came twice")
+                raise ValueError(
+                    f"{name} {list(value.shape)} is no tensor of this model, or came twice"
+                )
             own.pop(name).copy_(value)
         if own or own is None:
-            raise ValueError(f"weights did not come for {', '.join(list(own or ['any tensor'])[:5])}")
+            raise ValueError(
+                f"weights did not come for {', '.join(list(own or ['any tensor'])[:5])}"
+            )
 
     def release(self):
         """Give back the memory that generate keeps on a GPU from one call to the next; the next call takes it again."""
@@ -114,7 +148,9 @@ class Engine:
     def check(self, settings):
         """SystemExit names settings that this engine cannot take together; each alone is one of its choices."""
         if settings["alg_temp"]:
-            raise SystemExit(f"--alg-temp {settings['alg_temp']}: {self.title} draws no orders; leave it at 0")
+            raise SystemExit(
+                f"--alg-temp {settings['alg_temp']}: {self.title} draws no orders; leave it at 0"
+            )
 
     @property
     def title(self):
@@ -123,14 +159,22 @@ class Engine:
     def _check_choices(self, given):
         for name, choices in self.choices.items():
             if given[name] not in choices:
-                raise SystemExit(f"--{name.replace('_', '-')} {given[name]}: {self.title} has {', '.join(choices)}")
+                raise SystemExit(
+                    f"--{name.replace('_', '-')} {given[name]}: {self.title} has {', '.join(choices)}"
+                )
 
     def _check_records(self, records, remasking, editing_threshold=None):
         if records not in self.records:
             raise SystemExit(f"{self.title} keeps no records of kind {records!r}")
         if records == "steps" and (remasking == "rcr" or editing_threshold is not None):
-            what = f"--remasking {remasking}" if editing_threshold is None else f"--editing-threshold {editing_threshold}"
-            raise SystemExit(f"{what} revises tokens, which no step map can tell: not for a method that reads step maps")
+            what = (
+                f"--remasking {remasking}"
+                if editing_threshold is None
+                else f"--editing-threshold {editing_threshold}"
+            )
+            raise SystemExit(
+                f"{what} revises tokens, which no step map can tell: not for a method that reads step maps"
+            )
 
     def _check_values(
         self, remasking, eos_policy="none", temperature=1.0, top_k=0, top_p=1.0, confidence_threshold=0.9, factor=1.0,
@@ -143,29 +187,44 @@ class Engine:
                 f"--eos-policy eoser scales confidences of at least 0: those of --remasking {remasking} are negative"
             )
         if eos_policy in ("demote", "eoser") and remasking in ("sequential", "origin"):
-            raise SystemExit(f"--eos-policy {eos_policy} changes confidences, which --remasking {remasking} does not look at")
+            raise SystemExit(
+                f"--eos-policy {eos_policy} changes confidences, which --remasking {remasking} does not look at"
+            )
         if editing_threshold is not None and not getattr(self.model, "is_edited", False):
             raise SystemExit(
                 f"--editing-threshold {editing_threshold}: {type(self.model).__name__} was not trained to edit tokens"
             )
         if top_k < 0 or not 0 < top_p <= 1:
-            raise SystemExit(f"--top-k {top_k} must be at least 0, --top-p {top_p} above 0 and at most 1")
+            raise SystemExit(
+                f"--top-k {top_k} must be at least 0, --top-p {top_p} above 0 and at most 1"
+            )
         if not 0 <= confidence_threshold <= 1:
-            raise SystemExit(f"--confidence-threshold {confidence_threshold} is no probability: give 0 to 1")
+            raise SystemExit(
+                f"--confidence-threshold {confidence_threshold} is no probability: give 0 to 1"
+            )
         if not factor > 0:
             raise SystemExit(f"--factor {factor} must be above 0")
         if not eb_threshold >= 0:
-            raise SystemExit(f"--eb-threshold {eb_threshold} is a sum of entropies: give at least 0")
+            raise SystemExit(
+                f"--eb-threshold {eb_threshold} is a sum of entropies: give at least 0"
+            )
         if max_post_steps < 0 or not 0 <= (editing_threshold or 0) <= 1:
-            raise SystemExit(f"--editing-threshold {editing_threshold} must lie in 0 to 1, {max_post_steps=} be at least 0")
+            raise SystemExit(
+                f"--editing-threshold {editing_threshold} must lie in 0 to 1, {max_post_steps=} be at least 0"
+            )
 
-    def plan(self, records=None, *, gen_length, denoising_steps, remasking, block_length=None, **settings):
+    def plan(
+        self, records=None, *, gen_length, denoising_steps, remasking, block_length=None, **settings
+    ):
         """One line on what a rollout costs, for the log. SystemExit where gen_length is not made of whole blocks, a value is
         out of its range, this sampler cannot do what is asked, or records of that kind are not kept: a command asks here before
         its first rollout. Who asks for records replays them, and gets no approximate cache.
         """
         self._check_records(records, remasking, settings.get("editing_threshold"))
-        n, given = self.block_length(block_length), {"schedule": "uniform", "cache": "none", "eos_policy": "none"} | settings
+        n, given = (
+            self.block_length(block_length),
+            {"schedule": "uniform", "cache": "none", "eos_policy": "none"} | settings,
+        )
         self._check_choices(given | {"remasking": remasking})
         self._check_values(remasking, **given)
         schedule = given["schedule"]
@@ -176,15 +235,31 @@ class Engine:
             shape = f"--block-length {n}, --gen-length {gen_length} and --denoising-steps {denoising_steps}"
             raise SystemExit(f"{shape} must be at least 1")
         if gen_length % n and schedule != "ascending":  # which makes its own blocks
-            nearest = " or ".join(str(length) for length in (gen_length // n * n, -(-gen_length // n) * n) if length)
-            raise SystemExit(f"--gen-length {gen_length} is no multiple of the block length {n}: give {nearest}")
-        given |= {"gen_length": gen_length, "block_length": n, "denoising_steps": denoising_steps, "remasking": remasking}
+            nearest = " or ".join(
+                str(length) for length in (gen_length // n * n, -(-gen_length // n) * n) if length
+            )
+            raise SystemExit(
+                f"--gen-length {gen_length} is no multiple of the block length {n}: give {nearest}"
+            )
+        given |= {
+            "gen_length": gen_length,
+            "block_length": n,
+            "denoising_steps": denoising_steps,
+            "remasking": remasking,
+        }
         quotas = block_quotas(**given)
         if schedule == "ascending" and not block_length:
             given["block_length"] = sum(quotas[0])
         self.check({"alg_temp": 0.0, "records": records} | given)
-        sizes, steps = [sum(quota) for quota in quotas], sum(sum(map(bool, quota)) for quota in quotas)
-        at_least = "at least " if remasking in ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded") else ""
+        sizes, steps = (
+            [sum(quota) for quota in quotas],
+            sum(sum(map(bool, quota)) for quota in quotas),
+        )
+        at_least = (
+            "at least "
+            if remasking in ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded")
+            else ""
+        )
         blocks = f"{len(quotas)} blocks of {n} tokens, {sum(map(bool, quotas[0]))} steps each"
         if len(set(sizes)) > 1:
             blocks = f"blocks of {', '.join(map(str, sizes))} tokens"
@@ -217,9 +292,13 @@ class Engine:
         (seed, that number, position, step): batch size, other prompts and ranks do not change it.
         """
         n = self.block_length(block_length)
-        self._check_choices({"remasking": remasking, "schedule": schedule, "cache": cache, "eos_policy": eos_policy})
+        self._check_choices(
+            {"remasking": remasking, "schedule": schedule, "cache": cache, "eos_policy": eos_policy}
+        )
         if min(n, denoising_steps, gen_length, num_samples) < 1:
-            raise SystemExit(f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=} must be at least 1")
+            raise SystemExit(
+                f"block_length={n}, {denoising_steps=}, {gen_length=}, {num_samples=} must be at least 1"
+            )
         self._check_values(
             remasking, eos_policy, temperature, top_k, top_p, confidence_threshold, factor, eb_threshold, editing_threshold,
             max_post_steps,
@@ -227,12 +306,18 @@ class Engine:
         self._check_records(records, remasking, editing_threshold)
         if records != "states" and (remasking == "rcr" or editing_threshold is not None):
             records = "events"  # without them a trace could not be replayed
-        prompt_ids = [ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids]
+        prompt_ids = [
+            ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids
+        ]
         if not prompt_ids or not all(prompt_ids):
-            raise SystemExit("there are no prompts, or one has no tokens: every prompt needs at least one")
+            raise SystemExit(
+                "there are no prompts, or one has no tokens: every prompt needs at least one"
+            )
         if with_mask := [i for i, ids in enumerate(prompt_ids) if self.model.mask_token_id in ids]:
             mask = f"the mask token (id {self.model.mask_token_id})"
-            raise SystemExit(f"prompt {with_mask[0]} holds {mask}: a learner would take it for a token to predict; remove it")
+            raise SystemExit(
+                f"prompt {with_mask[0]} holds {mask}: a learner would take it for a token to predict; remove it"
+            )
         V = self.model.lm_head.weight.shape[0]
         if unknown := [i for i, ids in enumerate(prompt_ids) if not 0 <= min(ids) <= max(ids) < V]:
             raise SystemExit(
@@ -274,22 +359,42 @@ class Engine:
             samples = torch.arange(first, min(first + size, total), device=self.device)
             owner = samples // num_samples
             prompts = prompt_ids[int(owner[0]) : int(owner[-1]) + 1]
-            parts.append(self._generate(prompts, owner - owner[0], sample_offset + samples, settings, stop_at_eos))
+            parts.append(
+                self._generate(
+                    prompts, owner - owner[0], sample_offset + samples, settings, stop_at_eos
+                )
+            )
         return concatenate(parts, self.model.pad_token_id)
 
     def _sample(self, hidden, uniform, settings, chunk_rows=512):
         """hidden [M, D], uniform [M] -> tokens, logps, confidence [M], chunk_rows rows at a time. The mask is never drawn."""
         parts, temperature = [], settings["temperature"]
-        for rows in (slice(first, first + chunk_rows) for first in range(0, max(len(hidden), 1), chunk_rows)):
+        for rows in (
+            slice(first, first + chunk_rows) for first in range(0, max(len(hidden), 1), chunk_rows)
+        ):
             logits = self.model.head(hidden[rows])
             logits[:, self.model.mask_token_id] = float("-inf")
             if settings["eos_policy"] == "suppress":
                 logits[:, settings["eos_token_ids"]] = float("-inf")
-            left = truncate(logits, temperature, settings["top_k"], settings["top_p"]) if temperature else logits
-            if settings["remasking"] in ("entropy", "entropy_bounded") and left is logits:  # both in the same passes
-                tokens, logps, _, entropies = sample_categorical(logits, uniform[rows], temperature, statistics=True)
+            left = (
+                truncate(logits, temperature, settings["top_k"], settings["top_p"])
+                if temperature
+                else logits
+            )
+            if (
+                settings["remasking"] in ("entropy", "entropy_bounded") and left is logits
+            ):  # both in the same passes
+                tokens, logps, _, entropies = sample_categorical(
+                    logits, uniform[rows], temperature, statistics=True
+                )
                 parts.append((tokens, logps, -entropies))
                 continue
             tokens, logps = sample_categorical(left, uniform[rows], temperature)
-            parts.append((tokens, logps, confidence_of(logits, logps, temperature, settings["remasking"])))
-        return parts[0] if len(parts) == 1 else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+            parts.append(
+                (tokens, logps, confidence_of(logits, logps, temperature, settings["remasking"]))
+            )
+        return (
+            parts[0]
+            if len(parts) == 1
+            else tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        )

@@ -19,6 +19,9 @@ class Graphs:
         function()  # the first call counts as any other, and makes what libraries make once
         graph = torch.cuda.CUDAGraph()
         # thread_local: the watchdog of NCCL asks after its events meanwhile
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+        ):
             function()
         self.graphs[key] = graph

@@ -23,9 +23,9 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels.sampling import GOLDEN
 from models.checkpoint import export_weights, load_model, meta_model, tensor_shapes
 from rollout.engine import Engine
+from rollout.sampling import GOLDEN
 from rollout.traces import Trace, scored
 
 # What a script may ask of this engine, and what not. docs/lmdeploy.md shows it; a request for what is missing is refused.
@@ -60,14 +60,18 @@ class LmdeployEngine(Engine):
     token for so long the engine counts as hung and the run ends.
     """
 
-    choices = Engine.choices | {"remasking": ("low_confidence_static", "low_confidence_dynamic", "sequential")}
+    choices = Engine.choices | {
+        "remasking": ("low_confidence_static", "low_confidence_dynamic", "sequential")
+    }
     records, title, refills = (None,), "lmdeploy", True
     stall_seconds = 300.0
 
     def __init__(self, name_or_dir, device="cuda", dtype=None, max_batch_size=256, asked=None):
         self.device, self.dtype = torch.device(device), dtype or torch.bfloat16
         if not isinstance(name_or_dir, (str, os.PathLike)):
-            raise SystemExit("--rollout-backend lmdeploy reads its model from a directory, not from an instance")
+            raise SystemExit(
+                "--rollout-backend lmdeploy reads its model from a directory, not from an instance"
+            )
         self.model = meta_model(name_or_dir, self.dtype)
         directory, adapters = self.model.sources
         refuse_unsupported(self.model, directory, self.device, self.dtype)
@@ -77,8 +81,15 @@ class LmdeployEngine(Engine):
         if self.device.index is None:
             self.device = torch.device(self.device.type, torch.cuda.current_device())
         torch.cuda.set_device(self.device)  # lmdeploy works on the current one
-        self.max_batch_size, self.sessions, self.progress, self.is_asleep = max_batch_size, 0, time.monotonic(), False
-        self.engine = self._start(str(directory), cache_blocks(self.model, self.device, self.dtype, max_batch_size))
+        self.max_batch_size, self.sessions, self.progress, self.is_asleep = (
+            max_batch_size,
+            0,
+            time.monotonic(),
+            False,
+        )
+        self.engine = self._start(
+            str(directory), cache_blocks(self.model, self.device, self.dtype, max_batch_size)
+        )
         repair_sampling(self.engine.sampling_strategy, self.model.block_length)
         self.agent = self.engine.executor.model_agent
         # A thread of its own: lmdeploy's tasks stay in inference mode and on their own stream between two steps, which would
@@ -92,7 +103,9 @@ class LmdeployEngine(Engine):
 
     def _start(self, directory, num_blocks):
         """-> lmdeploy's Engine, warmed up"""
-        os.environ.setdefault("LMDEPLOY_ENABLE_CHECK_ENV", "0")  # its check runs the script's top level in another process
+        os.environ.setdefault(
+            "LMDEPLOY_ENABLE_CHECK_ENV", "0"
+        )  # its check runs the script's top level in another process
         from lmdeploy.messages import PytorchEngineConfig
         from lmdeploy.pytorch.engine import Engine as PytorchEngine
 
@@ -109,17 +122,24 @@ class LmdeployEngine(Engine):
             enable_metrics=False,
             hf_overrides={  # transformers 5 leaves both empty where config.json has rope_theta and no pad_token_id
                 "pad_token_id": self.model.pad_token_id,
-                "rope_parameters": {"rope_type": "default", "rope_theta": self.model.config.rope_theta},
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": self.model.config.rope_theta,
+                },
             },
         )
         try:
             return PytorchEngine.from_pretrained(directory, engine_config=config)
         except torch.OutOfMemoryError as error:
-            raise SystemExit(f"--rollout-backend lmdeploy: out of memory at its start: {error}") from error
+            raise SystemExit(
+                f"--rollout-backend lmdeploy: out of memory at its start: {error}"
+            ) from error
 
     def _serve(self):
         torch.cuda.set_device(self.device)
-        with suppress(SystemExit):  # of lmdeploy's checks: whoever waits sees that the thread has ended
+        with suppress(
+            SystemExit
+        ):  # of lmdeploy's checks: whoever waits sees that the thread has ended
             self.loop.run_forever()
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
@@ -142,17 +162,24 @@ class LmdeployEngine(Engine):
     def block_length(self, asked):
         n = self.model.block_length
         if asked not in (None, 0, n):
-            raise SystemExit(f"--block-length {asked}: this model was trained with blocks of {n}; leave it out or give {n}")
+            raise SystemExit(
+                f"--block-length {asked}: this model was trained with blocks of {n}; leave it out or give {n}"
+            )
         return n
 
     def _plan(self, records=None, **settings):
         """What can be told, and refused, before the engine runs"""
         plan = super().plan(records, **settings)
-        self._unmasking(settings | {"block_length": self.block_length(settings.get("block_length"))})
+        self._unmasking(
+            settings | {"block_length": self.block_length(settings.get("block_length"))}
+        )
         return plan
 
     def plan(self, records=None, **settings):
-        plan, tokens = self._plan(records, **settings), (self.engine.cache_config.num_gpu_blocks - 1) * CACHE_BLOCK
+        plan, tokens = (
+            self._plan(records, **settings),
+            (self.engine.cache_config.num_gpu_blocks - 1) * CACHE_BLOCK,
+        )
         return (
             f"{plan}; lmdeploy {self.version}: {self.max_batch_size} rows, a cache of {tokens} positions, no "
             "log-probabilities: the probe compares greedy tokens alone"
@@ -176,9 +203,13 @@ class LmdeployEngine(Engine):
         if wanted:
             raise ValueError(f"weights did not come for {', '.join(list(wanted)[:5])}")
         if self.is_asleep:
-            from lmdeploy.pytorch.weight_loader.model_weight_loader import process_weights_after_loading
+            from lmdeploy.pytorch.weight_loader.model_weight_loader import (
+                process_weights_after_loading,
+            )
 
-            process_weights_after_loading(self._served())  # experts take the memory layout of their kernel
+            process_weights_after_loading(
+                self._served()
+            )  # experts take the memory layout of their kernel
             self._run(self._wake("kv_cache"))  # captures the graphs of the new addresses
             self.is_asleep = False
         torch.cuda.synchronize(self.device)  # the forwards run on a stream of their own
@@ -204,14 +235,18 @@ class LmdeployEngine(Engine):
             raise SystemExit("lmdeploy's engine sleeps: hand weights over before a rollout")
         n, eos, model = settings["block_length"], settings["eos_token_ids"], self.model
         strategy, steps, threshold = self._unmasking(settings)
-        unmasking = self.agent.agent_strategy.unmasking_processor.dllm_config  # read at every step, by all requests alike
+        unmasking = (
+            self.agent.agent_strategy.unmasking_processor.dllm_config
+        )  # read at every step, by all requests alike
         unmasking.unmasking_strategy = UnmaskingStrategy.from_str(strategy)
         unmasking.denoising_steps, unmasking.confidence_threshold = steps, threshold
         prompts, temperature = [prompt_ids[i] for i in owner.tolist()], settings["temperature"]
         room = [-(-(len(ids) + settings["gen_length"]) // n) * n - len(ids) for ids in prompts]
         longest = max(len(ids) + length for ids, length in zip(prompts, room, strict=True))
         if longest > (capacity := self.engine.max_session_len):
-            raise SystemExit(f"a prompt and its completion take {longest} positions, lmdeploy's cache here holds {capacity}")
+            raise SystemExit(
+                f"a prompt and its completion take {longest} positions, lmdeploy's cache here holds {capacity}"
+            )
         requests = [
             GenerationConfig(
                 max_new_tokens=length,
@@ -225,26 +260,40 @@ class LmdeployEngine(Engine):
             for length, index in zip(room, sample_index.tolist(), strict=True)
         ]
         for request in requests:
-            request.temperature = temperature or 1.0  # set afterwards: its constructor takes no more than 2
+            request.temperature = (
+                temperature or 1.0
+            )  # set afterwards: its constructor takes no more than 2
         completions = self._run(self._decode(prompts, requests))
         kept = []
         for ids, prompt, length in zip(completions, prompts, room, strict=True):
             if stop_at_eos:  # lmdeploy does not stop at an EOS in the block that the prompt ends in
                 first = next((i for i, token in enumerate(ids) if token in eos), None)
-                length = length if first is None else ((len(prompt) + first) // n + 1) * n - len(prompt)
+                length = (
+                    length if first is None else ((len(prompt) + first) // n + 1) * n - len(prompt)
+                )
             if len(ids) < length or model.mask_token_id in ids[:length]:
-                raise SystemExit(f"lmdeploy {self.version} returned an unfinished block ({len(ids)} of {length} tokens)")
+                raise SystemExit(
+                    f"lmdeploy {self.version} returned an unfinished block ({len(ids)} of {length} tokens)"
+                )
             kept.append(ids[:length])
         return self._trace(prompts, kept, sample_index, settings)
 
     def _unmasking(self, settings):
         """-> strategy, steps and threshold of lmdeploy's configuration. SystemExit for what it does differently."""
-        n, rule, steps = settings["block_length"], settings["remasking"], settings["denoising_steps"]
+        n, rule, steps = (
+            settings["block_length"],
+            settings["remasking"],
+            settings["denoising_steps"],
+        )
         if rule == "low_confidence_dynamic" and steps < n:
-            at_most = f"lmdeploy's low_confidence_dynamic reveals at least one token a step: give {n}"
+            at_most = (
+                f"lmdeploy's low_confidence_dynamic reveals at least one token a step: give {n}"
+            )
             raise SystemExit(f"--denoising-steps {steps}: {at_most}")
         if steps < n and n % steps:
-            raise SystemExit(f"--denoising-steps {steps}: with lmdeploy it must divide the block length {n}")
+            raise SystemExit(
+                f"--denoising-steps {steps}: with lmdeploy it must divide the block length {n}"
+            )
         return rule, min(steps, n), settings.get("confidence_threshold", 0.9)
 
     def _trace(self, prompts, completions, sample_index, settings):
@@ -258,7 +307,9 @@ class LmdeployEngine(Engine):
             lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
             in_first = n - lengths % n  # masks of the block that the prompt ends in
             blocks = (canvas_length - in_first) // n  # after it
-            num_forwards = (in_first + a_step - 1) // a_step + blocks * (n // a_step) + blocks  # all but the last are committed
+            num_forwards = (
+                (in_first + a_step - 1) // a_step + blocks * (n // a_step) + blocks
+            )  # all but the last are committed
         return Trace(
             prompt_ids=prompts,
             completion_ids=completion_ids,
@@ -276,7 +327,9 @@ class LmdeployEngine(Engine):
         """-> completions through their terminal block, lists of ids"""
         instance = self.engine.create_instance()
         pairs = zip(prompts, requests, strict=True)
-        tasks = [asyncio.ensure_future(self._complete(instance, ids, request)) for ids, request in pairs]
+        tasks = [
+            asyncio.ensure_future(self._complete(instance, ids, request)) for ids, request in pairs
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -305,7 +358,11 @@ class LmdeployEngine(Engine):
         if task is None or not task.done():
             return ""
         error = None if task.cancelled() else task.exception()
-        return f": its loop was ended by {type(error).__name__}: {error}" if error else ": its loop was cancelled"
+        return (
+            f": its loop was ended by {type(error).__name__}: {error}"
+            if error
+            else ": its loop was cancelled"
+        )
 
     def _run(self, work):
         """Run a coroutine in lmdeploy's thread. -> its result. SystemExit with the cause if it fails or stands still."""
@@ -330,32 +387,46 @@ def refuse_unsupported(model, directory, device, dtype):
     if kind not in ("sdar", "sdar_moe"):
         raise SystemExit(f"{backend} serves SDAR, not a model of type {kind}: leave it at auto")
     if directory is None or model.config.head_dim < 64:
-        raise SystemExit(f"{backend} has no kernels for heads of {model.config.head_dim}: leave it at auto for a tiny model")
+        raise SystemExit(
+            f"{backend} has no kernels for heads of {model.config.head_dim}: leave it at auto for a tiny model"
+        )
     if model.mask_token_id != MASK_TOKEN_ID:
-        raise SystemExit(f"{backend} takes {MASK_TOKEN_ID} for the mask token; that of this model is {model.mask_token_id}")
+        raise SystemExit(
+            f"{backend} takes {MASK_TOKEN_ID} for the mask token; that of this model is {model.mask_token_id}"
+        )
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        raise SystemExit(f"{backend} needs a CUDA GPU and bf16 or fp16, not {device.type} and {dtype}")
+        raise SystemExit(
+            f"{backend} needs a CUDA GPU and bf16 or fp16, not {device.type} and {dtype}"
+        )
 
 
 def installed_version():
     try:
         found = version("lmdeploy")
     except PackageNotFoundError:
-        raise SystemExit("--rollout-backend lmdeploy: the package is missing: pip install -r requirements-gpu.txt") from None
+        raise SystemExit(
+            "--rollout-backend lmdeploy: the package is missing: pip install -r requirements-gpu.txt"
+        ) from None
     if tuple(int(part) for part in found.split(".")[:2]) < (0, 18):
-        raise SystemExit(f"--rollout-backend lmdeploy needs lmdeploy 0.18 or newer, {found} is installed")
+        raise SystemExit(
+            f"--rollout-backend lmdeploy needs lmdeploy 0.18 or newer, {found} is installed"
+        )
     return found
 
 
 def cache_blocks(model, device, dtype, rows):
     """Blocks of lmdeploy's cache, of CACHE_BLOCK positions: bounded, because a learner is to follow on the same GPU."""
     config = model.config
-    a_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    a_position = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    )
     weights = sum(value.numel() for value in model.parameters()) * dtype.itemsize
     memory = MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] - weights)
     positions = min(rows * POSITIONS_PER_ROW, int(memory) // a_position)
     if positions < 32 * CACHE_BLOCK:
-        raise SystemExit(f"--rollout-backend lmdeploy: no memory for its weights ({weights / 2**30:.1f} GiB) and a cache")
+        raise SystemExit(
+            f"--rollout-backend lmdeploy: no memory for its weights ({weights / 2**30:.1f} GiB) and a cache"
+        )
     return positions // CACHE_BLOCK + 1  # one is lmdeploy's own
 
 
@@ -363,9 +434,13 @@ def checked(weights, wanted):
     """Pass weights on, and take them out of wanted {name: shape}. ValueError for what is not there."""
     for name, value in weights:
         if ".lora_" in name:
-            raise SystemExit("--rollout-backend lmdeploy serves no adapters beside its weights: add --lora-merged-rollout")
+            raise SystemExit(
+                "--rollout-backend lmdeploy serves no adapters beside its weights: add --lora-merged-rollout"
+            )
         if wanted.get(name) != tuple(value.shape):
-            raise ValueError(f"{name} {list(value.shape)} is no tensor of this model, or came twice")
+            raise ValueError(
+                f"{name} {list(value.shape)} is no tensor of this model, or came twice"
+            )
         del wanted[name]
         yield name, value
 
@@ -385,7 +460,10 @@ def buckets(weights, size):
 
 def sample_seed(seed, sample_index):
     """63 bits keyed by (seed, number of the sample in the rollout)."""
-    return int.from_bytes(blake2b(f"{seed} {sample_index}".encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(blake2b(f"{seed} {sample_index}".encode(), digest_size=8).digest(), "little")
+        >> 1
+    )
 
 
 def is_tiled(strategy, block_length):
@@ -404,8 +482,13 @@ def is_tiled(strategy, block_length):
         for seed in (1, 2)
     )  # fmt: skip
     rows = strategy.make_sampling_inputs([a, b]).random_seeds.tolist()
-    if sorted(rows) != [1] * block_length + [2] * block_length or rows not in ([1, 2] * block_length, sorted(rows)):
-        raise SystemExit(f"rollout/lmdeploy.py does not know this lmdeploy: it lays the seeds of two requests out as {rows}")
+    if sorted(rows) != [1] * block_length + [2] * block_length or rows not in (
+        [1, 2] * block_length,
+        sorted(rows),
+    ):
+        raise SystemExit(
+            f"rollout/lmdeploy.py does not know this lmdeploy: it lays the seeds of two requests out as {rows}"
+        )
     return rows != sorted(rows) and block_length > 1
 
 
@@ -416,7 +499,11 @@ def repair_sampling(strategy, block_length):
     (`is_tiled`). Its kernel draws one uniform from (seed, offset) of each row, so that n equal seeds would give all tokens of a
     block the same uniform: each position gets a seed of its own, made from the request's seed.
     """
-    original, n, tiled = strategy.make_sampling_inputs, block_length, is_tiled(strategy, block_length)
+    original, n, tiled = (
+        strategy.make_sampling_inputs,
+        block_length,
+        is_tiled(strategy, block_length),
+    )
 
     def make_sampling_inputs(seqs):
         inputs = original(seqs)

@@ -75,18 +75,27 @@ class MaskedEngine(engine.Engine):
         names = "gen_length", "block_length", "denoising_steps", "schedule", "remasking", "alg_temp"
         gen_length, n, steps, schedule, remasking, alg_temp = (settings[name] for name in names)
         if schedule == "ascending":
-            most, shape = ascending_steps(gen_length), f"--gen-length {gen_length} --denoising-steps {steps}"
+            most, shape = (
+                ascending_steps(gen_length),
+                f"--gen-length {gen_length} --denoising-steps {steps}",
+            )
             if steps > most:
-                raise SystemExit(f"--schedule ascending reveals {gen_length} tokens in {most} steps, not {shape}")
+                raise SystemExit(
+                    f"--schedule ascending reveals {gen_length} tokens in {most} steps, not {shape}"
+                )
             if n != sum(block_quotas(**settings)[0]):
-                raise SystemExit(f"--schedule ascending makes its own blocks: leave --block-length {n} out")
+                raise SystemExit(
+                    f"--schedule ascending makes its own blocks: leave --block-length {n} out"
+                )
         orders = "low_confidence_static", "entropy", "topk_margin"
         if not 0 <= alg_temp < math.inf or alg_temp and remasking not in orders:
             raise SystemExit(
                 f"--alg-temp {alg_temp} must be at least 0 and finite, and 0 unless --remasking is {', '.join(orders)}"
             )
         if settings["records"] == "states" and settings["cache"] == "dual":
-            raise SystemExit("--cache dual forwards the block alone: records of kind 'states' predict the whole canvas")
+            raise SystemExit(
+                "--cache dual forwards the block alone: records of kind 'states' predict the whole canvas"
+            )
 
     def _generate(self, prompt_ids, owner, *rest):
         try:
@@ -94,7 +103,9 @@ class MaskedEngine(engine.Engine):
         except torch.OutOfMemoryError:
             self.release()
             R = len(owner)
-            raise SystemExit(f"a rollout of {R} rows ran out of memory: try {max(R // 2, 1)}; {engine.LOWER}") from None
+            raise SystemExit(
+                f"a rollout of {R} rows ran out of memory: try {max(R // 2, 1)}; {engine.LOWER}"
+            ) from None
 
     def _decode(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
         model, device, quotas = self.model, self.device, block_quotas(**settings)
@@ -104,13 +115,26 @@ class MaskedEngine(engine.Engine):
         if self.in_buckets:
             P = -(-(P + L) // WIDTHS) * WIDTHS - L
         is_padded, more = min(map(len, prompt_ids)) < P, P - prompts.shape[1]
-        tokens = F.pad(F.pad(prompts, (more, 0), value=model.pad_token_id), (0, L), value=model.mask_token_id)
+        tokens = F.pad(
+            F.pad(prompts, (more, 0), value=model.pad_token_id), (0, L), value=model.mask_token_id
+        )
         valid = F.pad(F.pad(valid, (more, 0), value=False), (0, L), value=True)
         step_map, replay_map = (torch.full((N, L), -1, device=device) for _ in range(2))
-        logps = torch.zeros((N, L), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
-        num_forwards, row = torch.zeros_like(sample_index), torch.arange(N, device=device)  # rows at work
+        logps = torch.zeros(
+            (N, L), dtype=torch.promote_types(self.dtype, torch.float32), device=device
+        )
+        num_forwards, row = (
+            torch.zeros_like(sample_index),
+            torch.arange(N, device=device),
+        )  # rows at work
         kind, K = settings["records"], sum(map(len, quotas))
-        log = Events() if kind == "events" else States(N, K, L, model.pad_token_id, device) if kind == "states" else None
+        log = (
+            Events()
+            if kind == "events"
+            else States(N, K, L, model.pad_token_id, device)
+            if kind == "states"
+            else None
+        )
         self.eos = torch.tensor(model.eos_token_ids, device=device)
         start = first_step = 0
         for quota in quotas:
@@ -120,16 +144,26 @@ class MaskedEngine(engine.Engine):
             canvas = self._canvas(R + fill, P + L, settings["cache"] != "none")
             canvas.lay(tokens[at], valid[at], is_padded)
             work = Work(canvas, P, start, quota, first_step, row, sample_index[at])
-            block, steps, block_logps, forwards = (x[:R] for x in self._denoise(work, settings, log))
+            block, steps, block_logps, forwards = (
+                x[:R] for x in self._denoise(work, settings, log)
+            )
             tokens[:, P:][here], step_map[here], logps[here] = block, steps, block_logps
             replay_map[here] = first_step + steps  # a forward replays a step of one block
             num_forwards[row] += forwards
-            ended = torch.isin(block, self.eos).any(1) & stop_at_eos  # blocks are final: later ones cannot change the text
-            is_broken = ~block_logps.isfinite().all(1)  # NaN counts as the highest confidence: it is revealed
-            ended, is_broken = torch.stack([ended, is_broken]).tolist()  # the one wait for the device
+            ended = (
+                torch.isin(block, self.eos).any(1) & stop_at_eos
+            )  # blocks are final: later ones cannot change the text
+            is_broken = ~block_logps.isfinite().all(
+                1
+            )  # NaN counts as the highest confidence: it is revealed
+            ended, is_broken = torch.stack(
+                [ended, is_broken]
+            ).tolist()  # the one wait for the device
             if any(is_broken):
                 bad = sample_index[row[torch.tensor(is_broken, device=device)]].unique().tolist()
-                raise SystemExit(f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged")
+                raise SystemExit(
+                    f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged"
+                )
             row = row[~torch.tensor(ended, device=device)]
             if not len(row):
                 break
@@ -172,17 +206,33 @@ class MaskedEngine(engine.Engine):
         -> tokens, step_map (-1 where nothing was revealed), logps [R, n]; num_forwards [R]
         """
         canvas, quota, first, live = work.canvas, work.quota, work.P + work.start, len(work.row)
-        remasking, n, rest = settings["remasking"], sum(quota), canvas.S - first  # rest: columns from the block on
+        remasking, n, rest = (
+            settings["remasking"],
+            sum(quota),
+            canvas.S - first,
+        )  # rest: columns from the block on
         window = {"none": None, "prefix": rest, "dual": n}[settings["cache"]]
-        block = canvas.tokens[:, first : first + n]  # a view: what is written here, the next forward reads
+        block = canvas.tokens[
+            :, first : first + n
+        ]  # a view: what is written here, the next forward reads
         masked = torch.ones_like(block, dtype=torch.bool)
         masked[live:] = False
         step_map, num_forwards = torch.full_like(block, -1), torch.zeros_like(work.sample_index)
-        logps = torch.zeros(block.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        running, owed = torch.zeros_like(logps), 0  # rcr: confidence of the last writing; tokens that are to be shown by now
-        uniform, order = (self._uniform(work, settings, word) for word in ("token", "order"))  # of all steps at once
+        logps = torch.zeros(
+            block.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device
+        )
+        running, owed = (
+            torch.zeros_like(logps),
+            0,
+        )  # rcr: confidence of the last writing; tokens that are to be shown by now
+        uniform, order = (
+            self._uniform(work, settings, word) for word in ("token", "order")
+        )  # of all steps at once
         shares = reveal_shares(quota, settings["schedule"])
-        rule = [settings[name] for name in ("remasking", "confidence_threshold", "factor", "eb_threshold")]
+        rule = [
+            settings[name]
+            for name in ("remasking", "confidence_threshold", "factor", "eb_threshold")
+        ]
         kept = None  # the window, as soon as there are keys and values beside it
         for step, least in enumerate(quota):
             if remasking in ADAPTIVE:
@@ -195,14 +245,20 @@ class MaskedEngine(engine.Engine):
             hidden = canvas.forward(first, rest if isinstance(log, States) else n, kept)
             kept = window
             num_forwards += masked.any(1)
-            place = masked.byte().sort(dim=1, descending=True, stable=True).indices[:, :left]  # the head sees these alone
+            place = (
+                masked.byte().sort(dim=1, descending=True, stable=True).indices[:, :left]
+            )  # the head sees these alone
             pick = lambda values: values.gather(1, place)  # noqa: B023
             rows = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2])).flatten(0, 1)
             drawn = self._sample(rows, pick(uniform[step]).flatten(), settings)
             drawn, drawn_logps, score = (values.view(place.shape) for values in drawn)
             score = self._score(score, drawn, pick(order[step]), work.first_step + step, settings)
             spread = lambda values: torch.zeros_like(logps).scatter(1, place, values)  # noqa: B023
-            proposal, proposal_logps, confidence = block.scatter(1, place, drawn), spread(drawn_logps), spread(score)
+            proposal, proposal_logps, confidence = (
+                block.scatter(1, place, drawn),
+                spread(drawn_logps),
+                spread(score),
+            )
             if isinstance(log, States):
                 self._record(work, settings, log, step, hidden, masked, proposal, proposal_logps)
             if remasking == "rcr":
@@ -213,19 +269,30 @@ class MaskedEngine(engine.Engine):
             else:
                 shown = ~masked | engine.select(confidence, masked, least, *rule)
             chosen, again = masked & shown, ~(masked | shown)
-            block.copy_(torch.where(chosen, proposal, block).masked_fill(again, self.model.mask_token_id))
+            block.copy_(
+                torch.where(chosen, proposal, block).masked_fill(again, self.model.mask_token_id)
+            )
             logps = torch.where(chosen, proposal_logps, logps).masked_fill(again, 0.0)
             step_map, masked = step_map.masked_fill(chosen, step), ~shown
             masked[live:] = False
             if isinstance(log, Events):
-                log.add(work.sample_index, work.first_step + step, work.start, (chosen | again)[:live], block, logps)
+                log.add(
+                    work.sample_index,
+                    work.first_step + step,
+                    work.start,
+                    (chosen | again)[:live],
+                    block,
+                    logps,
+                )
         return block, step_map, logps, num_forwards
 
     def _uniform(self, work, settings, word):
         """Keyed by sample, column and the step inside the block. -> [steps, R, n]"""
         steps = torch.arange(len(work.quota), device=self.device)[:, None, None]
         columns = torch.arange(work.start, work.start + sum(work.quota), device=self.device)
-        values = engine.keyed_uniform(settings["seed"], work.sample_index[:, None], columns, steps, word)
+        values = engine.keyed_uniform(
+            settings["seed"], work.sample_index[:, None], columns, steps, word
+        )
         return values.expand(len(steps), len(work.sample_index), len(columns))
 
     def _score(self, score, drawn, uniform, step, settings):
@@ -241,7 +308,9 @@ class MaskedEngine(engine.Engine):
             weight = eoser_weight(step, sum(map(len, quotas)), settings["schedule"])
             score = torch.where(torch.isin(drawn, self.eos), weight * score, score)
         if settings["alg_temp"]:
-            score = score / settings["alg_temp"] - (-uniform.clamp(min=2**-54).log()).log().to(score.dtype)
+            score = score / settings["alg_temp"] - (-uniform.clamp(min=2**-54).log()).log().to(
+                score.dtype
+            )
         if settings["eos_policy"] == "demote":
             last = torch.finfo(score.dtype).min  # finite: revealed if nothing else is left
             score = score.masked_fill(torch.isin(drawn, self.eos), last)
@@ -252,9 +321,13 @@ class MaskedEngine(engine.Engine):
         live, (R, n), number = len(work.row), masked.shape, work.first_step + step
         behind = hidden[:, n:]
         columns = torch.arange(behind.shape[1], device=self.device) + work.start + n
-        uniform = engine.keyed_uniform(settings["seed"], work.sample_index[:, None], columns, number, "guess")
+        uniform = engine.keyed_uniform(
+            settings["seed"], work.sample_index[:, None], columns, number, "guess"
+        )
         guess, guess_logps, _ = self._sample(behind.flatten(0, 1), uniform.flatten(), settings)
-        later = masked.any(1, keepdim=True).expand(R, len(columns))  # of rows at work, all of them are masked
+        later = masked.any(1, keepdim=True).expand(
+            R, len(columns)
+        )  # of rows at work, all of them are masked
         join = lambda ours, theirs: torch.cat([ours, theirs.view(later.shape)], 1)[:live]
         log.add(
             work.row, number, work.start, work.canvas.tokens[:live, work.P :], join(masked, later), join(proposal, guess),

@@ -17,7 +17,9 @@ def replay_logps(model, trace):
         noisy_ids = torch.cat([input_ids[:, :-L], state], 1)
         with torch.no_grad():
             temperature = trace.settings["temperature"] or 1.0
-            logps += model.logps(input_ids, noisy_ids, scored, valid_mask, temperature=temperature)[:, -L:].float()
+            logps += model.logps(input_ids, noisy_ids, scored, valid_mask, temperature=temperature)[
+                :, -L:
+            ].float()
     return logps
 
 
@@ -26,7 +28,12 @@ def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
     predicts from the blocks before it, so that no step map is needed. For a block-causal model. -> float; num_blocks forwards
     """
     n = model.block_length
-    one_step = {"gen_length": num_blocks * n, "denoising_steps": 1, "remasking": "low_confidence_static", "stop_at_eos": False}
+    one_step = {
+        "gen_length": num_blocks * n,
+        "denoising_steps": 1,
+        "remasking": "low_confidence_static",
+        "stop_at_eos": False,
+    }
     trace = engine.generate([prompt_ids], temperature=0.0, **settings | one_step)
     known, completion, same = len(prompt_ids), trace.completion_ids[0], 0
     clean = torch.cat([torch.tensor(prompt_ids, device=completion.device), completion])
@@ -49,17 +56,33 @@ def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, 
     compared by its greedy tokens instead: probe/greedy_agreement, in bf16 below 1 where two tokens are about as likely.
     """
     hot = engine.generate(
-        [prompt_ids], num_samples=num_samples, temperature=100.0, seed=seed, **settings | {"stop_at_eos": False}
+        [prompt_ids],
+        num_samples=num_samples,
+        temperature=100.0,
+        seed=seed,
+        **settings | {"stop_at_eos": False},
     )
     distinct = len({tuple(ids) for ids in hot.completion_ids.tolist()})
     if distinct < num_samples:
         raise SystemExit(
             f"the engine drew {distinct} different completions of {num_samples} at temperature 100: it does not sample"
         )
-    trace = engine.generate([prompt_ids], num_samples=num_samples, temperature=temperature, seed=seed, **settings)
-    metrics = {"probe/distinct_frac": len({tuple(trace.completion(i)) for i in range(num_samples)}) / num_samples}
+    trace = engine.generate(
+        [prompt_ids], num_samples=num_samples, temperature=temperature, seed=seed, **settings
+    )
+    metrics = {
+        "probe/distinct_frac": len({tuple(trace.completion(i)) for i in range(num_samples)})
+        / num_samples
+    }
     if trace.logps is None:
-        return metrics | {"probe/greedy_agreement": greedy_agreement(engine, model, prompt_ids, seed=seed, **settings)}
+        return metrics | {
+            "probe/greedy_agreement": greedy_agreement(
+                engine, model, prompt_ids, seed=seed, **settings
+            )
+        }
     revealed = trace.step_map >= 0
     gap = (replay_logps(model, trace) - trace.logps.float())[revealed].abs()
-    return metrics | {"probe/logp_gap_mean": gap.mean().item(), "probe/logp_gap_max": gap.max().item()}
+    return metrics | {
+        "probe/logp_gap_mean": gap.mean().item(),
+        "probe/logp_gap_max": gap.max().item(),
+    }

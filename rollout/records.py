@@ -13,7 +13,9 @@ class Events:
     def add(self, sample_index, step, start, changed, block, logps):
         """changed [R, n] bool: which tokens of the block at column `start` step number `step` has changed, to block, logps."""
         r, j = changed.nonzero(as_tuple=True)
-        self.events.append(torch.stack([sample_index[r], torch.full_like(r, step), start + j, block[r, j]], 1))
+        self.events.append(
+            torch.stack([sample_index[r], torch.full_like(r, step), start + j, block[r, j]], 1)
+        )
         self.logps.append(logps[r, j])
 
     def result(self):
@@ -40,4 +42,8 @@ class States:
         self.confidences[row, step] = torch.where(masked, logps[asked].exp(), 0.0).float()
 
     def result(self):
-        return {"masked": self.masked, "predictions": self.predictions, "confidences": self.confidences}
+        return {
+            "masked": self.masked,
+            "predictions": self.predictions,
+            "confidences": self.confidences,
+        }

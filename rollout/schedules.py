@@ -15,7 +15,9 @@ def reveal_quota(block_length, denoising_steps, schedule="uniform"):
     if schedule == "timesteps":
         quota, left = [], block_length
         for share in reveal_shares([0] * denoising_steps, schedule):
-            quota.append(int(torch.tensor(left) * torch.tensor(share)))  # in fp32, as the official code
+            quota.append(
+                int(torch.tensor(left) * torch.tensor(share))
+            )  # in fp32, as the official code
             left -= quota[-1]
         return quota
     base, remainder = divmod(block_length, denoising_steps)
@@ -41,7 +43,9 @@ def block_quotas(*, gen_length, block_length, denoising_steps, schedule="uniform
     block_length has no say.
     """
     if schedule != "ascending":
-        return [reveal_quota(block_length, denoising_steps, schedule)] * -(-gen_length // block_length)
+        return [reveal_quota(block_length, denoising_steps, schedule)] * -(
+            -gen_length // block_length
+        )
     steps = [2**step for step in range(ascending_steps(gen_length) - 1)]
     steps.append(gen_length - sum(steps))
     return [steps[:denoising_steps], *([tokens] for tokens in steps[denoising_steps:])]

@@ -29,7 +29,14 @@ from models import load_tokenizer, prompt_ids
 from rollout import make_engine
 
 NEW, OLD, DIM = "1;7", "22", "2"
-PROBABILITY = (160, 166, 172, 142, 106, 34)  # red to green for equal parts of 0..1; legible on dark and light ground
+PROBABILITY = (
+    160,
+    166,
+    172,
+    142,
+    106,
+    34,
+)  # red to green for equal parts of 0..1; legible on dark and light ground
 
 
 def on_terminal():
@@ -66,20 +73,28 @@ class Args:
 
 def printable(text, keep=""):
     """Escapes what moves the cursor or does not show: control and format characters, every separator but the space."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def token_text(tokenizer, token_id):
     """One token, printable and never empty. A combining mark at its start is escaped: it would alter the token before."""
     text = tokenizer.decode([token_id]) or f"<{token_id}>"
-    escaped = text[0].encode("unicode_escape").decode() if unicodedata.category(text[0])[0] == "M" else text[0]
+    escaped = (
+        text[0].encode("unicode_escape").decode()
+        if unicodedata.category(text[0])[0] == "M"
+        else text[0]
+    )
     return printable(escaped + text[1:])
 
 
 def width(text):
     """Columns of printable text in a terminal: wide characters take two, combining marks none."""
     nonspacing = lambda c: unicodedata.category(c) in ("Mn", "Me")
-    return sum(0 if nonspacing(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(
+        0 if nonspacing(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
 
 
 def schedule(trace, i):
@@ -94,7 +109,9 @@ def schedule(trace, i):
         logps = trace.records["logps"][mine].tolist()
     else:
         position = (trace.replay_map[i] >= 0).nonzero().flatten()
-        step, token, logps = (x[i, position].tolist() for x in (trace.replay_map, trace.completion_ids, trace.logps))
+        step, token, logps = (
+            x[i, position].tolist() for x in (trace.replay_map, trace.completion_ids, trace.logps)
+        )
         position = position.tolist()
     changes = {}
     for now, j, token_id, logp in zip(step, position, token, logps, strict=True):
@@ -106,7 +123,11 @@ def schedule(trace, i):
 
 def layout(texts, block, columns):
     """Wraps the texts of all positions at `columns` columns. -> lines of pairs (position, text); None for the bar of a block"""
-    lines, used, most = [[]], 0, max(columns // 2 - 1, 1)  # most: characters that fit behind a bar even if all are wide
+    lines, used, most = (
+        [[]],
+        0,
+        max(columns // 2 - 1, 1),
+    )  # most: characters that fit behind a bar even if all are wide
     for j, text in enumerate(texts):
         for k in range(0, len(text), most):
             bar = [(None, "│")] if k == 0 and (j == 0 or block[j] != block[j - 1]) else []
@@ -123,7 +144,11 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
 
     spell(token id) -> printable text. height: where there are more lines, only so many around the newest token; None: all.
     """
-    (changes, block), length, scored = schedule(trace, i), int(trace.canvas_length[i]), trace.completion_mask[i].tolist()
+    (changes, block), length, scored = (
+        schedule(trace, i),
+        int(trace.canvas_length[i]),
+        trace.completion_mask[i].tolist(),
+    )
     hue = lambda p: f"38;5;{PROBABILITY[min(int(p * len(PROBABILITY)), len(PROBABILITY) - 1)]}"
     paint = lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if colour else text
     known = {}  # position: (token id, probability)
@@ -133,7 +158,10 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
         known = {j: change for j, change in (known | new).items() if j not in again}
         texts, styles = ["░"] * length, {None: DIM} | dict.fromkeys(range(length), DIM)
         for j, (token_id, p) in known.items():
-            texts[j], styles[j] = spell(token_id), f"{hue(p)};{NEW if j in new else OLD if scored[j] else DIM}"
+            texts[j], styles[j] = (
+                spell(token_id),
+                f"{hue(p)};{NEW if j in new else OLD if scored[j] else DIM}",
+            )
         lines, newest = [], 0
         for line in layout(texts, block, columns):
             lines.append("".join(paint(text, styles[j]) for j, text in line))
@@ -153,20 +181,30 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
 def play(trace, i, tokenizer, delay=0.0, colour=False, mask_token_id=None):
     """Prints the prompt, the frames of completion i (in place on a terminal), its tokens per forward and its text."""
     in_place, size, shown = on_terminal(), get_terminal_size(), 0
-    spell, height = lambda token_id: token_text(tokenizer, token_id), max(size.lines - 3, 1) if in_place else None
+    spell, height = (
+        lambda token_id: token_text(tokenizer, token_id),
+        max(size.lines - 3, 1) if in_place else None,
+    )
     print(printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t"), end="\n\n")
     if colour:
         scale = "".join(f"\x1b[38;5;{hue}m██\x1b[0m" for hue in PROBABILITY)
         print(f"probability 0 {scale} 1, {trace.settings['logps']}", end="\n\n")
     try:
         for lines in frames(trace, i, spell, size.columns - 1, height, colour, mask_token_id):
-            print(f"\x1b[{shown}F\x1b[J" * (shown > 0) + "\n".join(lines), end="\n" if in_place else "\n\n", flush=True)
+            print(
+                f"\x1b[{shown}F\x1b[J" * (shown > 0) + "\n".join(lines),
+                end="\n" if in_place else "\n\n",
+                flush=True,
+            )
             shown = len(lines) * in_place
             time.sleep(delay * in_place)
     except KeyboardInterrupt:
         print()  # enough seen: on to the end
     scored, forwards = int(trace.completion_mask[i].sum()), int(trace.num_forwards[i])
-    print("\n" * in_place + f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward")
+    print(
+        "\n" * in_place
+        + f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward"
+    )
     print(printable(trace.text(i, tokenizer), keep="\n\t"))
 
 
@@ -180,15 +218,23 @@ def main(args):
         task = load_task(args.task)
         examples = task.load("test", "", args.index + 1)
         if len(examples) <= args.index:
-            raise SystemExit(f"--index {args.index}: the test split of {args.task} has {len(examples)} problems, from 0")
+            raise SystemExit(
+                f"--index {args.index}: the test split of {args.task} has {len(examples)} problems, from 0"
+            )
         messages = task.prompt(examples[args.index])
     tokenizer, device = load_tokenizer(args.model), "cuda" if torch.cuda.is_available() else "cpu"
     names = ("gen_length", "block_length", "denoising_steps", "remasking", "temperature", "seed")
     settings = {name: getattr(args, name) for name in names}
     engine = make_engine(args.model, device=device)
-    plan, ids, n = engine.plan(**settings), prompt_ids(tokenizer, messages), engine.model.block_length
+    plan, ids, n = (
+        engine.plan(**settings),
+        prompt_ids(tokenizer, messages),
+        engine.model.block_length,
+    )
     if engine.model.attention == "block-causal" and len(ids) % n:
-        plan += f"; the prompt fills {len(ids) % n} of {n} tokens of a block, which is completed first"
+        plan += (
+            f"; the prompt fills {len(ids) % n} of {n} tokens of a block, which is completed first"
+        )
     print(plan, end="\n\n")
     trace = engine.generate([ids], **settings)
     play(trace, 0, tokenizer, args.delay, args.colour, engine.model.mask_token_id)

@@ -18,7 +18,10 @@ class Slots:
         self.tokens, self.step_map = (empty(N, S, dtype=torch.long) for _ in range(2))
         self.masked = empty(N, S, dtype=torch.bool)
         self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
-        self.history = empty(N, S, history, dtype=torch.int32), empty(N, S, history, dtype=self.logps.dtype)  # tokens, logps
+        self.history = (
+            empty(N, S, history, dtype=torch.int32),
+            empty(N, S, history, dtype=self.logps.dtype),
+        )  # tokens, logps
         self.prompt_length, self.sample_index = (empty(N, dtype=torch.long) for _ in range(2))
         self.step, self.edits, self.num_forwards = (empty(N, dtype=torch.long) for _ in range(3))
         # What the host looks at: start of the block in work and of what lies behind the last block; a fault, or 0; masks left
@@ -28,9 +31,14 @@ class Slots:
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         # Zeros: what is not yet written has weight 0 in the attention, and 0 times NaN would be NaN.
         shape = R, config.num_key_value_heads, S, config.head_dim
-        self.cache = [tuple(empty(shape, dtype=dtype) for _ in range(2)) for _ in range(config.num_hidden_layers)]
+        self.cache = [
+            tuple(empty(shape, dtype=dtype) for _ in range(2))
+            for _ in range(config.num_hidden_layers)
+        ]
         self.pinned = (
-            [torch.zeros(4, N, dtype=torch.long, pin_memory=True) for _ in range(2)] if device.type == "cuda" else None
+            [torch.zeros(4, N, dtype=torch.long, pin_memory=True) for _ in range(2)]
+            if device.type == "cuda"
+            else None
         )
 
     def fill(self, model, prompt_ids, owner, sample_index, settings):
@@ -82,13 +90,19 @@ def to_device(values, device):
 def row_bytes(model, dtype):
     """Bytes of the cache of one row and position."""
     config = model.config
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    )
 
 
 def other_bytes(model, N, S, history, tokens, dtype):
     """About what a rollout needs beside weights and cache: states, a forward of so many tokens, the logits of 512 rows."""
     config, states = model.config, N * S * (21 + 8 * history)
-    return states + 4 * tokens * (config.hidden_size + config.intermediate_size) * dtype.itemsize + 512 * 12 * config.vocab_size
+    return (
+        states
+        + 4 * tokens * (config.hidden_size + config.intermediate_size) * dtype.itemsize
+        + 512 * 12 * config.vocab_size
+    )
 
 
 def free_bytes(device):

@@ -16,15 +16,25 @@ class Trace:
 
     prompt_ids: list[list[int]]  # N, each prompt repeated for its samples
     completion_ids: torch.Tensor  # [N, L] int64; pad id where nothing was revealed
-    completion_mask: torch.Tensor  # [N, L] bool, up to and with the first EOS: what is scored and graded
+    completion_mask: (
+        torch.Tensor
+    )  # [N, L] bool, up to and with the first EOS: what is scored and graded
     # [N] int64, positions that the sampler's model saw. Block models: through the terminal block, all of them revealed.
     # Bidirectional models: all L; behind the terminal block they stayed masked, and a replay must mask them.
     canvas_length: torch.Tensor
-    step_map: torch.Tensor | None  # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
-    replay_map: torch.Tensor | None  # [N, L] int64, equal numbers were revealed together: one forward replays them
-    logps: torch.Tensor | None  # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    step_map: (
+        torch.Tensor | None
+    )  # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
+    replay_map: (
+        torch.Tensor | None
+    )  # [N, L] int64, equal numbers were revealed together: one forward replays them
+    logps: (
+        torch.Tensor | None
+    )  # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
     sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
-    num_forwards: torch.Tensor | None  # [N] int64, forwards of this row: denoising and separate commits, without the prefill
+    num_forwards: (
+        torch.Tensor | None
+    )  # [N] int64, forwards of this row: denoising and separate commits, without the prefill
     settings: dict = field(default_factory=dict)
     # Of records="events": "events" [E, 4] int64, in order, each a change of a token: sample index, number of the replay whose
     # forward decided it, position in the completion, new token (the mask token where it was masked again); "logps" [E], of new
@@ -48,7 +58,8 @@ class Trace:
     def truncated(self):
         """[N] bool: the budget ended before an EOS."""
         first_eos = torch.isin(
-            self.completion_ids, torch.tensor(self.settings["eos_token_ids"], device=self.completion_ids.device)
+            self.completion_ids,
+            torch.tensor(self.settings["eos_token_ids"], device=self.completion_ids.device),
         )
         return ~(first_eos & self.completion_mask).any(1)
 
@@ -59,7 +70,10 @@ class Trace:
     def sequences(self, pad_token_id):
         """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no padding, only the canvas"""
         prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
-        on_canvas = torch.arange(self.completion_ids.shape[1], device=valid.device) < self.canvas_length[:, None]
+        on_canvas = (
+            torch.arange(self.completion_ids.shape[1], device=valid.device)
+            < self.canvas_length[:, None]
+        )
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, on_canvas], 1)
 
     def states(self, mask_token_id):
@@ -67,18 +81,28 @@ class Trace:
         state, records = torch.full_like(self.completion_ids, mask_token_id), self.records or {}
         for replay in range(self.num_replays):
             if "masked" in records:
-                yield records["predictions"][:, replay].long().masked_fill(records["masked"][:, replay], mask_token_id)
+                yield (
+                    records["predictions"][:, replay]
+                    .long()
+                    .masked_fill(records["masked"][:, replay], mask_token_id)
+                )
                 continue
             yield state
             state = torch.where(self.replay_map == replay, self.completion_ids, state)
             if "events" in records:  # tokens that were masked again as well
-                sample, _, position, token = records["events"][records["events"][:, 1] == replay].unbind(1)
+                sample, _, position, token = records["events"][
+                    records["events"][:, 1] == replay
+                ].unbind(1)
                 state[torch.searchsorted(self.sample_index, sample.contiguous()), position] = token
 
     def blocks(self, i):
         """-> number of the block of each of the L positions of completion i, from 0"""
         if self.settings["attention"] == "bidirectional":
-            return [block for block, quota in enumerate(block_quotas(**self.settings)) for _ in range(sum(quota))]
+            return [
+                block
+                for block, quota in enumerate(block_quotas(**self.settings))
+                for _ in range(sum(quota))
+            ]
         n = self.settings["block_length"]
         start = len(self.prompt_ids[i]) % n  # the grid of blocks starts with the prompt
         return [(start + j) // n for j in range(self.step_map.shape[1])]
@@ -111,7 +135,9 @@ class Trace:
         block, revealed = self.blocks(i), (self.step_map[i] >= 0).nonzero().flatten().tolist()
         tops, bottoms = [""], [""]
         for j in revealed:
-            token = repr(tokenizer.decode([int(self.completion_ids[i, j])]))[1:-1]  # a newline is shown as \n
+            token = repr(tokenizer.decode([int(self.completion_ids[i, j])]))[
+                1:-1
+            ]  # a newline is shown as \n
             step = str(int(self.step_map[i, j]) + 1)
             opens_block = j == 0 or block[j] != block[j - 1]
             if opens_block and len(tops[-1]) > width:
@@ -137,15 +163,21 @@ def most_steps(settings):
 def left_padded(prompt_ids, pad_token_id, device):
     """Lists of ids -> input_ids [N, P] int64, valid_mask [N, P] bool"""
     P = max(map(len, prompt_ids))
-    input_ids = torch.tensor([[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids], device=device)
+    input_ids = torch.tensor(
+        [[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids], device=device
+    )
     start = torch.tensor([[P - len(ids)] for ids in prompt_ids], device=device)
     return input_ids, torch.arange(P, device=device) >= start
 
 
 def scored(completion_ids, canvas_length, eos_token_ids):
     """What of completion_ids [N, L] is scored: up to and with the first EOS, on the canvas. -> [N, L] bool"""
-    on_canvas = torch.arange(completion_ids.shape[1], device=completion_ids.device) < canvas_length[:, None]
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device)).long()
+    on_canvas = (
+        torch.arange(completion_ids.shape[1], device=completion_ids.device) < canvas_length[:, None]
+    )
+    is_eos = torch.isin(
+        completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device)
+    ).long()
     return on_canvas & (is_eos.cumsum(1) - is_eos == 0)
 
 
@@ -165,7 +197,9 @@ def rollout_sums(trace, rewards, components, num_generations):
         "completion/length": lengths.sum(),
         "completion/truncated_frac": trace.truncated.sum(),
         "completion/empty_frac": (lengths - (~trace.truncated).long() == 0).sum(),
-        "completion/distinct_frac": sum(len(set(ids[i : i + num_generations])) for i in range(0, len(ids), num_generations)),
+        "completion/distinct_frac": sum(
+            len(set(ids[i : i + num_generations])) for i in range(0, len(ids), num_generations)
+        ),
         **({} if forwards is None else {"speed/tokens_per_forward": (lengths / forwards).sum()}),
         **{f"reward/{name}": sum(parts[name] for parts in components) for name in names},
     }
@@ -174,22 +208,35 @@ def rollout_sums(trace, rewards, components, num_generations):
 def rollout_means(sums, num_sequences):
     """rollout_sums of all ranks added up -> {metric name: float}, means over sequences, and the spread reward/std"""
     means = {name: value / num_sequences for name, value in sums.items()}
-    return means | {"reward/std": max(means.pop("reward/square") - means["reward/mean"] ** 2, 0.0) ** 0.5}
+    return means | {
+        "reward/std": max(means.pop("reward/square") - means["reward/mean"] ** 2, 0.0) ** 0.5
+    }
 
 
 def concatenate(traces, pad_token_id):
     """Traces of one rollout, generated in parts -> one Trace, padded to the widest."""
     width = max(trace.completion_ids.shape[1] for trace in traces)
-    filler = {"completion_ids": pad_token_id, "completion_mask": False, "step_map": -1, "replay_map": -1, "logps": 0.0}
+    filler = {
+        "completion_ids": pad_token_id,
+        "completion_mask": False,
+        "step_map": -1,
+        "replay_map": -1,
+        "logps": 0.0,
+    }
     values = {}
     for f in fields(Trace):
         parts = [getattr(trace, f.name) for trace in traces]
         if f.name in filler and parts[0] is not None:
-            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler[f.name]) for part in parts]
+            parts = [
+                torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler[f.name])
+                for part in parts
+            ]
         if f.name == "prompt_ids":
             values[f.name] = [ids for part in parts for ids in part]
         elif f.name == "records":
-            values[f.name] = parts[0] and {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            values[f.name] = parts[0] and {
+                key: torch.cat([part[key] for part in parts]) for key in parts[0]
+            }
         else:
             values[f.name] = torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
     return Trace(**values)

@@ -17,7 +17,13 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG = ("test_scripts", "test_families", "test_loop", "test_resume", "test_vrpo")  # these first: no worker ends alone with one
+LONG = (
+    "test_scripts",
+    "test_families",
+    "test_loop",
+    "test_resume",
+    "test_vrpo",
+)  # these first: no worker ends alone with one
 sys.path.insert(0, str(ROOT))
 # A child never collects what it was forked with: the end of a process group would wait for threads that only its parent has.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -33,12 +39,20 @@ def pytest_configure(config):
     # Ranks are forked and compute on the CPU: a GPU would change what they test. Said before CUDA is looked for.
     if "cuda" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["OMP_NUM_THREADS"] = "1"  # of commands too; for tensors this small a second thread costs more than it gives
+        os.environ["OMP_NUM_THREADS"] = (
+            "1"  # of commands too; for tensors this small a second thread costs more than it gives
+        )
         torch.set_num_threads(1)
     config.addinivalue_line("markers", "full: part of the full grid (make test-all)")
-    config.addinivalue_line("markers", "cuda: for machines with a GPU, left out on others; run by `make test-gpu` alone")
-    config.addinivalue_line("markers", "lmdeploy: for machines with that package, left out on others")
-    os.environ["CLEANDLLM_CACHE"] = config.token_cache = tempfile.mkdtemp()  # not the user's own; scripts inherit it
+    config.addinivalue_line(
+        "markers", "cuda: for machines with a GPU, left out on others; run by `make test-gpu` alone"
+    )
+    config.addinivalue_line(
+        "markers", "lmdeploy: for machines with that package, left out on others"
+    )
+    os.environ["CLEANDLLM_CACHE"] = config.token_cache = (
+        tempfile.mkdtemp()
+    )  # not the user's own; scripts inherit it
 
 
 def pytest_unconfigure(config):
@@ -71,7 +85,11 @@ def patient(monkeypatch):
 
     run_batch = programs.run_batch
     patiently = lambda job: replace(job, timeout=max(60.0, job.timeout))
-    monkeypatch.setattr(programs, "run_batch", lambda jobs: run_batch([patiently(j() if callable(j) else j) for j in jobs]))
+    monkeypatch.setattr(
+        programs,
+        "run_batch",
+        lambda jobs: run_batch([patiently(j() if callable(j) else j) for j in jobs]),
+    )
 
 
 def _rank_main(rank, world_size, store, target, arguments):
@@ -91,7 +109,11 @@ def run_ranks(tmp_path):
     def run(world_size, target, *arguments):
         store = tmp_path / f"store-{next(runs)}"
         mp.start_processes(
-            _rank_main, args=(world_size, store, target, arguments), nprocs=world_size, join=True, start_method="fork"
+            _rank_main,
+            args=(world_size, store, target, arguments),
+            nprocs=world_size,
+            join=True,
+            start_method="fork",
         )
 
     return run

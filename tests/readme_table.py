@@ -7,17 +7,34 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
     "d1": ("diffu-GRPO: one-pass mean-field log-probabilities, clipped ratio, KL", "2504.12216"),
-    "coupled_grpo": ("Coupled-GRPO (DiffuCoder): scores from complementary masks, clipped ratio, KL", "2506.20639"),
-    "spg": ("SPG: policy gradient on a lower and an upper bound of the log-likelihood", "2510.09541"),
+    "coupled_grpo": (
+        "Coupled-GRPO (DiffuCoder): scores from complementary masks, clipped ratio, KL",
+        "2506.20639",
+    ),
+    "spg": (
+        "SPG: policy gradient on a lower and an upper bound of the log-likelihood",
+        "2510.09541",
+    ),
     "bgpo": ("BGPO: bounds of the ELBO objective that are sums over mask draws", "2510.11683"),
-    "cj_grpo": ("CJ-GRPO: each token in the state that revealed it, replayed from the rollout", "2509.23924"),
-    "mdpo": ("MDPO: every denoising step graded by its prediction, with its own advantage", "2508.13148"),
+    "cj_grpo": (
+        "CJ-GRPO: each token in the state that revealed it, replayed from the rollout",
+        "2509.23924",
+    ),
+    "mdpo": (
+        "MDPO: every denoising step graded by its prediction, with its own advantage",
+        "2508.13148",
+    ),
     "sft": ("supervised fine-tuning: each family's own masked cross-entropy", "2510.06303"),
-    "vrpo": ("VRPO (LLaDA 1.5): DPO on ELBO estimates, variance reduced by shared draws", "2505.19223"),
+    "vrpo": (
+        "VRPO (LLaDA 1.5): DPO on ELBO estimates, variance reduced by shared draws",
+        "2505.19223",
+    ),
 }
 
 
-FAMILIES = {"mdpo": "LLaDA, Dream"}  # of methods that not every family can carry; tests/test_families.py runs others on all
+FAMILIES = {
+    "mdpo": "LLaDA, Dream"
+}  # of methods that not every family can carry; tests/test_families.py runs others on all
 
 
 def body(script):
@@ -31,11 +48,18 @@ def added_lines(script, reference="d1"):
 
 
 def table():
-    rows = ["| script | method and its page | paper | families | lines | added to d1.py |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| script | method and its page | paper | families | lines | added to d1.py |",
+        "|---|---|---|---|---|---|",
+    ]
     for script, (method, paper) in METHODS.items():
         name, what = method.split(": ", 1)
         families = FAMILIES.get(script, "all")
-        added = {"d1": "reference", "sft": "own family", "vrpo": f"{added_lines('vrpo', 'sft')} to sft.py"}.get(script)
+        added = {
+            "d1": "reference",
+            "sft": "own family",
+            "vrpo": f"{added_lines('vrpo', 'sft')} to sft.py",
+        }.get(script)
         added = added or str(added_lines(script))
         link = f"[{paper}](https://arxiv.org/abs/{paper})"
         length = len((ROOT / f"algos/{script}.py").read_text().splitlines())

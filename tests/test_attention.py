@@ -1,4 +1,4 @@
-"""kernels/attention.py: visibility against loops, every backend against plain softmax, the table's refusals."""
+"""models/attention.py: visibility against loops, every backend against plain softmax, the table's refusals."""
 
 import importlib.util
 import shutil
@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels import attention
-from kernels.attention import (
+from models import attention
+from models.attention import (
     AUTO,
     BACKENDS,
     PATTERNS,
@@ -44,7 +44,11 @@ def valid_rows(T, padding):
 def documents_of(valid, pattern):
     """[3, T] int64: rows of documents of 5, 4 and 3 columns, in long rows eighths, where the pattern has any, else None."""
     columns = torch.arange(valid.shape[1])
-    return torch.stack([columns // (n * max(1, len(columns) // 8)) for n in (5, 4, 3)]) if "packed" in pattern else None
+    return (
+        torch.stack([columns // (n * max(1, len(columns) // 8)) for n in (5, 4, 3)])
+        if "packed" in pattern
+        else None
+    )
 
 
 def visibility_of(pattern, valid, N=4, start=0):
@@ -55,18 +59,26 @@ def visibility_of(pattern, valid, N=4, start=0):
     block = (opens.cumsum(1) - 1).clamp(min=0)
     if "two-copy" in pattern:
         return two_copy(block, valid, start, document)
-    return block_causal(block, valid, document) if "block-causal" in pattern else bidirectional(valid, document)
+    return (
+        block_causal(block, valid, document)
+        if "block-causal" in pattern
+        else bidirectional(valid, document)
+    )
 
 
 def dense_by_loops(pattern, valid, N, start):
     """The definition, pair by pair: padding sees itself and is seen by nothing else."""
     B, T = valid.shape
-    columns = [(True, t) for t in range(start, T)] * ("two-copy" in pattern) + [(False, t) for t in range(T)]
+    columns = [(True, t) for t in range(start, T)] * ("two-copy" in pattern) + [
+        (False, t) for t in range(T)
+    ]
     document = documents_of(valid, pattern)
     mask = torch.zeros(B, len(columns), len(columns), dtype=torch.bool)
     for b in range(B):
         of = [0] * T if document is None else document[b].tolist()
-        ordinal = {t: sum(bool(valid[b, s]) and of[s] == of[t] for s in range(t)) for t in range(T)}  # among those of its own
+        ordinal = {
+            t: sum(bool(valid[b, s]) and of[s] == of[t] for s in range(t)) for t in range(T)
+        }  # among those of its own
         for i, (q_noisy, q) in enumerate(columns):
             for j, (k_noisy, k) in enumerate(columns):
                 if not (valid[b, q] and valid[b, k]):
@@ -88,7 +100,10 @@ def dense_by_loops(pattern, valid, N, start):
 def test_three_blocks_of_four_see_192_of_576_pairs():
     """Each token of the noisy copy, and of the clean one, sees 4, 8 and 12 (CJ-GRPO's and BGPO's forward of SDAR)."""
     seen = visibility_of("two-copy", torch.ones(1, 12, dtype=torch.bool)).dense().view(24, 24)
-    assert seen.sum(1).tolist() == 2 * [number for number in (4, 8, 12) for _ in range(4)] and seen.sum() == 192
+    assert (
+        seen.sum(1).tolist() == 2 * [number for number in (4, 8, 12) for _ in range(4)]
+        and seen.sum() == 192
+    )
 
 
 MASKED = (*PATTERNS[1:], "packed block-causal", "packed two-copy")
@@ -107,7 +122,9 @@ def test_dense_is_the_definition(pattern, padding, T, N):
         B, S = want.shape[:2]
         if (valid == valid[:1]).all():
             continue  # nothing more to see
-        assert not all(torch.equal(want[0], row) for row in want[1:])  # rows do differ: a mask shared by the batch would fail
+        assert not all(
+            torch.equal(want[0], row) for row in want[1:]
+        )  # rows do differ: a mask shared by the batch would fail
 
 
 def test_full_rows_have_no_mask():
@@ -122,10 +139,16 @@ def test_positions_by_loops():
     for side in ("left", "middle", "right", None):
         for pattern in ("packed", "padded"):
             valid = valid_rows(11, side)
-            document, got = documents_of(valid, pattern), positions(valid, documents_of(valid, pattern))
+            document, got = (
+                documents_of(valid, pattern),
+                positions(valid, documents_of(valid, pattern)),
+            )
             for b in range(3):
                 of = [0] * 11 if document is None else document[b].tolist()
-                before = [sum(bool(valid[b, s]) and of[s] == of[t] for s in range(t + 1)) - 1 for t in range(11)]
+                before = [
+                    sum(bool(valid[b, s]) and of[s] == of[t] for s in range(t + 1)) - 1
+                    for t in range(11)
+                ]
                 assert got[b].tolist() == [max(n, 0) for n in before]
 
 
@@ -163,7 +186,9 @@ def test_tiles_are_skipped_only_where_nobody_sees(pattern, T):
     mask, dense = block_mask(visibility), visibility.dense()
     n = -(-dense.shape[1] // 128)
     padded = F.pad(dense, (0, n * 128 - dense.shape[1]) * 2)
-    tiles = padded.unflatten(2, (n, 128)).unflatten(1, (n, 128)).transpose(2, 3).flatten(3)  # [B, n, n, 128 x 128]
+    tiles = (
+        padded.unflatten(2, (n, 128)).unflatten(1, (n, 128)).transpose(2, 3).flatten(3)
+    )  # [B, n, n, 128 x 128]
     kept = mask.to_dense()[:, 0].bool()
     assert torch.equal(kept, tiles.any(-1)) and not kept.all()
     whole = torch.zeros(len(kept), n, n + 1, dtype=torch.bool)
@@ -178,7 +203,9 @@ def test_tiles_are_skipped_only_where_nobody_sees(pattern, T):
 def tensors(visibility, valid, H=4, K=2, h=8, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     S = valid.shape[1] if visibility.tokens is None else visibility.tokens.shape[1]
-    random = lambda heads: torch.randn(len(valid), S, heads, h, generator=generator, dtype=dtype).transpose(1, 2)
+    random = lambda heads: torch.randn(
+        len(valid), S, heads, h, generator=generator, dtype=dtype
+    ).transpose(1, 2)
     return [random(heads).requires_grad_() for heads in (H, K, K)]
 
 
@@ -233,13 +260,21 @@ def test_output_and_gradients_are_those_of_plain_softmax(on_cpu, backend, patter
     valid = valid_rows(9, padding)
     visibility = visibility_of(pattern, valid, 4, 2)
     q, k, v = tensors(visibility, valid, *heads)
-    seen = (torch.ones(3, q.shape[2], dtype=torch.bool) if visibility.valid is None else visibility.valid)[:, None, :, None]
+    seen = (
+        torch.ones(3, q.shape[2], dtype=torch.bool)
+        if visibility.valid is None
+        else visibility.valid
+    )[:, None, :, None]
     grad = torch.randn_like(q) * seen
     got = make_attend(visibility, backend)(0, q, k, v)
     want = softmax_attention(visibility.dense(), q, k, v)
     assert got.shape == q.shape and got.isfinite().all()
     torch.testing.assert_close(got * seen, want * seen, atol=1e-12, rtol=0)
-    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(want, (q, k, v), grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got, (q, k, v), grad),
+        torch.autograd.grad(want, (q, k, v), grad),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
@@ -262,11 +297,16 @@ def test_padding_never_attends(on_cpu, backend):
     away = (~valid)[:, None, :, None] * 100.0
     after = attend(0, q + away, k + away, v + away)
     assert before.isfinite().all() and after.isfinite().all()
-    assert backend == "sdpa" or not before.mT[..., 0, :][~valid[:, None].expand(4, 4, 9)].any()  # packed: 'padding gives 0'
+    assert (
+        backend == "sdpa" or not before.mT[..., 0, :][~valid[:, None].expand(4, 4, 9)].any()
+    )  # packed: 'padding gives 0'
     assert torch.equal(
-        before.mT[..., 0, :][valid[:, None].expand(4, 4, 9)], after.mT[..., 0, :][valid[:, None].expand(4, 4, 9)]
+        before.mT[..., 0, :][valid[:, None].expand(4, 4, 9)],
+        after.mT[..., 0, :][valid[:, None].expand(4, 4, 9)],
     )
-    assert not torch.equal(softmax_attention(None, q, k, v), softmax_attention(None, q, k + away, v + away))  # the control
+    assert not torch.equal(
+        softmax_attention(None, q, k, v), softmax_attention(None, q, k + away, v + away)
+    )  # the control
 
 
 @pytest.mark.parametrize("wrong", ["bounds", "order", "padding kept"])
@@ -283,7 +323,9 @@ def test_the_comparison_sees_wrong_packing(wrong):
         out = by_rows(q, k, v, cu_q, cu_k, max_q, max_k)
         return out.flip(0) if wrong == "order" else out
 
-    right = packed(replace(visibility, valid=None) if wrong == "padding kept" else visibility, kernel)(q, k, v)
+    right = packed(
+        replace(visibility, valid=None) if wrong == "padding kept" else visibility, kernel
+    )(q, k, v)
     error = (right - softmax_attention(visibility.dense(), q, k, v)) * valid[:, None, :, None]
     assert error.abs().max() > 0.1
 
@@ -309,7 +351,11 @@ def test_varlen_names_gqa_where_torch_asks_for_it(monkeypatch, takes_gqa):
 def test_sdpa_puts_cudnn_first_and_leaves_no_trace(monkeypatch):
     from torch.nn.attention import SDPBackend
 
-    order, masks, plain = lambda: torch._C._get_sdp_priority_order(), [], F.scaled_dot_product_attention
+    order, masks, plain = (
+        lambda: torch._C._get_sdp_priority_order(),
+        [],
+        F.scaled_dot_product_attention,
+    )
     before, inside = order(), []
 
     def spy(*qkv, attn_mask, **rest):
@@ -331,7 +377,10 @@ def test_masks_are_made_once_per_forward(monkeypatch, backend):
     monkeypatch.setattr(attention, "compiled_flex", lambda dynamic: lambda q, k, v, **settings: q)
     valid = valid_rows(9, "left")
     visibility = visibility_of("two-copy", valid)
-    attend, qkv = make_attend(visibility, backend), [x.detach() for x in tensors(visibility, valid, h=16)]
+    attend, qkv = (
+        make_attend(visibility, backend),
+        [x.detach() for x in tensors(visibility, valid, h=16)],
+    )
     for layer in range(4):
         attend(layer, *qkv)
     assert len(made) == 1
@@ -343,10 +392,15 @@ def test_masks_are_made_once_per_forward(monkeypatch, backend):
 class Block(nn.Module):
     def __init__(self, layer):
         super().__init__()
-        self.layer, self.q, self.k, self.v, self.o = layer, *(nn.Linear(32, width, bias=False) for width in (32, 16, 16, 32))
+        self.layer, self.q, self.k, self.v, self.o = (
+            layer,
+            *(nn.Linear(32, width, bias=False) for width in (32, 16, 16, 32)),
+        )
 
     def forward(self, x, attend):
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x))
+        )
         return x + self.o(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -373,7 +427,9 @@ def test_a_compiled_and_checkpointed_block_takes_attend_as_an_argument(pattern):
     for T in (9, 10, 14):
         for got, want in zip(run(T, blocks), run(T, plain), strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    assert 1 <= graphs.frame_count <= 4  # the first block's input needs no gradient; torch 2.11: a graph per layer number
+    assert (
+        1 <= graphs.frame_count <= 4
+    )  # the first block's input needs no gradient; torch 2.11: a graph per layer number
     torch._dynamo.reset()
 
 
@@ -381,10 +437,15 @@ def check_flex(pattern, B, T):
     valid = valid_rows(T, "left").repeat(-(-B // 3), 1)[:B]
     visibility = visibility_of(pattern, valid, start=T // 3)
     q, k, v = (x.detach() for x in tensors(visibility, valid, H=4, K=2, h=16, dtype=torch.float32))
-    got, want = make_attend(visibility, "flex")(0, q, k, v), softmax_attention(visibility.dense(), q, k, v)
+    got, want = (
+        make_attend(visibility, "flex")(0, q, k, v),
+        softmax_attention(visibility.dense(), q, k, v),
+    )
     assert got.isfinite().all()
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    assert (softmax_attention(None, q, k, v) - want).abs().max() > 0.1  # the control: the mask matters
+    assert (
+        softmax_attention(None, q, k, v) - want
+    ).abs().max() > 0.1  # the control: the mask matters
 
 
 def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
@@ -416,7 +477,9 @@ def test_compiled_flex_on_cpu():
 
 
 def refused(*words):
-    return pytest.raises(SystemExit, match="^--attention " + "".join(f"(?=.*{word})" for word in words) + ".*$")
+    return pytest.raises(
+        SystemExit, match="^--attention " + "".join(f"(?=.*{word})" for word in words) + ".*$"
+    )
 
 
 @pytest.mark.parametrize("pattern", ["block-causal", "two-copy"])
@@ -437,7 +500,9 @@ def test_an_absent_package_and_an_unknown_name_are_refused(monkeypatch):
         make_attend(visibility, "flashy")(0, *(x.detach() for x in qkv))
 
 
-@pytest.mark.parametrize("backend, words", [("varlen", "nothing on cpu"), ("flex", "only the forward pass on cpu")])
+@pytest.mark.parametrize(
+    "backend, words", [("varlen", "nothing on cpu"), ("flex", "only the forward pass on cpu")]
+)
 @pytest.mark.parametrize("padding, pattern", [(None, "full"), ("left", "padded")])
 def test_what_a_cpu_cannot_do_is_refused(backend, words, padding, pattern):
     valid = valid_rows(9, padding)
@@ -461,7 +526,13 @@ def test_the_table_on_cuda(on_cpu, name):
 @pytest.mark.parametrize(
     "backend, kind, device, head_dim, words",
     [
-        ("flex", "bidirectional", "cpu", 128, "only the forward pass on cpu; able to do full attention here: sdpa$"),
+        (
+            "flex",
+            "bidirectional",
+            "cpu",
+            128,
+            "only the forward pass on cpu; able to do full attention here: sdpa$",
+        ),
         ("varlen", "bidirectional", "cpu", 128, "nothing on cpu; .*: sdpa$"),
         ("varlen", "block-causal", "cuda", 128, "no block-causal pattern; .*: sdpa, flex$"),
         ("varlen", "block-causal", "cpu", 128, "no block-causal pattern; .*: sdpa$"),
@@ -493,9 +564,13 @@ def test_the_check_passes_what_works():
 def test_auto_falls_back_to_sdpa(monkeypatch, choice):
     """What `auto` would take cannot do this here (a CPU, as fp32 on CUDA): sdpa, silently and exactly."""
     for pattern in PATTERNS:
-        monkeypatch.setitem(AUTO, pattern, (choice if pattern in BACKENDS[choice].patterns else "sdpa", 0))
+        monkeypatch.setitem(
+            AUTO, pattern, (choice if pattern in BACKENDS[choice].patterns else "sdpa", 0)
+        )
     monkeypatch.setitem(
-        BACKENDS, "flash-attn", replace(BACKENDS["flash-attn"], installed=True, prepare=lambda visibility: None)
+        BACKENDS,
+        "flash-attn",
+        replace(BACKENDS["flash-attn"], installed=True, prepare=lambda visibility: None),
     )
     for pattern, padding in CASES:
         valid = valid_rows(9, padding)
@@ -509,12 +584,20 @@ def test_auto_falls_back_to_sdpa(monkeypatch, choice):
 def test_auto_on_cuda_follows_the_table(monkeypatch, pattern):
     """The backend of AUTO from its length on, sdpa below it and on CPU."""
     for name in BACKENDS:
-        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], installed=True, prepare=lambda _, name=name: name))
+        monkeypatch.setitem(
+            BACKENDS,
+            name,
+            replace(BACKENDS[name], installed=True, prepare=lambda _, name=name: name),
+        )
     monkeypatch.setitem(AUTO, pattern, ("flex", 100) if pattern != "full" else ("sdpa", 0))
     taken = []
     monkeypatch.setattr(attention, "refusal", lambda name, *rest: taken.append(name))
     for device, S in (("cuda", 99), ("cuda", 100), ("cuda", 5000), ("cpu", 100)):
-        tokens = None if pattern == "full" else types.SimpleNamespace(is_cuda=device == "cuda", shape=(2, S))
+        tokens = (
+            None
+            if pattern == "full"
+            else types.SimpleNamespace(is_cuda=device == "cuda", shape=(2, S))
+        )
         make_attend(types.SimpleNamespace(pattern=pattern, tokens=tokens))
     assert taken == (["sdpa"] * 4 if pattern == "full" else ["sdpa", "flex", "flex", "sdpa"])
 

@@ -39,7 +39,15 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 RUNS = bool(find_spec("triton") and (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"))
 needs_triton = (lambda test: test) if RUNS and not ON_GPU else pytest.mark.cuda
 MIXTURES = {"SDAR-MoE": TINY_SDAR_MOE, "LLaDA2": TINY_LLADA2}
-READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+READS_BACK = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "equal",
+    "is_nonzero",
+}
 
 
 class Recorded:
@@ -56,7 +64,11 @@ class Recorded:
             return
         self.replays += 1
         for op, args, kwargs, out in self.graphs[key]:
-            inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            inputs = {
+                x.untyped_storage().data_ptr()
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, torch.Tensor)
+            }
             for old, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
                 if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in inputs:
                     old.copy_(new)
@@ -71,8 +83,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name, kwargs = op.__name__.split(".")[0], kwargs or {}
-        masks = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
-        if name in READS_BACK or name in ("index", "index_put", "index_put_") and any(x is y for x in masks for y in args[1]):
+        masks = [
+            x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.dtype == torch.bool
+        ]
+        if (
+            name in READS_BACK
+            or name in ("index", "index_put", "index_put_")
+            and any(x is y for x in masks for y in args[1])
+        ):
             raise RuntimeError(f"{name} reads back")
         out = op(*args, **kwargs)
         self.calls.append((op, args, kwargs, out))
@@ -96,11 +114,19 @@ def test_buckets_and_replays_do_not_change_the_draws(monkeypatch, remasking, sto
     """Ended and filling rows, wider cache, no look between steps, one graph for many seeds and prompts: the same traces."""
     engine, plain = bucketed(model_of(), monkeypatch, graphs), make_engine(model_of())
     options = OPTIONS | dict(remasking=remasking, stop_at_eos=stop_at_eos)
-    for i, lengths in enumerate([range(1, 8), [5], [9, 2, 4], range(1, 12)]):  # the slots grow, stay, stay, grow
+    for i, lengths in enumerate(
+        [range(1, 8), [5], [9, 2, 4], range(1, 12)]
+    ):  # the slots grow, stay, stay, grow
         slots = engine.slots
         for seed in (-i, 2**63 + i):
-            prompts, changes = prompts_of(lengths, seed=i), dict(temperature=i % 3 / 2, sample_offset=7 * i, seed=seed)
-            assert same_draws(engine.generate(prompts, **options | changes), plain.generate(prompts, **options | changes))
+            prompts, changes = (
+                prompts_of(lengths, seed=i),
+                dict(temperature=i % 3 / 2, sample_offset=7 * i, seed=seed),
+            )
+            assert same_draws(
+                engine.generate(prompts, **options | changes),
+                plain.generate(prompts, **options | changes),
+            )
         assert (engine.slots is slots) == (i in (1, 2))
         if graphs:
             assert engine.graphs.replays > len(engine.graphs.graphs) > 0
@@ -119,7 +145,9 @@ def test_a_number_in_the_graph_is_seen(monkeypatch):
     engine, plain = bucketed(model_of(), monkeypatch, True, Stale), make_engine(model_of())
     for seed, same in ((1, True), (2, False)):
         engine.host_seed = seed
-        traces = [one.generate(prompts_of([3, 6]), **OPTIONS | {"seed": seed}) for one in (engine, plain)]
+        traces = [
+            one.generate(prompts_of([3, 6]), **OPTIONS | {"seed": seed}) for one in (engine, plain)
+        ]
         assert same_draws(*traces) == same
 
 
@@ -147,7 +175,10 @@ def test_mixtures_of_experts(monkeypatch, name):
         for one in (bucketed(build(torch.float64), monkeypatch), make_engine(build(torch.float64)))
     ]
     assert same_draws(*traces)
-    traces = [bucketed(build(torch.bfloat16), monkeypatch, graphs).generate(prompts, **OPTIONS) for graphs in (False, True)]
+    traces = [
+        bucketed(build(torch.bfloat16), monkeypatch, graphs).generate(prompts, **OPTIONS)
+        for graphs in (False, True)
+    ]
     assert same_draws(*traces, 0)
 
 
@@ -163,11 +194,25 @@ def test_old_keys_and_values_are_not_seen(monkeypatch):
 def test_other_options_get_their_own_graphs(monkeypatch):
     """Steps, temperature, filters, rule, its limit, stop and end tokens are in the graph: another one is another graph."""
     engine, plain = bucketed(model_of(), monkeypatch, True), make_engine(model_of())
-    changes = [{}, {"denoising_steps": 4}, {"temperature": 0}, {"remasking": "random"}, {"confidence_threshold": 0.1}]
-    changes += [{"remasking": rule} for rule in RULES if rule not in REMASKING] + [{"top_k": 3}, {"top_p": 0.5}]
-    changes += [{"remasking": "low_confidence_factor", "factor": 3.0}, {"remasking": "entropy_bounded", "eb_threshold": 2.0}]
+    changes = [
+        {},
+        {"denoising_steps": 4},
+        {"temperature": 0},
+        {"remasking": "random"},
+        {"confidence_threshold": 0.1},
+    ]
+    changes += [{"remasking": rule} for rule in RULES if rule not in REMASKING] + [
+        {"top_k": 3},
+        {"top_p": 0.5},
+    ]
+    changes += [
+        {"remasking": "low_confidence_factor", "factor": 3.0},
+        {"remasking": "entropy_bounded", "eb_threshold": 2.0},
+    ]
     for change in [*changes, {"stop_at_eos": False}, {}]:
-        traces = [one.generate(prompts_of([3, 6, 4]), **OPTIONS | change) for one in (engine, plain)]
+        traces = [
+            one.generate(prompts_of([3, 6, 4]), **OPTIONS | change) for one in (engine, plain)
+        ]
         assert same_draws(*traces)
     engine.model.eos_token_ids = plain.model.eos_token_ids = [3, 4, 5]
     assert same_draws(*(one.generate(prompts_of([3, 6, 4]), **OPTIONS) for one in (engine, plain)))
@@ -180,7 +225,9 @@ def test_weights_and_adapters_change_under_the_graphs(monkeypatch):
     graphs, other = engine.graphs, model_of(seed=7)
     engine.load_weights(export_weights(other))
     want = make_engine(other).generate(prompts_of([5, 2]), **OPTIONS)
-    assert same_draws(engine.generate(prompts_of([5, 2]), **OPTIONS), want) and engine.graphs is graphs
+    assert (
+        same_draws(engine.generate(prompts_of([5, 2]), **OPTIONS), want) and engine.graphs is graphs
+    )
 
     learner = add_lora(model_of(), 4, 8, dtype=torch.float64)
     engine = bucketed(add_lora(model_of(), 4, 8, dtype=torch.float64), monkeypatch, True)
@@ -190,7 +237,9 @@ def test_weights_and_adapters_change_under_the_graphs(monkeypatch):
             value.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     engine.load_weights(export_adapter(learner))
     after = engine.generate(prompts_of([5, 2]), **OPTIONS)
-    assert same_draws(after, make_engine(learner).generate(prompts_of([5, 2]), **OPTIONS)) and not same_draws(after, before)
+    assert same_draws(
+        after, make_engine(learner).generate(prompts_of([5, 2]), **OPTIONS)
+    ) and not same_draws(after, before)
 
 
 def test_broken_weights_stop_the_rollout_and_leave_nothing(monkeypatch):
@@ -211,7 +260,11 @@ def test_the_quota_of_a_step_is_that_of_the_schedule(monkeypatch):
     for n, steps in ((8, 3), (8, 5), (3, 2), (4, 6)):
         engine = bucketed(model_of(SMALL | {"block_size": n}), monkeypatch)
         trace = engine.generate(
-            [[3] * n], gen_length=n, denoising_steps=steps, remasking="low_confidence_static", stop_at_eos=False
+            [[3] * n],
+            gen_length=n,
+            denoising_steps=steps,
+            remasking="low_confidence_static",
+            stop_at_eos=False,
         )
         assert torch.bincount(trace.step_map[0], minlength=steps).tolist() == reveal_quota(n, steps)
 
@@ -249,7 +302,9 @@ class Counting(BlockEngine):
     def _step(self, slots, R, width, rule, joined, most):
         n, row, heads, sample = self.model.block_length, slots.sample[:R], [], super()._sample
         at = slots.start[row].clamp(max=width - n)[:, None] + torch.arange(n)
-        masks = (slots.masked[row[:, None], at] & (slots.start[row] < slots.end[row])[:, None]).sum(1)
+        masks = (slots.masked[row[:, None], at] & (slots.start[row] < slots.end[row])[:, None]).sum(
+            1
+        )
         masks[(masks == 0) & (slots.start[row] + n < slots.end[row])] = n if joined else 0
         self._sample = lambda hidden, *rest: heads.append(len(hidden)) or sample(hidden, *rest)
         super()._step(slots, R, width, rule, joined, most)
@@ -261,9 +316,15 @@ class Counting(BlockEngine):
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
 def test_the_head_sees_masked_tokens_alone(monkeypatch, steps, joins):
     """Ragged prompts, refills and stops, seen one step late: never less than there are, and no more where all are in step."""
-    model, draws = model_of(eos=(2, 9, 16)), OPTIONS | {"remasking": "low_confidence_static", "denoising_steps": steps}
+    model, draws = (
+        model_of(eos=(2, 9, 16)),
+        OPTIONS | {"remasking": "low_confidence_static", "denoising_steps": steps},
+    )
     draws |= {"gen_length": 24, "stop_at_eos": True}
-    for prompts, options in (prompts_of([3, 9, 1, 6, 8, 12, 2]), draws), (prompts_of([4, 8]), draws | {"stop_at_eos": False}):
+    for prompts, options in (
+        (prompts_of([3, 9, 1, 6, 8, 12, 2]), draws),
+        (prompts_of([4, 8]), draws | {"stop_at_eos": False}),
+    ):
         engine = bucketed(model, monkeypatch, cls=Counting, max_batch_size=3)
         engine.joins = joins
         trace = engine.generate(prompts, **options)
@@ -271,18 +332,27 @@ def test_the_head_sees_masked_tokens_alone(monkeypatch, steps, joins):
         assert all(1 <= there <= most or there == 0 for most, there in engine.done) and engine.done
     n = model.block_length
     if steps in (1, 2, 4):
-        assert {most for most, there in engine.done if there} == {n - step * n // steps for step in range(steps)}
+        assert {most for most, there in engine.done if there} == {
+            n - step * n // steps for step in range(steps)
+        }
         assert all(most == there for most, there in engine.done if there)
     if steps < 4:
-        monkeypatch.setattr(engine, "_most_masks", lambda *_: n - 1)  # negative control: fewer than there are
+        monkeypatch.setattr(
+            engine, "_most_masks", lambda *_: n - 1
+        )  # negative control: fewer than there are
         with pytest.raises(RuntimeError, match="more masks than its step was launched for"):
             engine.generate(prompts, **options)
 
 
-@pytest.mark.parametrize("name, kind", [("SDAR", "graphs"), *itertools.product(["SDAR", *MIXTURES], ["plain", "buckets"])])
+@pytest.mark.parametrize(
+    "name, kind",
+    [("SDAR", "graphs"), *itertools.product(["SDAR", *MIXTURES], ["plain", "buckets"])],
+)
 def test_waiting_samples_take_the_places_of_ended_ones(monkeypatch, name, kind):
     """Whatever the number of places: the same tokens, orders, logps and forwards, for ragged prompts in groups of 4."""
-    build = lambda: model_of() if name == "SDAR" else random_model(MIXTURES[name], dtype=torch.float64)
+    build = lambda: (
+        model_of() if name == "SDAR" else random_model(MIXTURES[name], dtype=torch.float64)
+    )
     prompts = prompts_of([3, 9, 1, 6, 8, 12, 2])
     model = build()
     model.eos_token_ids = list(range(0, model.config.vocab_size, 7))  # rows end early
@@ -293,13 +363,20 @@ def test_waiting_samples_take_the_places_of_ended_ones(monkeypatch, name, kind):
         engine = engine or bucketed(model, monkeypatch, kind == "graphs", max_batch_size=size)
         for seed in (4, 5):  # the second time in slots that hold the first
             options = ROLLOUT | {"seed": seed}
-            again = want if seed == 4 else make_engine(model, max_batch_size=64).generate(prompts, **options)
+            again = (
+                want
+                if seed == 4
+                else make_engine(model, max_batch_size=64).generate(prompts, **options)
+            )
             assert same_draws(engine.generate(prompts, **options), again)
 
 
 def test_places_stay_full_while_samples_wait(monkeypatch):
     """No more than max_batch_size rows; a free place is filled before the next step, one later where the host is behind."""
-    for engine, late in ((Spy(model_of(), 5), False), (bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=5), True)):
+    for engine, late in (
+        (Spy(model_of(), 5), False),
+        (bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=5), True),
+    ):
         trace = engine.generate(prompts_of([3, 9, 1, 6, 8, 12, 2]), **ROLLOUT)
         steps = [what[1:] for what in engine.done if what[0] == "step"]
         last = max(i for i, what in enumerate(engine.done) if what[0] == "prefill")
@@ -317,7 +394,10 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
     """Whole blocks of each prompt, once, though its samples enter at different times: later ones copy."""
     prompts = prompts_of([9, 12, 6, 17])
     for size in (1, 3, 6):
-        for engine in (Spy(model_of(), size), bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=size)):
+        for engine in (
+            Spy(model_of(), size),
+            bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=size),
+        ):
             engine.generate(prompts, **ROLLOUT)
             prefilled = [ids for what in engine.done if what[0] == "prefill" for ids in what[1]]
             assert prefilled == [ids[: len(ids) // 4 * 4] for ids in prompts]
@@ -331,7 +411,11 @@ def test_rows_that_have_ended_write_nothing_that_is_read(monkeypatch, n, widths,
     """
     model = model_of(SMALL | {"block_size": n}, eos=())
     options = OPTIONS | dict(
-        num_samples=2, gen_length=2, denoising_steps=n, remasking="low_confidence_static", stop_at_eos=False
+        num_samples=2,
+        gen_length=2,
+        denoising_steps=n,
+        remasking="low_confidence_static",
+        stop_at_eos=False,
     )
     want = make_engine(model).generate(prompts_of([2, 12]), **options)
     engine = bucketed(model, monkeypatch, max_batch_size=3)
@@ -345,18 +429,23 @@ def test_a_wrong_copy_of_the_prompt_is_seen(monkeypatch, fault):
     """Negative control: samples that enter later and get no cache, or that of another place."""
     want = make_engine(model_of()).generate(prompts_of([9, 12, 6, 17]), **ROLLOUT)
     copy = Slots.copy
-    shift = lambda self, source, target, width: copy(self, [(r + 1) % 3 for r in source], target, width)
+    shift = lambda self, source, target, width: copy(
+        self, [(r + 1) % 3 for r in source], target, width
+    )
     monkeypatch.setattr(Slots, "copy", (lambda *args: None) if fault == "no copy" else shift)
     got = make_engine(model_of(), max_batch_size=3).generate(prompts_of([9, 12, 6, 17]), **ROLLOUT)
     assert not same_draws(got, want)
 
 
 @pytest.mark.parametrize(
-    "remasking, denoising_steps", [("low_confidence_static", 3), ("low_confidence_static", 6), ("random", 2)]
+    "remasking, denoising_steps",
+    [("low_confidence_static", 3), ("low_confidence_static", 6), ("random", 2)],
 )
 def test_no_step_is_launched_that_nobody_needs(monkeypatch, remasking, denoising_steps):
     """Where all rows will have ended the host, a step behind, waits for the step under way instead of launching another."""
-    options = ROLLOUT | dict(remasking=remasking, denoising_steps=denoising_steps, stop_at_eos=False, num_samples=4)
+    options = ROLLOUT | dict(
+        remasking=remasking, denoising_steps=denoising_steps, stop_at_eos=False, num_samples=4
+    )
     for size in (4, 64):  # one prompt after the other, all at once
         idle = []
         for counts in (True, False):
@@ -367,20 +456,32 @@ def test_no_step_is_launched_that_nobody_needs(monkeypatch, remasking, denoising
             steps = [what[1:] for what in engine.done if what[0] == "step"]
             assert sum(live for _, live in steps) == trace.num_forwards.sum()
             idle.append(sum(live == 0 for _, live in steps))
-        assert idle == ([0, 3 if size == 4 else 1] if denoising_steps < 6 else [idle[1]] * 2)  # 6 of 4 tokens: some reveal none
+        assert idle == (
+            [0, 3 if size == 4 else 1] if denoising_steps < 6 else [idle[1]] * 2
+        )  # 6 of 4 tokens: some reveal none
 
 
 def test_the_host_looks_back_while_a_step_is_under_way(monkeypatch):
     """On a GPU the progress after step k is read when step k + 1 has been launched, so that the device has work meanwhile."""
-    engine, order, look = bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=4), [], Slots.look
+    engine, order, look = (
+        bucketed(model_of(), monkeypatch, cls=Spy, max_batch_size=4),
+        [],
+        Slots.look,
+    )
 
     def noted(slots):
         read, number = look(slots), len([what for what in engine.done if what[0] == "step"])
-        return lambda: order.append((number, len([w for w in engine.done if w[0] == "step"]))) or read()
+        return lambda: (
+            order.append((number, len([w for w in engine.done if w[0] == "step"]))) or read()
+        )
 
     monkeypatch.setattr(Slots, "look", noted)
     engine.generate(prompts_of([3, 9, 1, 6]), **ROLLOUT)
-    assert order[0] == (0, 0) and order[1:] == [(k, k + 1) for k in range(1, len(order))] and len(order) > 30
+    assert (
+        order[0] == (0, 0)
+        and order[1:] == [(k, k + 1) for k in range(1, len(order))]
+        and len(order) > 30
+    )
 
 
 def test_large_prompts_are_prefilled_in_parts(monkeypatch):
@@ -400,7 +501,9 @@ def test_a_rule_that_never_ends_is_stopped(monkeypatch):
         for engine in (Spy(model_of(), 256), bucketed(model_of(), monkeypatch, cls=Spy)):
             with monkeypatch.context() as patch:
                 patch.setattr(rollout.engine, "select", wrong)
-                with pytest.raises(RuntimeError, match="low_confidence_dynamic left tokens masked after 3 steps"):
+                with pytest.raises(
+                    RuntimeError, match="low_confidence_dynamic left tokens masked after 3 steps"
+                ):
                     engine.generate([[3, 4]], **OPTIONS)
             assert len(engine.done) < 8
 
@@ -417,7 +520,10 @@ def blocks_of(trace, n=4):
 @pytest.mark.parametrize("remasking", ["low_confidence_dynamic", "entropy_bounded"])
 def test_joined_commits_draw_the_same(monkeypatch, remasking, graphs):
     """Forwards of two blocks, of all rows or of the few at the end: the same draws; blocks but the last save a forward each."""
-    prompts, options = prompts_of([3, 9, 1, 6, 8, 4]), OPTIONS | {"remasking": remasking, "eb_threshold": 0.8}
+    prompts, options = (
+        prompts_of([3, 9, 1, 6, 8, 4]),
+        OPTIONS | {"remasking": remasking, "eb_threshold": 0.8},
+    )
     model, options = model_of(eos=(2, 9, 16)), options | {"gen_length": 24}
     want = make_engine(model).generate(prompts, **options)
     blocks = blocks_of(want)
@@ -426,7 +532,11 @@ def test_joined_commits_draw_the_same(monkeypatch, remasking, graphs):
         engine.joins, engine.ridge = True, ridge
         got = engine.generate(prompts, **options)
         saved = want.num_forwards - got.num_forwards
-        assert (saved == blocks - 1).all() if ridge == 1000 else ((0 <= saved) & (saved < blocks)).all() and saved.any()
+        assert (
+            (saved == blocks - 1).all()
+            if ridge == 1000
+            else ((0 <= saved) & (saved < blocks)).all() and saved.any()
+        )
         assert same_draws_but_forwards(got, want)
 
 
@@ -436,20 +546,31 @@ def test_joined_commits_draw_the_same(monkeypatch, remasking, graphs):
 def test_rows_fall_into_step_with_the_joined_steps(monkeypatch, remasking, steps, graphs):
     """Every `steps`-th step is joined: the same draws; a row out of step commits by itself, steps - 1 times at most. Rows that
     begin together with whole blocks commit nothing by themselves, and nothing is joined in between."""
-    model, options = model_of(eos=(2, 9, 16)), OPTIONS | {"gen_length": 24, "denoising_steps": steps, "remasking": remasking}
+    model, options = (
+        model_of(eos=(2, 9, 16)),
+        OPTIONS | {"gen_length": 24, "denoising_steps": steps, "remasking": remasking},
+    )
     for lengths, places in (([3, 9, 1, 6, 8, 4], 256), ([3, 9, 1, 6, 8, 4], 5), ([8, 4, 12], 256)):
         prompts = prompts_of(lengths)
         want = make_engine(model).generate(prompts, **options)
         engine, widths = bucketed(model, monkeypatch, graphs, max_batch_size=places), []
         engine.joins, forward = True, engine._forward
-        engine._forward = lambda block, at, cache: widths.append(block.shape[1]) or forward(block, at, cache)  # noqa: B023
+        engine._forward = lambda block, at, cache: (
+            widths.append(block.shape[1]) or forward(block, at, cache)
+        )  # noqa: B023
         got = engine.generate(prompts, **options)
         saved, blocks = want.num_forwards - got.num_forwards, blocks_of(want)
-        assert (saved < blocks).all() and (saved >= (blocks - steps).clamp(min=0)).all() and saved.any()
+        assert (
+            (saved < blocks).all()
+            and (saved >= (blocks - steps).clamp(min=0)).all()
+            and saved.any()
+        )
         assert same_draws_but_forwards(got, want)
         if lengths == [8, 4, 12]:
             assert torch.equal(saved, blocks - 1)
-            assert graphs or widths == [8 if clock and clock % steps == 0 else 4 for clock in range(len(widths))]
+            assert graphs or widths == [
+                8 if clock and clock % steps == 0 else 4 for clock in range(len(widths))
+            ]
 
 
 @pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic"])
@@ -494,10 +615,18 @@ def test_the_kernels_around_a_forward_do_what_the_plain_step_does(monkeypatch, r
     for block, steps, stop_at_eos in ((4, 3, True), (4, 4, False), (6, 2, True)):
         model = model_of(eos=(2, 9, 16)).to(DEVICE)
         model.block_length = block
-        options = OPTIONS | {"gen_length": 24, "denoising_steps": steps, "remasking": remasking, "stop_at_eos": stop_at_eos}
+        options = OPTIONS | {
+            "gen_length": 24,
+            "denoising_steps": steps,
+            "remasking": remasking,
+            "stop_at_eos": stop_at_eos,
+        }
         options |= {"eb_threshold": 0.8, "factor": 0.9}
         prompts = prompts_of([3, 9, 1, 6, 8, 4])
-        want, got = bucketed(model, monkeypatch, max_batch_size=5), bucketed(model, monkeypatch, max_batch_size=5)
+        want, got = (
+            bucketed(model, monkeypatch, max_batch_size=5),
+            bucketed(model, monkeypatch, max_batch_size=5),
+        )
         want.joins = got.joins = joins
         want.fuses, got.fuses = False, True
         assert same_draws(got.generate(prompts, **options), want.generate(prompts, **options))
@@ -526,7 +655,9 @@ def test_the_kernels_around_a_forward_see_what_is_wrong(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(block_triton, "begin", begin_late)
-        with pytest.raises(RuntimeError, match="low_confidence_dynamic left tokens masked after 3 steps"):
+        with pytest.raises(
+            RuntimeError, match="low_confidence_dynamic left tokens masked after 3 steps"
+        ):
             engine.generate([[3, 4]], **OPTIONS)
 
 
@@ -534,7 +665,18 @@ def test_the_kernels_around_a_forward_see_what_is_wrong(monkeypatch):
 
 
 @torch.no_grad()
-def naive_edit(model, prompt, number, *, gen_length, threshold, editing_threshold, max_post_steps, temperature, seed):
+def naive_edit(
+    model,
+    prompt,
+    number,
+    *,
+    gen_length,
+    threshold,
+    editing_threshold,
+    max_post_steps,
+    temperature,
+    seed,
+):
     """LLaDA2.1's generate without a cache, by loops -> tokens, steps of the last changes, their logps, events, forwards"""
     n, P, forwards, events = model.block_length, len(prompt), 0, []
     total = -(-(P + gen_length) // n) * n
@@ -553,7 +695,11 @@ def naive_edit(model, prompt, number, *, gen_length, threshold, editing_threshol
             for p in range(max(start, P), start + n):
                 z = [value / (temperature or 1) for value in logits[p].tolist()]
                 z[model.mask_token_id] = -math.inf
-                probs, target, reached = softmax(z), uniform(seed, number, p - P, step, "token"), 0.0
+                probs, target, reached = (
+                    softmax(z),
+                    uniform(seed, number, p - P, step, "token"),
+                    0.0,
+                )
                 best = z.index(max(z))
                 for v in range(len(z)) if temperature else [best]:
                     reached += probs[v]
@@ -561,12 +707,23 @@ def naive_edit(model, prompt, number, *, gen_length, threshold, editing_threshol
                         break
                 draws[p] = v, probs[v]
             for p, (v, q) in draws.items():
-                if masked[p] and q > threshold or not masked[p] and q > editing_threshold and v != old[p]:
+                if (
+                    masked[p]
+                    and q > threshold
+                    or not masked[p]
+                    and q > editing_threshold
+                    and v != old[p]
+                ):
                     changed.append(p)
             if places and not [p for p in changed if masked[p]]:
                 changed.append(max(places, key=lambda p: (draws[p][1], -p)))  # noqa: B023
             for p in sorted(changed):
-                ids[p], steps[p], logps[p], masked[p] = draws[p][0], step, math.log(draws[p][1]), False
+                ids[p], steps[p], logps[p], masked[p] = (
+                    draws[p][0],
+                    step,
+                    math.log(draws[p][1]),
+                    False,
+                )
                 events.append((number, step, p - P, ids[p]))
             step += 1
             if not places and not changed:
@@ -577,7 +734,9 @@ def naive_edit(model, prompt, number, *, gen_length, threshold, editing_threshol
 
 
 def editor(name="SDAR"):
-    model = model_of(scale=8) if name == "SDAR" else random_model(MIXTURES[name], dtype=torch.float64)
+    model = (
+        model_of(scale=8) if name == "SDAR" else random_model(MIXTURES[name], dtype=torch.float64)
+    )
     if name == "LLaDA2":
         with torch.no_grad():
             model.lm_head.weight.mul_(8)
@@ -596,17 +755,23 @@ def test_token_editing_equals_the_naive_sampler(name, temperature):
     prompts, n = prompts_of([2, 5, 8, 3], seed=1), model.block_length
     settings = ((0.2, 0.05, 1), (0.5, 0.0, 16), (0.6, 0.4, 0), (0.3, 0.2, 2))
     for threshold, editing_threshold, post in settings if name == "SDAR" else settings[:1]:
-        options = EDITING | dict(max_post_steps=post, editing_threshold=editing_threshold, temperature=temperature)
+        options = EDITING | dict(
+            max_post_steps=post, editing_threshold=editing_threshold, temperature=temperature
+        )
         trace = make_engine(model, max_batch_size=3).generate(
             prompts, denoising_steps=n, confidence_threshold=threshold, sample_offset=9, **options
         )
         options = {key: value for key, value in options.items() if key != "remasking"}
         for i, prompt in enumerate(prompts):
-            tokens, steps, logps, events, forwards = naive_edit(model, prompt, 9 + i, threshold=threshold, **options)
+            tokens, steps, logps, events, forwards = naive_edit(
+                model, prompt, 9 + i, threshold=threshold, **options
+            )
             L = len(tokens)
             assert trace.canvas_length[i] == L and trace.completion_ids[i, :L].tolist() == tokens
             assert trace.step_map[i, :L].tolist() == steps and trace.num_forwards[i] == forwards
-            assert (trace.logps[i, :L] - torch.tensor(logps, dtype=torch.float64)).abs().max() < 1e-10
+            assert (
+                trace.logps[i, :L] - torch.tensor(logps, dtype=torch.float64)
+            ).abs().max() < 1e-10
             own = trace.records["events"][trace.records["events"][:, 0] == 9 + i].tolist()
             assert sorted(own) == sorted(map(list, events))
             edits += len(events) - L
@@ -626,36 +791,62 @@ def test_events_of_edits_replay(monkeypatch):
     assert gap() < 1e-5
     last = trace.records["events"].tolist()
     final = {(s, p): token for s, _, p, token in last}  # in order: the last one stays
-    assert all(trace.completion_ids[s, p] == token for (s, p), token in final.items()) and len(last) > len(final)
-    for engine in (make_engine(model, max_batch_size=5), bucketed(model, monkeypatch, True, max_batch_size=5)):
+    assert all(trace.completion_ids[s, p] == token for (s, p), token in final.items()) and len(
+        last
+    ) > len(final)
+    for engine in (
+        make_engine(model, max_batch_size=5),
+        bucketed(model, monkeypatch, True, max_batch_size=5),
+    ):
         other = engine.generate(prompts_of([2, 5, 8]), **options)
-        assert same_draws(other, trace) and torch.equal(other.records["events"], trace.records["events"])
+        assert same_draws(other, trace) and torch.equal(
+            other.records["events"], trace.records["events"]
+        )
     trace.records = None
     assert gap() > 1e-3
 
 
 def test_an_unreachable_editing_threshold_edits_nothing():
     """Probabilities never exceed 1: tokens of plain decoding, whose events are its reveals; the last block is committed too."""
-    options = EDITING | dict(denoising_steps=4, confidence_threshold=0.5, num_samples=3, records="events")
-    a, b = (make_engine(editor()).generate(prompts_of([2, 5]), editing_threshold=one, **options) for one in (None, 1))
+    options = EDITING | dict(
+        denoising_steps=4, confidence_threshold=0.5, num_samples=3, records="events"
+    )
+    a, b = (
+        make_engine(editor()).generate(prompts_of([2, 5]), editing_threshold=one, **options)
+        for one in (None, 1)
+    )
     assert torch.equal(a.completion_ids, b.completion_ids) and torch.equal(a.step_map, b.step_map)
     assert torch.equal(a.num_forwards + 1, b.num_forwards)
     for key in ("events", "logps"):
         assert torch.equal(a.records[key], b.records[key])
     sample, step, position, token = a.records["events"].unbind(1)
-    assert torch.equal(a.completion_ids[sample, position], token) and torch.equal(a.step_map[sample, position], step)
-    assert torch.equal(a.logps[sample, position], a.records["logps"]) and len(token) == a.canvas_length.sum()
+    assert torch.equal(a.completion_ids[sample, position], token) and torch.equal(
+        a.step_map[sample, position], step
+    )
+    assert (
+        torch.equal(a.logps[sample, position], a.records["logps"])
+        and len(token) == a.canvas_length.sum()
+    )
 
 
 def test_editing_is_refused_where_a_model_was_not_trained_for_it():
-    with pytest.raises(SystemExit, match="^--editing-threshold 0.5: SDAR was not trained to edit tokens$"):
+    with pytest.raises(
+        SystemExit, match="^--editing-threshold 0.5: SDAR was not trained to edit tokens$"
+    ):
         make_engine(model_of()).generate([[3]], editing_threshold=0.5)
     editor_engine = make_engine(editor())
     for ask in (editor_engine.plan, partial(editor_engine.generate, [[3]])):
         with pytest.raises(
-            SystemExit, match="^--editing-threshold 0.5 revises tokens, .* not for a method that reads step maps$"
+            SystemExit,
+            match="^--editing-threshold 0.5 revises tokens, .* not for a method that reads step maps$",
         ):
-            ask(records="steps", gen_length=8, denoising_steps=4, remasking="random", editing_threshold=0.5)
+            ask(
+                records="steps",
+                gen_length=8,
+                denoising_steps=4,
+                remasking="random",
+                editing_threshold=0.5,
+            )
         ask(records="steps", gen_length=8, denoising_steps=4, remasking="random")
     for wrong in ({"editing_threshold": 1.5}, {"editing_threshold": 0.5, "max_post_steps": -1}):
         with pytest.raises(SystemExit, match="must lie in 0 to 1"):
@@ -668,13 +859,16 @@ def test_editing_is_refused_where_a_model_was_not_trained_for_it():
 def test_slots_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     """One line that says the largest number of rows that fits; that number does fit, one more does not."""
     model, made = model_of(dtype=torch.float32), []
-    each = 2 * 2 * 2 * 16 * 4 * (12 + 12)  # layers, keys and values, heads, head_dim, bytes, positions
+    each = (
+        2 * 2 * 2 * 16 * 4 * (12 + 12)
+    )  # layers, keys and values, heads, head_dim, bytes, positions
     monkeypatch.setattr(rollout.block, "other_bytes", lambda *_: 1000)
     monkeypatch.setattr(rollout.block, "free_bytes", lambda device: 1000 + each * 5 + each // 2)
     monkeypatch.setattr(rollout.block, "Slots", lambda *args: made.append(args) or Slots(*args))
     prompts, options = [[3] * 12] * 2, {"gen_length": 12, "num_samples": 3, "stop_at_eos": False}
     with pytest.raises(
-        SystemExit, match="^6 rows of 24 tokens need .* GiB for keys and values, .* GiB are left: 5 rows fit; lower"
+        SystemExit,
+        match="^6 rows of 24 tokens need .* GiB for keys and values, .* GiB are left: 5 rows fit; lower",
     ):
         make_engine(model, max_batch_size=6).generate(prompts, **options)
     assert not made
@@ -692,7 +886,9 @@ def test_a_full_device_is_one_line(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         patch.setattr(BlockEngine, "_forward", full)
-        with pytest.raises(SystemExit, match="^a rollout of 3 rows ran out of memory: try 1; lower --batch-size"):
+        with pytest.raises(
+            SystemExit, match="^a rollout of 3 rows ran out of memory: try 1; lower --batch-size"
+        ):
             engine.generate(prompts_of([5]), **OPTIONS)
     assert engine.slots is None and same_draws(engine.generate(prompts_of([5]), **OPTIONS), want)
 
@@ -702,9 +898,13 @@ def test_batches_of_two_kinds_share_their_slots(monkeypatch):
     engine, plain, made = bucketed(model_of(), monkeypatch, True), make_engine(model_of()), []
     monkeypatch.setattr(rollout.block, "Slots", lambda *args: made.append(args) or Slots(*args))
     for i in range(6):
-        changes = {"num_samples": 6, "gen_length": 5} if i % 2 else {"num_samples": 2, "gen_length": 30}
+        changes = (
+            {"num_samples": 6, "gen_length": 5} if i % 2 else {"num_samples": 2, "gen_length": 30}
+        )
         options = OPTIONS | changes
-        assert same_draws(engine.generate(prompts_of([5]), **options), plain.generate(prompts_of([5]), **options))
+        assert same_draws(
+            engine.generate(prompts_of([5]), **options), plain.generate(prompts_of([5]), **options)
+        )
     assert len([args for args in made if args[0] is engine.model]) == 2
     engine.release()
     assert engine.slots is None and engine.graphs is None
@@ -730,7 +930,9 @@ def test_cuda_graphs_equal_the_same_steps_launched_one_by_one(dtype):
                 "top_k": 7 * seed,
                 "top_p": 1 - seed / 9,
             }
-            traces = [one.generate(prompts_of(range(1, 12), seed=seed), **options) for one in (fast, slow)]
+            traces = [
+                one.generate(prompts_of(range(1, 12), seed=seed), **options) for one in (fast, slow)
+            ]
             assert same_draws(*traces, 0)
     assert fast.graphs.graphs and not slow.graphs
     fast.load_weights(export_weights(build(7)))
@@ -752,14 +954,21 @@ def test_cuda_refills_and_edits_as_the_cpu_does():
             for f in dataclasses.fields(got):
                 if isinstance(value := getattr(got, f.name), torch.Tensor):
                     setattr(got, f.name, value.cpu())
-            assert same_draws_but_forwards(got, want, 1e-4) and torch.equal(got.records["events"].cpu(), want.records["events"])
+            assert same_draws_but_forwards(got, want, 1e-4) and torch.equal(
+                got.records["events"].cpu(), want.records["events"]
+            )
 
 
 @needs_cuda
 def test_cuda_memory_that_is_not_there_is_one_line():
     """Asked for before it is taken: 65536 rows of 16384 positions at 256 bytes are 256 GiB."""
-    engine, free = make_engine(model_of(dtype=torch.bfloat16).cuda(), max_batch_size=1 << 16), torch.cuda.mem_get_info()[0]
-    with pytest.raises(SystemExit, match=r"need 256.0 GiB .* GiB are left: \d+ rows fit; lower --batch-size") as line:
+    engine, free = (
+        make_engine(model_of(dtype=torch.bfloat16).cuda(), max_batch_size=1 << 16),
+        torch.cuda.mem_get_info()[0],
+    )
+    with pytest.raises(
+        SystemExit, match=r"need 256.0 GiB .* GiB are left: \d+ rows fit; lower --batch-size"
+    ) as line:
         engine.generate([[3]], num_samples=1 << 16, gen_length=(1 << 14) - 4)
     assert 0 < int(str(line.value).split(" rows fit")[0].split()[-1]) * (1 << 22) < free
     assert torch.cuda.mem_get_info()[0] > free - 2**30 and engine.slots is None
@@ -789,4 +998,8 @@ def test_cuda_graphs_of_mixtures_of_experts(capsys, name, dtype):
     slow.use_graphs = False
     traces = [one.generate(prompts_of([3, 8, 5]), **OPTIONS) for one in (fast, slow)]
     assert same_draws(*traces, 0)
-    assert bool(fast.graphs) == (dtype == torch.bfloat16) == ("without CUDA graphs" not in capsys.readouterr().out)
+    assert (
+        bool(fast.graphs)
+        == (dtype == torch.bfloat16)
+        == ("without CUDA graphs" not in capsys.readouterr().out)
+    )

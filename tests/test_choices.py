@@ -125,11 +125,24 @@ def test_letters_of_other_sets():
 
 
 @pytest.mark.parametrize(
-    "prose", ["", "A dog? ", "Option A is wrong.\n", "A. a cat\nB. a dog\n", "The answer is A? ", "答案是A？"]
+    "prose",
+    [
+        "",
+        "A dog? ",
+        "Option A is wrong.\n",
+        "A. a cat\nB. a dog\n",
+        "The answer is A? ",
+        "答案是A？",
+    ],
 )
-@pytest.mark.parametrize("final", [text for text in EXPLICIT if not text.startswith("\\boxed{\\text")])
+@pytest.mark.parametrize(
+    "final", [text for text in EXPLICIT if not text.startswith("\\boxed{\\text")]
+)
 def test_prose_before_the_answer_changes_nothing(prose, final):
-    assert letter(prose + final) == "B" and letter(prose + final.replace("B", "C").replace("(b)", "(c)")) == "C"
+    assert (
+        letter(prose + final) == "B"
+        and letter(prose + final.replace("B", "C").replace("(b)", "(c)")) == "C"
+    )
 
 
 N = 30_000
@@ -148,7 +161,21 @@ PIECES = [
     "A ",
     "A\n",
 ]
-PIECES += ["A. x\nB. x\n", "答案", "选", "正确", "answer is B or ", "\x00", "\ud800", "İ", "{", "}", "answer is **", "**", "9"]
+PIECES += [
+    "A. x\nB. x\n",
+    "答案",
+    "选",
+    "正确",
+    "answer is B or ",
+    "\x00",
+    "\ud800",
+    "İ",
+    "{",
+    "}",
+    "answer is **",
+    "**",
+    "9",
+]
 
 
 @pytest.mark.parametrize("piece", PIECES, ids=repr)
@@ -156,19 +183,33 @@ def test_hostile_text(piece):
     """A megabyte is read in a second or two; nothing raises, and every call says the same."""
     megabyte = 10**6 if piece in ("answer is ", "A\n", "{") else 10**5
     with quick_and_silent(seconds=10.0):
-        for text in (piece * (megabyte // len(piece)), f"{piece}The answer is{' ' * N}{piece}", "answer" + " " * N + piece):
+        for text in (
+            piece * (megabyte // len(piece)),
+            f"{piece}The answer is{' ' * N}{piece}",
+            "answer" + " " * N + piece,
+        ):
             assert letter(text) in (None, *"ABCD")
             for example in (FREE, FREE | {"gold": "(A)"}):
                 found = bbh.extract(text, example)
-                assert bbh.score(text, example) in (0.0, 1.0) and (found is None or 0 < len(found) <= 512)
+                assert bbh.score(text, example) in (0.0, 1.0) and (
+                    found is None or 0 < len(found) <= 512
+                )
                 assert found == bbh.extract(text, example)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rows in the hub's form, prompts, answers
 
-ARC = {"id": "x", "question": "Hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]}, "answerKey": "B"}
-NUMBERED = ARC | {"choices": {"text": ["ice", "fire", "snow", "rain", "fog"], "label": list("12345")}, "answerKey": "5"}
+ARC = {
+    "id": "x",
+    "question": "Hot?",
+    "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]},
+    "answerKey": "B",
+}
+NUMBERED = ARC | {
+    "choices": {"text": ["ice", "fire", "snow", "rain", "fog"], "label": list("12345")},
+    "answerKey": "5",
+}
 SWAG = {
     "ind": 4,
     "activity_label": "Roof: work",
@@ -191,8 +232,19 @@ PRO = {
     "src": "",
 }
 PRO_OPTIONS = dict(zip("ABDEFGHIJ", ["w", "x", "y", *"ghijkl"], strict=True))
-GPQA = {"Question": "Why?", "Correct Answer": "r", **{f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)}, "Writer": "x"}
-FREE = {"question": "not True is", "gold": "False", "subject": "boolean_expressions", "shots": "", "style": "alone"}
+GPQA = {
+    "Question": "Why?",
+    "Correct Answer": "r",
+    **{f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)},
+    "Writer": "x",
+}
+FREE = {
+    "question": "not True is",
+    "gold": "False",
+    "subject": "boolean_expressions",
+    "shots": "",
+    "style": "alone",
+}
 SUBJECT = "high_school_physics"
 MMLU = {"question": "Which?", "subject": SUBJECT, "choices": ["w", "x", "y", "z"], "answer": 2}
 CEVAL = {
@@ -209,8 +261,16 @@ CEVAL = {
 
 ROWS = [
     (arc_c, ARC, {"question": "Hot?", "options": ["ice", "fire", "snow"], "gold": "B"}),
-    (arc_c, NUMBERED, {"question": "Hot?", "options": ["ice", "fire", "snow", "rain", "fog"], "gold": "E"}),
-    (hellaswag, SWAG, {"text": SWAG_TEXT, "options": ["falls. Gets up.", "eats", "sings", "flies"], "gold": "C"}),
+    (
+        arc_c,
+        NUMBERED,
+        {"question": "Hot?", "options": ["ice", "fire", "snow", "rain", "fog"], "gold": "E"},
+    ),
+    (
+        hellaswag,
+        SWAG,
+        {"text": SWAG_TEXT, "options": ["falls. Gets up.", "eats", "sings", "flies"], "gold": "C"},
+    ),
     (
         hellaswag,
         SWAG | {"label": 2},
@@ -229,10 +289,18 @@ ROWS = [
 def test_rows_of_files(tmp_path, task, row, want, suffix):
     path = write(tmp_path / f"rows.{suffix}", [row] * 3)
     examples = task.load("test", path)
-    assert examples[0] == want and len(examples) == 3 and task.load("test", path, limit=2) == examples[:2]
+    assert (
+        examples[0] == want
+        and len(examples) == 3
+        and task.load("test", path, limit=2) == examples[:2]
+    )
     assert load_task(task.__name__.removeprefix("evals.")) is task
     for example in examples:
-        assert task.score(task.answer(example), example) == task.score("First.\n" + task.answer(example), example) == 1.0
+        assert (
+            task.score(task.answer(example), example)
+            == task.score("First.\n" + task.answer(example), example)
+            == 1.0
+        )
         assert task.score("", example) == 0.0 and task.extract("", example) is None
 
 
@@ -242,7 +310,9 @@ def test_gpqa_options_go_round(tmp_path):
     assert [example["gold"] for example in examples] == list("DCBAD")
     patterns = ["BCDA", "CDAB", "DABC", "ABCD", "BCDA"]
     for example, pattern in zip(examples, patterns, strict=True):
-        assert example["options"] == [["r", "w1", "w2", "w3"]["ABCD".index(label)] for label in pattern]
+        assert example["options"] == [
+            ["r", "w1", "w2", "w3"]["ABCD".index(label)] for label in pattern
+        ]
         assert example["options"]["ABCD".index(example["gold"])] == "r"
 
 
@@ -260,7 +330,8 @@ PROMPTS = [
     (
         mmlu_pro,
         ROWS[5][2],
-        INSTRUCTED.format("Options(e.g. one of ABCDEFGHIJKLMNOP)") + f"Question:\n\nWhich?\n\nOptions:\n\n{PRO_LIST}",
+        INSTRUCTED.format("Options(e.g. one of ABCDEFGHIJKLMNOP)")
+        + f"Question:\n\nWhich?\n\nOptions:\n\n{PRO_LIST}",
     ),
     (gpqa, ROWS[6][2], f"What is the correct answer to this question: Why?\n{GPQA_END}"),
     (bbh, FREE, f"not True is{BBH_END}"),
@@ -287,13 +358,19 @@ def test_prompts_with_examples():
         {"role": "user", "content": f"{MMLU_HINT}Question: 1?\n{lines}Answer: "},
         {"role": "assistant", "content": "C\n"},
     ]
-    assert len(messages) == 11 and messages[-1] == {"role": "user", "content": f"{MMLU_HINT}Q: Which?\n{lines}A: "}
+    assert len(messages) == 11 and messages[-1] == {
+        "role": "user",
+        "content": f"{MMLU_HINT}Q: Which?\n{lines}A: ",
+    }
     messages = ceval.prompt(asked)
     assert messages[2:4] == [
         {"role": "user", "content": f"{CEVAL_HINT}1?\n{lines}答案: "},
         {"role": "assistant", "content": "C"},
     ]
-    assert len(messages) == 11 and messages[-1] == {"role": "user", "content": f"{CEVAL_HINT}Which?\n{lines}答案: "}
+    assert len(messages) == 11 and messages[-1] == {
+        "role": "user",
+        "content": f"{CEVAL_HINT}Which?\n{lines}答案: ",
+    }
 
 
 BBH_ANSWERS = [  # completion, gold, score
@@ -354,7 +431,11 @@ BAD = [
 def test_bad_rows_are_named(tmp_path, task, bad, want):
     path = write(tmp_path / "rows.jsonl", [bad])
     message = one_line(lambda: task.load("test", path))
-    assert message.startswith(path) and want in message and all(name in message for name in bad if name != "choices")
+    assert (
+        message.startswith(path)
+        and want in message
+        and all(name in message for name in bad if name != "choices")
+    )
 
 
 TASKS = [mmlu, mmlu_pro, arc_c, hellaswag, gpqa, ceval, bbh]
@@ -395,7 +476,9 @@ def test_hub_rows(hub, task, row, key):
 def test_hellaswag_holds_rows_of_its_train_split_out(hub):
     hub({("Rowan/hellaswag", None, "train"): [SWAG | {"ctx_a": f"Text {i}."} for i in range(600)]})
     train, validation = hellaswag.load("train"), hellaswag.load("validation")
-    assert (len(train), len(validation)) == (88, 512) and len({row["text"] for row in train + validation}) == 600
+    assert (len(train), len(validation)) == (88, 512) and len(
+        {row["text"] for row in train + validation}
+    ) == 600
     assert hellaswag.load("validation", limit=3) == validation[:3]
 
 
@@ -413,7 +496,9 @@ def test_mmlu_hub_rows(hub):
     }
     hub({("cais/mmlu", "all", part): value for part, value in rows.items()})
     examples = mmlu.load("test")
-    assert [example["question"] for example in examples] == ["test 0?", "test 1?"] and examples[0]["gold"] == "C"
+    assert [example["question"] for example in examples] == ["test 0?", "test 1?"] and examples[0][
+        "gold"
+    ] == "C"
     assert [shot["question"] for shot in examples[0]["shots"]] == [f"dev {i}?" for i in range(5)]
     assert mmlu.load("test", "cot", limit=1) == [examples[0] | {"style": "cot"}]
     assert mmlu.load("validation", "cais/mmlu")[0]["question"] == "validation 0?"
@@ -423,24 +508,39 @@ def test_mmlu_hub_rows(hub):
 
 def test_ceval_and_bbh_ask_for_every_part(hub):
     row = {key: value for key, value in CEVAL.items() if key != "subject"}
-    parts = {("ceval/ceval-exam", s, part): [row] * n for s in ceval.SUBJECTS for part, n in (("dev", 5), ("val", 2))}
+    parts = {
+        ("ceval/ceval-exam", s, part): [row] * n
+        for s in ceval.SUBJECTS
+        for part, n in (("dev", 5), ("val", 2))
+    }
     hub(parts)
     examples = ceval.load("test")
-    assert Counter(example["subject"] for example in examples) == dict.fromkeys(ceval.SUBJECTS, 2) and len(ceval.SUBJECTS) == 52
+    assert (
+        Counter(example["subject"] for example in examples) == dict.fromkeys(ceval.SUBJECTS, 2)
+        and len(ceval.SUBJECTS) == 52
+    )
     assert ceval.prompt(examples[0]) and len(ceval.load("test", limit=3)) == 3
     hub({("lukaemon/bbh", task, "test"): [{"input": "x", "target": "y"}] * 2 for task in bbh.TASKS})
-    assert Counter(example["subject"] for example in bbh.load("test")) == dict.fromkeys(bbh.TASKS, 2) and len(bbh.TASKS) == 27
+    assert (
+        Counter(example["subject"] for example in bbh.load("test")) == dict.fromkeys(bbh.TASKS, 2)
+        and len(bbh.TASKS) == 27
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_missing_sets_and_splits_are_one_line(hub, tmp_path, task):
     hub({})
-    assert one_line(lambda: task.load("test")).startswith(f"--data {task.HUB}: no file, and the hub says: no ")
+    assert one_line(lambda: task.load("test")).startswith(
+        f"--data {task.HUB}: no file, and the hub says: no "
+    )
     assert "no such" in one_line(lambda: task.load("test", "missing.jsonl"))
     assert str(tmp_path) in one_line(lambda: task.load("test", str(tmp_path)))
     if task not in (arc_c, hellaswag):
         message = one_line(lambda: task.load("train"))
-        assert "has no such labelled split; use test" in message and "train on another task: arc_c, countdown" in message
+        assert (
+            "has no such labelled split; use test" in message
+            and "train on another task: arc_c, countdown" in message
+        )
 
 
 def zipped(path, files):
@@ -459,19 +559,27 @@ def test_zips(tmp_path, task):
     else:
         row, folder, test = '0,Which?,"w, or so",x,y,z,C\n', "", "val"
         head, dev_head = "id,question,A,B,C,D,answer\n", "\ufeffid,question,A,B,C,D,answer\n"
-    files = {f"{folder}dev/{SUBJECT}_dev.csv": dev_head + row * 5, f"{folder}{test}/{SUBJECT}_{test}.csv": head + row * 2}
+    files = {
+        f"{folder}dev/{SUBJECT}_dev.csv": dev_head + row * 5,
+        f"{folder}{test}/{SUBJECT}_{test}.csv": head + row * 2,
+    }
     examples = task.load("test", zipped(tmp_path / "a.zip", files))
     assert len(examples) == 2 and len(examples[0]["shots"]) == 5
     assert examples[0]["options"] == ["w, or so", "x", "y", "z"] and examples[0]["gold"] == "C"
     for name in files:
         loads = lambda name, files: lambda: task.load("test", zipped(tmp_path / name, files))
-        short = {key: value.replace(",C\n", ",E\n") if key == name else value for key, value in files.items()}
+        short = {
+            key: value.replace(",C\n", ",E\n") if key == name else value
+            for key, value in files.items()
+        }
         assert "cannot read a question" in one_line(loads("b.zip", short))
         gone = {key: value for key, value in files.items() if key != name}
         assert "csv in it" in one_line(loads("c.zip", gone))
     (tmp_path / "d.zip").write_text("no zip")
     assert "no such zip file" in one_line(lambda: task.load("test", str(tmp_path / "d.zip")))
-    assert "takes a .zip or a hub id" in one_line(lambda: task.load("test", write(tmp_path / "rows.jsonl", [MMLU])))
+    assert "takes a .zip or a hub id" in one_line(
+        lambda: task.load("test", write(tmp_path / "rows.jsonl", [MMLU]))
+    )
 
 
 def test_bbh_clone(tmp_path):
@@ -485,7 +593,9 @@ def test_bbh_clone(tmp_path):
             "BENCHMARK DATA canary\n-----\nDo it.\n\nQ: why\nSo the answer is (A).\n"
         )
     examples = bbh.load("test", str(tmp_path))
-    assert [example["subject"] for example in examples] == bbh.TASKS and len(bbh.load("test", str(tmp_path), limit=3)) == 3
+    assert [example["subject"] for example in examples] == bbh.TASKS and len(
+        bbh.load("test", str(tmp_path), limit=3)
+    ) == 3
     assert {example["shots"] for example in examples} == {"Do it.\n\nQ: why\nSo the answer is (A)."}
     (tmp_path / "cot-prompts/snarks.txt").unlink()
     assert "cot-prompts/snarks.txt" in one_line(lambda: bbh.load("test", str(tmp_path)))
@@ -495,10 +605,21 @@ def test_macro_accuracy(tmp_path, monkeypatch, capsys):
     """Subjects count alike: 1 of 1 and 1 of 3 is 2/3, and 2 of 4 rows."""
     rows = [{"input": "x", "target": "yes", "task": task} for task in ("a", "b", "b", "b")]
     texts = ["So the answer is yes.", "no", "Yes", "so?\nso."]
-    given = write(tmp_path / "c.jsonl", [{"index": i, "completion": text} for i, text in enumerate(texts)])
-    flags = ["--completions", given, "--data", write(tmp_path / "rows.jsonl", rows), "--out", str(tmp_path / "out")]
+    given = write(
+        tmp_path / "c.jsonl", [{"index": i, "completion": text} for i, text in enumerate(texts)]
+    )
+    flags = [
+        "--completions",
+        given,
+        "--data",
+        write(tmp_path / "rows.jsonl", rows),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     result = cli(monkeypatch, capsys, *flags, task="bbh")
-    assert (result["accuracy"], result["answered"]) == (0.5, 0.75) and result["macro_accuracy"] == pytest.approx(2 / 3)
+    assert (result["accuracy"], result["answered"]) == (0.5, 0.75) and result[
+        "macro_accuracy"
+    ] == pytest.approx(2 / 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -516,8 +637,15 @@ REAL = [  # task, file, split, rows, subjects, share of A B C D
 def test_gold_and_constant_answers_of_the_real_files(task, file, split, rows, subjects, floors):
     examples = task.load(split, str(FILES / file))
     assert len(examples) == rows and len({example["subject"] for example in examples}) == subjects
-    for form in ("{}", "It is A, I think.\nThe answer is ({}).", "Let us see.\nANSWER: {}", "{}. as above"):
-        assert sum(task.score(form.format(example["gold"]), example) for example in examples) == rows
+    for form in (
+        "{}",
+        "It is A, I think.\nThe answer is ({}).",
+        "Let us see.\nANSWER: {}",
+        "{}. as above",
+    ):
+        assert (
+            sum(task.score(form.format(example["gold"]), example) for example in examples) == rows
+        )
     counts = [sum(task.score(label, example) for example in examples) for label in "ABCD"]
     assert sum(counts) == rows and (floors is None or counts == floors)
     assert not any(task.score("", example) for example in examples)
@@ -533,6 +661,18 @@ def test_gold_answers_of_mmlu_through_the_command_line(tmp_path, monkeypatch, ca
     path = str(FILES / "mmlu/mmlu.zip")
     examples = mmlu.load("test", path)
     rows = [{"index": i, "completion": mmlu.answer(example)} for i, example in enumerate(examples)]
-    flags = ["--data", path, "--out", str(tmp_path / "out"), "--completions", write(tmp_path / "c.jsonl", rows)]
+    flags = [
+        "--data",
+        path,
+        "--out",
+        str(tmp_path / "out"),
+        "--completions",
+        write(tmp_path / "c.jsonl", rows),
+    ]
     result = cli(monkeypatch, capsys, *flags, task="mmlu")
-    assert (result["n"], result["accuracy"], result["macro_accuracy"], result["answered"]) == (14042, 1.0, 1.0, 1.0)
+    assert (result["n"], result["accuracy"], result["macro_accuracy"], result["answered"]) == (
+        14042,
+        1.0,
+        1.0,
+        1.0,
+    )

@@ -70,7 +70,11 @@ COMPLETIONS = {  # completion: score
 
 def test_completions_of_humaneval():
     got = humaneval.score_batch(list(COMPLETIONS), [ADD] * len(COMPLETIONS))
-    wrong = {text[:60]: score for (text, want), score in zip(COMPLETIONS.items(), got, strict=True) if score != want}
+    wrong = {
+        text[:60]: score
+        for (text, want), score in zip(COMPLETIONS.items(), got, strict=True)
+        if score != want
+    }
     assert not wrong
     assert humaneval.score(WHOLE, ADD) == 1.0 and humaneval_plus.score(WHOLE, ADD) == 1.0
     assert humaneval.extract("", ADD) is None and humaneval.extract("```python\n```", ADD) is None
@@ -79,9 +83,14 @@ def test_completions_of_humaneval():
 def test_blocks():
     assert fenced("a\n```python\nb\n```\n```\nc") == [("python", "b\n", True), ("", "c", False)]
     assert fenced("no block, `x` and ``` inline ```") == []
-    assert code_of("```python\nf = 1\n```\n```\nf = 2\n```", ["f"]) == "f = 1\n"  # python before any
+    assert (
+        code_of("```python\nf = 1\n```\n```\nf = 2\n```", ["f"]) == "f = 1\n"
+    )  # python before any
     assert code_of("x ```", ["f"]) == "x ```"
-    assert trimmed("prose\nimport a\n\ndef f():\n    return 1\nmore prose") == "import a\n\ndef f():\n    return 1"
+    assert (
+        trimmed("prose\nimport a\n\ndef f():\n    return 1\nmore prose")
+        == "import a\n\ndef f():\n    return 1"
+    )
     assert trimmed("N = 3\ndef f():\n    return N") == "N = 3\ndef f():\n    return N"
 
 
@@ -91,7 +100,10 @@ PRODUCT = {
     "setup": "",
     "solution": "def mul(a, b):\r\n  return a * b",
 }
-NODE = PRODUCT | {"setup": "one = Node(1)", "tests": ["assert value(one) == 1", "assert value(Node(2)) == 2"]}
+NODE = PRODUCT | {
+    "setup": "one = Node(1)",
+    "tests": ["assert value(one) == 1", "assert value(Node(2)) == 2"],
+}
 MUL = "def mul(a, b):\n  return a * b"
 MBPP_COMPLETIONS = {
     f"[BEGIN]\n '{MUL}' \n[DONE] \n\n ": 1.0,
@@ -117,11 +129,17 @@ MBPP_COMPLETIONS = {
 
 def test_completions_of_mbpp():
     got = mbpp.score_batch(list(MBPP_COMPLETIONS), [PRODUCT] * len(MBPP_COMPLETIONS))
-    wrong = {text[:60]: score for (text, want), score in zip(MBPP_COMPLETIONS.items(), got, strict=True) if score != want}
+    wrong = {
+        text[:60]: score
+        for (text, want), score in zip(MBPP_COMPLETIONS.items(), got, strict=True)
+        if score != want
+    }
     assert not wrong
     node = "class Node:\n  def __init__(self, v): self.v = v\ndef value(node): return node.v"
     assert mbpp.job(node, NODE).mode == "nonce" and mbpp.job(MUL, PRODUCT).mode == "proxy"
-    assert mbpp.score_batch([node, node.replace("node.v", "1"), "import os; os._exit(0)"], [NODE] * 3) == [1.0, 0.0, 0.0]
+    assert mbpp.score_batch(
+        [node, node.replace("node.v", "1"), "import os; os._exit(0)"], [NODE] * 3
+    ) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -145,14 +163,26 @@ HUMANEVAL_ROW = {
     "canonical_solution": "    return a + b\n",
     "test": TESTS,
 }
-MBPP_ROW = {"task_id": 11, "text": "Multiply.", "code": "x", "test_list": ["assert mul(2, 3) == 6"], "test_setup_code": ""}
-DARE_ROW = {"prompt": [{"role": "user", "content": humaneval.INSTRUCTION + STUB}], "reward_model": {"ground_truth": TESTS}}
+MBPP_ROW = {
+    "task_id": 11,
+    "text": "Multiply.",
+    "code": "x",
+    "test_list": ["assert mul(2, 3) == 6"],
+    "test_setup_code": "",
+}
+DARE_ROW = {
+    "prompt": [{"role": "user", "content": humaneval.INSTRUCTION + STUB}],
+    "reward_model": {"ground_truth": TESTS},
+}
 
 
 def test_rows_of_every_format(tmp_path):
     for row, want in (
         (HUMANEVAL_ROW, ADD),
-        (HUMANEVAL_ROW | {"test": TESTS.removesuffix("\ncheck(add)\n")}, ADD),  # the hub's: without the call
+        (
+            HUMANEVAL_ROW | {"test": TESTS.removesuffix("\ncheck(add)\n")},
+            ADD,
+        ),  # the hub's: without the call
         (DARE_ROW, ADD | {"solution": ""}),
     ):
         assert humaneval.load("test", write(tmp_path / "rows.jsonl", [row])) == [want]
@@ -162,8 +192,16 @@ def test_rows_of_every_format(tmp_path):
     path = write(tmp_path / "rows.jsonl", rows)
     assert [len(mbpp.load(split, path)) for split in ("test", "validation", "train")] == [2, 2, 2]
     assert mbpp.load("test", path, 1) == [want]
-    sanitized = {"task_id": 11, "prompt": "Multiply.", "code": "x", "test_list": want["tests"], "test_imports": ["import math"]}
-    assert mbpp.load("test", write(tmp_path / "rows.jsonl", [sanitized])) == [want | {"setup": "import math"}]
+    sanitized = {
+        "task_id": 11,
+        "prompt": "Multiply.",
+        "code": "x",
+        "test_list": want["tests"],
+        "test_imports": ["import math"],
+    }
+    assert mbpp.load("test", write(tmp_path / "rows.jsonl", [sanitized])) == [
+        want | {"setup": "import math"}
+    ]
     messages = mbpp.prompt(want)
     dare = {"prompt": messages, "reward_model": {"ground_truth": json.dumps(want["tests"])}}
     assert mbpp.load("train", write(tmp_path / "rows.jsonl", [dare])) == [want | {"solution": ""}]
@@ -179,7 +217,10 @@ def test_rows_of_every_format(tmp_path):
         (mbpp, {"text": "a"}),
         (mbpp, MBPP_ROW | {"test_list": []}),
         (mbpp, MBPP_ROW | {"test_list": "assert"}),
-        (mbpp, {"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": "["}}),
+        (
+            mbpp,
+            {"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": "["}},
+        ),
         (mbpp, {"prompt": [], "reward_model": {"ground_truth": "[]"}}),
     ],
 )
@@ -198,7 +239,10 @@ def test_missing_splits_and_solutions_are_one_line():
 
 def test_command_line(tmp_path, monkeypatch, capsys):
     data = write(tmp_path / "rows.jsonl", [HUMANEVAL_ROW] * 3)
-    completions = write(tmp_path / "c.jsonl", [{"index": i, "completion": text} for i, text in enumerate([WHOLE, "pass", ""])])
+    completions = write(
+        tmp_path / "c.jsonl",
+        [{"index": i, "completion": text} for i, text in enumerate([WHOLE, "pass", ""])],
+    )
     flags = ["--completions", completions, "--data", data, "--out", str(tmp_path / "out")]
     result = cli(monkeypatch, capsys, *flags, "--reward", "code_format", task="humaneval")
     assert (result["n"], result["accuracy"], result["answered"]) == (3, 1 / 3, 2 / 3)
@@ -213,19 +257,26 @@ def examples_of(task, name, split="test"):
 
 
 def count_solved(task, examples, completions=None):
-    return sum(task.score_batch(completions or [task.answer(example) for example in examples], examples))
+    return sum(
+        task.score_batch(completions or [task.answer(example) for example in examples], examples)
+    )
 
 
 @needs_files
 def test_real_rows_and_prompts():
     """The prompts of DARE's files to the byte; the last turn of MBPP's, an opened answer, is left out."""
-    gz, dare = examples_of(humaneval, "human_eval/HumanEval.jsonl.gz"), examples_of(humaneval, "dare/test_humaneval_1.parquet")
+    gz, dare = (
+        examples_of(humaneval, "human_eval/HumanEval.jsonl.gz"),
+        examples_of(humaneval, "dare/test_humaneval_1.parquet"),
+    )
     assert [example | {"solution": ""} for example in gz] == dare and len(gz) == 164
     assert all(example["solution"] for example in gz)
     rows = read_rows(str(FILES / "dare/test_humaneval_1.parquet"), "test", ())
     assert [humaneval.prompt(example) for example in gz] == [row["prompt"] for row in rows]
     full, dare = examples_of(mbpp, "mbpp/mbpp.jsonl"), examples_of(mbpp, "dare/test_mbpp_1.parquet")
-    assert len(full) == 500 and [len(examples_of(mbpp, "mbpp/mbpp.jsonl", split)) for split in ("train", "validation")] == [
+    assert len(full) == 500 and [
+        len(examples_of(mbpp, "mbpp/mbpp.jsonl", split)) for split in ("train", "validation")
+    ] == [
         374,
         90,
     ]
@@ -235,7 +286,11 @@ def test_real_rows_and_prompts():
     assert len(examples_of(humaneval_plus, "dare/test_humanevalplus_1.parquet")) == 163
     for examples, task in ((gz, humaneval), (full, mbpp)):
         assert not [e for e in examples if e["solution"].strip() in json.dumps(task.prompt(e)[-1])]
-    nonce = [i + 11 for i, example in enumerate(full) if mbpp.job(mbpp.answer(example), example).mode == "nonce"]
+    nonce = [
+        i + 11
+        for i, example in enumerate(full)
+        if mbpp.job(mbpp.answer(example), example).mode == "nonce"
+    ]
     assert nonce == [367]
 
 
@@ -250,7 +305,9 @@ def test_a_sample_of_the_reference_solutions():
     examples = examples_of(mbpp, "mbpp/mbpp.jsonl")
     some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510)]
     assert count_solved(mbpp, some) == 8
-    empty = [re.sub(r"(?m)^(def \w+\(.*\)):[^\0]*", r"\1: pass", example["solution"]) for example in some]
+    empty = [
+        re.sub(r"(?m)^(def \w+\(.*\)):[^\0]*", r"\1: pass", example["solution"]) for example in some
+    ]
     assert count_solved(mbpp, some, empty) == 0
 
 
@@ -258,9 +315,14 @@ def test_a_sample_of_the_reference_solutions():
 @pytest.mark.full
 def test_every_reference_solution_end_to_end(tmp_path):
     """164 and 500 through the command line; a body without work scores 0."""
-    for task, name, n in ((humaneval, "human_eval/HumanEval.jsonl.gz", 164), (mbpp, "mbpp/mbpp.jsonl", 500)):
+    for task, name, n in (
+        (humaneval, "human_eval/HumanEval.jsonl.gz", 164),
+        (mbpp, "mbpp/mbpp.jsonl", 500),
+    ):
         examples = examples_of(task, name)
-        rows = [{"index": i, "completion": task.answer(example)} for i, example in enumerate(examples)]
+        rows = [
+            {"index": i, "completion": task.answer(example)} for i, example in enumerate(examples)
+        ]
         flags = [
             "--completions",
             write(tmp_path / f"{n}.jsonl", rows),
@@ -291,7 +353,9 @@ def test_humaneval_plus_is_stricter():
     original = examples_of(humaneval, "human_eval/HumanEval.jsonl.gz")
     examples = examples_of(humaneval_plus, "dare/test_humanevalplus_1.parquet")
     numbers = [number for number in range(164) if number != 32]
-    assert [example["entry_point"] for example in examples] == [original[number]["entry_point"] for number in numbers]
+    assert [example["entry_point"] for example in examples] == [
+        original[number]["entry_point"] for number in numbers
+    ]
     completions = [humaneval.answer(original[number]) for number in numbers]
     scores = dict(zip(numbers, humaneval_plus.score_batch(completions, examples), strict=True))
     assert {number for number, score in scores.items() if not score} - PLUS_SLOW == PLUS_WRONG

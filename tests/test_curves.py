@@ -44,7 +44,10 @@ def finished(comparison, run, validation, test=(0.2, 0.3)):
     folder = comparison.folder(run) / "some-run"
     folder.mkdir(parents=True)
     rows = [{"step": 0, f"test/{run.task}": test[0]}]
-    rows += [{"step": 10 + i, f"eval/{run.task}": score, "reward/mean": 0.5} for i, score in enumerate(validation)]
+    rows += [
+        {"step": 10 + i, f"eval/{run.task}": score, "reward/mean": 0.5}
+        for i, score in enumerate(validation)
+    ]
     rows += [{"step": 80, f"test/{run.task}": test[1]}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -58,7 +61,9 @@ def tries(comparison, family, method, scores, test=0.3):
 def test_the_rate_with_the_best_last_validation_score_is_taken(comparison):
     tries(comparison, "llada", "d1", {1e-4: 0.3, 3e-4: 0.4, 1e-3: 0.1})
     tries(comparison, "llada", "mdpo", {1e-4: 0.3, 3e-4: 0.2})  # one rate is still to be tried
-    assert {(run.method, run.seed, run.rate) for run in comparison.planned()} == {("d1", seed, 3e-4) for seed in (0, 1, 2)}
+    assert {(run.method, run.seed, run.rate) for run in comparison.planned()} == {
+        ("d1", seed, 3e-4) for seed in (0, 1, 2)
+    }
 
 
 def test_the_test_score_chooses_nothing(comparison):
@@ -70,9 +75,13 @@ def test_the_test_score_chooses_nothing(comparison):
 def test_a_rate_that_failed_is_a_bad_rate(comparison, monkeypatch):
     tries(comparison, "llada", "d1", {1e-4: 0.0, 3e-4: 0.01})
     run = curves.Run("llada", "d1", "countdown", curves.RATE_SEED, 1e-3, "rates")
-    monkeypatch.setattr(comparison, "call", lambda *a: comparison.folder(run).mkdir(parents=True) or "not finite")
+    monkeypatch.setattr(
+        comparison, "call", lambda *a: comparison.folder(run).mkdir(parents=True) or "not finite"
+    )
     comparison.train(run)
-    assert comparison.tried("llada", "d1")[1e-3] == -1 and {run.rate for run in comparison.planned()} == {3e-4}
+    assert comparison.tried("llada", "d1")[1e-3] == -1 and {
+        run.rate for run in comparison.planned()
+    } == {3e-4}
     seed = comparison.planned()[0]
     monkeypatch.setattr(comparison, "call", lambda *a: "not finite")
     with pytest.raises(SystemExit, match="not finite"):
@@ -86,7 +95,9 @@ def test_finished_runs_are_left_out_and_broken_ones_are_not(comparison, monkeypa
     finished(comparison, done, [0.3])
     finished(comparison, broken, [0.3])
     file = next(comparison.folder(broken).glob("*/metrics.jsonl"))
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))  # killed before the last score
+    file.write_text(
+        "".join(file.read_text().splitlines(keepends=True)[:-1])
+    )  # killed before the last score
     comparison.train(done)
     assert not called
     comparison.train(broken)
@@ -102,20 +113,32 @@ def test_other_settings_are_refused_in_the_same_directory(comparison, tmp_path):
 @pytest.mark.parametrize("method", curves.METHODS)
 def test_every_flag_is_one_of_the_script(method, tmp_path, monkeypatch):
     tree = ast.parse((ROOT / f"algos/{method}.py").read_text())
-    args = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    args = next(
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
+    )
     known = {node.target.id for node in args.body if isinstance(node, ast.AnnAssign)}
-    comparison = curves.Curves(curves.Args(out=str(tmp_path), size="small", passes=6), torch.device("cpu"))
+    comparison = curves.Curves(
+        curves.Args(out=str(tmp_path), size="small", passes=6), torch.device("cpu")
+    )
     given = {}
-    monkeypatch.setattr(comparison, "call", lambda script, folder, flags, threads: given.update(flags) or "")
+    monkeypatch.setattr(
+        comparison, "call", lambda script, folder, flags, threads: given.update(flags) or ""
+    )
     for family, stage in (("llada", "runs"), ("sdar", "time")):
         comparison.train(curves.Run(family, method, "sudoku", 0, 1e-4, stage))
     assert given.keys() <= known and given["gen_length"] == 16 and given["eval_limit"] == 0
 
 
 def test_tries_of_a_rate_may_be_shorter(tmp_path, monkeypatch):
-    comparison = curves.Curves(curves.Args(out=str(tmp_path), max_steps=40, rate_steps=20), torch.device("cpu"))
+    comparison = curves.Curves(
+        curves.Args(out=str(tmp_path), max_steps=40, rate_steps=20), torch.device("cpu")
+    )
     steps = []
-    monkeypatch.setattr(comparison, "call", lambda script, folder, flags, threads: steps.append(flags["max_steps"]) or "")
+    monkeypatch.setattr(
+        comparison,
+        "call",
+        lambda script, folder, flags, threads: steps.append(flags["max_steps"]) or "",
+    )
     for stage in ("rates", "runs", "time"):
         comparison.train(curves.Run("llada", "d1", "countdown", 0, 1e-4, stage))
     assert steps == [20, 40, curves.TIMED_STEPS]
@@ -148,8 +171,12 @@ def test_runs_are_dealt_out_over_the_gpus(comparison, monkeypatch):
 
 
 @pytest.mark.parametrize("first_good", [0, 3, 7, 8])
-def test_the_first_save_that_is_good_enough_on_both_tasks_is_the_start(first_good, tmp_path, monkeypatch):
-    comparison = curves.Curves(curves.Args(out=str(tmp_path), size="small", start=0.15), torch.device("cpu"))
+def test_the_first_save_that_is_good_enough_on_both_tasks_is_the_start(
+    first_good, tmp_path, monkeypatch
+):
+    comparison = curves.Curves(
+        curves.Args(out=str(tmp_path), size="small", start=0.15), torch.device("cpu")
+    )
     folder, looked_at = tmp_path / "small/sft-sdar", []
     for i in range(8):
         (folder / f"run/sft/checkpoints/step-{50 * i:06}").mkdir(parents=True)
@@ -178,35 +205,62 @@ def test_rows_of_the_start_are_right_answers_of_the_train_split(task):
     examples = {json.dumps(task.prompt(example)): example for example in task.load("train")}
     for row in rows[::97]:
         *prompt, last = row["messages"]
-        assert last["role"] == "assistant" and task.score(last["content"], examples[json.dumps(prompt)]) == 1.0
+        assert (
+            last["role"] == "assistant"
+            and task.score(last["content"], examples[json.dumps(prompt)]) == 1.0
+        )
 
 
 def test_one_comparison_from_end_to_end(tmp_path, monkeypatch):
     """One method on the shipped model, two steps: from the script to the figure and the table."""
     monkeypatch.setattr(curves, "SEEDS", {"countdown": (0,)})
-    sizes = {"rates": (1e-4,), "max_steps": 2, "prompts_per_step": 2, "eval_every": 1, "eval_limit": 32, "passes": 2, "jobs": 2}
+    sizes = {
+        "rates": (1e-4,),
+        "max_steps": 2,
+        "prompts_per_step": 2,
+        "eval_every": 1,
+        "eval_limit": 32,
+        "passes": 2,
+        "jobs": 2,
+    }
     args = curves.Args(out=str(tmp_path), methods=("bgpo",), families=("sdar",), **sizes)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         comparison = curves.Curves(args, torch.device("cpu"))
         comparison.rates()
         (run,) = comparison.planned()
-        shutil.copytree(comparison.root / "rates" / run.name.replace("-s0-", f"-s{curves.RATE_SEED}-"), comparison.folder(run))
+        shutil.copytree(
+            comparison.root / "rates" / run.name.replace("-s0-", f"-s{curves.RATE_SEED}-"),
+            comparison.folder(run),
+        )
         (config,) = comparison.folder(run).glob("*/config.json")
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"device": "a machine far away"}))
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"device": "a machine far away"})
+        )
         timed = comparison.folder(replace(run, stage="time")) / "some-run"
         timed.mkdir(parents=True)
-        rows = [{"step": step + 1, "time/step": 9.0 if step < 4 else 0.5} for step in range(curves.TIMED_STEPS)]
+        rows = [
+            {"step": step + 1, "time/step": 9.0 if step < 4 else 0.5}
+            for step in range(curves.TIMED_STEPS)
+        ]
         (timed / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         monkeypatch.setattr(curves, "ROOT", tmp_path)
         (tmp_path / "models").symlink_to(ROOT / "models")
         comparison.keep()
     finally:
         dist.destroy_process_group()
-    (row,) = map(json.loads, (tmp_path / "docs/curves/comparison/tiny.jsonl").read_text().splitlines())
-    assert [step for step, _ in row["validation"]] == [0, 1, 2] and len(row["test"]) == len(row["reward"]) == 2
+    (row,) = map(
+        json.loads, (tmp_path / "docs/curves/comparison/tiny.jsonl").read_text().splitlines()
+    )
+    assert [step for step, _ in row["validation"]] == [0, 1, 2] and len(row["test"]) == len(
+        row["reward"]
+    ) == 2
     assert row["machine"] == "a machine far away"
-    assert row["seconds_per_step"] == 0.5 and row["rollouts_per_step"] == 16 and row["rates_tried"].keys() == {"0.0001"}
+    assert (
+        row["seconds_per_step"] == 0.5
+        and row["rollouts_per_step"] == 16
+        and row["rates_tried"].keys() == {"0.0001"}
+    )
     monkeypatch.setattr(plot, "FOLDER", tmp_path / "docs/curves")
     plot.draw_comparison("tiny")
     assert (tmp_path / "docs/curves/comparison-tiny.png").stat().st_size > 10_000
@@ -229,4 +283,7 @@ def test_the_tables_of_the_page_are_those_of_the_kept_runs():
     page = (ROOT / "docs/curves.md").read_text()
     assert plot.with_tables(page) == page
     for file in (ROOT / "docs/curves/comparison").glob("*.jsonl"):
-        assert f"<!-- comparison {file.stem}: " in page and f"curves/comparison-{file.stem}.png" in page
+        assert (
+            f"<!-- comparison {file.stem}: " in page
+            and f"curves/comparison-{file.stem}.png" in page
+        )

@@ -51,14 +51,19 @@ def test_two_ranks_give_the_gradient_of_one(run_ranks, every, checkpointing):
         num_tokens = batch[2].sum().item()
         want_loss = step_of(whole, *batch, num_tokens)
         sharded = d1.parallelize(
-            tiny_model(), SimpleNamespace(activation_checkpointing=checkpointing, attention="auto", compile=False)
+            tiny_model(),
+            SimpleNamespace(
+                activation_checkpointing=checkpointing, attention="auto", compile=False
+            ),
         )
         mine = [tensor[rank * 4 : rank * 4 + 4] for tensor in batch]
         loss = step_of(sharded, *mine, num_tokens, scale=world_size, every=every)
         total = d1.all_reduce({"loss": loss})["loss"]
         assert math.isclose(total, want_loss, rel_tol=1e-10)
         for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8, msg=name)
+            torch.testing.assert_close(
+                p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8, msg=name
+            )
 
     run_ranks(2, body)
 
@@ -117,7 +122,9 @@ def test_weights_leave_the_shards_exactly(run_ranks, tmp_path):
         sharded.checkpoint_config = sharded.checkpoint_config | {"torch_dtype": "float64"}
         save_model(sharded, tmp_path / "saved", None)
         again = load_model(tmp_path / "saved", dtype=torch.float64)
-        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True)
+        )
 
     run_ranks(2, body)
 
@@ -156,14 +163,19 @@ def test_the_reference_copy_and_the_engine_do_not_move_with_the_policy(run_ranks
     """A second sharded model and a plain copy keep their weights while the optimizer moves the first."""
 
     def body(rank, world_size):
-        policy, reference = d1.parallelize(tiny_model(), ARGS), d1.parallelize(tiny_model().requires_grad_(False), ARGS)
+        policy, reference = (
+            d1.parallelize(tiny_model(), ARGS),
+            d1.parallelize(tiny_model().requires_grad_(False), ARGS),
+        )
         before = [value.clone() for _, value in export_weights(reference)]
         optimizer = torch.optim.SGD(list(policy.parameters()), lr=0.1)
         step_of(policy, *batch_of(4), 10.0)
         optimizer.step()
         after = [value for _, value in export_weights(reference)]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        assert any(not torch.equal(a, b) for a, (_, b) in zip(before, export_weights(policy), strict=True))
+        assert any(
+            not torch.equal(a, b) for a, (_, b) in zip(before, export_weights(policy), strict=True)
+        )
 
     run_ranks(2, body)
 
@@ -189,10 +201,15 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
             numbers = [(sample_offset + i, *ids) for i, ids in enumerate(prompts)]
             return SimpleNamespace(text=lambda i, tokenizer: numbers[i])
 
-    task = SimpleNamespace(score=lambda numbers, example: 2.0**example * (numbers == (example, example)))
+    task = SimpleNamespace(
+        score=lambda numbers, example: 2.0**example * (numbers == (example, example))
+    )
 
     def body(rank, ranks):
-        assert mean_score(Answers(), task, None, [(i, [i]) for i in range(5)], temperature=0.5) == 31 / 5
+        assert (
+            mean_score(Answers(), task, None, [(i, [i]) for i in range(5)], temperature=0.5)
+            == 31 / 5
+        )
 
     run_ranks(world_size, body)
 
@@ -204,4 +221,7 @@ def test_a_deep_copy_is_not_needed_for_engines():
     model, other = tiny_model(0), random_model(TINY, 1).double()
     engine = make_engine(copy.deepcopy(model))
     engine.load_weights(export_weights(other))
-    assert all(torch.equal(a, b) for a, b in zip(engine.model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(engine.model.parameters(), other.parameters(), strict=True)
+    )

@@ -31,7 +31,10 @@ HEADINGS = [
 ]
 GROUPS = "loss policy optim reward completion speed time memory eval test probe router".split()
 KEY = re.compile(rf"({'|'.join(GROUPS)})/[a-z_<>]+")
-USED_UP = {"policy/weight", "reward/square"}  # the loop turns them into means and reward/std before it logs
+USED_UP = {
+    "policy/weight",
+    "reward/square",
+}  # the loop turns them into means and reward/std before it logs
 
 
 def page(method):
@@ -62,7 +65,11 @@ def tree(path, function=None):
     parsed = ast.parse((ROOT / path).read_text())
     if function is None:
         return parsed
-    return next(node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef) and node.name == function)
+    return next(
+        node
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
 
 
 def text_of(node):
@@ -70,22 +77,34 @@ def text_of(node):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        last = lambda value: value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "?")
-        return "".join(part.value if isinstance(part, ast.Constant) else f"<{last(part.value)}>" for part in node.values)
+        last = lambda value: (
+            value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "?")
+        )
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else f"<{last(part.value)}>"
+            for part in node.values
+        )
 
 
 def keys_in(node):
     """Metric keys that a piece of code names; `with clock("x")` writes time/x."""
     found = {text for child in ast.walk(node) if (text := text_of(child)) and KEY.fullmatch(text)}
     calls = [child for child in ast.walk(node) if isinstance(child, ast.Call)]
-    clocks = [call.args[0].value for call in calls if isinstance(call.func, ast.Name) and call.func.id == "clock"]
+    clocks = [
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "clock"
+    ]
     return found | {f"time/{phase}" for phase in clocks}
 
 
 def written_keys(method):
-    parts = [tree(f"algos/{method}.py"), tree("kernels/moe.py", "routing_extremes")]
+    parts = [tree(f"algos/{method}.py"), tree("models/experts.py", "routing_extremes")]
     if method not in OFFLINE:
-        parts += [tree("rollout/traces.py", "rollout_sums"), tree("rollout/traces.py", "rollout_means")]
+        parts += [
+            tree("rollout/traces.py", "rollout_sums"),
+            tree("rollout/traces.py", "rollout_means"),
+        ]
         parts += [tree("rollout/probe.py", "probe")]
     return set().union(*map(keys_in, parts)) - USED_UP
 
@@ -93,7 +112,11 @@ def written_keys(method):
 def commands(method, program):
     """Flags of every command of a page that starts the program, continuation lines joined."""
     lines = re.sub(r"\\\n\s*", "", page(method)).splitlines()
-    words = [shlex.split(line, comments=True) for line in lines if line.startswith("    ") and program in line]
+    words = [
+        shlex.split(line, comments=True)
+        for line in lines
+        if line.startswith("    ") and program in line
+    ]
     return [line[line.index(program) + 1 :] for line in words if program in line]
 
 
@@ -104,7 +127,11 @@ def test_pages_have_the_same_headings(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_links_lead_somewhere(method):
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page(method)) if not link.startswith("https://")]
+    links = [
+        link
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page(method))
+        if not link.startswith("https://")
+    ]
     assert links
     for link in links:
         assert (ROOT / "docs/algos" / link).exists(), link
@@ -118,10 +145,14 @@ FOLDERS = "algos models rollout kernels evals data bench docs tests".split()
 def test_other_pages_name_files_that_exist(name):
     """Links, and every path in the text but the reader's own script."""
     text = (ROOT / name).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if not link.startswith("https://")]
+    links = [
+        link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if not link.startswith("https://")
+    ]
     for link in links:
         assert ((ROOT / name).parent / link).exists(), link
-    paths = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/-]+\.(?:py|md|png)", text)) - {"algos/mine.py"}
+    paths = set(re.findall(rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/-]+\.(?:py|md|png)", text)) - {
+        "algos/mine.py"
+    }
     assert paths and not [path for path in paths if not (ROOT / path).is_file()]
 
 
@@ -129,15 +160,24 @@ def test_other_pages_name_files_that_exist(name):
 def test_commands_of_other_pages_parse(name):
     """Flags and their values, models and tasks; a copy of d1.py takes what d1.py takes."""
     lines = re.sub(r"\\\n\s*", "", (ROOT / name).read_text()).splitlines()
-    words = [shlex.split(line, comments=True) for line in lines if re.match(r"    (python|torchrun) ", line)]
+    words = [
+        shlex.split(line, comments=True)
+        for line in lines
+        if re.match(r"    (python|torchrun) ", line)
+    ]
     for line in words:
         program = next(i for i, word in enumerate(line) if word.endswith(".py"))
-        module = line[program].removesuffix(".py").replace("/", ".").replace("algos.mine", "algos.d1")
+        module = (
+            line[program].removesuffix(".py").replace("/", ".").replace("algos.mine", "algos.d1")
+        )
         module = "evals.run" if module.startswith("evals.") else module
         if module.startswith("tests."):
             continue
         many = line[program] == "evals/run.py"
-        args = tyro.cli(import_module(module).ManyArgs if many else import_module(module).Args, args=line[program + 1 :])
+        args = tyro.cli(
+            import_module(module).ManyArgs if many else import_module(module).Args,
+            args=line[program + 1 :],
+        )
         assert not many or all(map(load_task, filter(None, args.tasks.split(",")))), line
         assert not getattr(args, "model", "") or args.model in MODELS, line
         assert (ROOT / f"evals/{getattr(args, 'task', 'countdown')}.py").is_file(), line
@@ -148,28 +188,46 @@ def test_commands_of_other_pages_parse(name):
 def test_commands_of_the_tiny_checkpoints_make_such_a_model(name):
     """They start from random weights of the shipped configuration, and the learning rate ends at 0."""
     text = re.sub(r"\\\n\s*", "", (ROOT / f"models/{name}/README.md").read_text())
-    flags = lambda program: shlex.split(re.search(rf"^    (?:OMP_NUM_THREADS=1 )?python {program} (.+)$", text, re.M)[1])
+    flags = lambda program: shlex.split(
+        re.search(rf"^    (?:OMP_NUM_THREADS=1 )?python {program} (.+)$", text, re.M)[1]
+    )
     start = tyro.cli(random_init.Args, args=flags("models/random_init.py"))
     args = tyro.cli(script("sft").Args, args=flags("algos/sft.py"))
     assert args.model == start.out and args.task == "countdown"
     shipped = json.loads((ROOT / f"models/{name}/config.json").read_text())
     assert random_init.TINY_CONFIGS[start.config].items() <= shipped.items()
-    assert script("sft").lr_at(args.max_steps - 1, args) > 0 == script("sft").lr_at(args.max_steps, args)
+    assert (
+        script("sft").lr_at(args.max_steps - 1, args)
+        > 0
+        == script("sft").lr_at(args.max_steps, args)
+    )
     if name == "tiny-sdar":
         assert flags("algos/sft.py") in commands("sft", "algos/sft.py")
 
 
-@pytest.mark.parametrize("folder", ["models", "rollout", "kernels", "evals", "data", "bench", "algos"])
+@pytest.mark.parametrize(
+    "folder", ["models", "rollout", "kernels", "evals", "data", "bench", "algos"]
+)
 def test_the_list_of_files_is_whole(folder):
     listed = (ROOT / "README.md").read_text().split("\n## Files\n")[1].split("\n## ")[0]
     rows = re.search(rf"^    {folder}/.*\n(?:      .*\n)*", listed, re.M)[0]
-    names = [path.name for path in (ROOT / folder).glob("*.py") if path.stem != "__init__" and "_triton" not in path.stem]
-    assert names and not [name for name in names if name not in rows.split() and f"{name}," not in rows]
+    names = [
+        path.name
+        for path in (ROOT / folder).glob("*.py")
+        if path.stem != "__init__" and "_triton" not in path.stem
+    ]
+    assert names and not [
+        name for name in names if name not in rows.split() and f"{name}," not in rows
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_functions_of_the_equation_table_exist(method):
-    defined = {node.name for node in ast.walk(tree(f"algos/{method}.py")) if isinstance(node, ast.FunctionDef)}
+    defined = {
+        node.name
+        for node in ast.walk(tree(f"algos/{method}.py"))
+        if isinstance(node, ast.FunctionDef)
+    }
     named = {name for *_, functions in table(method, HEADINGS[2]) for name in code(functions)}
     assert named and named <= defined, named - defined
     if method not in OFFLINE:
@@ -202,7 +260,9 @@ def test_defaults_are_those_of_the_script(method):
         name = flag.removeprefix("--").replace("-", "_")
         assert source and hasattr(default, name), flag
         words = [] if value == "on" else shlex.split(value)  # a switch
-        assert getattr(tyro.cli(script(method).Args, args=[flag, *words]), name) == getattr(default, name), flag
+        assert getattr(tyro.cli(script(method).Args, args=[flag, *words]), name) == getattr(
+            default, name
+        ), flag
     source = (ROOT / f"algos/{method}.py").read_text()
     own = re.findall(r"^    (\w+): ", source.split("    # method\n")[1].split("\n\n\n")[0], re.M)
     assert {f"--{name.replace('_', '-')}" for name in own} <= {code(row[0])[0] for row in rows}
@@ -211,7 +271,9 @@ def test_defaults_are_those_of_the_script(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_commands_parse(method):
     lines = commands(method, f"algos/{method}.py")
-    assert len(lines) == (5 if method == "sft" else 4)  # CPU, one GPU (a small model too), eight GPUs, resume
+    assert len(lines) == (
+        5 if method == "sft" else 4
+    )  # CPU, one GPU (a small model too), eight GPUs, resume
     for flags in lines:
         args = check_numbers(tyro.cli(script(method).Args, args=flags))
         assert args.model in MODELS or args.model.startswith("runs/"), args.model

@@ -31,10 +31,27 @@ OFFICIAL = Path(HF or "") / "Dream-v0-Instruct-7B"
 GOLDEN = Path(__file__).parent / "golden" / "dream.safetensors"
 
 CONFIG = TINY_CONFIGS["tiny-dream"] | {
-    **{"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "rope_theta": 1000000.0, "mask_token_id": 151, "eos_token_id": 150, "pad_token_id": 150},
+    **{
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "rope_theta": 1000000.0,
+        "mask_token_id": 151,
+        "eos_token_id": 150,
+        "pad_token_id": 150,
+    },
 }
-SMALL = CONFIG | {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 24, "mask_token_id": 257}
+SMALL = CONFIG | {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "mask_token_id": 257,
+}
 SMALL |= {"eos_token_id": 256, "pad_token_id": 256}
 MASK = SMALL["mask_token_id"]
 
@@ -89,10 +106,16 @@ def test_fp32_logits_are_the_official_ones(golden):
 def test_padded_rows_are_the_official_ones(golden, side):
     """Except at the first token of a left-padded row: there the official code takes the hidden state of padding."""
     valid = golden[f"{side}.valid"].bool()
-    error = (model_of().logits(golden[f"{side}.input_ids"], valid) - golden[f"{side}.logits"]).abs().amax(-1)
+    error = (
+        (model_of().logits(golden[f"{side}.input_ids"], valid) - golden[f"{side}.logits"])
+        .abs()
+        .amax(-1)
+    )
     first = valid & (valid.cumsum(1) == 1)
     assert error[valid & ~first].max() <= 1e-5
-    assert (error[first] > 1e-2).tolist() == [side == "left" and not row[0] for row in valid.tolist()]
+    assert (error[first] > 1e-2).tolist() == [
+        side == "left" and not row[0] for row in valid.tolist()
+    ]
 
 
 @torch.no_grad()
@@ -100,26 +123,37 @@ def test_bf16_logits_are_the_official_ones(golden):
     want, got = golden["bf16_logits"], model_of().bfloat16().logits(golden["input_ids"])
     assert got.dtype == want.dtype == torch.bfloat16
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() >= 0.97
-    assert (got.float() - want.float()).abs().max() <= 0.2  # bf16 steps by 0.06 there: the largest logits are above 8
+    assert (
+        got.float() - want.float()
+    ).abs().max() <= 0.2  # bf16 steps by 0.06 there: the largest logits are above 8
 
 
 def swap_norms(model):
     for layer in model.layers:
-        layer.input_layernorm, layer.post_attention_layernorm = layer.post_attention_layernorm, layer.input_layernorm
+        layer.input_layernorm, layer.post_attention_layernorm = (
+            layer.post_attention_layernorm,
+            layer.input_layernorm,
+        )
 
 
 MISTAKES = {
     "no shift": lambda model: setattr(model, "align", lambda hidden, *rest: hidden),
-    "double shift": lambda model: setattr(model, "align", lambda h, *rest, once=model.align: once(once(h, *rest), *rest)),
+    "double shift": lambda model: setattr(
+        model, "align", lambda h, *rest, once=model.align: once(once(h, *rest), *rest)
+    ),
     "no q bias": lambda model: [layer.self_attn.q_proj.bias.zero_() for layer in model.layers],
     "no k bias": lambda model: [layer.self_attn.k_proj.bias.zero_() for layer in model.layers],
     "no v bias": lambda model: [layer.self_attn.v_proj.bias.zero_() for layer in model.layers],
     "gate and up swapped": lambda model: [
         setattr(layer.mlp, "gate_proj", up) or setattr(layer.mlp, "up_proj", gate)
-        for layer, gate, up in [(layer, layer.mlp.gate_proj, layer.mlp.up_proj) for layer in model.layers]
+        for layer, gate, up in [
+            (layer, layer.mlp.gate_proj, layer.mlp.up_proj) for layer in model.layers
+        ]
     ],
     "norms swapped": swap_norms,
-    "no positions": lambda model: setattr(model, "grid", lambda valid: (torch.zeros_like(valid).long(), None)),
+    "no positions": lambda model: setattr(
+        model, "grid", lambda valid: (torch.zeros_like(valid).long(), None)
+    ),
 }
 
 
@@ -134,7 +168,9 @@ def test_the_golden_logits_see_mistakes(golden, mistake):
 
 @torch.no_grad()
 def test_the_golden_logits_see_a_causal_mask(golden, monkeypatch):
-    causal = lambda layer, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    causal = lambda layer, q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     monkeypatch.setattr(models.dream, "make_attend", lambda *_: causal)
     assert distance_to_golden(model_of(), golden) > 1e-2
 
@@ -145,10 +181,17 @@ def test_the_golden_logits_see_a_causal_mask(golden, monkeypatch):
 def ragged(lengths, side, T=None, seed=0):
     """Rows of random clean ids, noised at about half of the places -> clean, noisy, score (noised places), valid."""
     T = T or max(lengths)
-    clean, valid = torch.zeros(len(lengths), T, dtype=torch.long), torch.zeros(len(lengths), T, dtype=torch.bool)
+    clean, valid = (
+        torch.zeros(len(lengths), T, dtype=torch.long),
+        torch.zeros(len(lengths), T, dtype=torch.bool),
+    )
     generator = torch.Generator().manual_seed(seed)
     for i, length in enumerate(lengths):
-        place = {"left": range(T - length, T), "right": range(length), "middle": range((T - length) // 2, (T + length) // 2)}
+        place = {
+            "left": range(T - length, T),
+            "right": range(length),
+            "middle": range((T - length) // 2, (T + length) // 2),
+        }
         scattered = torch.randperm(T, generator=generator)[:length].sort().values
         place = torch.tensor(place[side]) if side in place else scattered
         clean[i, place[:length]] = torch.randint(2, MASK, (length,), generator=generator)
@@ -170,12 +213,21 @@ def test_padded_rows_equal_single_rows(side):
     assert logits.isfinite().all()
     for i in range(len(clean)):
         row = lambda x, i=i: x[i, valid[i]][None]
-        torch.testing.assert_close(logits[i, valid[i]], model.logits(row(noisy))[0], atol=1e-12, rtol=0)
-        torch.testing.assert_close(logps[i, valid[i]], model.logps(row(clean), row(noisy), row(score))[0], atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            logits[i, valid[i]], model.logits(row(noisy))[0], atol=1e-12, rtol=0
+        )
+        torch.testing.assert_close(
+            logps[i, valid[i]],
+            model.logps(row(clean), row(noisy), row(score))[0],
+            atol=1e-12,
+            rtol=0,
+        )
     junk = torch.where(valid, noisy, 9)
     assert torch.equal(model.logits(junk, valid)[valid], logits[valid])
     assert torch.equal(model.logps(torch.where(valid, clean, 7), junk, score, valid), logps)
-    assert (model.logits(noisy)[1, valid[1]] - logits[1, valid[1]]).abs().max() > 1e-3  # and the mask does its work
+    assert (
+        model.logits(noisy)[1, valid[1]] - logits[1, valid[1]]
+    ).abs().max() > 1e-3  # and the mask does its work
 
 
 @torch.no_grad()
@@ -203,7 +255,9 @@ def test_align_against_a_loop(side):
             assert torch.equal(aligned[b, here], hidden[b, before])
     for start in range(1, 12):
         part = model.align(hidden[:, start - 1 :], valid[:, start - 1 :])[:, 1:]
-        exact = valid[:, start:] & valid[:, start - 1 : start]  # rows whose column before is a token
+        exact = (
+            valid[:, start:] & valid[:, start - 1 : start]
+        )  # rows whose column before is a token
         assert torch.equal(part[exact], aligned[:, start:][exact])
 
 
@@ -228,9 +282,14 @@ def test_the_shift_is_applied_exactly_once(side):
     ids = 40 + valid.long().cumsum(1)
     later = valid & (valid.long().cumsum(1) > 1)
     assert (model.logits(ids, valid).argmax(-1)[later] == ids[later]).all()
-    assert (model.logits(ids, valid).argmax(-1)[valid & ~later] == ids[valid & ~later] + 1).all()  # their own row
+    assert (
+        model.logits(ids, valid).argmax(-1)[valid & ~later] == ids[valid & ~later] + 1
+    ).all()  # their own row
     assert (model.logps(ids, ids, later, valid)[later] > -1e-3).all()
-    for wrong in (lambda hidden, *_: hidden, lambda hidden, *rest: model.align(model.align(hidden, *rest), *rest)):
+    for wrong in (
+        lambda hidden, *_: hidden,
+        lambda hidden, *rest: model.align(model.align(hidden, *rest), *rest),
+    ):
         other = Identity(model.config)
         other.align = wrong
         assert (other.logps(ids, ids, later, valid)[later] < -20).float().mean() > 0.5
@@ -255,10 +314,17 @@ def test_logps_are_the_log_softmax_of_logits(kind, temperature):
     model = model_of(SMALL, torch.float64)
     clean, noisy, noised, valid = ragged([22, 3, 9], "left")
     rows = torch.arange(3)[:, None]
-    score = {"noised": noised, "valid": valid, "one": (rows == 1) & (torch.arange(22) == 19), "first row": noised & (rows == 0)}
+    score = {
+        "noised": noised,
+        "valid": valid,
+        "one": (rows == 1) & (torch.arange(22) == 19),
+        "first row": noised & (rows == 0),
+    }
     score = score[kind] & valid
     want, want_entropies = naive_logps(model, clean, noisy, valid, temperature)
-    logps, entropies = model.logps(clean, noisy, score, valid, temperature=temperature, entropy=True)
+    logps, entropies = model.logps(
+        clean, noisy, score, valid, temperature=temperature, entropy=True
+    )
     torch.testing.assert_close(logps, want * score, atol=1e-12, rtol=0)
     torch.testing.assert_close(entropies, want_entropies * score, atol=1e-12, rtol=0)
     assert score.any() and (logps[score] < 0).all()
@@ -280,7 +346,13 @@ def test_one_pass_and_the_head_on_scored_rows(monkeypatch):
 
 
 def grads(model, loss):
-    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    return dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(loss, list(model.parameters())),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -288,7 +360,12 @@ def test_gradient_of_logps_against_full_logits(checkpointing):
     """Of a weighted sum of log-probabilities and entropies, to 1e-10 of autograd in fp64, for every parameter."""
     model = model_of(SMALL, torch.float64)
     clean, noisy, score, valid = ragged([10, 3, 7], "left")
-    a, b = torch.randn(2, *clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * score
+    a, b = (
+        torch.randn(
+            2, *clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+        )
+        * score
+    )
     want, want_entropies = naive_logps(model, clean, noisy, valid, 0.8)
     want = grads(model, (a * want + b * want_entropies).sum())
     passes = []
@@ -335,7 +412,9 @@ def test_what_the_config_asks_and_we_lack_is_named(change, words):
         build_model(CONFIG | change)
 
 
-@pytest.mark.parametrize("key", ["rope_theta", "mask_token_id", "num_key_value_heads", "rms_norm_eps"])
+@pytest.mark.parametrize(
+    "key", ["rope_theta", "mask_token_id", "num_key_value_heads", "rms_norm_eps"]
+)
 def test_a_config_without_a_needed_key_is_named(key):
     with pytest.raises(SystemExit, match=f"Dream.*lacks {key}"):
         build_model({name: value for name, value in CONFIG.items() if name != key})
@@ -364,24 +443,42 @@ def test_names_shapes_and_bytes_are_those_of_the_official_index():
     index = json.loads((OFFICIAL / "model.safetensors.index.json").read_text())
     shapes = tensor_shapes(build_model(json.loads((OFFICIAL / "config.json").read_text())))
     assert shapes.keys() == index["weight_map"].keys() and len(shapes) == 339
-    assert sum(map(math.prod, shapes.values())) == 7_615_616_512 == index["metadata"]["total_size"] / 2
+    assert (
+        sum(map(math.prod, shapes.values())) == 7_615_616_512 == index["metadata"]["total_size"] / 2
+    )
     d, kv, f, vocab = 3584, 512, 18944, 152064
     attention = {"q_proj": (d, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, d)}
-    want = {"model.embed_tokens.weight": (vocab, d), "lm_head.weight": (vocab, d), "model.norm.weight": (d,)}
+    want = {
+        "model.embed_tokens.weight": (vocab, d),
+        "lm_head.weight": (vocab, d),
+        "model.norm.weight": (d,),
+    }
     for i in range(28):
         block = f"model.layers.{i}."
         want |= {f"{block}self_attn.{name}.weight": shape for name, shape in attention.items()}
-        want |= {f"{block}self_attn.{name}.bias": attention[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
+        want |= {
+            f"{block}self_attn.{name}.bias": attention[name][:1]
+            for name in ("q_proj", "k_proj", "v_proj")
+        }
         want |= {f"{block}mlp.{name}.weight": (f, d) for name in ("gate_proj", "up_proj")}
         want |= {f"{block}mlp.down_proj.weight": (d, f)}
-        want |= {f"{block}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
+        want |= {
+            f"{block}{name}.weight": (d,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
     assert shapes == want
 
 
 @needs_hf
 def test_official_special_tokens():
-    model = set_special_tokens(build_model(json.loads((OFFICIAL / "config.json").read_text())), OFFICIAL)
-    assert (model.eos_token_ids, model.pad_token_id, model.mask_token_id) == ([151645, 151643], 151643, 151666)
+    model = set_special_tokens(
+        build_model(json.loads((OFFICIAL / "config.json").read_text())), OFFICIAL
+    )
+    assert (model.eos_token_ids, model.pad_token_id, model.mask_token_id) == (
+        [151645, 151643],
+        151643,
+        151666,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -394,8 +491,31 @@ TEXTS = {  # ids of the official slow tokenizer, tokenization_dream.py as in yjy
     "Hello world": [9707, 1879],
     " Hello  world\n\n\t 12345.6": [21927, 220, 1879, 271, 197, 220, 16, 17, 18, 19, 20, 13, 21],
     "e\u0301te\u0301 漢字 🙂 don't": [38783, 6567, 120, 95, 18600, 27484, 1513, 944],
-    "a<|mask|><|mask|> <|im_end|>\n<|endoftext|>b": [64, 151666, 151666, 220, 151645, 198, 151643, 65],
-    "def f(x):\n    return x**2  # ok\n": [750, 282, 2075, 982, 262, 470, 856, 334, 17, 220, 671, 5394, 198],
+    "a<|mask|><|mask|> <|im_end|>\n<|endoftext|>b": [
+        64,
+        151666,
+        151666,
+        220,
+        151645,
+        198,
+        151643,
+        65,
+    ],
+    "def f(x):\n    return x**2  # ok\n": [
+        750,
+        282,
+        2075,
+        982,
+        262,
+        470,
+        856,
+        334,
+        17,
+        220,
+        671,
+        5394,
+        198,
+    ],
     "<tool_call>{}</tool_call>": [151657, 6257, 151658],
 }
 
@@ -403,12 +523,22 @@ TEXTS = {  # ids of the official slow tokenizer, tokenization_dream.py as in yjy
 @needs_hf
 def test_dream_tokens(dream_tokenizer, tmp_path):
     """Loaded without remote code, from the official files and from those that we save; ids are the official tokenizer's."""
-    ids = {"<|mask|>": 151666, "<|beginoftext|>": 151665, "<|im_end|>": 151645, "<|im_start|>": 151644, "<|endoftext|>": 151643}
+    ids = {
+        "<|mask|>": 151666,
+        "<|beginoftext|>": 151665,
+        "<|im_end|>": 151645,
+        "<|im_start|>": 151644,
+        "<|endoftext|>": 151643,
+    }
     (tmp_path / "config.json").write_text((OFFICIAL / "config.json").read_text())
     dream_tokenizer.save_pretrained(tmp_path)
     for tokenizer in (dream_tokenizer, load_tokenizer(tmp_path)):
         assert {token: tokenizer.convert_tokens_to_ids(token) for token in ids} == ids
-        assert (tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (151666, 151643, 151643)
+        assert (tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+            151666,
+            151643,
+            151643,
+        )
         assert len(tokenizer) == 151667
         for text, want in TEXTS.items():
             assert tokenizer(text, add_special_tokens=False)["input_ids"] == want
@@ -420,9 +550,16 @@ def test_dream_template_golden(dream_tokenizer):
     """A default system turn, no token before it, 'Hi ' keeps its space."""
     ids = prompt_ids(dream_tokenizer, [{"role": "user", "content": "Hi "}])
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    assert dream_tokenizer.decode(ids) == system + "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        dream_tokenizer.decode(ids)
+        == system + "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n"
+    )
     assert ids[0] == 151644 and ids[-3:] == [151644, 77091, 198]
-    turns = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+    turns = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": "B"},
+    ]
     assert dream_tokenizer.decode(prompt_ids(dream_tokenizer, turns)) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -436,9 +573,17 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path):
     save_model(model, tmp_path / "a", byte_tokenizer())
     loaded = load_model(tmp_path / "a")
     held = load_file(tmp_path / "a/model.safetensors")
-    assert held.keys() == loaded.state_dict().keys() == tensor_shapes(model).keys() and len(held) == 3 + 2 * 12
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
-    assert loaded.checkpoint_config == SMALL and (loaded.eos_token_ids, loaded.pad_token_id) == ([256], 256)
+    assert (
+        held.keys() == loaded.state_dict().keys() == tensor_shapes(model).keys()
+        and len(held) == 3 + 2 * 12
+    )
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items()
+    )
+    assert loaded.checkpoint_config == SMALL and (loaded.eos_token_ids, loaded.pad_token_id) == (
+        [256],
+        256,
+    )
     held["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
     del held["model.layers.0.self_attn.k_proj.bias"]
     models.checkpoint.save_file(held, tmp_path / "a/model.safetensors", {"format": "pt"})
@@ -449,7 +594,11 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path):
 def test_tiny_dream_is_built_in_the_process():
     model, tokenizer = load_model("tiny-dream"), load_tokenizer("tiny-dream")
     logits = model.logits(torch.tensor([tokenizer("1+1")["input_ids"]]))
-    assert logits.shape == (1, 3, 264) and logits.isfinite().all() and tokenizer.mask_token_id == model.mask_token_id
+    assert (
+        logits.shape == (1, 3, 264)
+        and logits.isfinite().all()
+        and tokenizer.mask_token_id == model.mask_token_id
+    )
 
 
 def test_lora(tmp_path):

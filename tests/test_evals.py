@@ -27,7 +27,9 @@ from evals.rewards import REWARDS, TASKS, load_reward
 from rollout.masked import MaskedEngine
 
 FILES = Path(os.environ.get("CLEANDLLM_DATA", "")) if os.environ.get("CLEANDLLM_DATA") else None
-needs_files = pytest.mark.skipif(FILES is None, reason="set CLEANDLLM_DATA to the folder with the papers' files")
+needs_files = pytest.mark.skipif(
+    FILES is None, reason="set CLEANDLLM_DATA to the folder with the papers' files"
+)
 
 SMALL = {"numbers": [12, 7, 3], "target": 8, "style": "compact"}
 TAGS = {"numbers": [30, 100, 93], "target": 23, "style": "tags"}
@@ -193,7 +195,10 @@ def test_hostile_text_scores_zero_quickly_and_silently(text):
         for completion in (text, f"<answer>{text}</answer>"):
             for example in (SMALL, TAGS):
                 assert countdown.score(completion, example) == 0.0
-                assert REWARDS["countdown_partial"](completion, example) == {"solved": 0.0, "partial": 0.0}
+                assert REWARDS["countdown_partial"](completion, example) == {
+                    "solved": 0.0,
+                    "partial": 0.0,
+                }
             for board in (BOARD, TAGS_BOARD):
                 assert sudoku.score(completion, board) == 0.0
                 assert REWARDS["sudoku_cells"](completion, board) == {"cells": 0.0}
@@ -208,12 +213,16 @@ def test_length_and_depth_limits_leave_room_for_honest_answers():
     assert countdown.evaluate("1" + " " * 512) is None
 
 
-@pytest.mark.parametrize("text", ["1+2*3", "(1+2)*3", "8/(3-8/3)", "-(4-9)*2", "7/2-1/2", "2*(3+4)*(5-6/7)"])
+@pytest.mark.parametrize(
+    "text", ["1+2*3", "(1+2)*3", "8/(3-8/3)", "-(4-9)*2", "7/2-1/2", "2*(3+4)*(5-6/7)"]
+)
 def test_evaluate_agrees_with_python(text):
     value, literals = countdown.evaluate(text)
     digits = "".join(c if c.isdigit() else " " for c in text).split()
     assert literals == sorted(map(int, digits))
-    assert value == eval("".join(f"Fraction({c})" if c.isdigit() else c for c in text), {"Fraction": Fraction})
+    assert value == eval(
+        "".join(f"Fraction({c})" if c.isdigit() else c for c in text), {"Fraction": Fraction}
+    )
 
 
 @pytest.mark.parametrize(("data", "limit"), [("small", 600), ("cd3", 100), ("cd4", 8)])
@@ -226,7 +235,9 @@ def test_countdown_answers_score_one(data, limit, split):
         asked = countdown.prompt(example)[0]["content"]
         assert not any(countdown.extract(text, example) in asked for text in gold)
         if data == "small":
-            assert len(asked) == 14 and all(len(text) <= 11 for text in gold), "gold and an EOS fit into 12 tokens"
+            assert len(asked) == 14 and all(len(text) <= 11 for text in gold), (
+                "gold and an EOS fit into 12 tokens"
+            )
 
 
 def test_answers_cover_the_solutions_evenly():
@@ -234,7 +245,9 @@ def test_answers_cover_the_solutions_evenly():
     assert {text: 80 <= drawn.count(text) <= 120 for text in drawn} == dict.fromkeys(
         countdown_solutions([12, 7, 3], 8, "+-"), True
     )
-    assert {sudoku.answer(MANY_WAYS, draw) for draw in range(20)} == set(sudoku_solutions(MANY_WAYS["puzzle"]))
+    assert {sudoku.answer(MANY_WAYS, draw) for draw in range(20)} == set(
+        sudoku_solutions(MANY_WAYS["puzzle"])
+    )
     with pytest.raises(ValueError, match="no expression over"):
         countdown.answer(SMALL | {"target": 500})
     with pytest.raises(ValueError, match="has no solution"):
@@ -283,7 +296,9 @@ def test_any_legal_solution_counts():
     solutions = sudoku_solutions(MANY_WAYS["puzzle"])
     assert len(solutions) > 1 and MANY_WAYS["solution"] in solutions
     for grid in solutions:
-        assert sudoku.score(grid, MANY_WAYS) == 1.0 and REWARDS["sudoku_cells"](grid, MANY_WAYS) == {"cells": 1.0}
+        assert sudoku.score(grid, MANY_WAYS) == 1.0 and REWARDS["sudoku_cells"](
+            grid, MANY_WAYS
+        ) == {"cells": 1.0}
 
 
 @pytest.mark.parametrize("data", ["sudoku4", "sudoku4-tags"])
@@ -300,10 +315,21 @@ def test_sudoku_answers_score_one(data):
 
 def test_countdown_partial():
     reward = REWARDS["countdown_partial"]
-    solved, partial, nothing = [{"solved": s, "partial": p} for s, p in ((1.0, 0.0), (0.0, 0.1), (0.0, 0.0))]
+    solved, partial, nothing = [
+        {"solved": s, "partial": p} for s, p in ((1.0, 0.0), (0.0, 0.1), (0.0, 0.0))
+    ]
     assert reward("12-7+3", SMALL) == solved
     assert reward("12+7+3", SMALL) == reward("-12*7/3", SMALL) == partial
-    for text in ("12-7", "12-7+4", "12-7+3=8", "12/(7-7)+3", "12**7+3", "", "the numbers 12 7 3", "8"):
+    for text in (
+        "12-7",
+        "12-7+4",
+        "12-7+3=8",
+        "12/(7-7)+3",
+        "12**7+3",
+        "",
+        "the numbers 12 7 3",
+        "8",
+    ):
         assert reward(text, SMALL) == nothing, text
     assert reward("<answer>30+93+100</answer>", TAGS) == partial
     assert reward("<answer></answer>", TAGS) == reward("<answer>30.100</answer>", TAGS) == nothing
@@ -317,43 +343,68 @@ def test_countdown_d1():
     for text in ("2+3", "", "no idea", "2+3+4", "2*4-4"):
         assert pay(f"<answer>{text}</answer>") == (0.0, 0.1), text
     assert pay("2*4-3") == pay("") == pay("<answer>2*4-3") == (0.0, 0.0)
-    assert pay("12-7+3", SMALL) == (1.0, 0.0) and pay("12", SMALL) == (0.0, 0.1) and pay("", SMALL) == (0.0, 0.0)
+    assert (
+        pay("12-7+3", SMALL) == (1.0, 0.0)
+        and pay("12", SMALL) == (0.0, 0.1)
+        and pay("", SMALL) == (0.0, 0.0)
+    )
 
 
 def test_reward_by_name():
     texts = ["12-7+3", "", "12+7+3", "12-7+3"]
     want = [REWARDS["countdown_partial"](text, SMALL) for text in texts]
     assert load_reward("countdown_partial", countdown)(texts, [SMALL] * 4) == want
-    assert load_reward("", countdown)(texts, [SMALL] * 4) == [{"score": score} for score in (1.0, 0.0, 0.0, 1.0)]
-    assert load_reward("", sudoku)([""], [BOARD]) == [{"score": 0.0}] and load_reward("", sudoku)([], []) == []
-    assert one_line(lambda: load_reward("cells", sudoku)) == f"--reward cells: no such reward; {FITTING}"
+    assert load_reward("", countdown)(texts, [SMALL] * 4) == [
+        {"score": score} for score in (1.0, 0.0, 0.0, 1.0)
+    ]
+    assert (
+        load_reward("", sudoku)([""], [BOARD]) == [{"score": 0.0}]
+        and load_reward("", sudoku)([], []) == []
+    )
+    assert (
+        one_line(lambda: load_reward("cells", sudoku))
+        == f"--reward cells: no such reward; {FITTING}"
+    )
 
 
 FITTING = "known: countdown_partial for countdown; countdown_d1 for countdown; sudoku_cells for sudoku; gsm8k_boxed for gsm8k"
 FITTING += "; gsm8k_d1 for gsm8k; math500_d1 for math500; gsm8k_deepscaler for gsm8k; math500_hendrycks for math500"
-FITTING += "; math500_deepscaler for math500; math500_last_number for math500; mbpp_diffucoder for mbpp"
+FITTING += (
+    "; math500_deepscaler for math500; math500_last_number for math500; mbpp_diffucoder for mbpp"
+)
 FITTING += "; code_format for every task"
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize(("task", "example"), [(countdown, SMALL), (sudoku, BOARD), (gsm8k, WORDS), (math500, WORDS)])
+@pytest.mark.parametrize(
+    ("task", "example"), [(countdown, SMALL), (sudoku, BOARD), (gsm8k, WORDS), (math500, WORDS)]
+)
 def test_rewards_work_for_their_task_and_refuse_the_others(name, task, example):
     task_name = task.__name__.removeprefix("evals.")
     if name.startswith(task_name):
-        example = example | {"style": "boxed"} if name == "gsm8k_deepscaler" else example  # it pays for nothing but a box
+        example = (
+            example | {"style": "boxed"} if name == "gsm8k_deepscaler" else example
+        )  # it pays for nothing but a box
         assert sum(load_reward(name, task)([task.answer(example)], [example])[0].values()) >= 1.0
     else:
-        assert one_line(lambda: load_reward(name, task)) == f"--reward {name}: does not fit {task_name}; {FITTING}"
+        assert (
+            one_line(lambda: load_reward(name, task))
+            == f"--reward {name}: does not fit {task_name}; {FITTING}"
+        )
 
 
 def test_a_reward_without_a_task_fits_every_task(monkeypatch):
     monkeypatch.setitem(REWARDS, "length", lambda completion, example: {"length": len(completion)})
-    assert [load_reward("length", task)(["12"], [{}]) for task in (countdown, sudoku, gsm8k)] == [[{"length": 2}]] * 3
+    assert [load_reward("length", task)(["12"], [{}]) for task in (countdown, sudoku, gsm8k)] == [
+        [{"length": 2}]
+    ] * 3
     message = one_line(lambda: load_reward("gsm8k_d1", countdown))
     assert message == f"--reward gsm8k_d1: does not fit countdown; {FITTING}; length for every task"
 
 
-WHOLE, BLOCK, NOTHING = [{"block": b, "syntax": s} for b, s in ((0.25, 0.25), (0.25, 0.0), (0.0, 0.0))]
+WHOLE, BLOCK, NOTHING = [
+    {"block": b, "syntax": s} for b, s in ((0.25, 0.25), (0.25, 0.0), (0.0, 0.0))
+]
 DEF = "def f(x):\n    return x\n"
 CODE_FORMAT = {
     "text and a block": (f"Here it is:\n```python\n{DEF}```\n", WHOLE),
@@ -387,7 +438,9 @@ def test_sudoku_cells_is_the_agreement_with_the_nearest_solution():
         cells = {i: str(int(grid[i]) % 4 + 1) for i in blanks[:wrong]}
         text = "".join(cells.get(i, digit) for i, digit in enumerate(grid))
         # several solutions can be nearer than the stored one
-        near = max(sum(text[i] == s[i] for i in blanks) for s in sudoku_solutions(BOARD["puzzle"])) / len(blanks)
+        near = max(
+            sum(text[i] == s[i] for i in blanks) for s in sudoku_solutions(BOARD["puzzle"])
+        ) / len(blanks)
         assert reward(text, BOARD) == {"cells": near} and near >= 1 - wrong / len(blanks)
     assert reward("4" + grid[1:], BOARD) == {"cells": 0.0}, "a given cell is changed"
     assert reward(grid[:-1], BOARD) == {"cells": 0.0}
@@ -404,7 +457,10 @@ COUNTDOWN_ROWS = [
     ({"input": "30,100,93", "output": "23"}, "jsonl"),
     ({"input": "30,100,93,23", "output": "30+93=123,123-100=23"}, "jsonl"),
     ({"extra_info": {"numbers": "[30, 100, 93]"}, "reward_model": {"ground_truth": "23"}}, "jsonl"),
-    ({"extra_info": {"numbers": "[30, 100, 93]"}, "reward_model": {"ground_truth": "23"}}, "parquet"),
+    (
+        {"extra_info": {"numbers": "[30, 100, 93]"}, "reward_model": {"ground_truth": "23"}},
+        "parquet",
+    ),
     ({"numbers": "[30, 100, 93]", "target": "23"}, "csv"),
 ]
 
@@ -417,7 +473,10 @@ BAD_COUNTDOWN_ROWS = [
     {"numbers": [3, 4], "target": 3.5},
     {"input": "30,100,93", "output": "23,4"},
     {"input": "30,100,93", "output": "two"},
-    {"input": "30,100,93,24", "output": "30+93=123,123-100=23"},  # the steps end elsewhere than the input says
+    {
+        "input": "30,100,93,24",
+        "output": "30+93=123,123-100=23",
+    },  # the steps end elsewhere than the input says
     {"input": "x", "output": "1+2=3"},
     {"extra_info": None, "reward_model": None},
     {"extra_info": {"puzzle": "1"}, "reward_model": {"ground_truth": "23"}},
@@ -427,12 +486,21 @@ SUDOKU_ROWS = [
     ({"puzzle": BOARD["puzzle"], "solution": BOARD["solution"]}, "jsonl"),
     ({"Puzzle": BOARD["puzzle"], "Solution": BOARD["solution"]}, "csv"),
     ({"input": "3102\n2000\n0210\n0320", "output": "3142\n2431\n4213\n1324"}, "jsonl"),
-    ({"extra_info": {"puzzle": BOARD["puzzle"]}, "reward_model": {"ground_truth": BOARD["solution"]}}, "parquet"),
+    (
+        {
+            "extra_info": {"puzzle": BOARD["puzzle"]},
+            "reward_model": {"ground_truth": BOARD["solution"]},
+        },
+        "parquet",
+    ),
 ]
 
 BAD_SUDOKU_ROWS = [
     {"Puzzle": BOARD["puzzle"]},
-    {"puzzle": int(BOARD["puzzle"]), "solution": int(BOARD["solution"])},  # who reads numbers loses leading zeros
+    {
+        "puzzle": int(BOARD["puzzle"]),
+        "solution": int(BOARD["solution"]),
+    },  # who reads numbers loses leading zeros
     {"puzzle": BOARD["puzzle"][1:], "solution": BOARD["solution"]},
     {"puzzle": BOARD["puzzle"], "solution": "1" * 16},
     {"puzzle": BOARD["puzzle"].replace("0", "."), "solution": BOARD["solution"]},
@@ -469,7 +537,9 @@ def test_sudoku_rows_of_every_format(tmp_path, row, suffix):
 
 
 def test_csv_keeps_leading_zeros(tmp_path):
-    path = write(tmp_path / "rows.csv", [{"Puzzle": "0012120000212100", "Solution": "3412123443212143"}])
+    path = write(
+        tmp_path / "rows.csv", [{"Puzzle": "0012120000212100", "Solution": "3412123443212143"}]
+    )
     assert sudoku.load("test", path)[0]["puzzle"] == "0012120000212100"
 
 
@@ -481,27 +551,49 @@ def test_csv_keeps_leading_zeros(tmp_path):
 def test_bad_rows_are_named(tmp_path, task, good, bad):
     path = write(tmp_path / "rows.jsonl", [good, bad])
     message = one_line(lambda: task.load("test", path))
-    assert message.startswith(f"{path} row 2: ") and "needs" in message and "input and output" in message
+    assert (
+        message.startswith(f"{path} row 2: ")
+        and "needs" in message
+        and "input and output" in message
+    )
     assert all(name in message for name in bad)
     assert len(task.load("test", path, limit=1)) == 1
 
 
-@pytest.mark.parametrize(("task", "presets"), [(countdown, "small, cd3, cd4"), (sudoku, "sudoku4, sudoku4-tags")])
+@pytest.mark.parametrize(
+    ("task", "presets"), [(countdown, "small, cd3, cd4"), (sudoku, "sudoku4, sudoku4-tags")]
+)
 def test_unknown_data_lists_the_presets(tmp_path, monkeypatch, task, presets):
-    for path in ("tiny", "missing.csv", "folder/missing.jsonl", str(tmp_path), str(tmp_path / "missing.parquet")):
+    for path in (
+        "tiny",
+        "missing.csv",
+        "folder/missing.jsonl",
+        str(tmp_path),
+        str(tmp_path / "missing.parquet"),
+    ):
         message = one_line(lambda path=path: task.load("test", path))
         assert path in message and message.endswith(f"presets: {presets}"), message
     (tmp_path / "rows.txt").write_text("1")
-    assert "must end in .jsonl, .csv, .parquet" in one_line(lambda: task.load("test", str(tmp_path / "rows.txt")))
+    assert "must end in .jsonl, .csv, .parquet" in one_line(
+        lambda: task.load("test", str(tmp_path / "rows.txt"))
+    )
     (tmp_path / "rows.jsonl").write_text('{"numbers": [1], "target": 1}\n{"numbers": [1]')
-    assert "rows.jsonl line 2: not JSON" in one_line(lambda: countdown.load("test", str(tmp_path / "rows.jsonl")))
+    assert "rows.jsonl line 2: not JSON" in one_line(
+        lambda: countdown.load("test", str(tmp_path / "rows.jsonl"))
+    )
     (tmp_path / "rows.jsonl").write_text("[1]\n")
-    assert "line 1: a JSON object is needed, not list" in one_line(lambda: task.load("test", str(tmp_path / "rows.jsonl")))
+    assert "line 1: a JSON object is needed, not list" in one_line(
+        lambda: task.load("test", str(tmp_path / "rows.jsonl"))
+    )
 
 
 def test_default_presets():
     assert countdown.load("test") == countdown.load("test", "") == countdown.load("test", "small")
-    assert sudoku.load("test", limit=5) == sudoku.load("test", "", 5) == sudoku.load("test", "sudoku4", 5)
+    assert (
+        sudoku.load("test", limit=5)
+        == sudoku.load("test", "", 5)
+        == sudoku.load("test", "sudoku4", 5)
+    )
 
 
 def test_hub_id_is_loaded_with_datasets(monkeypatch):
@@ -560,10 +652,20 @@ def test_d1_countdown_file():
     for floor in ("", "<answer></answer>", "<answer>{target}</answer>", "<answer>1</answer>"):
         completions = [floor.format(target=example["target"]) for example in examples]
         assert sum(map(countdown.score, completions, examples)) == 0.0
-        assert not any(sum(REWARDS["countdown_partial"](c, e).values()) for c, e in zip(completions, examples, strict=True))
-    sums = ["<answer>" + "+".join(map(str, example["numbers"])) + "</answer>" for example in examples]
-    paid = [sum(REWARDS["countdown_partial"](c, e).values()) for c, e in zip(sums, examples, strict=True)]
-    assert set(paid) <= {0.1, 1.0} and paid.count(1.0) == sum(sum(e["numbers"]) == e["target"] for e in examples)
+        assert not any(
+            sum(REWARDS["countdown_partial"](c, e).values())
+            for c, e in zip(completions, examples, strict=True)
+        )
+    sums = [
+        "<answer>" + "+".join(map(str, example["numbers"])) + "</answer>" for example in examples
+    ]
+    paid = [
+        sum(REWARDS["countdown_partial"](c, e).values())
+        for c, e in zip(sums, examples, strict=True)
+    ]
+    assert set(paid) <= {0.1, 1.0} and paid.count(1.0) == sum(
+        sum(e["numbers"]) == e["target"] for e in examples
+    )
 
 
 @needs_files
@@ -578,9 +680,16 @@ def test_d1_sudoku_file():
         for solution in sudoku_solutions(example["puzzle"]):
             assert sudoku.score(f"<answer>{solution}</answer>", example) == 1.0
         assert sudoku.score("<answer>" + "1" * 16 + "</answer>", example) == 0.0
-        assert REWARDS["sudoku_cells"]("<answer>" + "1" * 16 + "</answer>", example) == {"cells": 0.0}
+        assert REWARDS["sudoku_cells"]("<answer>" + "1" * 16 + "</answer>", example) == {
+            "cells": 0.0
+        }
     # the papers' floor: sixteen 1s against the stored solution, over all blank cells
-    ones = [digit == "1" for e in examples for given, digit in zip(e["puzzle"], e["solution"], strict=True) if given == "0"]
+    ones = [
+        digit == "1"
+        for e in examples
+        for given, digit in zip(e["puzzle"], e["solution"], strict=True)
+        if given == "0"
+    ]
     assert round(100 * sum(ones) / len(ones), 2) == 24.95
 
 
@@ -591,7 +700,9 @@ def test_tags_prompt_is_the_one_of_dare(task, name):
 
     for path in sorted((FILES / "dare").glob(f"*_{name}*.parquet")):
         rows = pyarrow.parquet.read_table(path).to_pylist()[:300]
-        assert [task.prompt(example) for example in task.load("test", str(path), limit=300)] == [row["prompt"] for row in rows]
+        assert [task.prompt(example) for example in task.load("test", str(path), limit=300)] == [
+            row["prompt"] for row in rows
+        ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -599,11 +710,16 @@ def test_tags_prompt_is_the_one_of_dare(task, name):
 
 
 def command(task, *flags):
-    return subprocess.run([sys.executable, f"evals/{task}.py", *flags], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, f"evals/{task}.py", *flags], cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def gold_and_wrong(task, path, n, right):
-    rows = [{"index": i, "completion": task.answer(e) if i < right else ""} for i, e in enumerate(task.load("test", limit=n))]
+    rows = [
+        {"index": i, "completion": task.answer(e) if i < right else ""}
+        for i, e in enumerate(task.load("test", limit=n))
+    ]
     return write(path, rows[::-1])
 
 
@@ -614,15 +730,40 @@ def test_completions_are_scored_end_to_end(tmp_path, task, name):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads((tmp_path / "out/result.json").read_text())
-    keys = ["task", "n", "accuracy", "stderr", "answered", "truncated", "failed", "unused", "missing", "settings"]
+    keys = [
+        "task",
+        "n",
+        "accuracy",
+        "stderr",
+        "answered",
+        "truncated",
+        "failed",
+        "unused",
+        "missing",
+        "settings",
+    ]
     assert list(result) == keys and (result["failed"], result["unused"]) == (0, 0)
-    assert result["missing"] == len(task.load("test")) - 8 and "problems without a completion, not in the mean" in done.stderr
-    assert (result["task"], result["n"], result["accuracy"], result["answered"]) == (name, 8, 0.75, 0.75)
-    assert math.isclose(result["stderr"], math.sqrt(0.75 * 0.25 / 8)) and result["truncated"] is None
+    assert (
+        result["missing"] == len(task.load("test")) - 8
+        and "problems without a completion, not in the mean" in done.stderr
+    )
+    assert (result["task"], result["n"], result["accuracy"], result["answered"]) == (
+        name,
+        8,
+        0.75,
+        0.75,
+    )
+    assert (
+        math.isclose(result["stderr"], math.sqrt(0.75 * 0.25 / 8)) and result["truncated"] is None
+    )
     assert result["settings"]["completions"] == path and result["settings"]["split"] == "test"
     assert result["settings"]["evals_hash"] == run.hash_of_evals()
-    samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
-    assert [row["index"] for row in samples] == list(range(8))[::-1] and sum(row["score"] for row in samples) == 6
+    samples = [
+        json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()
+    ]
+    assert [row["index"] for row in samples] == list(range(8))[::-1] and sum(
+        row["score"] for row in samples
+    ) == 6
 
 
 def cli(monkeypatch, capsys, *flags, task="countdown"):
@@ -635,10 +776,21 @@ def cli(monkeypatch, capsys, *flags, task="countdown"):
 def test_samples_can_be_scored_again_with_a_reward(tmp_path, monkeypatch, capsys):
     path = gold_and_wrong(countdown, tmp_path / "c.jsonl", n=4, right=1)
     first = cli(monkeypatch, capsys, "--completions", path, "--out", str(tmp_path / "a"))
-    flags = ["--completions", str(tmp_path / "a/samples.jsonl"), "--out", str(tmp_path / "b"), "--reward", "countdown_partial"]
+    flags = [
+        "--completions",
+        str(tmp_path / "a/samples.jsonl"),
+        "--out",
+        str(tmp_path / "b"),
+        "--reward",
+        "countdown_partial",
+    ]
     again = cli(monkeypatch, capsys, *flags)
     assert again["accuracy"] == first["accuracy"] == 0.25
-    assert again["reward"] == {"name": "countdown_partial", "mean": 0.25, "components": {"solved": 0.25, "partial": 0.0}}
+    assert again["reward"] == {
+        "name": "countdown_partial",
+        "mean": 0.25,
+        "components": {"solved": 0.25, "partial": 0.0},
+    }
 
 
 BAD_COMPLETIONS = {
@@ -660,7 +812,11 @@ BAD_COMPLETIONS = {
 def test_bad_completions_are_named(tmp_path, monkeypatch, capsys, text, want):
     path = tmp_path / "c.jsonl"
     path.write_text(text)
-    message = one_line(lambda: cli(monkeypatch, capsys, "--completions", str(path), "--limit", "5", "--out", str(tmp_path)))
+    message = one_line(
+        lambda: cli(
+            monkeypatch, capsys, "--completions", str(path), "--limit", "5", "--out", str(tmp_path)
+        )
+    )
     assert message.startswith(str(path)) and want in message and not message.endswith((" ", ";"))
     assert not (tmp_path / "samples.jsonl").exists()
 
@@ -679,7 +835,11 @@ def test_command_line_errors_are_one_line(tmp_path, monkeypatch, capsys):
     assert "empty.csv: no rows" in message("--model", "m", "--data", str(tmp_path / "empty.csv"))
     assert "no such file" in message("--completions", str(tmp_path / "none.jsonl"))
     shown = command("countdown", "--completions", str(tmp_path / "none.jsonl"))
-    assert shown.returncode == 1 and shown.stderr.strip() == f"{tmp_path / 'none.jsonl'}: no such file" and shown.stdout == ""
+    assert (
+        shown.returncode == 1
+        and shown.stderr.strip() == f"{tmp_path / 'none.jsonl'}: no such file"
+        and shown.stdout == ""
+    )
 
 
 class CharTokenizer:
@@ -695,7 +855,9 @@ class GoldEngine:
 
     calls = []
     refills = False
-    model = SimpleNamespace(checkpoint_config={"model_type": "sdar"}, eos_token_ids=[0], sources=(None, []))
+    model = SimpleNamespace(
+        checkpoint_config={"model_type": "sdar"}, eos_token_ids=[0], sources=(None, [])
+    )
     device, dtype = torch.device("cpu"), torch.float32
 
     def block_length(self, asked):
@@ -709,7 +871,11 @@ class GoldEngine:
         texts = []
         for row, ids in enumerate(prompt_ids):
             numbers, target = "".join(map(chr, ids)).split("=")
-            example = {"numbers": [int(n) for n in numbers.split()], "target": int(target), "style": "compact"}
+            example = {
+                "numbers": [int(n) for n in numbers.split()],
+                "target": int(target),
+                "style": "compact",
+            }
             wrong = (settings["sample_offset"] + row) % 3 == 0
             texts.append("9" * 12 if wrong else countdown.answer(example) + "\0")
         mask = torch.tensor([[i < len(text) for i in range(12)] for text in texts])
@@ -740,20 +906,51 @@ def fake_services(monkeypatch):
 
 
 def test_a_model_is_evaluated(tmp_path, monkeypatch, capsys, fake_services):
-    flags = ["--limit", "10", "--batch-size", "4", "--seed", "5", "--rollout-backend", "block", "--temperature", "0.5"]
+    flags = [
+        "--limit",
+        "10",
+        "--batch-size",
+        "4",
+        "--seed",
+        "5",
+        "--rollout-backend",
+        "block",
+        "--temperature",
+        "0.5",
+    ]
     result = cli(monkeypatch, capsys, "--model", "some/dir", *flags, "--out", str(tmp_path))
     assert fake_services == {"model": "some/dir", "backend": "block", "max_batch_size": 4}
     assert [(n, s["sample_offset"]) for n, s in GoldEngine.calls] == [(4, 0), (4, 4), (2, 8)]
-    sampling = {"num_samples": 1, "gen_length": 12, "block_length": 4, "denoising_steps": 2, "temperature": 0.5, "seed": 5}
+    sampling = {
+        "num_samples": 1,
+        "gen_length": 12,
+        "block_length": 4,
+        "denoising_steps": 2,
+        "temperature": 0.5,
+        "seed": 5,
+    }
     assert all(settings.items() >= sampling.items() for _, settings in GoldEngine.calls)
-    assert (result["n"], result["accuracy"], result["answered"], result["truncated"]) == (10, 0.6, 1.0, 0.4)
-    assert result["settings"].items() >= {"model": "some/dir", "seed": 5, "limit": 10, "denoising_steps": 2}.items()
+    assert (result["n"], result["accuracy"], result["answered"], result["truncated"]) == (
+        10,
+        0.6,
+        1.0,
+        0.4,
+    )
+    assert (
+        result["settings"].items()
+        >= {"model": "some/dir", "seed": 5, "limit": 10, "denoising_steps": 2}.items()
+    )
     assert result["settings"]["block_length"] == 4, "what the engine settled on"
-    assert result["settings"]["torch"] == torch.__version__.split("+")[0] or "+" in result["settings"]["torch"]
+    assert (
+        result["settings"]["torch"] == torch.__version__.split("+")[0]
+        or "+" in result["settings"]["torch"]
+    )
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [row["index"] for row in samples] == list(range(10))
     for row, example in zip(samples, countdown.load("test", limit=10), strict=True):
-        assert row["prompt"] == countdown.prompt(example) and row["truncated"] == (row["index"] % 3 == 0)
+        assert row["prompt"] == countdown.prompt(example) and row["truncated"] == (
+            row["index"] % 3 == 0
+        )
         assert row["completion"] == ("9" * 12 if row["truncated"] else countdown.answer(example))
         assert row["score"] == countdown.score(row["completion"], example) and row["seconds"] >= 0
 
@@ -762,12 +959,25 @@ def test_sampling_that_the_model_cannot_do_is_refused_in_one_line(tmp_path, monk
     flags = ["--model", "tiny-llada", "--limit", "2"]
     for number, (change, words) in enumerate(
         {
-            ("--gen-length", "10"): "--gen-length 10 is no multiple of the block length 4: give 8 or 12",
+            (
+                "--gen-length",
+                "10",
+            ): "--gen-length 10 is no multiple of the block length 4: give 8 or 12",
             ("--block-length", "5"): "--gen-length 12 is no multiple of the block length 5",
-            ("--factor", "0", "--remasking", "low_confidence_factor"): "--factor 0.0 must be above 0",
+            (
+                "--factor",
+                "0",
+                "--remasking",
+                "low_confidence_factor",
+            ): "--factor 0.0 must be above 0",
             ("--confidence-threshold", "1.5"): "--confidence-threshold 1.5",
             ("--alg-temp", "0.5", "--remasking", "random"): "--alg-temp 0.5 must be",
-            ("--schedule", "ascending", "--denoising-steps", "4"): "--schedule ascending reveals 12 tokens in 3 steps",
+            (
+                "--schedule",
+                "ascending",
+                "--denoising-steps",
+                "4",
+            ): "--schedule ascending reveals 12 tokens in 3 steps",
         }.items()
     ):
         out = ["--out", str(tmp_path / str(number))]
@@ -779,13 +989,25 @@ def test_what_the_masked_sampler_offers_can_be_asked_for(tmp_path, monkeypatch, 
     ran = {}
     real = MaskedEngine.generate
     monkeypatch.setattr(
-        MaskedEngine, "generate", lambda self, *a, **k: ran.update(trace=real(self, *a, **k), asked=k) or ran["trace"]
+        MaskedEngine,
+        "generate",
+        lambda self, *a, **k: ran.update(trace=real(self, *a, **k), asked=k) or ran["trace"],
     )
     for number, change in enumerate(
         (
             {"schedule": "ascending", "eos_policy": "eoser", "stop_at_eos": False},
-            {"schedule": "timesteps", "remasking": "entropy", "alg_temp": 0.5, "eos_policy": "demote"},
-            {"remasking": "origin", "cache": "dual", "eos_policy": "suppress", "stop_at_eos": False},
+            {
+                "schedule": "timesteps",
+                "remasking": "entropy",
+                "alg_temp": 0.5,
+                "eos_policy": "demote",
+            },
+            {
+                "remasking": "origin",
+                "cache": "dual",
+                "eos_policy": "suppress",
+                "stop_at_eos": False,
+            },
         )
     ):
         flags = ["--model", "tiny-llada", "--limit", "2", "--out", str(tmp_path / str(number))]
@@ -793,30 +1015,59 @@ def test_what_the_masked_sampler_offers_can_be_asked_for(tmp_path, monkeypatch, 
             name = name.replace("_", "-")
             flags += [f"--no-{name}"] if value is False else [f"--{name}", str(value)]
         result = cli(monkeypatch, capsys, *flags)
-        assert result["settings"].items() >= change.items() and ran["asked"]["stop_at_eos"] == change.get("stop_at_eos", True)
-        assert ran["trace"].settings.items() >= {k: v for k, v in change.items() if k != "stop_at_eos"}.items()
+        assert result["settings"].items() >= change.items() and ran["asked"][
+            "stop_at_eos"
+        ] == change.get("stop_at_eos", True)
+        assert (
+            ran["trace"].settings.items()
+            >= {k: v for k, v in change.items() if k != "stop_at_eos"}.items()
+        )
         assert (ran["trace"].step_map >= 0).all() or change.get("stop_at_eos", True)
 
 
 def test_batch_size_does_not_change_the_result(tmp_path, monkeypatch, capsys, fake_services):
     results = []
     for size in ("1", "7", "64"):
-        flags = ["--model", "m", "--limit", "9", "--batch-size", size, "--out", str(tmp_path / size)]
+        flags = [
+            "--model",
+            "m",
+            "--limit",
+            "9",
+            "--batch-size",
+            size,
+            "--out",
+            str(tmp_path / size),
+        ]
         results.append(cli(monkeypatch, capsys, *flags))
         results[-1]["settings"].pop("batch_size"), results[-1].pop("tokens_per_s")
     assert results[0] == results[1] == results[2]
 
 
-def test_an_engine_that_refills_gets_more_than_a_batch(tmp_path, monkeypatch, capsys, fake_services):
+def test_an_engine_that_refills_gets_more_than_a_batch(
+    tmp_path, monkeypatch, capsys, fake_services
+):
     monkeypatch.setattr(GoldEngine, "refills", True)
-    cli(monkeypatch, capsys, "--model", "m", "--limit", "19", "--batch-size", "4", "--out", str(tmp_path))
+    cli(
+        monkeypatch,
+        capsys,
+        "--model",
+        "m",
+        "--limit",
+        "19",
+        "--batch-size",
+        "4",
+        "--out",
+        str(tmp_path),
+    )
     assert [(n, s["sample_offset"]) for n, s in GoldEngine.calls] == [(16, 0), (3, 16)]
     assert fake_services["max_batch_size"] == 4
 
 
 def test_default_output_directory_and_score_batch(tmp_path, monkeypatch, capsys, fake_services):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(countdown, "score_batch", lambda completions, examples: [0.5] * len(examples), raising=False)
+    monkeypatch.setattr(
+        countdown, "score_batch", lambda completions, examples: [0.5] * len(examples), raising=False
+    )
     assert cli(monkeypatch, capsys, "--model", "some/dir", "--limit", "3")["accuracy"] == 0.5
     (out,) = (tmp_path / "runs").iterdir()
     files = {path.name for path in out.iterdir()}
@@ -832,7 +1083,9 @@ def test_evaluations_of_one_second_get_directories_of_their_own(tmp_path, monkey
         assert cli(monkeypatch, capsys, "--completions", path)["accuracy"] == right / 2
     names = [f"eval-countdown-c-20260102-030405{number}" for number in ("", "-2", "-3")]
     assert sorted(path.name for path in Path("runs").iterdir()) == names
-    assert [json.loads((Path("runs") / name / "result.json").read_text())["accuracy"] for name in names] == [0.0, 0.5, 1.0]
+    assert [
+        json.loads((Path("runs") / name / "result.json").read_text())["accuracy"] for name in names
+    ] == [0.0, 0.5, 1.0]
     monkeypatch.chdir(tmp_path / "runs")
     Path("runs").write_text("")
     assert "cannot be made" in one_line(lambda: cli(monkeypatch, capsys, "--completions", path))
@@ -842,7 +1095,9 @@ def test_results_are_not_overwritten(tmp_path, monkeypatch, capsys):
     path, out = gold_and_wrong(countdown, tmp_path / "c.jsonl", n=2, right=1), tmp_path / "out"
     out.mkdir()
     (out / "log.txt").write_text("from `> out/log.txt`")
-    evaluate = lambda completions: cli(monkeypatch, capsys, "--completions", str(completions), "--out", str(out))
+    evaluate = lambda completions: cli(
+        monkeypatch, capsys, "--completions", str(completions), "--out", str(out)
+    )
     evaluate(path)
 
     def files():
@@ -852,7 +1107,10 @@ def test_results_are_not_overwritten(tmp_path, monkeypatch, capsys):
     assert before.keys() == {"log.txt", "config.json", "samples.jsonl", "result.json"}
     for completions in (path, out / "samples.jsonl"):
         message = one_line(lambda completions=completions: evaluate(completions))
-        assert "samples.jsonl and config.json and result.json would be overwritten; " in message and files() == before
+        assert (
+            "samples.jsonl and config.json and result.json would be overwritten; " in message
+            and files() == before
+        )
     for name in ("samples.jsonl", "config.json", "result.json"):
         (out / name).unlink()
     for name in (
@@ -866,10 +1124,15 @@ def test_results_are_not_overwritten(tmp_path, monkeypatch, capsys):
     evaluate(path)
     assert files() == before
     out = tmp_path / "c.jsonl"
-    assert one_line(lambda: evaluate(path)) == f"--out {out}: the directory cannot be made (File exists)"
+    assert (
+        one_line(lambda: evaluate(path))
+        == f"--out {out}: the directory cannot be made (File exists)"
+    )
 
 
-def test_the_same_out_serves_again_after_a_model_that_does_not_load(tmp_path, monkeypatch, capsys, fake_services):
+def test_the_same_out_serves_again_after_a_model_that_does_not_load(
+    tmp_path, monkeypatch, capsys, fake_services
+):
     flags = ["--limit", "2", "--out", str(tmp_path)]
 
     def no_model(*_, **__):
@@ -899,7 +1162,9 @@ def test_tagged_answer(text, want):
 
 def test_no_module_of_evals_or_data_hides_another():
     """`python evals/x.py` puts evals/ first on the path: a file json.py there would be found before the real one."""
-    own = {path.stem for folder in ("evals", "data") for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+    own = {path.stem for folder in ("evals", "data") for path in (ROOT / folder).glob("*.py")} - {
+        "__init__"
+    }
     assert not own & set(sys.stdlib_module_names)
     dependencies = {
         "torch",
@@ -913,7 +1178,9 @@ def test_no_module_of_evals_or_data_hides_another():
         "tyro",
         "wandb",
     }
-    assert not own & (dependencies | {"math_verify", "matplotlib", "tqdm", "pytest", "numpy", "evaluate"})
+    assert not own & (
+        dependencies | {"math_verify", "matplotlib", "tqdm", "pytest", "numpy", "evaluate"}
+    )
 
 
 def test_evaluations_score_all_at_once_where_the_task_can():

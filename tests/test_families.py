@@ -49,11 +49,28 @@ FLAGS = {
     "vrpo": {"batch_size": 4, "mc_num": 2, "micro_batch_size": 3},
     "d1": {"prompts_per_step": 4, "num_generations": 4, "num_iterations": 2, "reward": "coin"},
     "bgpo": {"prompts_per_step": 4, "num_generations": 4, "mc_num": 2, "reward": "coin"},
-    "cj_grpo": {"prompts_per_step": 4, "num_generations": 4, "num_iterations": 2, "reward": "coin", "micro_batch_size": 32},
+    "cj_grpo": {
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "num_iterations": 2,
+        "reward": "coin",
+        "micro_batch_size": 32,
+    },
     "spg": {"prompts_per_step": 2, "num_generations": 4, "num_iterations": 2, "reward": "coin"},
-    "mdpo": {"prompts_per_step": 4, "num_generations": 4, "train_steps": 3, "reward": "coin", "micro_batch_size": 16}
+    "mdpo": {
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "train_steps": 3,
+        "reward": "coin",
+        "micro_batch_size": 16,
+    }
     | {"remasking": "rcr", "denoising_steps": 4},
-    "coupled_grpo": {"prompts_per_step": 2, "num_generations": 4, "reward": "coin", "ref_sync_steps": 2},
+    "coupled_grpo": {
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "reward": "coin",
+        "ref_sync_steps": 2,
+    },
 }
 
 
@@ -137,17 +154,23 @@ def test_sharded_adapters_start_like_whole_ones(run_ranks, tmp_path, family):
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("change", [{"num_experts": 2, "n_group": 1, "topk_group": 1}, {"intermediate_size": 40}])
+@pytest.mark.parametrize(
+    "change", [{"num_experts": 2, "n_group": 1, "topk_group": 1}, {"intermediate_size": 40}]
+)
 def test_three_ranks_load_rows_that_do_not_divide(run_ranks, tmp_path, change):
     """FSDP2's shards are unequal: 265 tokens, 16 experts; of 2 experts the last rank has none. Weights and first adapters."""
-    whole = random_model(TINY_CONFIGS["tiny-llada2"] | {"vocab_size": 265, "num_hidden_layers": 2} | change)
+    whole = random_model(
+        TINY_CONFIGS["tiny-llada2"] | {"vocab_size": 265, "num_hidden_layers": 2} | change
+    )
     whole.eos_token_ids, whole.pad_token_id = [256], 256
     save_model(whole, tmp_path / "model", byte_tokenizer())
     directory = str(tmp_path / "model")
     want, adapted = dict(export_weights(whole)), add_lora(load_model(directory), 4, 8, seed=3)
 
     def body(rank, world_size):
-        model = load_weights(d1.parallelize(add_lora(meta_model(directory), 4, 8, seed=3), ARGS), "cpu")
+        model = load_weights(
+            d1.parallelize(add_lora(meta_model(directory), 4, 8, seed=3), ARGS), "cpu"
+        )
         assert len(model.lm_head.weight.to_local()) == (89, 89, 87)[rank]
         for name, value in export_weights(model):
             assert torch.equal(value, want[name]), name
@@ -164,12 +187,20 @@ def test_models_built_in_the_process(run_ranks):
         for name in MODELS:
             if not MODELS[name].startswith("random:"):
                 continue
-            whole, model = load_model(name), load_weights(d1.parallelize(meta_model(name), ARGS), "cpu")
+            whole, model = (
+                load_model(name),
+                load_weights(d1.parallelize(meta_model(name), ARGS), "cpu"),
+            )
             adapted = load_weights(d1.parallelize(add_lora(meta_model(name), 4, 8), ARGS), "cpu")
             want = dict(export_weights(whole))
             for sharded in (model, adapted):
-                assert all(torch.equal(value, want[key]) for key, value in export_weights(sharded, merge_lora=False))
-            assert load_tokenizer(name).mask_token_id == whole.mask_token_id and whole.eos_token_ids == [256]
+                assert all(
+                    torch.equal(value, want[key])
+                    for key, value in export_weights(sharded, merge_lora=False)
+                )
+            assert load_tokenizer(
+                name
+            ).mask_token_id == whole.mask_token_id and whole.eos_token_ids == [256]
 
     run_ranks(2, body)
 
@@ -184,7 +215,10 @@ def test_fp32_islands_stay_fp32(run_ranks, family):
     def island(name):
         return name.endswith(("mlp.gate.weight", "expert_bias"))
 
-    for model in (random_model(TINY_CONFIGS[family]), checkpoint_module.build_model(TINY_CONFIGS[family])):
+    for model in (
+        random_model(TINY_CONFIGS[family]),
+        checkpoint_module.build_model(TINY_CONFIGS[family]),
+    ):
         before = {name: value.clone() for name, value in model.state_dict().items() if island(name)}
         model.to(torch.bfloat16)
         for name, value in model.state_dict().items():
@@ -195,12 +229,20 @@ def test_fp32_islands_stay_fp32(run_ranks, family):
     def body(rank, world_size):
         model, seen = in_bf16(family), []
         for module in model.fp32_modules:
-            module.register_forward_hook(lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype)))
-        linears = [module for module in model.layers[1].modules() if type(module) is torch.nn.Linear]
-        linears[0].register_forward_hook(lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype)))
+            module.register_forward_hook(
+                lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype))
+            )
+        linears = [
+            module for module in model.layers[1].modules() if type(module) is torch.nn.Linear
+        ]
+        linears[0].register_forward_hook(
+            lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype))
+        )
         model.logits(torch.zeros(1, 8, dtype=torch.long))
         assert seen.count((torch.float32, torch.float32)) == len(model.fp32_modules)
-        assert seen.count((torch.bfloat16, torch.bfloat16)) == 1 == len(seen) - len(model.fp32_modules)
+        assert (
+            seen.count((torch.bfloat16, torch.bfloat16)) == 1 == len(seen) - len(model.fp32_modules)
+        )
 
     run_ranks(1, body)
 
@@ -217,7 +259,11 @@ def in_bf16(family):
 def test_tables_reach_wrapped_blocks_unrounded(run_ranks, monkeypatch):
     """LLaDA rotates in fp32: FSDP2 would cast the tables with the other inputs of a block."""
     rotate, seen = llada.rotate, []
-    monkeypatch.setattr(llada, "rotate", lambda x, cos, sin: seen.append((x.dtype, cos.dtype)) or rotate(x, cos, sin))
+    monkeypatch.setattr(
+        llada,
+        "rotate",
+        lambda x, cos, sin: seen.append((x.dtype, cos.dtype)) or rotate(x, cos, sin),
+    )
 
     def body(rank, world_size):
         in_bf16("tiny-llada").logits(torch.zeros(1, 8, dtype=torch.long))
@@ -242,11 +288,16 @@ def test_norms_round_where_the_official_code_does(family):
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar", "llada2"])
 def test_rope_angles_are_never_rounded(family):
     """Tables in bf16 are the rounded cosines of exact angles, far from the start too; cosines of rounded angles are noise."""
-    rope_tables, like = import_module(f"models.{family}").rope_tables, [] if family == "llada" else [torch.bfloat16]
+    rope_tables, like = (
+        import_module(f"models.{family}").rope_tables,
+        [] if family == "llada" else [torch.bfloat16],
+    )
     position_ids = torch.tensor([[0, 1, 63, 257, 1023, 4095]])
     exact = torch.outer(position_ids[0].double(), 1e6 ** -(torch.arange(0, 64, 2).double() / 64))
     exact = torch.cat([exact, exact], -1)
-    near = lambda got, want: (got[0, 0].double() - want).abs().max() < (0.001 if family == "llada" else 0.004)
+    near = lambda got, want: (
+        (got[0, 0].double() - want).abs().max() < (0.001 if family == "llada" else 0.004)
+    )
     cos, sin = rope_tables(position_ids, 64, 1e6, *like)
     assert near(cos, exact.cos()) and near(sin, exact.sin())
     assert not near(exact.bfloat16().double().cos()[None, None], exact.cos())  # negative control
@@ -269,7 +320,12 @@ def _script(rank, world_size, port, script, flags, out):
     runlog.RunLog.plot = lambda self: None
     load = countdown.load
     countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
     module = SCRIPTS[script]
     module.main(replace(module.Args(), **SMALL | FLAGS[script] | flags, out=str(out)))
 
@@ -279,15 +335,28 @@ def run_script(script, flags, ranks, out):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(_script, args=(ranks, port, script, flags, out), nprocs=ranks, join=True, start_method="fork")
+    mp.start_processes(
+        _script,
+        args=(ranks, port, script, flags, out),
+        nprocs=ranks,
+        join=True,
+        start_method="fork",
+    )
     (directory,) = out.iterdir()
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 # Scripts that CI runs on these alone, because their rows are tested on every family; mdpo takes bidirectional models.
-SOME = {"vrpo": ("tiny-llada", "tiny-dream", "tiny-llada2"), "cj_grpo": ("tiny-llada", "tiny-llada2"), "mdpo": ("tiny-dream",)}
+SOME = {
+    "vrpo": ("tiny-llada", "tiny-dream", "tiny-llada2"),
+    "cj_grpo": ("tiny-llada", "tiny-llada2"),
+    "mdpo": ("tiny-dream",),
+}
 PAIRWISE = [
-    (f, s, 4 * ((i + j) % 2)) for i, f in enumerate(FAMILIES) for j, s in enumerate(SCRIPTS) if f in SOME.get(s, FAMILIES)
+    (f, s, 4 * ((i + j) % 2))
+    for i, f in enumerate(FAMILIES)
+    for j, s in enumerate(SCRIPTS)
+    if f in SOME.get(s, FAMILIES)
 ]
 GRID = [
     pytest.param(f, s, rank, marks=[] if (f, s, rank) in PAIRWISE else pytest.mark.full)
@@ -304,18 +373,28 @@ def test_scripts_run_on_every_family(tmp_path, monkeypatch, imports, family, scr
     monkeypatch.setitem(REWARDS, "coin", coin)  # random weights solve nothing
     flags = {"model": family, "lora_rank": lora_rank}
     one = run_script(script, flags, 1, tmp_path / "one")
-    flags["micro_batch_size"] = (SMALL | FLAGS[script])["micro_batch_size"] // 2 + 1  # no divisor: 3 for 4
+    flags["micro_batch_size"] = (SMALL | FLAGS[script])[
+        "micro_batch_size"
+    ] // 2 + 1  # no divisor: 3 for 4
     two = run_script(script, flags, 2, tmp_path / "two")
     steps = [row for row in one if "loss/total" in row]
     assert len(steps) == 2 and any(row["optim/grad_norm"] > 0 for row in steps)
     experts = TINY_CONFIGS[family].get("num_experts")
     for row in steps + [row for row in two if "loss/total" in row]:
         assert ("router/entropy" in row) == ("router/max_over_mean" in row) == bool(experts)
-        assert not experts or 0 < row["router/entropy"] < math.log(experts) and 1 < row["router/max_over_mean"] < experts
+        assert (
+            not experts
+            or 0 < row["router/entropy"] < math.log(experts)
+            and 1 < row["router/max_over_mean"] < experts
+        )
     for a, b in zip(one, two, strict=True):
         for name in a.keys() - {"probe/logp_gap_mean", "probe/logp_gap_max"}:
-            if not name.startswith(("time/", "speed/", "memory/", "router/")):  # routing counts padding, and so the layout
-                assert math.isfinite(a[name]) and a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (
+            if not name.startswith(
+                ("time/", "speed/", "memory/", "router/")
+            ):  # routing counts padding, and so the layout
+                assert math.isfinite(a[name]) and a[name] == pytest.approx(
+                    b[name], rel=1e-4, abs=1e-5
+                ), (
                     name,
                     a[name],
                     b[name],
@@ -332,7 +411,9 @@ def test_every_official_tensor_is_reached_once():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("damage", ["dtype", "mask id", "missing shard", "rope scaling", "unknown key"])
+@pytest.mark.parametrize(
+    "damage", ["dtype", "mask id", "missing shard", "rope scaling", "unknown key"]
+)
 def test_a_damaged_directory_is_refused_in_one_line(tmp_path, monkeypatch, family, damage):
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 300_000)
     directory = tmp_path / "model"
@@ -362,7 +443,9 @@ def test_a_damaged_directory_is_refused_in_one_line(tmp_path, monkeypatch, famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_impossible_attention_backend_is_refused_before_weights_are_read(monkeypatch, family):
     """flex, which a model with frozen weights may use on CPU, and varlen, which does nothing there, stop a trained one."""
-    monkeypatch.setattr(checkpoint_module, "materialize", lambda *_: pytest.fail("weights were allocated first"))
+    monkeypatch.setattr(
+        checkpoint_module, "materialize", lambda *_: pytest.fail("weights were allocated first")
+    )
     for backend in ("flex", "varlen"):
         model = meta_model(family)
         model.attention_backend = backend
@@ -434,7 +517,9 @@ def test_ids_are_tokens_of_the_model(tmp_path, family, key, file):
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if MODELS[name].startswith("random:")])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if MODELS[name].startswith("random:")]
+)
 def test_an_adapter_of_a_model_built_in_the_process_loads(run_ranks, tmp_path, family):
     def body(rank, world_size):
         model = add_lora(load_model(family), 4, 8, seed=2)
@@ -465,6 +550,8 @@ def test_an_adapter_of_a_model_built_in_the_process_loads(run_ranks, tmp_path, f
     ],
 )
 def test_configs_that_would_mean_another_model(family, change, words):
-    config = {key: value for key, value in (TINY_CONFIGS[family] | change).items() if value is not None}
+    config = {
+        key: value for key, value in (TINY_CONFIGS[family] | change).items() if value is not None
+    }
     with pytest.raises(SystemExit, match=words):
         checkpoint_module.build_model(config)

@@ -17,7 +17,10 @@ from data import rows as row_files
 from evals import gsm8k, load_task
 from evals.rewards import REWARDS
 
-ROW = {"question": "How many?", "answer": "He has 20 - 2 = <<20-2=18>>18 eggs.\nSo $<<18=18>>18.\n#### 18"}
+ROW = {
+    "question": "How many?",
+    "answer": "He has 20 - 2 = <<20-2=18>>18 eggs.\nSo $<<18=18>>18.\n#### 18",
+}
 BOXED = {
     "question": "How many?",
     "gold": "18",
@@ -123,7 +126,9 @@ EXTRACTED = {  # completion -> what is extracted from it
 }
 
 
-@pytest.mark.parametrize(("completion", "want"), EXTRACTED.items(), ids=lambda text: repr(text)[:40])
+@pytest.mark.parametrize(
+    ("completion", "want"), EXTRACTED.items(), ids=lambda text: repr(text)[:40]
+)
 def test_extract(completion, want):
     assert gsm8k.extract(completion, BOXED) == want
     assert gsm8k.score(completion, BOXED) == float(want == "18")
@@ -217,7 +222,9 @@ UNEQUAL = [
 ]
 
 
-@pytest.mark.parametrize(("text", "gold", "want"), [(*pair, 1.0) for pair in EQUAL] + [(*pair, 0.0) for pair in UNEQUAL])
+@pytest.mark.parametrize(
+    ("text", "gold", "want"), [(*pair, 1.0) for pair in EQUAL] + [(*pair, 0.0) for pair in UNEQUAL]
+)
 def test_answers_are_compared_exactly(text, gold, want):
     boxed = f"17 so \\boxed{{{text}}} 17"
     assert gsm8k.score(boxed, with_gold(gold)) == want
@@ -244,10 +251,15 @@ def test_tags(completion, want):
     assert gsm8k.score(completion, TAGS) == float(want == "18")
 
 
-@pytest.mark.parametrize("prose", ["", "Let x = 7. 2 + 2 = 4.\n", "#### Step 2\n", r"\boxed{3} ", "The answer is 3. "])
+@pytest.mark.parametrize(
+    "prose", ["", "Let x = 7. 2 + 2 = 4.\n", "#### Step 2\n", r"\boxed{3} ", "The answer is 3. "]
+)
 @pytest.mark.parametrize("final", [r"\boxed{18}", r"$\boxed{18}$."])
 def test_prose_before_the_answer_changes_nothing(prose, final):
-    assert gsm8k.score(prose + final, BOXED) == 1.0 and gsm8k.score(prose + final.replace("18", "19"), BOXED) == 0.0
+    assert (
+        gsm8k.score(prose + final, BOXED) == 1.0
+        and gsm8k.score(prose + final.replace("18", "19"), BOXED) == 0.0
+    )
 
 
 N = 30_000  # characters; the calls below would take minutes if one of them were quadratic
@@ -319,7 +331,9 @@ def test_prompts():
     layout = "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
     assert gsm8k.prompt(TAGS) == [{"role": "user", "content": layout + "\n\n" + "How many?"}]
     for example in (BOXED, TAGS):
-        assert gsm8k.prompt(example) == gsm8k.prompt({"question": "How many?", "style": example["style"]})
+        assert gsm8k.prompt(example) == gsm8k.prompt(
+            {"question": "How many?", "style": example["style"]}
+        )
 
 
 def test_answers():
@@ -327,7 +341,9 @@ def test_answers():
     assert gsm8k.answer(BOXED) == gsm8k.answer(BOXED, 3) == steps + "\nThe answer is \\boxed{18}."
     assert gsm8k.answer(TAGS) == f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n18\n</answer>"
     assert gsm8k.score(gsm8k.answer(BOXED), BOXED) == gsm8k.score(gsm8k.answer(TAGS), TAGS) == 1.0
-    assert "no worked solutions; train on openai/gsm8k" in one_line(lambda: gsm8k.answer(BOXED | {"solution": ""}))
+    assert "no worked solutions; train on openai/gsm8k" in one_line(
+        lambda: gsm8k.answer(BOXED | {"solution": ""})
+    )
 
 
 @pytest.mark.parametrize(
@@ -351,7 +367,13 @@ def test_boxed_reward(completion, correct, form):
 LAYOUT = "<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>"
 D1 = {  # completion -> xmlcount, soft_format, strict_format, integer, correctness
     LAYOUT.format("why", 18): (0.5, 0.5, 0.5, 0.5, 2.0),
-    LAYOUT.format("several\nlines", 18) + "\n": (0.5, 0.5, 0.5, 0.5, 2.0),  # no format part in d1's code
+    LAYOUT.format("several\nlines", 18) + "\n": (
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+        2.0,
+    ),  # no format part in d1's code
     LAYOUT.format("why", 17): (0.5, 0.5, 0.5, 0.5, 0.0),
     LAYOUT.format("why", "18.0"): (0.5, 0.5, 0.5, 0.0, 2.0),
     LAYOUT.format("why", "-1,018"): (0.5, 0.5, 0.5, 0.5, 0.0),
@@ -386,7 +408,11 @@ def test_d1_reward_needs_its_prompt():
 
 def dare(content, gold):
     messages = [{"role": "user", "content": content}]
-    return {"data_source": "gsm8k", "prompt": messages, "reward_model": {"ground_truth": gold, "style": "rule"}}
+    return {
+        "data_source": "gsm8k",
+        "prompt": messages,
+        "reward_model": {"ground_truth": gold, "style": "rule"},
+    }
 
 
 ROWS = [
@@ -396,7 +422,10 @@ ROWS = [
     (ROW | {"answer": 18}, BOXED | {"solution": ""}),
     (ROW | {"answer": "so\n#### 2,125"}, BOXED | {"gold": "2125", "solution": "so"}),
     (dare("How many?", "2,125"), BOXED | {"gold": "2125", "solution": ""}),
-    (dare('How many? Let\'s think step by step and output the final answer after "####".', "18"), BOXED | {"solution": ""}),
+    (
+        dare('How many? Let\'s think step by step and output the final answer after "####".', "18"),
+        BOXED | {"solution": ""},
+    ),
     (dare(gsm8k.prompt(BOXED)[0]["content"], "18"), BOXED | {"solution": ""}),
 ]
 
@@ -405,7 +434,12 @@ ROWS = [
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_rows_of_every_format(tmp_path, row, want, suffix):
     path = write(tmp_path / f"rows.{suffix}", [row] * 3)
-    assert gsm8k.load("test", path) == gsm8k.load("train", path) == gsm8k.load("validation", path) == [want] * 3
+    assert (
+        gsm8k.load("test", path)
+        == gsm8k.load("train", path)
+        == gsm8k.load("validation", path)
+        == [want] * 3
+    )
     assert gsm8k.load("test", path, limit=2) == [want] * 2
 
 
@@ -437,7 +471,9 @@ def test_bad_rows_are_named(tmp_path, bad):
 
 
 def test_unknown_data_and_task_names():
-    assert one_line(lambda: gsm8k.load("test", "missing.jsonl")).endswith("no such preset or file; presets: d1")
+    assert one_line(lambda: gsm8k.load("test", "missing.jsonl")).endswith(
+        "no such preset or file; presets: d1"
+    )
     assert load_task("gsm8k") is gsm8k
 
 
@@ -472,7 +508,10 @@ def hub(tmp_path, monkeypatch):
     for config, solution in (("main", "so"), ("socratic", "How? ** so")):
         (folder / config).mkdir(parents=True)
         for split, count in (("train", 1000), ("test", 3)):
-            rows = [{"question": f"{split} {i}?", "answer": f"{solution}\n#### {i}"} for i in range(count)]
+            rows = [
+                {"question": f"{split} {i}?", "answer": f"{solution}\n#### {i}"}
+                for i in range(count)
+            ]
             write(folder / config / f"{split}-00000-of-00001.parquet", rows)
     (folder / "README.md").write_text(CARD)
 
@@ -487,14 +526,27 @@ def hub(tmp_path, monkeypatch):
 
 def test_hub_splits(hub):
     splits = {split: gsm8k.load(split) for split in ("train", "validation", "test")}
-    assert hub == [("openai/gsm8k", "main", {"split": split}) for split in ("train", "train", "test")]
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 488, "validation": 512, "test": 3}
-    assert splits["test"] == [{"question": f"test {i}?", "gold": str(i), "solution": "so", "style": "boxed"} for i in range(3)]
+    assert hub == [
+        ("openai/gsm8k", "main", {"split": split}) for split in ("train", "train", "test")
+    ]
+    assert {split: len(rows) for split, rows in splits.items()} == {
+        "train": 488,
+        "validation": 512,
+        "test": 3,
+    }
+    assert splits["test"] == [
+        {"question": f"test {i}?", "gold": str(i), "solution": "so", "style": "boxed"}
+        for i in range(3)
+    ]
     golds = {split: [int(row["gold"]) for row in rows] for split, rows in splits.items()}
-    assert sorted(golds["train"] + golds["validation"]) == list(range(1000)), "each row is in one of the two"
+    assert sorted(golds["train"] + golds["validation"]) == list(range(1000)), (
+        "each row is in one of the two"
+    )
     assert all(rows == sorted(rows) for rows in golds.values()), "in the hub's order"
     assert gsm8k.load("validation", "openai/gsm8k", limit=5) == splits["validation"][:5]
-    assert gsm8k.load("validation", "d1") == [row | {"style": "tags"} for row in splits["validation"]]
+    assert gsm8k.load("validation", "d1") == [
+        row | {"style": "tags"} for row in splits["validation"]
+    ]
 
 
 def test_hub_errors_are_one_line(monkeypatch):
@@ -522,12 +574,23 @@ def test_real_rows(split, rows, commas):
     assert sum("," in gold for gold in raw) == commas
     assert [example["gold"] for example in examples] == [gold.replace(",", "") for gold in raw]
     for gold, example in zip(raw, examples, strict=True):
-        assert gsm8k.score(f"\\boxed{{{gold}}}", example) == gsm8k.score(f"so #### {gold}", example) == 1.0
+        assert (
+            gsm8k.score(f"\\boxed{{{gold}}}", example)
+            == gsm8k.score(f"so #### {gold}", example)
+            == 1.0
+        )
         for asked in (example, example | {"style": "tags"}):
             text, shown = gsm8k.answer(asked), gsm8k.prompt(asked)[0]["content"]
             assert gsm8k.score(text, asked) == 1.0 and "<<" not in text and ">>" not in text
-            assert example["solution"] not in shown and "####" not in shown and shown.count(example["question"]) == 1
-        assert REWARDS["gsm8k_boxed"](gsm8k.answer(example), example) == {"correct": 1.0, "format": 0.1}
+            assert (
+                example["solution"] not in shown
+                and "####" not in shown
+                and shown.count(example["question"]) == 1
+            )
+        assert REWARDS["gsm8k_boxed"](gsm8k.answer(example), example) == {
+            "correct": 1.0,
+            "format": 0.1,
+        }
         assert sum(REWARDS["gsm8k_d1"](text, asked).values()) == 4.0
 
 
@@ -546,7 +609,9 @@ def test_real_validation_rows_are_fixed(monkeypatch):
     train, validation = gsm8k.load("train"), gsm8k.load("validation")
     assert (len(train), len(validation)) == (6961, 512)
     assert not {row["question"] for row in train} & {row["question"] for row in validation}
-    first = [[row["question"] for row in rows].index(example["question"]) for example in validation[:4]]
+    first = [
+        [row["question"] for row in rows].index(example["question"]) for example in validation[:4]
+    ]
     assert first == [8, 34, 38, 81], "the same rows for everybody, for ever"
 
 
@@ -563,15 +628,25 @@ def test_completions_of_the_real_test_file_end_to_end(tmp_path, monkeypatch, cap
     examples = gsm8k.load("test", path)
 
     def flags(name, completions):
-        given = write(tmp_path / f"{name}.jsonl", [{"index": i, "completion": text} for i, text in enumerate(completions)])
+        given = write(
+            tmp_path / f"{name}.jsonl",
+            [{"index": i, "completion": text} for i, text in enumerate(completions)],
+        )
         return ["--completions", given, "--data", path, "--out", str(tmp_path / name)]
 
     oracle = ["evals/gsm8k.py", *flags("oracle", map(gsm8k.answer, examples))]
     done = subprocess.run([sys.executable, *oracle], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["task"], result["n"], result["accuracy"], result["answered"]) == ("gsm8k", 1319, 1.0, 1.0)
-    samples = [json.loads(line) for line in (tmp_path / "oracle/samples.jsonl").read_text().splitlines()]
+    assert (result["task"], result["n"], result["accuracy"], result["answered"]) == (
+        "gsm8k",
+        1319,
+        1.0,
+        1.0,
+    )
+    samples = [
+        json.loads(line) for line in (tmp_path / "oracle/samples.jsonl").read_text().splitlines()
+    ]
     assert [row["answer"] for row in samples] == [example["gold"] for example in examples]
 
     constant = flags("constant", [r"\boxed{2}"] * 1319)

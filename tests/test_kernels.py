@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels.linear_logps import linear_logps
-from kernels.sampling import keyed_uniform, sample_categorical
+from models.logps import linear_logps
+from rollout.sampling import keyed_uniform, sample_categorical
 
 U_MAX = 1 - 2.0**-53  # the largest number that keyed_uniform can return
 
@@ -22,7 +22,10 @@ def chi_square_z(counts, expected):
     counts, expected = np.asarray(counts, float), np.asarray(expected, float)
     small = expected < 5
     if small.any():
-        counts, expected = np.append(counts[~small], counts[small].sum()), np.append(expected[~small], expected[small].sum())
+        counts, expected = (
+            np.append(counts[~small], counts[small].sum()),
+            np.append(expected[~small], expected[small].sum()),
+        )
         if expected[-1] < 1:  # pooled, and still nothing to test
             counts, expected = counts[:-1], expected[:-1]
     degrees = len(expected) - 1
@@ -45,7 +48,9 @@ def naive(hidden, weight, targets, temperature=1.0, banned_id=None):
     logits = hidden @ weight.T / temperature
     if banned_id is not None:
         keep = torch.arange(len(weight)) != banned_id
-        log_p = torch.full_like(logits, float("-inf")).masked_scatter(keep.expand_as(logits), logits[:, keep].log_softmax(-1))
+        log_p = torch.full_like(logits, float("-inf")).masked_scatter(
+            keep.expand_as(logits), logits[:, keep].log_softmax(-1)
+        )
         kept = logits[:, keep].log_softmax(-1)
     else:
         log_p = kept = logits.log_softmax(-1)
@@ -66,7 +71,11 @@ def value_and_grads(function, hidden, weight, targets, seed=1, **options):
     logps, entropies = function(hidden, weight, targets, **options)
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, len(targets), generator=generator, dtype=torch.float64).to(logps.dtype)
-    return logps, entropies, *torch.autograd.grad((a * logps + b * entropies).sum(), (hidden, weight))
+    return (
+        logps,
+        entropies,
+        *torch.autograd.grad((a * logps + b * entropies).sum(), (hidden, weight)),
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 7), (23, 8, 31), (64, 17, 101)])
@@ -83,13 +92,17 @@ def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows,
             assert g.dtype == torch.float64
             torch.testing.assert_close(g, w, atol=1e-12, rtol=1e-10)
         alone = linear_logps(*inputs, chunk_rows=chunk_rows, **options)
-        assert torch.equal(alone, got[0])  # asking for the entropy does not change the log-probability
+        assert torch.equal(
+            alone, got[0]
+        )  # asking for the entropy does not change the log-probability
 
 
 @pytest.mark.parametrize("banned_id", [None, 2])
 def test_linear_logps_passes_gradcheck(banned_id):
     hidden, weight, targets = problem(5, 3, 6, banned_id=banned_id)
-    function = lambda h, w: linear_logps(h, w, targets, temperature=0.7, banned_id=banned_id, entropy=True, chunk_rows=2)
+    function = lambda h, w: linear_logps(
+        h, w, targets, temperature=0.7, banned_id=banned_id, entropy=True, chunk_rows=2
+    )
     assert torch.autograd.gradcheck(function, (hidden, weight))
 
 
@@ -105,7 +118,9 @@ def test_linear_logps_gradients_of_one_input_or_one_output(which):
         asked = hidden
         pick = lambda logps, entropies: (logps if which == "logps" else entropies).square().sum()
     want = torch.autograd.grad(pick(*naive(hidden, weight, targets, 1.0, 3)), asked)[0]
-    got = torch.autograd.grad(pick(*linear_logps(hidden, weight, targets, banned_id=3, entropy=True, chunk_rows=4)), asked)[0]
+    got = torch.autograd.grad(
+        pick(*linear_logps(hidden, weight, targets, banned_id=3, entropy=True, chunk_rows=4)), asked
+    )[0]
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
 
 
@@ -128,7 +143,9 @@ def test_linear_logps_of_no_rows_keeps_the_graph():
 def test_linear_logps_in_fp32_whatever_the_inputs(dtype, tolerance):
     """'-> logps [N] (fp32 ...)': fp32 to 1e-5 of the fp64 value at logits of scale 4; bf16 rounds logits alone."""
     inputs = problem(50, 16, 300, dtype, banned_id=5)
-    exact = value_and_grads(naive, *(x.detach().double().requires_grad_() for x in inputs[:2]), inputs[2], banned_id=5)
+    exact = value_and_grads(
+        naive, *(x.detach().double().requires_grad_() for x in inputs[:2]), inputs[2], banned_id=5
+    )
     got = value_and_grads(linear_logps, *inputs, banned_id=5, entropy=True, chunk_rows=16)
     assert [x.dtype for x in got] == [torch.float32, torch.float32, dtype, dtype]
     for g, w in zip(got, exact, strict=True):
@@ -153,7 +170,7 @@ def test_linear_logps_multiplies_by_the_head_no_more_often_than_it_must(seen):
 @pytest.mark.parametrize("V", [1, 31, 8192, 8193, 151936])
 def test_the_fused_chunk_equals_the_plain_one(dtype, V):
     """Against fp64 on the same logits: to rounding of the outputs. Rows are far apart in scale; one token is banned."""
-    from kernels.linear_logps import logps_and_slope_
+    from models.logps import logps_and_slope_
 
     generator = torch.Generator(device="cuda").manual_seed(0)
     logits = 4 * torch.randn(7, V + 3, generator=generator, device="cuda")[:, :V].to(dtype)
@@ -166,7 +183,12 @@ def test_the_fused_chunk_equals_the_plain_one(dtype, V):
     want, want_slope = logps_and_slope_(logits.double(), targets)
     alone, nothing = logps_and_slope_(logits.clone(), targets, slope=False)
     logps, slope = logps_and_slope_(logits, targets)
-    assert nothing is None and slope is logits and slope.dtype == dtype and logps.dtype == torch.float32
+    assert (
+        nothing is None
+        and slope is logits
+        and slope.dtype == dtype
+        and logps.dtype == torch.float32
+    )
     assert torch.equal(alone, logps)
     torch.testing.assert_close(logps.double(), want, atol=2e-5, rtol=1e-6)
     torch.testing.assert_close(slope.double(), want_slope, atol=2e-6, rtol=torch.finfo(dtype).eps)
@@ -202,7 +224,9 @@ def test_linear_logps_never_holds_more_than_a_chunk_of_logits(chunk_rows):
     N, D, V = 100, 2, 120
     assert max(N * D, V * D) < chunk_rows * V
     with LargestTensor() as ours:
-        value_and_grads(linear_logps, *problem(N, D, V), banned_id=4, entropy=True, chunk_rows=chunk_rows)
+        value_and_grads(
+            linear_logps, *problem(N, D, V), banned_id=4, entropy=True, chunk_rows=chunk_rows
+        )
     with LargestTensor() as control:
         value_and_grads(naive, *problem(N, D, V), banned_id=4)
     assert ours.numel == chunk_rows * V
@@ -230,7 +254,10 @@ def reference_uniform(*key):
 
 
 GOLDEN = [
-    ((0,), "0x1.c4415072f63b9p-1"),  # the first output of SplitMix64 from seed 0 is 0xE220A8397B1DCDAF
+    (
+        (0,),
+        "0x1.c4415072f63b9p-1",
+    ),  # the first output of SplitMix64 from seed 0 is 0xE220A8397B1DCDAF
     ((42, 0, 0, 0, "token"), "0x1.7f23f43a94e98p-3"),
     ((42, 0, 0, 0, "order"), "0x1.226c1506edecep-2"),
     ((42, 1, 0, 0, "token"), "0x1.39852f048a2d8p-2"),
@@ -252,7 +279,10 @@ def test_keyed_uniform_golden_values(key, value):
 def test_keyed_uniform_equals_the_reference_over_a_grid_of_keys():
     seeds, samples, positions = torch.arange(3), torch.arange(5), torch.arange(4)
     got = keyed_uniform(seeds[:, None, None], samples[:, None], positions, 2, "token")
-    want = [[[reference_uniform(a, b, c, 2, "token") for c in range(4)] for b in range(5)] for a in range(3)]
+    want = [
+        [[reference_uniform(a, b, c, 2, "token") for c in range(4)] for b in range(5)]
+        for a in range(3)
+    ]
     assert torch.equal(got, torch.tensor(want, dtype=torch.float64))
 
 
@@ -280,7 +310,9 @@ def test_keyed_uniform_is_uniform_along_every_part_of_the_key(part):
         assert abs((x[lag:] * x[:-lag]).mean()) * 12 * root < 4.5, lag
     cells = lambda values, k: np.bincount((values * k).long().numpy(), minlength=k)
     assert abs(chi_square_z(cells(u, 256), np.full(256, n / 256))) < 4.5
-    assert abs(chi_square_z(cells((u * 2**40) % 1, 256), np.full(256, n / 256))) < 4.5  # bits 41..48
+    assert (
+        abs(chi_square_z(cells((u * 2**40) % 1, 256), np.full(256, n / 256))) < 4.5
+    )  # bits 41..48
     pairs = (u[::2] * 16).long() * 16 + (u[1::2] * 16).long()
     assert abs(chi_square_z(np.bincount(pairs.numpy(), minlength=256), np.full(256, n / 512))) < 4.5
 
@@ -297,7 +329,10 @@ def test_these_statistics_see_a_bad_generator():
 def test_keyed_uniform_streams_are_independent(other):
     """'short words, which keep the streams of different uses apart', consecutive seeds: no correlation between streams."""
     i = torch.arange(1 << 16)
-    a, b = keyed_uniform(42, i, 0, 0, "token") - 0.5, keyed_uniform(other[0], i, 0, 0, other[1]) - 0.5
+    a, b = (
+        keyed_uniform(42, i, 0, 0, "token") - 0.5,
+        keyed_uniform(other[0], i, 0, 0, other[1]) - 0.5,
+    )
     assert abs((a * b).mean()) * 12 * math.sqrt(len(i)) < 4.5
     assert not (a == b).any()
 
@@ -313,9 +348,17 @@ def test_keyed_uniform_does_not_depend_on_the_layout():
     """'equal keys give equal numbers on every ... batch layout'."""
     sample, position = torch.arange(6), torch.arange(9)
     grid = keyed_uniform(1, sample[:, None], position, 0, "token")
-    flat = keyed_uniform(1, sample.repeat_interleave(9), position.repeat(6), torch.zeros(54, dtype=torch.long), "token")
+    flat = keyed_uniform(
+        1,
+        sample.repeat_interleave(9),
+        position.repeat(6),
+        torch.zeros(54, dtype=torch.long),
+        "token",
+    )
     order = torch.randperm(54, generator=torch.Generator().manual_seed(0))
-    shuffled = keyed_uniform(torch.tensor(1), sample.repeat_interleave(9)[order], position.repeat(6)[order], 0, "token")
+    shuffled = keyed_uniform(
+        torch.tensor(1), sample.repeat_interleave(9)[order], position.repeat(6)[order], 0, "token"
+    )
     assert torch.equal(grid.flatten(), flat) and torch.equal(flat[order], shuffled)
     assert keyed_uniform(1, 4, 7, 0, "token") == grid[4, 7]
     assert keyed_uniform(1, torch.empty(0, dtype=torch.long)).shape == (0,)
@@ -337,11 +380,15 @@ def test_samples_follow_the_tempered_softmax(row, temperature):
     """Tokens are drawn from softmax(logits / temperature): chi-square with keyed numbers, and within 1 on an even grid."""
     n, logits = 20000, torch.tensor(ROWS[row])
     p = (logits.double() / temperature).softmax(-1).numpy()
-    tokens, logps = sample_categorical(logits.expand(n, -1), keyed_uniform(3, torch.arange(n)), temperature)
+    tokens, logps = sample_categorical(
+        logits.expand(n, -1), keyed_uniform(3, torch.arange(n)), temperature
+    )
     counts = np.bincount(tokens.numpy(), minlength=len(p))
     assert tokens.dtype == torch.int64 and (counts[p == 0] == 0).all()
     assert abs(chi_square_z(counts[p > 0], n * p[p > 0])) < 4.5
-    torch.testing.assert_close(logps, (logits / temperature).log_softmax(-1)[tokens], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        logps, (logits / temperature).log_softmax(-1)[tokens], atol=1e-6, rtol=1e-6
+    )
     grid = (torch.arange(n).double() + 0.5) / n
     tokens, _ = sample_categorical(logits.expand(n, -1), grid, temperature)
     assert np.abs(np.bincount(tokens.numpy(), minlength=len(p)) - n * p).max() <= 1.01
@@ -351,7 +398,10 @@ def test_the_chi_square_sees_a_wrong_temperature():
     """Negative control: draws at temperature 1.1 are not draws at temperature 1."""
     n, logits = 20000, torch.tensor(ROWS["usual"])
     tokens, _ = sample_categorical(logits.expand(n, -1), keyed_uniform(3, torch.arange(n)), 1.1)
-    assert abs(chi_square_z(np.bincount(tokens.numpy(), minlength=7), n * logits.softmax(-1).numpy())) > 4.5
+    assert (
+        abs(chi_square_z(np.bincount(tokens.numpy(), minlength=7), n * logits.softmax(-1).numpy()))
+        > 4.5
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
@@ -368,8 +418,12 @@ def test_a_large_vocabulary(temperature):
         cdf = (logits.double() / temperature).softmax(-1).cumsum(-1)
         low = torch.where(tokens > 0, cdf[(tokens - 1).clamp(min=0)], 0)
         assert (low - 2e-6 <= u).all() and (u <= cdf[tokens] + 2e-6).all()
-        torch.testing.assert_close(logps, (logits / temperature).log_softmax(-1)[tokens], atol=2e-6, rtol=1e-6)
-    assert len(sample_categorical(torch.zeros(V).expand(n, -1), u, temperature)[0].unique()) > 0.95 * n
+        torch.testing.assert_close(
+            logps, (logits / temperature).log_softmax(-1)[tokens], atol=2e-6, rtol=1e-6
+        )
+    assert (
+        len(sample_categorical(torch.zeros(V).expand(n, -1), u, temperature)[0].unique()) > 0.95 * n
+    )
 
 
 def test_the_upper_tail_is_not_cut_off():
@@ -377,7 +431,9 @@ def test_the_upper_tail_is_not_cut_off():
     logits = torch.full((1, 1001), -math.log(1e12))
     logits[0, 0] = 0.0  # the tail of 1000 tokens has mass 1e-9 together
     for fraction in (0.25, 0.75):
-        token, logp = sample_categorical(logits, torch.tensor([1 - 1e-9 * (1 - fraction)], dtype=torch.float64))
+        token, logp = sample_categorical(
+            logits, torch.tensor([1 - 1e-9 * (1 - fraction)], dtype=torch.float64)
+        )
         assert abs(token.item() - 1000 * fraction) < 3 and abs(logp.item() + math.log(1e12)) < 1e-4
 
 
@@ -392,10 +448,15 @@ def test_the_ends_of_the_unit_interval_never_draw_a_token_of_probability_zero(u,
         [-9e4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -9e4],
         [1e30, -1e30, 0.0, -inf, -inf, -inf, -inf, -1e30],
     ])  # fmt: skip
-    tokens, logps = sample_categorical(rows, torch.full((len(rows),), u, dtype=torch.float64), temperature)
+    tokens, logps = sample_categorical(
+        rows, torch.full((len(rows),), u, dtype=torch.float64), temperature
+    )
     assert rows.gather(1, tokens[:, None]).min() > -1e3 and logps.min() > -100
     p = (rows.double() / temperature).softmax(-1)
-    first, last = [int((row > 0).int().argmax()) for row in p], [int((row > 1e-15).nonzero().max()) for row in p]
+    first, last = (
+        [int((row > 0).int().argmax()) for row in p],
+        [int((row > 1e-15).nonzero().max()) for row in p],
+    )
     if u in (0.0, U_MAX):
         assert tokens.tolist() == (first if u == 0 else last)
 
@@ -428,7 +489,9 @@ def test_precision_of_the_draws(dtype):
     tokens, logps = sample_categorical(logits, keyed_uniform(1, torch.arange(40)), 0.8)
     exact = (logits.double() / 0.8).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert logps.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(logps.double(), exact, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
+    torch.testing.assert_close(
+        logps.double(), exact, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0
+    )
     tokens, logps = sample_categorical(logits[:0], torch.empty(0, dtype=torch.float64), 0.8)
     assert tokens.shape == logps.shape == (0,)
 
@@ -439,5 +502,7 @@ def test_broken_logits_come_back_as_a_log_probability_that_is_not_finite(tempera
     """The engine reports non-finite log-probabilities: a draw must not fail before that, nor leave the vocabulary."""
     logits = torch.zeros(2, 5)
     logits[1, 3] = bad
-    tokens, logps = sample_categorical(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), temperature)
+    tokens, logps = sample_categorical(
+        logits, torch.tensor([0.5, 0.5], dtype=torch.float64), temperature
+    )
     assert logps[0].isfinite() and not logps[1].isfinite() and ((tokens >= 0) & (tokens < 5)).all()

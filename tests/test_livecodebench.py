@@ -39,7 +39,9 @@ SUM = {  # columns and types of livecodebench/code_generation_lite
     "private_test_cases": packed(cases("stdin", ("5 6", "11"), ("0.5 1", "1.5\n"))),
     "metadata": "{}",
 }
-STARTER = "class Solution:\n    def twoSum(self, nums: List[int], target: int) -> List[int]:\n        "
+STARTER = (
+    "class Solution:\n    def twoSum(self, nums: List[int], target: int) -> List[int]:\n        "
+)
 TWO_SUM = SUM | {
     "question_content": "Two of them.",
     "platform": "leetcode",
@@ -71,17 +73,29 @@ def test_rows_and_their_tests(tmp_path, suffix):
     assert (one["question"], one["starter"], one["name"]) == ("Add two numbers.", "", "")
     assert (two["starter"], two["name"]) == (STARTER, "twoSum")
     assert lcb.tests_of(one) == [["1 2\n", "3\n"], ["5 6", "11"], ["0.5 1", "1.5\n"]]
-    assert lcb.tests_of(two) == [["[2, 7, 11]\n9", "[0, 1]"], ["[3, 3]\n6", "[0, 1]"], ["[1, 5, 2]\n7", "[1, 2]"]]
+    assert lcb.tests_of(two) == [
+        ["[2, 7, 11]\n9", "[0, 1]"],
+        ["[3, 3]\n6", "[0, 1]"],
+        ["[1, 5, 2]\n7", "[1, 2]"],
+    ]
     # of the form of the hub's files only the place is kept: private tests are gigabytes
     assert isinstance(two["private"], tuple) == (suffix == "jsonl")
-    assert lcb.load("train", path, limit=1) == [one] and lcb.tests_of(json.loads(json.dumps(two))) == lcb.tests_of(two)
+    assert lcb.load("train", path, limit=1) == [one] and lcb.tests_of(
+        json.loads(json.dumps(two))
+    ) == lcb.tests_of(two)
 
 
 def test_private_tests_of_the_hub():
     found = lcb.tests_of({"public": [], "private": REAL, "source": "x"})
-    assert found[0] == ["1\nabc\n", "YES\n"] and [len(given.split()) - 1 for given, _ in found] == [1, 3, 5, 6]
+    assert found[0] == ["1\nabc\n", "YES\n"] and [len(given.split()) - 1 for given, _ in found] == [
+        1,
+        3,
+        5,
+        6,
+    ]
     assert found == [
-        [test["input"], test["output"]] for test in json.loads(pickle.loads(zlib.decompress(base64.b64decode(REAL))))
+        [test["input"], test["output"]]
+        for test in json.loads(pickle.loads(zlib.decompress(base64.b64decode(REAL))))
     ]
 
 
@@ -113,7 +127,10 @@ def test_pickles_of_every_protocol(protocol):
         (base64.b64encode(b"no zlib").decode(), "Error"),
         (packed(cases("stdin", ("1", "2")))[:40], "cut off"),
         (base64.b64encode(zlib.compress(b"\x80\x04X\x05\0\0\0ab")).decode(), "expected"),
-        (base64.b64encode(zlib.compress(pickle.dumps("x" * 2000))).decode(), "more than 1000 bytes"),
+        (
+            base64.b64encode(zlib.compress(pickle.dumps("x" * 2000))).decode(),
+            "more than 1000 bytes",
+        ),
     ],
 )
 def test_private_tests_that_are_something_else_name_their_row(tmp_path, monkeypatch, private, said):
@@ -122,7 +139,10 @@ def test_private_tests_that_are_something_else_name_their_row(tmp_path, monkeypa
     monkeypatch.setattr(contests, "MAX_TESTS", 1000)
     (example,) = examples(tmp_path, SUM | {"private_test_cases": private})
     message = one_line(lambda: lcb.score("print(1)", example))
-    assert message.startswith(f"{tmp_path}/rows.jsonl row 1: private_test_cases cannot be read (") and said in message
+    assert (
+        message.startswith(f"{tmp_path}/rows.jsonl row 1: private_test_cases cannot be read (")
+        and said in message
+    )
     assert not Path("attacked").exists()
     if said == "not of a text" and private == packed(Attack()):
         pickle.loads(zlib.decompress(base64.b64decode(private)))  # the attack is real
@@ -147,7 +167,10 @@ def test_private_tests_that_are_something_else_name_their_row(tmp_path, monkeypa
 def test_bad_rows_are_named(tmp_path, bad):
     path = write(tmp_path / "rows.jsonl", [SUM, SUM | bad])
     message = one_line(lambda: lcb.load("test", path))
-    assert message.startswith(f"{path} row 2: cannot read a problem from question_title, ") and lcb.COLUMNS in message
+    assert (
+        message.startswith(f"{path} row 2: cannot read a problem from question_title, ")
+        and lcb.COLUMNS in message
+    )
     assert len(lcb.load("test", path, limit=1)) == 1
 
 
@@ -177,23 +200,38 @@ def test_releases_and_dates(tmp_path, monkeypatch):
         return write(tmp_path / name, rows)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    numbers = lambda path, **more: "".join(example["question"] for example in lcb.load("test", path, **more))
+    numbers = lambda path, **more: "".join(
+        example["question"] for example in lcb.load("test", path, **more)
+    )
     assert numbers("release_v2") == "1122" and asked == ["test.jsonl", "test2.jsonl"]
     assert numbers("v3") == "33" and asked[2:] == ["test3.jsonl"]
-    assert numbers("") == numbers("release_latest") == numbers(lcb.HUB) == numbers("release_v6") == "112233445566"
-    assert numbers("release_v6@2022-01-02..2024-01-01") == "2334" and numbers("release_v6@..2021-02-01") == "11"
+    assert (
+        numbers("")
+        == numbers("release_latest")
+        == numbers(lcb.HUB)
+        == numbers("release_v6")
+        == "112233445566"
+    )
+    assert (
+        numbers("release_v6@2022-01-02..2024-01-01") == "2334"
+        and numbers("release_v6@..2021-02-01") == "11"
+    )
     assert numbers("release_v6@2026-02-01..") == "6" and numbers("@2021-01-01..2021-01-01") == "1"
     assert numbers(f"{tmp_path}/test3.jsonl@2023-01-01..2023-01-31") == "3"
     assert numbers("release_v6@2023-01-01..", limit=3) == "334"
     for split in ("train", "validation"):
         message = one_line(lambda split=split: lcb.load(split, "release_v6@2023-01-01.."))
         assert message.startswith(f"--split {split}: {lcb.HUB} has test alone; train on")
-    assert "no contest from 2030-01-01 to the last" in one_line(lambda: lcb.load("test", "release_v1@2030-01-01.."))
+    assert "no contest from 2030-01-01 to the last" in one_line(
+        lambda: lcb.load("test", "release_v1@2030-01-01..")
+    )
     for wrong in ("release_v7", "release_v6@2023..2024", "release_v6@2023-01-01"):
         assert "no such preset or file" in one_line(lambda wrong=wrong: lcb.load("test", wrong))
 
     def offline(*arguments, **named):
-        raise type("ReadTimeout", (Exception,), {})("We couldn't connect\nto the hub")  # httpx' own is no OSError
+        raise type("ReadTimeout", (Exception,), {})(
+            "We couldn't connect\nto the hub"
+        )  # httpx' own is no OSError
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     message = one_line(lambda: lcb.load("test", "v5"))
@@ -201,7 +239,9 @@ def test_releases_and_dates(tmp_path, monkeypatch):
         f"--data v5: {lcb.HUB} cannot be had from the hub; with --data FILE.jsonl a copy of its files is read"
     )
     assert message.endswith("(We couldn't connect to the hub)")
-    assert one_line(lambda: lcb.load("test")).startswith("--data livecodebench/code_generation_lite: ")
+    assert one_line(lambda: lcb.load("test")).startswith(
+        "--data livecodebench/code_generation_lite: "
+    )
 
 
 def test_prompts(tmp_path):
@@ -273,7 +313,9 @@ FUNCTIONAL = {
     f"{STARTER}{FIND}": 1.0,
     f"```python\n{STARTER}return [0, 1]\n```": 0.0,  # the last test
     f"```python\n{STARTER}{FIND.replace('[j, i]', '[i, j]')}```": 0.0,
-    f"```python\n{STARTER}{FIND.replace('twoSum', 'other')}```".replace("def twoSum", "def other"): 0.0,
+    f"```python\n{STARTER}{FIND.replace('twoSum', 'other')}```".replace(
+        "def twoSum", "def other"
+    ): 0.0,
     f"```python\n{STARTER}raise SystemExit(0)\n```": 0.0,
     f"```python\nclass E(list):\n    def __eq__(self, other): return True\n{STARTER}return E()\n```": 0.0,
     "```python\nimport os\nos._exit(0)\n```": 0.0,
@@ -282,12 +324,18 @@ FUNCTIONAL = {
 }
 
 
-@pytest.mark.parametrize(("row", "completions"), [(SUM, STDIN), (TWO_SUM, FUNCTIONAL)], ids=["stdin", "functional"])
+@pytest.mark.parametrize(
+    ("row", "completions"), [(SUM, STDIN), (TWO_SUM, FUNCTIONAL)], ids=["stdin", "functional"]
+)
 def test_completions(tmp_path, monkeypatch, row, completions):
     monkeypatch.setattr(lcb, "TIMEOUT", 60)  # nothing here may depend on how busy the machine is
     (example,) = examples(tmp_path, row)
     got = lcb.score_batch(list(completions), [example] * len(completions))
-    wrong = {text[:80]: score for (text, want), score in zip(completions.items(), got, strict=True) if score != want}
+    wrong = {
+        text[:80]: score
+        for (text, want), score in zip(completions.items(), got, strict=True)
+        if score != want
+    }
     assert not wrong
     assert lcb.extract("", example) is None and lcb.extract("```python\n```", example) is None
 
@@ -325,7 +373,11 @@ def test_problems_with_large_tests_are_judged_one_at_a_time(tmp_path, monkeypatc
     large = SUM | {"private_test_cases": cases("stdin", (numbers, "15000"))}
     problems = lcb.load("test", write(tmp_path / f"rows.{suffix}", [large, SUM, large, SUM, large]))
     batches, judge = [], lcb.pass_or_fail
-    monkeypatch.setattr(lcb, "pass_or_fail", lambda jobs: batches.append([job is not None for job in jobs]) or judge(jobs))
+    monkeypatch.setattr(
+        lcb,
+        "pass_or_fail",
+        lambda jobs: batches.append([job is not None for job in jobs]) or judge(jobs),
+    )
     right, wrong = "print(sum(map(float, input().split())))", "print(3)"
     texts = [f"```python\n{code}\n```" for code in (right, right, wrong, wrong)] + [""]
     monkeypatch.setattr(lcb, "LARGE", 10_000)
@@ -350,20 +402,34 @@ with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
 if found:
     print("-".join(["needle", "5", "6"]))
 """
-    row = SUM | {"public_test_cases": cases("stdin", ("7", "needle-5-6")), "private_test_cases": "[]"}
+    row = SUM | {
+        "public_test_cases": cases("stdin", ("7", "needle-5-6")),
+        "private_test_cases": "[]",
+    }
     (example,) = examples(tmp_path, row)
-    result = sandbox.run(lcb.job(search.replace("KNOWN", str(known)), example), without=["files", "uid"])
+    result = sandbox.run(
+        lcb.job(search.replace("KNOWN", str(known)), example), without=["files", "uid"]
+    )
     assert result.reason == ("passed" if known else "wrong"), result
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):
     data = write(tmp_path / "rows.jsonl", [SUM, TWO_SUM, SUM])
     texts = [next(iter(STDIN)), next(iter(FUNCTIONAL)), ""]
-    completions = write(tmp_path / "c.jsonl", [{"index": i, "completion": text} for i, text in enumerate(texts)])
+    completions = write(
+        tmp_path / "c.jsonl", [{"index": i, "completion": text} for i, text in enumerate(texts)]
+    )
     flags = ["--completions", completions, "--data", data, "--out", str(tmp_path / "out")]
     result = cli(monkeypatch, capsys, *flags, task="livecodebench")
     assert (result["n"], result["accuracy"], result["answered"]) == (3, 2 / 3, 2 / 3)
-    flags = ["--completions", completions, "--data", f"{data}@2025-01-01..", "--out", str(tmp_path / "window")]
+    flags = [
+        "--completions",
+        completions,
+        "--data",
+        f"{data}@2025-01-01..",
+        "--out",
+        str(tmp_path / "window"),
+    ]
     write(tmp_path / "c.jsonl", [{"index": 0, "completion": texts[1]}])
     result = cli(monkeypatch, capsys, *flags, task="livecodebench")
     assert (result["n"], result["accuracy"]) == (1, 1.0)

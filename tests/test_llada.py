@@ -46,7 +46,9 @@ def model_of(config=CONFIG, dtype=torch.float32):
     model, stream = materialize(build_model(config), "cpu"), np.random.RandomState(0)
     for _, value in sorted(model.state_dict().items()):
         draw = stream.standard_normal(tuple(value.shape))
-        value.copy_(torch.from_numpy(1 + 0.2 * draw if draw.ndim == 1 else draw / math.sqrt(draw.shape[1])))
+        value.copy_(
+            torch.from_numpy(1 + 0.2 * draw if draw.ndim == 1 else draw / math.sqrt(draw.shape[1]))
+        )
     return set_special_tokens(model.to(dtype))
 
 
@@ -91,11 +93,15 @@ def swapped(a, b):
 
 def half_precision_rope(model, monkeypatch):
     exact = llada.rope_tables
-    monkeypatch.setattr(llada, "rope_tables", lambda *args: [table.bfloat16().float() for table in exact(*args)])
+    monkeypatch.setattr(
+        llada, "rope_tables", lambda *args: [table.bfloat16().float() for table in exact(*args)]
+    )
 
 
 def causal_attention(model, monkeypatch):
-    causal = lambda layer, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    causal = lambda layer, q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     monkeypatch.setattr(llada, "make_attend", lambda *_: causal)
 
 
@@ -106,7 +112,13 @@ def shifted_logits(model, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    [swapped("ff_proj", "up_proj"), swapped("attn_norm", "ff_norm"), half_precision_rope, causal_attention, shifted_logits],
+    [
+        swapped("ff_proj", "up_proj"),
+        swapped("attn_norm", "ff_norm"),
+        half_precision_rope,
+        causal_attention,
+        shifted_logits,
+    ],
     ids=["gate and up swapped", "norms swapped", "half-precision rope", "causal", "shifted"],
 )
 def test_the_golden_logits_see_mistakes(change, monkeypatch):
@@ -135,8 +147,12 @@ def test_bf16_logits_stay_near_the_official_ones(monkeypatch):
     assert (model.logits(LONG).argmax(-1) == WANT["bf16_long_argmax"]).double().mean() >= 0.97
     error = (got.float() - WANT["bf16_logits"].float()).abs().mean()
     exact = llada.rope_tables
-    monkeypatch.setattr(llada, "rope_tables", lambda *args: [table.bfloat16() for table in exact(*args)])
-    assert (model.logits(IDS).float() - WANT["bf16_logits"].float()).abs().mean() > max(2 * error, 1e-3)
+    monkeypatch.setattr(
+        llada, "rope_tables", lambda *args: [table.bfloat16() for table in exact(*args)]
+    )
+    assert (model.logits(IDS).float() - WANT["bf16_logits"].float()).abs().mean() > max(
+        2 * error, 1e-3
+    )
 
 
 @torch.no_grad()
@@ -156,7 +172,10 @@ def test_every_token_sees_every_other():
 def ragged(lengths, side, seed=0):
     """Rows of random clean ids, noised at about half of the places -> clean, noisy, score (noised places), valid."""
     T, generator = max(lengths) + 2, torch.Generator().manual_seed(seed)
-    clean, valid = torch.zeros(len(lengths), T, dtype=torch.long), torch.zeros(len(lengths), T, dtype=torch.bool)
+    clean, valid = (
+        torch.zeros(len(lengths), T, dtype=torch.long),
+        torch.zeros(len(lengths), T, dtype=torch.bool),
+    )
     for i, length in enumerate(lengths):
         first = T - length if side == "left" else 0
         clean[i, first : first + length] = torch.randint(2, MASK, (length,), generator=generator)
@@ -189,7 +208,9 @@ def test_positions_are_counted_over_valid_tokens():
     """'position_ids, counted over valid tokens, and block_ids, which are 0'."""
     valid = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
     position_ids, block_ids = model_of(SMALL).grid(valid)
-    assert position_ids.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2], [0, 1, 2, 3]] and not block_ids.any()
+    assert (
+        position_ids.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2], [0, 1, 2, 3]] and not block_ids.any()
+    )
 
 
 def naive_logps(model, clean, noisy, score, valid, temperature):
@@ -197,7 +218,9 @@ def naive_logps(model, clean, noisy, score, valid, temperature):
     out, entropies = [], []
     for i, row in enumerate(valid):
         logits = model.logits(noisy[i, row][None])[0] / temperature
-        log_p = torch.cat([logits[:, :MASK], logits[:, MASK + 1 :]], -1).log_softmax(-1)[score[i, row]]
+        log_p = torch.cat([logits[:, :MASK], logits[:, MASK + 1 :]], -1).log_softmax(-1)[
+            score[i, row]
+        ]
         target = clean[i, score[i]]
         out.append(log_p.gather(-1, (target - (target > MASK).long())[:, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
@@ -212,13 +235,17 @@ def test_logps_and_their_gradients_are_those_of_the_full_logits(side, temperatur
     clean, noisy, score, valid = ragged([10, 3, 7], side)
     clean[valid & (clean == 5)] = 260  # a target behind the mask token too
     clean[score & (score.cumsum(1) == 1)] = 261
-    logps, entropies = model.logps(clean, noisy, score, valid, temperature=temperature, entropy=True)
+    logps, entropies = model.logps(
+        clean, noisy, score, valid, temperature=temperature, entropy=True
+    )
     want, want_entropies = naive_logps(model, clean, noisy, score, valid, temperature)
     assert logps.shape == clean.shape and len(want) == score.sum() > 5
     torch.testing.assert_close(logps[score], want, atol=1e-12, rtol=0)
     torch.testing.assert_close(entropies[score], want_entropies, atol=1e-12, rtol=0)
     assert not logps[~score].any() and not entropies[~score].any() and (want < 0).all()
-    a, b = torch.randn(2, len(want), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    a, b = torch.randn(
+        2, len(want), generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     got = grads(model, (a * logps[score] + b * entropies[score]).sum())
     want = grads(model, (a * want + b * want_entropies).sum())
     for name in want:
@@ -246,7 +273,10 @@ def test_logps_are_fp32():
     clean, noisy, score, valid = ragged([20, 20], "left")
     clean, noisy, score, valid = (value[:, 2:] for value in (clean, noisy, score, valid))
     exact = model_of(SMALL, torch.float64).logps(clean, noisy, score, valid)
-    single, half = (model_of(SMALL, dtype).logps(clean, noisy, score) for dtype in (torch.float32, torch.bfloat16))
+    single, half = (
+        model_of(SMALL, dtype).logps(clean, noisy, score)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert single.dtype == half.dtype == torch.float32
     assert largest(single, exact) < 1e-5 and largest(half, exact) < 0.2
 
@@ -284,12 +314,20 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path):
     assert_same_weights(loaded, model)
     assert load_file(tmp_path / "a/model.safetensors").keys() == model.state_dict().keys()
     assert loaded.checkpoint_config == SMALL
-    assert (loaded.mask_token_id, loaded.eos_token_ids, loaded.pad_token_id, loaded.block_length) == (MASK, [256], 256, 4)
+    assert (
+        loaded.mask_token_id,
+        loaded.eos_token_ids,
+        loaded.pad_token_id,
+        loaded.block_length,
+    ) == (MASK, [256], 256, 4)
     assert torch.equal(loaded.logits(IDS), model.logits(IDS))
 
 
 def test_the_block_length_is_32_unless_the_config_says_otherwise():
-    assert model_of(CONFIG).block_length == 32 and model_of(CONFIG | {"block_length": 8}).block_length == 8
+    assert (
+        model_of(CONFIG).block_length == 32
+        and model_of(CONFIG | {"block_length": 8}).block_length == 8
+    )
 
 
 def test_adapters_go_on_the_layers_of_blocks_and_not_on_the_head(tmp_path):
@@ -308,7 +346,10 @@ def test_adapters_go_on_the_layers_of_blocks_and_not_on_the_head(tmp_path):
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), byte_tokenizer())
     merged = load_model(tmp_path / "adapter")
     assert (
-        largest(merged.logits(IDS), model.logits(IDS)) < 1e-5 < 0.1 < largest(merged.logits(IDS), model_of(SMALL).logits(IDS))
+        largest(merged.logits(IDS), model.logits(IDS))
+        < 1e-5
+        < 0.1
+        < largest(merged.logits(IDS), model_of(SMALL).logits(IDS))
     )
     head = "model.transformer.ff_out.weight"
     assert torch.equal(merged.state_dict()[head], model_of(SMALL).state_dict()[head])
@@ -372,11 +413,21 @@ def official(name):
 @needs_hf
 def test_names_and_sizes_are_those_of_the_official_index():
     """Names equal the weight_map, bf16 bytes equal total_size, shapes as listed."""
-    shapes, index = tensor_shapes(build_model(official("config.json"))), official("model.safetensors.index.json")
+    shapes, index = (
+        tensor_shapes(build_model(official("config.json"))),
+        official("model.safetensors.index.json"),
+    )
     assert shapes.keys() == index["weight_map"].keys() and len(shapes) == 291
-    assert 2 * sum(map(math.prod, shapes.values())) == index["metadata"]["total_size"] == 2 * 8_015_581_184
+    assert (
+        2 * sum(map(math.prod, shapes.values()))
+        == index["metadata"]["total_size"]
+        == 2 * 8_015_581_184
+    )
     square, gate, norm, end = (4096, 4096), (12288, 4096), (4096,), (126464, 4096)
-    block = {name: square for name in ("q_proj", "k_proj", "v_proj", "attn_out")} | {"ff_proj": gate, "up_proj": gate}
+    block = {name: square for name in ("q_proj", "k_proj", "v_proj", "attn_out")} | {
+        "ff_proj": gate,
+        "up_proj": gate,
+    }
     block |= {"ff_out": gate[::-1], "attn_norm": norm, "ff_norm": norm}
     want = {f"blocks.{i}.{name}": shape for i in range(32) for name, shape in block.items()}
     want |= {"wte": end, "ln_f": norm, "ff_out": end}
@@ -399,7 +450,9 @@ def test_a_tokenizer_without_turn_end_or_mask(tmp_path):
         json.dumps({"added_tokens_decoder": {i: token for i, token in tokens.items() if i in ids}})
     )
     write("126081", "126336")
-    assert set_special_tokens(build_model(official("config.json")), tmp_path).eos_token_ids == [126081]
+    assert set_special_tokens(build_model(official("config.json")), tmp_path).eos_token_ids == [
+        126081
+    ]
     write("126081", "126348")
     with exits_with_one_line("mask_token_id 126336"):
         set_special_tokens(build_model(official("config.json")), tmp_path)
@@ -410,7 +463,9 @@ def test_template_golden():
     """Content is trimmed, the text starts with BOS and ends with the header of the answer."""
     tokenizer, facts = byte_tokenizer(), official("tokenizer_config.json")
     tokenizer.chat_template, tokenizer.bos_token = facts["chat_template"], facts["bos_token"]
-    render = lambda turns: bytes(prompt_ids(tokenizer, turns)).decode()  # the text holds no token of the byte tokenizer
+    render = lambda turns: bytes(
+        prompt_ids(tokenizer, turns)
+    ).decode()  # the text holds no token of the byte tokenizer
     header = "<|start_header_id|>{}<|end_header_id|>\n\n".format
     turns = [{"role": "user", "content": "Hi "}]
     text = f"<|startoftext|>{header('user')}Hi<|eot_id|>"

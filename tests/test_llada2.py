@@ -32,14 +32,22 @@ from test_models import (
 
 import models.checkpoint
 from models import add_lora, export_weights, llada2, load_model, prompt_ids, save_model, sdar
-from models.checkpoint import build_model, materialize, set_special_tokens, tensor_names, tensor_shapes
+from models.checkpoint import (
+    build_model,
+    materialize,
+    set_special_tokens,
+    tensor_names,
+    tensor_shapes,
+)
 from models.random_init import TINY_LLADA2, byte_tokenizer, random_model
 
 
 def golden(family):
     """-> (content of config.json, {name: tensor}) of the official run"""
     with safe_open(Path(__file__).parent / "golden" / f"{family}.safetensors", "pt") as file:
-        return json.loads(file.metadata()["config"]), {name: file.get_tensor(name) for name in file.keys()}
+        return json.loads(file.metadata()["config"]), {
+            name: file.get_tensor(name) for name in file.keys()
+        }
 
 
 CONFIG, WANT = golden("llada2")
@@ -47,10 +55,20 @@ SDAR_CONFIG, SDAR_WANT = golden("sdar_moe")
 FAMILIES = {"llada2": (CONFIG, WANT), "sdar-moe": (SDAR_CONFIG, SDAR_WANT)}
 # fits the byte tokenizer and the helpers of test_models
 SHRUNK = {
-    **{"vocab_size": 264, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "moe_intermediate_size": 8},
+    **{
+        "vocab_size": 264,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "head_dim": 8,
+        "moe_intermediate_size": 8,
+    },
     **{"mask_token_id": MASK, "eos_token_id": 1, "pad_token_id": 0, "block_size": 4},
 }
-SMALL = CONFIG | SHRUNK | {"rotary_dim": 4, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3}
+SMALL = (
+    CONFIG
+    | SHRUNK
+    | {"rotary_dim": 4, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 3}
+)
 SMALL_OF = {"llada2": SMALL, "sdar-moe": SDAR_CONFIG | SHRUNK}
 
 
@@ -61,7 +79,13 @@ def model_of(config=CONFIG, dtype=torch.float32, is_rounded=False):
     for name, value in tensor_names(model).items():
         draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(value.shape))
         is_bias = name.endswith("bias")
-        draw = 0.2 * draw if is_bias else 1 + 0.2 * draw if draw.ndim == 1 else draw / math.sqrt(draw.shape[1])
+        draw = (
+            0.2 * draw
+            if is_bias
+            else 1 + 0.2 * draw
+            if draw.ndim == 1
+            else draw / math.sqrt(draw.shape[1])
+        )
         draw = torch.from_numpy(draw).float()
         value.copy_(draw.bfloat16() if is_rounded and not is_bias else draw)
     return set_special_tokens(model.to(dtype))
@@ -92,7 +116,10 @@ def test_logits_and_logps_are_the_official_ones(family):
 def test_bf16_logits_agree_with_the_official_ones(family):
     """Argmax of at least 97 %, difference at most 0.1 at scale 4; LLaDA2's logits are cast to fp32 after the head."""
     config, want = FAMILIES[family]
-    got, want = model_of(config, torch.bfloat16, is_rounded=True).logits(want["ids"]), want["logits_bf16"]
+    got, want = (
+        model_of(config, torch.bfloat16, is_rounded=True).logits(want["ids"]),
+        want["logits_bf16"],
+    )
     assert got.dtype == (torch.float32 if family == "llada2" else torch.bfloat16)
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() >= 0.97
     assert (got.float() - want.float()).abs().quantile(0.97) <= 0.1
@@ -198,7 +225,12 @@ def test_rotation_leaves_the_other_dimensions_alone():
     for j in range(8):  # dimension j pairs with j + r / 2
         pair = torch.view_as_complex(torch.stack([x[..., j], x[..., j + 8]], -1).contiguous())
         turned = pair * torch.exp(1j * torch.arange(9, dtype=torch.float64) * 6e5 ** (-2 * j / 16))
-        torch.testing.assert_close(torch.stack([y[..., j], y[..., j + 8]], -1), torch.view_as_real(turned), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.stack([y[..., j], y[..., j + 8]], -1),
+            torch.view_as_real(turned),
+            atol=1e-5,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,8 +241,14 @@ def test_a_token_changes_its_own_block_and_later_ones_only(family):
     for t in range(14):
         changed = ids.clone()
         changed[0, t] = (changed[0, t] + 1) % MASK
-        difference = (model.logits(changed) - before).abs().amax(-1)[0]  # not bitwise: an expert's rows are one product
-        assert (difference > 1e-6).tolist() == (difference > 1e-13).tolist() == [q // 4 >= t // 4 for q in range(14)]
+        difference = (
+            (model.logits(changed) - before).abs().amax(-1)[0]
+        )  # not bitwise: an expert's rows are one product
+        assert (
+            (difference > 1e-6).tolist()
+            == (difference > 1e-13).tolist()
+            == [q // 4 >= t // 4 for q in range(14)]
+        )
 
 
 # --- routing -----------------------------------------------------------------------------------------------------------------
@@ -218,7 +256,9 @@ def test_a_token_changes_its_own_block_and_later_ones_only(family):
 
 def moe_of(bias, scores, **values):
     """A MoE layer whose router gives token t the sigmoid scores scores[t], by one-hot inputs. -> (layer, inputs)"""
-    config = llada2.Config.from_dict(CONFIG | values | {"hidden_size": len(scores), "num_experts": len(bias)})
+    config = llada2.Config.from_dict(
+        CONFIG | values | {"hidden_size": len(scores), "num_experts": len(bias)}
+    )
     layer = llada2.MoE(config)
     layer.gate.weight.data = torch.logit(torch.tensor(scores)).T.contiguous()
     layer.gate.expert_bias.copy_(torch.tensor(bias))
@@ -229,7 +269,11 @@ def test_the_bias_changes_the_choice_but_not_the_weights():
     """'The bias takes part in choosing experts, not in weighing them'; weights sum to routed_scaling_factor."""
     scores = [[0.9, 0.8, 0.1, 0.2]]
     settings = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    for bias, chosen in (([0.0] * 4, [0, 1]), ([-0.5, 0.0, 0.0, 0.5], [1, 3]), ([0.3, -0.3, 0.0, 0.0], [0, 1])):
+    for bias, chosen in (
+        ([0.0] * 4, [0, 1]),
+        ([-0.5, 0.0, 0.0, 0.5], [1, 3]),
+        ([0.3, -0.3, 0.0, 0.0], [0, 1]),
+    ):
         layer, x = moe_of(bias, scores, **settings)
         index, weight = layer.route(x)
         assert sorted(index[0].tolist()) == chosen and weight.dtype == torch.float32
@@ -259,7 +303,11 @@ def test_gradients_of_a_layer_are_summed_in_the_order_of_its_formula(dtype):
     layer = random_model(TINY_LLADA2, dtype=dtype).layers[-1].mlp
 
     def gradients(forward):
-        x = torch.randn(2, 30, 96, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        x = (
+            torch.randn(2, 30, 96, generator=torch.Generator().manual_seed(0))
+            .to(dtype)
+            .requires_grad_()
+        )
         forward(x, x.detach()).float().square().sum().backward()
         return x.grad
 
@@ -267,21 +315,30 @@ def test_gradients_of_a_layer_are_summed_in_the_order_of_its_formula(dtype):
         shared = layer.shared_experts(x)
         return onto + (layer.experts(x, *layer.route(x)) + shared)
 
-    want = gradients(lambda x, onto: onto + (layer.experts(x, *layer.route(x)) + layer.shared_experts(x)))
+    want = gradients(
+        lambda x, onto: onto + (layer.experts(x, *layer.route(x)) + layer.shared_experts(x))
+    )
     assert torch.equal(gradients(layer), want)
     assert not torch.equal(gradients(shared_first), want)
 
 
 def test_experts_of_closed_groups_are_not_chosen():
     """A group counts by the sum of its two best; the single best expert of all is lost with its group."""
-    scores, settings = [[0.95, 0.1, 0.1, 0.6, 0.6, 0.1, 0.5, 0.5, 0.5]], {"n_group": 3, "num_experts_per_tok": 3}
+    scores, settings = (
+        [[0.95, 0.1, 0.1, 0.6, 0.6, 0.1, 0.5, 0.5, 0.5]],
+        {"n_group": 3, "num_experts_per_tok": 3},
+    )
     layer, x = moe_of([0.0] * 9, scores, topk_group=1, **settings)
     assert sorted(layer.route(x)[0][0].tolist()) == [3, 4, 5]
     layer, x = moe_of([0.0] * 9, scores, topk_group=2, **settings)
     assert sorted(layer.route(x)[0][0].tolist()) == [0, 3, 4]
-    layer, x = moe_of([-0.99] * 9, scores, topk_group=1, **settings)  # open experts below zero: closed ones are not zeros
+    layer, x = moe_of(
+        [-0.99] * 9, scores, topk_group=1, **settings
+    )  # open experts below zero: closed ones are not zeros
     assert sorted(layer.route(x)[0][0].tolist()) == [3, 4, 5]
-    layer, x = moe_of([0.0] * 6 + [0.3] * 3, scores, topk_group=1, **settings)  # the bias opens another group
+    layer, x = moe_of(
+        [0.0] * 6 + [0.3] * 3, scores, topk_group=1, **settings
+    )  # the bias opens another group
     index, weight = layer.route(x)
     assert sorted(index[0].tolist()) == [6, 7, 8]
     torch.testing.assert_close(weight[0], torch.full((3,), 2.5 / 3))
@@ -328,7 +385,9 @@ def test_logps_of_a_block_are_those_of_a_pass_over_its_clean_past(family, side):
         assert len(want) == score.sum() > 0
         for place in want:
             torch.testing.assert_close(logps[place], want[place], atol=1e-11, rtol=0, msg=kind)
-            torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-11, rtol=0, msg=kind)
+            torch.testing.assert_close(
+                entropies[place], want_entropies[place], atol=1e-11, rtol=0, msg=kind
+            )
         assert (logps[~score] == 0).all() and (entropies[~score] == 0).all()
 
 
@@ -337,7 +396,9 @@ def test_gradient_of_logps_against_full_logits(family):
     """Every parameter, stacked experts and router included, to 1e-9; the expert bias has none."""
     model = model_of(SMALL_OF[family], torch.float64)
     clean, noisy, score, valid = ragged([10, 3, 7], "left")
-    slope = torch.randn(clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    slope = torch.randn(
+        clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     got = grads(model, (slope * model.logps(clean, noisy, score, valid)).sum())
     want, _ = naive_logps(model, clean, noisy, score, valid)
     want = grads(model, sum(slope[p] * want[p] for p in want))
@@ -368,7 +429,9 @@ def test_a_padded_row_equals_the_row_alone(family, side):
     for i in range(len(clean)):
         row, noisy_row, scored = (x[i, valid[i]][None] for x in (clean, noisy, score))
         torch.testing.assert_close(logits[i, valid[i]], model.logits(row)[0], atol=1e-12, rtol=0)
-        torch.testing.assert_close(logps[i, valid[i]], model.logps(row, noisy_row, scored)[0], atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            logps[i, valid[i]], model.logps(row, noisy_row, scored)[0], atol=1e-12, rtol=0
+        )
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------------------
@@ -388,14 +451,22 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path, tokenizer, monkeypatch, famil
     config = SMALL_OF[family]
     model = model_of(config)
     save_model(model, tmp_path / "a", tokenizer)
-    held = {name: value for file in (tmp_path / "a").glob("*.safetensors") for name, value in load_file(file).items()}
+    held = {
+        name: value
+        for file in (tmp_path / "a").glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     experts = model.layers[1].mlp.experts
     for e in range(config["num_experts"]):
         stem = f"model.layers.1.mlp.experts.{e}"
         gate, up = experts.gate_up[e].chunk(2)
-        assert torch.equal(held[f"{stem}.gate_proj.weight"], gate) and torch.equal(held[f"{stem}.up_proj.weight"], up)
+        assert torch.equal(held[f"{stem}.gate_proj.weight"], gate) and torch.equal(
+            held[f"{stem}.up_proj.weight"], up
+        )
         assert torch.equal(held[f"{stem}.down_proj.weight"], experts.down[e])
-    assert not any("gate_up" in name for name in held) and held.keys() == tensor_shapes(model).keys()
+    assert (
+        not any("gate_up" in name for name in held) and held.keys() == tensor_shapes(model).keys()
+    )
     loaded = load_model(tmp_path / "a")
     assert_same_weights(loaded, model)
     ids = random_ids(2, 9, MASK)
@@ -408,7 +479,9 @@ def test_a_missing_expert_stops_loading(tmp_path, tokenizer):
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(tensors | {"model.layers.1.mlp.experts.8.up_proj.weight": torch.zeros(8, 16)}, file)
-    with exits_with_one_line("missing model.layers.1.mlp.experts.3.up_proj.weight", "extra .*experts.8.up_proj"):
+    with exits_with_one_line(
+        "missing model.layers.1.mlp.experts.3.up_proj.weight", "extra .*experts.8.up_proj"
+    ):
         load_model(tmp_path / "a")
 
 
@@ -420,14 +493,22 @@ def test_the_expert_bias_stays_fp32_on_disk_and_in_memory(tmp_path, tokenizer, m
     bias = model.layers[1].mlp.gate.expert_bias
     assert not torch.equal(bias, bias.bfloat16().float())
     save_model(model, tmp_path / "a", tokenizer)
-    held = {name: value for file in (tmp_path / "a").glob("*.safetensors") for name, value in load_file(file).items()}
-    assert {name for name, value in held.items() if value.dtype != torch.bfloat16} == {"model.layers.1.mlp.gate.expert_bias"}
+    held = {
+        name: value
+        for file in (tmp_path / "a").glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    assert {name for name, value in held.items() if value.dtype != torch.bfloat16} == {
+        "model.layers.1.mlp.gate.expert_bias"
+    }
     index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in held.values())
     assert_same_weights(load_model(tmp_path / "a"), model)
     half = load_model(tmp_path / "a", dtype=torch.bfloat16)
     gate = half.layers[1].mlp.gate
-    assert torch.equal(gate.expert_bias, bias) and torch.equal(gate.weight, model.layers[1].mlp.gate.weight)
+    assert torch.equal(gate.expert_bias, bias) and torch.equal(
+        gate.weight, model.layers[1].mlp.gate.weight
+    )
     assert half.lm_head.weight.dtype == half.layers[1].mlp.experts.down.dtype == torch.bfloat16
     exported = dict(export_weights(model, torch.bfloat16))
     assert torch.equal(exported["model.layers.1.mlp.gate.expert_bias"], bias)
@@ -455,7 +536,10 @@ def qwen3_moe(directory, dtype):
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return lambda ids, visible: (
-        reference(input_ids=ids, attention_mask=additive(visible).to(dtype).expand(len(ids), 1, *visible.shape)).logits
+        reference(
+            input_ids=ids,
+            attention_mask=additive(visible).to(dtype).expand(len(ids), 1, *visible.shape),
+        ).logits
     )
 
 
@@ -467,8 +551,12 @@ def test_qwen3_moe_reads_what_we_save(tmp_path, tokenizer):
     reference = qwen3_moe(tmp_path / "a", torch.float32)
     for T in (1, 22, 61):
         ids = random_ids(2, T, 150, seed=T)
-        torch.testing.assert_close(model.logits(ids), reference(ids, block_causal(T, 4)), atol=1e-5, rtol=0)
-    assert (model.logits(ids) - reference(ids, block_causal(T, 8))).abs().max() > 1e-2  # negative control
+        torch.testing.assert_close(
+            model.logits(ids), reference(ids, block_causal(T, 4)), atol=1e-5, rtol=0
+        )
+    assert (
+        model.logits(ids) - reference(ids, block_causal(T, 8))
+    ).abs().max() > 1e-2  # negative control
 
 
 @pytest.mark.parametrize("top_k", [2, 8])
@@ -478,10 +566,16 @@ def test_bf16_logits_agree_with_those_of_qwen3_moe(tmp_path, tokenizer, top_k):
     either code, ours is as near to fp32 as theirs.
     """
     config = SDAR_CONFIG | {"num_experts_per_tok": top_k, "torch_dtype": "bfloat16"}
-    model, exact = (model_of(config, dtype, is_rounded=True) for dtype in (torch.bfloat16, torch.float32))
+    model, exact = (
+        model_of(config, dtype, is_rounded=True) for dtype in (torch.bfloat16, torch.float32)
+    )
     save_model(model, tmp_path / "a", tokenizer)
     ids = random_ids(8, 102, 150)
-    got, want, true = model.logits(ids), qwen3_moe(tmp_path / "a", torch.bfloat16)(ids, block_causal(102, 4)), exact.logits(ids)
+    got, want, true = (
+        model.logits(ids),
+        qwen3_moe(tmp_path / "a", torch.bfloat16)(ids, block_causal(102, 4)),
+        exact.logits(ids),
+    )
     agreement = lambda a, b: (a.argmax(-1) == b.argmax(-1)).float().mean()
     assert agreement(got, true) > agreement(want, true) - 0.02
     assert agreement(got, want) >= (0.97 if top_k == 8 else 0.9)
@@ -499,14 +593,22 @@ def test_bf16_logits_agree_with_those_of_qwen3_moe(tmp_path, tokenizer, top_k):
                 "model.layers.1.attention": {"query_key_value", "dense"},
             },
         ),
-        ("sdar-moe", {f"model.layers.{i}.self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"} for i in range(2)}),
+        (
+            "sdar-moe",
+            {
+                f"model.layers.{i}.self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}
+                for i in range(2)
+            },
+        ),
     ],
 )
 def test_adapters_go_on_attention_dense_and_shared_layers(tmp_path, tokenizer, family, places):
     """Not on stacked experts, router or head. Merged on saving, the tensors are official and give the adapted logits."""
     config = SMALL_OF[family]
     plain, model = model_of(config), add_lora(model_of(config), 4, 8)
-    trained = {name.split(".lora_")[0] for name, value in model.named_parameters() if value.requires_grad}
+    trained = {
+        name.split(".lora_")[0] for name, value in model.named_parameters() if value.requires_grad
+    }
     assert trained == {f"{stem}.{name}" for stem, names in places.items() for name in names}
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -552,7 +654,9 @@ def test_what_the_config_asks_and_we_lack_is_named(change, words):
         build_model(CONFIG | change)
 
 
-@pytest.mark.parametrize("key", ["head_dim", "partial_rotary_factor", "n_group", "first_k_dense_replace", "rope_theta"])
+@pytest.mark.parametrize(
+    "key", ["head_dim", "partial_rotary_factor", "n_group", "first_k_dense_replace", "rope_theta"]
+)
 def test_a_config_without_a_needed_key_is_named(key):
     with exits_with_one_line(f"lacks {key}"):
         build_model({k: v for k, v in CONFIG.items() if k != key})
@@ -560,7 +664,11 @@ def test_a_config_without_a_needed_key_is_named(key):
 
 def test_what_official_configs_leave_out():
     """Mask token, end of text and block length are stated in the file, and a config that states them wins."""
-    silent = {k: v for k, v in CONFIG.items() if k not in ("mask_token_id", "eos_token_id", "pad_token_id", "block_size")}
+    silent = {
+        k: v
+        for k, v in CONFIG.items()
+        if k not in ("mask_token_id", "eos_token_id", "pad_token_id", "block_size")
+    }
     model = set_special_tokens(build_model(silent | {"vocab_size": 157184}))
     assert (model.mask_token_id, model.eos_token_ids, model.block_length) == (156895, [156892], 32)
     model = set_special_tokens(build_model(CONFIG))
@@ -603,7 +711,10 @@ SHAPES["LLaDA2.1-mini"] = SHAPES["LLaDA2.0-mini"]
 
 
 def official(name):
-    return [json.loads((Path(HF) / name / file).read_text()) for file in ("config.json", "model.safetensors.index.json")]
+    return [
+        json.loads((Path(HF) / name / file).read_text())
+        for file in ("config.json", "model.safetensors.index.json")
+    ]
 
 
 @needs_hf
@@ -625,7 +736,9 @@ def test_names_and_sizes_are_those_of_the_official_index(name, count, parameters
     sizes = sum(map(math.prod, shapes.values()))
     assert sizes == parameters == sum(value.numel() for value in model.state_dict().values())
     assert 2 * sizes + fp32_bytes == index["metadata"]["total_size"]
-    assert {gate.weight.dtype for gate in build_model(config, torch.bfloat16).fp32_modules} == {torch.float32}
+    assert {gate.weight.dtype for gate in build_model(config, torch.bfloat16).fp32_modules} == {
+        torch.float32
+    }
 
 
 @needs_hf
@@ -633,7 +746,11 @@ def test_ids_of_the_official_checkpoints(tmp_path):
     """The end of a turn is resolved by name, where the tokenizer's own file is there."""
     for name in ("LLaDA2.0-mini", "LLaDA2.1-mini"):
         model = set_special_tokens(build_model(official(name)[0]), Path(HF) / name)
-        assert (model.mask_token_id, model.block_length, model.config.rotary_dim) == (156895, 32, 64)
+        assert (model.mask_token_id, model.block_length, model.config.rotary_dim) == (
+            156895,
+            32,
+            64,
+        )
         assert (model.eos_token_ids, model.pad_token_id) == ([156892], 156892)
     tokens = {"<|endoftext|>": 156892, "<|role_end|>": 156894, "<|mask|>": 156895}
     write = lambda tokens: (tmp_path / "tokenizer.json").write_text(
@@ -644,7 +761,9 @@ def test_ids_of_the_official_checkpoints(tmp_path):
     write(tokens | {"<|mask|>": 156896})
     with exits_with_one_line("mask_token_id 156895"):
         set_special_tokens(model, tmp_path)
-    model = set_special_tokens(build_model(official("SDAR-30B-A3B-Chat")[0]), Path(HF) / "SDAR-30B-A3B-Chat")
+    model = set_special_tokens(
+        build_model(official("SDAR-30B-A3B-Chat")[0]), Path(HF) / "SDAR-30B-A3B-Chat"
+    )
     assert (model.mask_token_id, model.block_length) == (151669, 4)
 
 
@@ -653,7 +772,9 @@ def test_ids_of_the_official_checkpoints(tmp_path):
 def test_template_golden(name, tokenizer):
     """The official template, rendered without the official vocabulary, which is not at hand."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = json.loads((Path(HF) / name / "tokenizer_config.json").read_text())["chat_template"]
+    tokenizer.chat_template = json.loads((Path(HF) / name / "tokenizer_config.json").read_text())[
+        "chat_template"
+    ]
     render = lambda turns: tokenizer.decode(prompt_ids(tokenizer, turns))
     turn, system = {"role": "user", "content": "Hi "}, {"role": "system", "content": "S"}
     opening, asked = "detailed thinking off<|role_end|>", "<role>HUMAN</role>Hi <|role_end|>"

@@ -21,7 +21,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import rollout.lmdeploy as backend
-from kernels.sampling import keyed_uniform
 from models import add_lora, export_weights, save_adapter, save_model
 from models.lora import init_adapters
 from models.random_init import TINY_SDAR, TINY_SDAR_MOE, byte_tokenizer, random_model
@@ -29,11 +28,24 @@ from rollout import make_engine, probe, rollout_sums
 from rollout.engine import select
 from rollout.lmdeploy import CAPABILITIES, buckets, checked, is_tiled, repair_sampling, sample_seed
 from rollout.probe import greedy_agreement
+from rollout.sampling import keyed_uniform
 
 V, MASK, EOS, PAD, N = 60, 50, [1, 2], 0, 4
 CONFIG = TINY_SDAR | {
-    **{"vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 1, "head_dim": 64, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": PAD},
+    **{
+        "vocab_size": V,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    **{
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "mask_token_id": MASK,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    },
 }
 STATIC = {"denoising_steps": 2, "remasking": "low_confidence_static"}
 
@@ -68,7 +80,9 @@ class Tiled:
             temperature=row("temperature"),
             top_k=row("top_k"),
             bad_words=torch.arange(len(seqs))[:, None, None].repeat(1, N, 1).flatten(0, 1),
-            random_seeds=None if greedy else self.order(torch.tensor([param.random_seed & 0xFFFFFFFF for param in params])),
+            random_seeds=None
+            if greedy
+            else self.order(torch.tensor([param.random_seed & 0xFFFFFFFF for param in params])),
             random_offsets=self.order(torch.tensor([seq.num_valid_ids for seq in seqs])),
         )
 
@@ -115,7 +129,10 @@ class Fused(nn.Module):
     def checksum(self):
         """A number of all weights, in which each has its own factor."""
         factors = torch.Generator().manual_seed(0)
-        total = sum((value.double() * torch.rand(value.shape, generator=factors)).sum() for value in self.values.values())
+        total = sum(
+            (value.double() * torch.rand(value.shape, generator=factors)).sum()
+            for value in self.values.values()
+        )
         return int(total * 2**30)
 
 
@@ -170,18 +187,27 @@ class FakeEngine:
         return cls(engine_config)
 
     def __init__(self, config):
-        self.config, self.cache_config = config, SimpleNamespace(num_gpu_blocks=config.num_gpu_blocks)
+        self.config, self.cache_config = (
+            config,
+            SimpleNamespace(num_gpu_blocks=config.num_gpu_blocks),
+        )
         self.max_session_len = (config.num_gpu_blocks - 2) * config.block_size
         self.sampling_strategy, self.model, self.log = self.strategy(), Fused(), []
-        unmasking = SimpleNamespace(unmasking_strategy=None, denoising_steps=None, confidence_threshold=None)
+        unmasking = SimpleNamespace(
+            unmasking_strategy=None, denoising_steps=None, confidence_threshold=None
+        )
         agent = SimpleNamespace(
-            agent_strategy=SimpleNamespace(unmasking_processor=SimpleNamespace(dllm_config=unmasking)),
+            agent_strategy=SimpleNamespace(
+                unmasking_processor=SimpleNamespace(dllm_config=unmasking)
+            ),
             all_context=torch.inference_mode,
             patched_model=SimpleNamespace(get_model=lambda: self.model),
         )
         self.unmasking, self.executor = unmasking, SimpleNamespace(model_agent=agent)
         self.sessions, self.asleep = {}, set()
-        self.scheduler = SimpleNamespace(get_session=lambda i: SimpleNamespace(sequences={0: self.sessions[i]}))
+        self.scheduler = SimpleNamespace(
+            get_session=lambda i: SimpleNamespace(sequences={0: self.sessions[i]})
+        )
         self.req_manager = SimpleNamespace(_loop_task=None)
 
     def create_instance(self):
@@ -199,7 +225,9 @@ class FakeEngine:
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(sequence.new.wait(), 0.1)
                     if self.req_manager._loop_task.done():
-                        yield SimpleNamespace(status=SimpleNamespace(name="ENGINE_STOP_ERROR"), token_ids=[])
+                        yield SimpleNamespace(
+                            status=SimpleNamespace(name="ENGINE_STOP_ERROR"), token_ids=[]
+                        )
                         return
                 sequence.new.clear()
                 status = SimpleNamespace(name="FINISH" if sequence.finished else "SUCCESS")
@@ -214,7 +242,9 @@ class FakeEngine:
         with torch.inference_mode():  # the real one stays in it, and on its stream, while it waits
             while True:
                 await asyncio.sleep(0.001)
-                if live := [sequence for sequence in self.sessions.values() if not sequence.finished]:
+                if live := [
+                    sequence for sequence in self.sessions.values() if not sequence.finished
+                ]:
                     if self.fault:
                         await self.fault(live)
                     self.step(live)
@@ -241,7 +271,10 @@ class FakeEngine:
             if start < sequence.prompt_length:
                 ends = []  # output_start_pos lies behind the block that the prompt ends in
             sequence.finished = bool(ends) or done >= request.max_new_tokens
-            sequence.valid = min(ends[0] + 1 if ends else len(sequence.ids), sequence.prompt_length + request.max_new_tokens)
+            sequence.valid = min(
+                ends[0] + 1 if ends else len(sequence.ids),
+                sequence.prompt_length + request.max_new_tokens,
+            )
             sequence.new.set()
 
     async def sleep(self, level):
@@ -272,13 +305,18 @@ def fake(monkeypatch):
     strategies = SimpleNamespace(from_str=lambda name: name.upper())
     contents = {
         "lmdeploy": {},
-        "lmdeploy.messages": {"GenerationConfig": GenerationConfig, "PytorchEngineConfig": PytorchEngineConfig},
+        "lmdeploy.messages": {
+            "GenerationConfig": GenerationConfig,
+            "PytorchEngineConfig": PytorchEngineConfig,
+        },
         "lmdeploy.pytorch": {},
         "lmdeploy.pytorch.engine": {"Engine": engine},
         "lmdeploy.pytorch.config": {"UnmaskingStrategy": strategies},
         "lmdeploy.pytorch.messages": {"SamplingParam": SamplingParam},
         "lmdeploy.pytorch.weight_loader": {},
-        "lmdeploy.pytorch.weight_loader.model_weight_loader": {"process_weights_after_loading": lambda model: None},
+        "lmdeploy.pytorch.weight_loader.model_weight_loader": {
+            "process_weights_after_loading": lambda model: None
+        },
     }
     for name, values in contents.items():
         module = ModuleType(name)
@@ -286,7 +324,12 @@ def fake(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(backend, "refuse_unsupported", lambda *facts: None)
     monkeypatch.setattr(backend, "installed_version", lambda: "0.18.0")
-    for name, result in {"set_device": None, "synchronize": None, "current_device": 0, "mem_get_info": (2**40, 2**40)}.items():
+    for name, result in {
+        "set_device": None,
+        "synchronize": None,
+        "current_device": 0,
+        "mem_get_info": (2**40, 2**40),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *given, result=result: result)
     return engine
 
@@ -308,14 +351,18 @@ def rows_of(trace):
 def seqs_of(params):
     session = SimpleNamespace(session_id=0)
     more = dict(num_new_tokens=0, seq_id=0, session=session)
-    return [SimpleNamespace(sampling_param=param, num_valid_ids=5 + i, **more) for i, param in enumerate(params)]
+    return [
+        SimpleNamespace(sampling_param=param, num_valid_ids=5 + i, **more)
+        for i, param in enumerate(params)
+    ]
 
 
 @pytest.mark.parametrize("strategy, tiled", [(Tiled, True), (Mended, False)])
 def test_rows_have_the_values_of_their_sequence_and_a_stream_of_their_own(fake, strategy, tiled):
     """A version that is mended already is not turned into the wrong order; without the repair, the tiled one is wrong."""
     params = [
-        SamplingParam(top_k, seed, temperature) for top_k, seed, temperature in [(0, 7, 0.5), (9, 2**62, 1.5), (3, 5, 1.0)]
+        SamplingParam(top_k, seed, temperature)
+        for top_k, seed, temperature in [(0, 7, 0.5), (9, 2**62, 1.5), (3, 5, 1.0)]
     ]
     strategy = strategy()
     before = strategy.make_sampling_inputs(seqs_of(params)).temperature.tolist()
@@ -331,7 +378,9 @@ def test_rows_have_the_values_of_their_sequence_and_a_stream_of_their_own(fake, 
     assert len(set(seeds)) == 3 * N and seeds[::N] == [7, 2**62, 5]
     alone = strategy.make_sampling_inputs(seqs_of(params)[1:2]).random_seeds.tolist()
     assert alone == seeds[N : 2 * N]  # whoever else is in the batch
-    assert strategy.make_sampling_inputs(seqs_of([SamplingParam(1, 3)] * 2)).random_seeds is None  # greedy
+    assert (
+        strategy.make_sampling_inputs(seqs_of([SamplingParam(1, 3)] * 2)).random_seeds is None
+    )  # greedy
 
 
 def test_an_unknown_order_is_refused(fake):
@@ -343,14 +392,18 @@ def test_samples_differ_and_repeat(engine, monkeypatch):
     """16 of 16, the same ones again with the seed; without the repair 4, as the real engine gave."""
     settings = {"num_samples": 16, "gen_length": 8, "stop_at_eos": False, **STATIC}
     prompts = [[3, 4, 5, 6, 7, 8]]
-    first, again, other = (rows_of(engine.generate(prompts, seed=seed, **settings)) for seed in (1, 1, 2))
+    first, again, other = (
+        rows_of(engine.generate(prompts, seed=seed, **settings)) for seed in (1, 1, 2)
+    )
     assert len(set(first)) == 16 and first == again and not set(first) & set(other)
     moved = engine.generate(prompts, seed=1, sample_offset=4, **settings | {"num_samples": 12})
     assert rows_of(moved) == first[4:] and moved.sample_index.tolist() == list(range(4, 16))
     repaired = engine.engine.sampling_strategy.__dict__.pop("make_sampling_inputs")
     assert len(set(rows_of(engine.generate(prompts, seed=1, **settings)))) == N
     engine.engine.sampling_strategy.make_sampling_inputs = repaired
-    tokens = torch.tensor(first)[:, 2:6]  # one block: with one stream for all of it, its tokens would be equal
+    tokens = torch.tensor(first)[
+        :, 2:6
+    ]  # one block: with one stream for all of it, its tokens would be equal
     assert (tokens == tokens[:, :1]).all(1).sum() < 3
 
 
@@ -363,14 +416,23 @@ def test_a_request_says_all_that_sampling_needs(engine, monkeypatch):
     """Whole vocabulary, no mask token, temperatures that lmdeploy's constructor refuses; greedy is top-k 1."""
     requests = []
     stream = type(engine.engine).async_stream_infer
-    spy = lambda self, session, ids, request: (requests.append(request), stream(self, session, ids, request))[1]
+    spy = lambda self, session, ids, request: (
+        requests.append(request),
+        stream(self, session, ids, request),
+    )[1]
     monkeypatch.setattr(type(engine.engine), "async_stream_infer", spy)
     engine.generate([[3, 4, 5]], gen_length=4, temperature=100.0, **STATIC)
     engine.generate([[3, 4, 5]], gen_length=4, temperature=0.0, stop_at_eos=False, **STATIC)
     engine.generate([[3, 4, 5]], gen_length=4, top_k=7, top_p=0.9, **STATIC)
     hot, greedy, cut = requests
     assert (cut.temperature, cut.top_k, cut.top_p) == (1.0, 7, 0.9)
-    assert (hot.temperature, hot.top_k, hot.top_p, hot.do_sample, hot.bad_token_ids) == (100.0, 0, 1.0, True, [MASK])
+    assert (hot.temperature, hot.top_k, hot.top_p, hot.do_sample, hot.bad_token_ids) == (
+        100.0,
+        0,
+        1.0,
+        True,
+        [MASK],
+    )
     assert (greedy.temperature, greedy.top_k, greedy.do_sample) == (1.0, 1, False)
     assert (hot.stop_token_ids, greedy.stop_token_ids) == (EOS, [])
     assert (hot.max_new_tokens, greedy.max_new_tokens) == (5, 5)  # to the end of the block
@@ -385,15 +447,25 @@ def test_a_trace_is_that_of_the_block_engine_without_its_maps(engine):
     ours.model.eos_token_ids, ours.model.pad_token_id = EOS, PAD
     prompts = [list(range(3, 3 + length)) for length in (1, 3, 4, 5, 6, 7, 8)]
     for steps in (1, 2, 4, 9):
-        settings = {"gen_length": 7, "denoising_steps": steps, "remasking": "low_confidence_static", "stop_at_eos": False}
+        settings = {
+            "gen_length": 7,
+            "denoising_steps": steps,
+            "remasking": "low_confidence_static",
+            "stop_at_eos": False,
+        }
         a, b = (sampler.generate(prompts, num_samples=2, **settings) for sampler in (engine, ours))
         assert a.prompt_ids == b.prompt_ids and torch.equal(a.sample_index, b.sample_index)
-        assert torch.equal(a.canvas_length, b.canvas_length) and a.completion_ids.shape == b.completion_ids.shape
+        assert (
+            torch.equal(a.canvas_length, b.canvas_length)
+            and a.completion_ids.shape == b.completion_ids.shape
+        )
         assert torch.equal(a.num_forwards, b.num_forwards), steps
         assert a.step_map is a.replay_map is a.logps is a.records is None
         differing = {name for name in b.settings if a.settings[name] != b.settings[name]}
         assert differing == {"logps"} and a.settings["engine"] == "lmdeploy 0.18.0"
-    dynamic = engine.generate(prompts, gen_length=4, denoising_steps=4, remasking="low_confidence_dynamic")
+    dynamic = engine.generate(
+        prompts, gen_length=4, denoising_steps=4, remasking="low_confidence_dynamic"
+    )
     assert dynamic.num_forwards is None
 
 
@@ -407,15 +479,26 @@ def test_completions_end_with_the_block_of_their_first_eos(engine):
     long = engine.generate(prompts, num_samples=60, gen_length=24, stop_at_eos=False, **STATIC)
     cut = engine.generate(prompts, num_samples=60, gen_length=24, **STATIC)
     for i, whole in enumerate(rows_of(long)):
-        P, length, end = len(cut.prompt_ids[i]), int(cut.canvas_length[i]), first_eos(whole[: int(long.canvas_length[i])])
+        P, length, end = (
+            len(cut.prompt_ids[i]),
+            int(cut.canvas_length[i]),
+            first_eos(whole[: int(long.canvas_length[i])]),
+        )
         want = int(long.canvas_length[i]) if end is None else ((P + end) // N + 1) * N - P
         assert length == want and rows_of(cut)[i][:length] == whole[:length]
         assert (cut.completion_ids[i, length:] == PAD).all()
         scored = want if end is None else end + 1
-        assert cut.completion_mask[i].tolist() == [j < scored for j in range(cut.completion_ids.shape[1])]
+        assert cut.completion_mask[i].tolist() == [
+            j < scored for j in range(cut.completion_ids.shape[1])
+        ]
         assert bool(cut.truncated[i]) == (end is None)
         if end is not None:
-            seen.add(("in the block of the prompt" if P % N and end < N - P % N else "later", scored == length))
+            seen.add(
+                (
+                    "in the block of the prompt" if P % N and end < N - P % N else "later",
+                    scored == length,
+                )
+            )
     assert len(seen) == 4, seen
     assert not torch.isin(cut.completion_ids, torch.tensor(MASK)).any()
 
@@ -424,7 +507,12 @@ def test_what_is_in_a_trace_is_logged_and_drawn(engine):
     """describe, draw and the sums of the metrics leave out what lmdeploy does not tell."""
     trace = engine.generate([[3, 4, 5]], num_samples=2, gen_length=4, **STATIC)
     tokenizer = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)))
-    assert trace.describe(0, tokenizer, 1.0).keys() == {"prompt", "completion", "reward", "completion_ids"}
+    assert trace.describe(0, tokenizer, 1.0).keys() == {
+        "prompt",
+        "completion",
+        "reward",
+        "completion_ids",
+    }
     assert trace.draw(0, tokenizer).startswith("prompt   3 4 5\ntokens   ")
     rewards, components = torch.zeros(2), [{"score": 0.0}] * 2
     assert "speed/tokens_per_forward" in rollout_sums(trace, rewards, components, 2)
@@ -435,8 +523,12 @@ def test_what_is_in_a_trace_is_logged_and_drawn(engine):
 
 def test_an_unfinished_block_is_an_error(engine, monkeypatch):
     """Never a mask token, or a shorter canvas, in a trace."""
-    monkeypatch.setattr(Sequence, "all_ids", property(lambda self: np.array([*self.ids[:-1], MASK])))
-    monkeypatch.setattr(FakeEngine, "step", lambda self, live: [finish(sequence) for sequence in live])
+    monkeypatch.setattr(
+        Sequence, "all_ids", property(lambda self: np.array([*self.ids[:-1], MASK]))
+    )
+    monkeypatch.setattr(
+        FakeEngine, "step", lambda self, live: [finish(sequence) for sequence in live]
+    )
 
     def finish(sequence):
         sequence.ids += [5] * sequence.request.max_new_tokens
@@ -454,7 +546,11 @@ def test_unmasking_is_set_for_a_rollout_and_restricted_to_what_is_the_same(engin
     config = engine.engine.unmasking
     engine.generate([[3]], gen_length=4, **STATIC)
     assert (config.unmasking_strategy, config.denoising_steps) == ("LOW_CONFIDENCE_STATIC", 2)
-    dynamic = {"denoising_steps": 8, "remasking": "low_confidence_dynamic", "confidence_threshold": 0.7}
+    dynamic = {
+        "denoising_steps": 8,
+        "remasking": "low_confidence_dynamic",
+        "confidence_threshold": 0.7,
+    }
     engine.generate([[3]], gen_length=4, **dynamic)
     assert (config.unmasking_strategy, config.denoising_steps, config.confidence_threshold) == (
         "LOW_CONFIDENCE_DYNAMIC",
@@ -482,10 +578,16 @@ def test_a_method_that_needs_more_than_tokens_is_refused_at_the_start(engine):
         with exits_with_one_line(f"lmdeploy keeps no records of kind '{records}'"):
             engine.plan(records, gen_length=4, **STATIC)
     plan = engine.plan(None, gen_length=4, **STATIC)
-    assert "2 steps each" in plan and "8 rows, a cache of 8192 positions" in plan and "no log-probabilities" in plan
+    assert (
+        "2 steps each" in plan
+        and "8 rows, a cache of 8192 positions" in plan
+        and "no log-probabilities" in plan
+    )
     ours = make_engine(random_model(CONFIG))
     assert ours.plan("steps", gen_length=4, **STATIC)
-    with exits_with_one_line("the sampler of a block-causal model keeps no records of kind 'states'"):
+    with exits_with_one_line(
+        "the sampler of a block-causal model keeps no records of kind 'states'"
+    ):
         ours.plan("states", gen_length=4, **STATIC)
 
 
@@ -500,7 +602,9 @@ def test_the_cache_is_bounded(fake, directory, monkeypatch):
     a_position, weights = 2 * 2 * 64 * 4, sum(p.numel() for p in model.parameters()) * 4
     blocks = lambda rows: backend.cache_blocks(model, "cpu", torch.float32, rows)
     assert (blocks(8), blocks(16)) == (8 * 16 + 1, 16 * 16 + 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights + 100 * 64 * a_position * 10 // 3, 0))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (weights + 100 * 64 * a_position * 10 // 3, 0)
+    )
     assert blocks(256) in (100, 101)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights + 2**20, 0))
     with exits_with_one_line("no memory for its weights"):
@@ -521,7 +625,9 @@ def test_the_cache_is_bounded(fake, directory, monkeypatch):
 def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, change, words):
     if "mask_token_id" not in change:
         monkeypatch.setattr(backend, "MASK_TOKEN_ID", MASK)
-    (directory / "config.json").write_text(json.dumps(CONFIG | {k: v for k, v in change.items() if k != "name"}))
+    (directory / "config.json").write_text(
+        json.dumps(CONFIG | {k: v for k, v in change.items() if k != "name"})
+    )
     with exits_with_one_line("--rollout-backend lmdeploy", *words):
         make_engine(change.get("name", directory), "lmdeploy")
 
@@ -534,7 +640,9 @@ def test_what_a_run_asks_for_is_refused_before_lmdeploy_starts(directory, monkey
         (None, {"denoising_steps": 3}, "--denoising-steps 3"),
     ):
         with exits_with_one_line(words):
-            make_engine(directory, "lmdeploy", "cpu", asked=(records, {"gen_length": 4} | STATIC | wrong))
+            make_engine(
+                directory, "lmdeploy", "cpu", asked=(records, {"gen_length": 4} | STATIC | wrong)
+            )
     with pytest.raises(pytest.fail.Exception, match="went on"):  # negative control: what it can do
         make_engine(directory, "lmdeploy", "cpu", asked=(None, {"gen_length": 4} | STATIC))
 
@@ -549,7 +657,12 @@ def test_a_missing_or_old_package_and_an_instance_are_one_line(monkeypatch):
     monkeypatch.setattr(backend, "version", missing)
     with exits_with_one_line("the package is missing", "pip install -r requirements-gpu.txt"):
         backend.installed_version()
-    for found, is_old in (("0.17.3", True), ("0.18.0", False), ("0.18.0+cu130", False), ("1.0.0", False)):
+    for found, is_old in (
+        ("0.17.3", True),
+        ("0.18.0", False),
+        ("0.18.0+cu130", False),
+        ("1.0.0", False),
+    ):
         monkeypatch.setattr(backend, "version", lambda name, found=found: found)
         if is_old:
             with exits_with_one_line("needs lmdeploy 0.18 or newer, 0.17.3 is installed"):
@@ -563,7 +676,10 @@ def test_a_missing_or_old_package_and_an_instance_are_one_line(monkeypatch):
 
 def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(engine):
     """In place, through the fused layout, in one bucket or many."""
-    served, sampling = engine.engine.model, {"num_samples": 4, "gen_length": 8, "temperature": 0.0, **STATIC}
+    served, sampling = (
+        engine.engine.model,
+        {"num_samples": 4, "gen_length": 8, "temperature": 0.0, **STATIC},
+    )
     addresses = {name: value.data_ptr() for name, value in served.values.items()}
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     first = rows_of(engine.generate(prompts, **sampling))
@@ -597,10 +713,17 @@ def test_an_adapter_directory_is_served_merged(fake, tmp_path):
         if "lora_B" in name:
             nn.init.normal_(value)
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), byte_tokenizer())
-    served = [make_engine(tmp_path / name, "lmdeploy", "cpu", torch.float32) for name in ("base", "adapter")]
+    served = [
+        make_engine(tmp_path / name, "lmdeploy", "cpu", torch.float32)
+        for name in ("base", "adapter")
+    ]
     merged = dict(export_weights(model))["model.layers.0.self_attn.o_proj.weight"]
-    held = [engine.engine.model.values["model.layers.0.self_attn.o_proj.weight"] for engine in served]
-    assert torch.allclose(held[1], merged, atol=1e-6) and not torch.allclose(held[0], merged, atol=1e-2)
+    held = [
+        engine.engine.model.values["model.layers.0.self_attn.o_proj.weight"] for engine in served
+    ]
+    assert torch.allclose(held[1], merged, atol=1e-6) and not torch.allclose(
+        held[0], merged, atol=1e-2
+    )
     for engine in served:
         engine.close()
 
@@ -621,9 +744,17 @@ def test_weights_that_do_not_fit_are_named(engine):
 def test_buckets_hold_all_weights_in_order():
     weights = [(str(i), torch.zeros(i)) for i in range(1, 9)]  # 4 i bytes
     parts = list(buckets(iter(weights), 24))
-    assert [[name for name, _ in part] for part in parts] == [["1", "2", "3"], ["4", "5"], ["6"], ["7"], ["8"]]
+    assert [[name for name, _ in part] for part in parts] == [
+        ["1", "2", "3"],
+        ["4", "5"],
+        ["6"],
+        ["7"],
+        ["8"],
+    ]
     wanted = {"a": (2,), "b": (3,)}
-    assert [name for name, _ in checked([("a", torch.zeros(2))], wanted)] == ["a"] and wanted == {"b": (3,)}
+    assert [name for name, _ in checked([("a", torch.zeros(2))], wanted)] == ["a"] and wanted == {
+        "b": (3,)
+    }
 
 
 def test_sleep_and_the_next_weights(engine):
@@ -670,8 +801,14 @@ def test_a_failing_loop_ends_the_run_with_its_cause(engine, fake):
 
     engine.engine.fault = fault
     start = time.monotonic()
-    with exits_with_one_line("the engine failed", "ENGINE_STOP_ERROR", "RuntimeError: CUDA error: an illegal memory access"):
-        engine.generate([[3, 4, 5], [6, 7]], num_samples=3, gen_length=24, stop_at_eos=False, **STATIC)
+    with exits_with_one_line(
+        "the engine failed",
+        "ENGINE_STOP_ERROR",
+        "RuntimeError: CUDA error: an illegal memory access",
+    ):
+        engine.generate(
+            [[3, 4, 5], [6, 7]], num_samples=3, gen_length=24, stop_at_eos=False, **STATIC
+        )
     assert time.monotonic() - start < 60 and not engine.thread.is_alive()
 
 
@@ -742,7 +879,10 @@ def test_the_probe_compares_greedy_tokens(length):
     assert greedy_agreement(engines[0], build(0), prompt, **settings) == 1
     assert greedy_agreement(engines[1], build(0), prompt, **settings) < 0.5
     metrics = probe(engines[0], build(0), prompt, temperature=0.7, **settings)
-    assert metrics.keys() == {"probe/distinct_frac", "probe/greedy_agreement"} and metrics["probe/greedy_agreement"] == 1
+    assert (
+        metrics.keys() == {"probe/distinct_frac", "probe/greedy_agreement"}
+        and metrics["probe/greedy_agreement"] == 1
+    )
 
 
 def test_the_probe_finds_an_engine_that_repeats_itself(engine):
@@ -777,16 +917,28 @@ def test_its_own_sampling_strategy_is_repaired(real):
     from lmdeploy.pytorch.strategies.dllm.sampling import DLLMSamplingStrategy
 
     values = [(0, 7, 0.5, 0.9), (9, 2**62, 1.5, 1.0), (3, 5, 1.0, 0.5)]
-    params = [SamplingParam(top_k=k, random_seed=s, temperature=t, top_p=p, bad_words=[MASK]) for k, s, t, p in values]
+    params = [
+        SamplingParam(top_k=k, random_seed=s, temperature=t, top_p=p, bad_words=[MASK])
+        for k, s, t, p in values
+    ]
     strategy = DLLMSamplingStrategy(0, N)
     rows = lambda *of: [value for value in of for _ in range(N)]
-    assert strategy.make_sampling_inputs(seqs_of(params)).temperature.tolist() == [0.5, 1.5, 1.0] * N
+    assert (
+        strategy.make_sampling_inputs(seqs_of(params)).temperature.tolist() == [0.5, 1.5, 1.0] * N
+    )
     assert is_tiled(strategy, N)
     repair_sampling(strategy, N)
     inputs = strategy.make_sampling_inputs(seqs_of(params))
-    assert inputs.temperature.tolist() == rows(0.5, 1.5, 1.0) and inputs.top_k.tolist() == rows(0, 9, 3)
-    assert torch.equal(inputs.top_p, torch.tensor(rows(0.9, 1.0, 0.5))) and inputs.random_offsets.tolist() == rows(5, 6, 7)
-    assert inputs.bad_words.tolist() == [[MASK]] * 3 * N and len(set(inputs.random_seeds.tolist())) == 3 * N
+    assert inputs.temperature.tolist() == rows(0.5, 1.5, 1.0) and inputs.top_k.tolist() == rows(
+        0, 9, 3
+    )
+    assert torch.equal(
+        inputs.top_p, torch.tensor(rows(0.9, 1.0, 0.5))
+    ) and inputs.random_offsets.tolist() == rows(5, 6, 7)
+    assert (
+        inputs.bad_words.tolist() == [[MASK]] * 3 * N
+        and len(set(inputs.random_seeds.tolist())) == 3 * N
+    )
     assert inputs.random_seeds.tolist()[::N] == [7, 2**62, 5]
 
 
@@ -796,11 +948,24 @@ def served_model(config):
     from lmdeploy.pytorch.models import patch, sdar, sdar_moe
     from transformers import PretrainedConfig
 
-    fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures", "torch_dtype")}
-    fixed = dict(attention_bias=False, sliding_window=None, tie_word_embeddings=False, max_position_embeddings=64)
+    fields = {
+        key: value
+        for key, value in config.items()
+        if key not in ("model_type", "architectures", "torch_dtype")
+    }
+    fixed = dict(
+        attention_bias=False,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+    )
     moe = dict(mlp_only_layers=[], decoder_sparse_step=1)
     facts = PretrainedConfig(**fields)
-    vars(facts).update(fixed | moe | {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}})
+    vars(facts).update(
+        fixed
+        | moe
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
+    )
     cls = sdar_moe.SDARMoeForCausalLM if "num_experts" in config else sdar.SDARForCausalLM
     context = patch.BuildModelContext(dllm_config=DLLMConfig(block_length=N))
     with patch.build_model_context(context), torch.inference_mode():
@@ -826,15 +991,25 @@ def test_its_own_model_takes_our_names_and_shapes(real, config):
             if "num_experts" not in config:
                 names["mlp.gate_up_proj.weight"] = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
             for fused, parts in names.items():
-                assert torch.equal(held.pop(layer + fused), torch.cat([weights.pop(layer + part) for part in parts]))
+                assert torch.equal(
+                    held.pop(layer + fused),
+                    torch.cat([weights.pop(layer + part) for part in parts]),
+                )
             for expert in range(config.get("num_experts", 0)):
-                names = [f"{layer}mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down")]
+                names = [
+                    f"{layer}mlp.experts.{expert}.{name}_proj.weight"
+                    for name in ("gate", "up", "down")
+                ]
                 gate, up, down = (weights.pop(name) for name in names)
-                assert torch.equal(held[f"{layer}mlp.experts.gate_up.weight"][expert], torch.cat([gate, up]))
+                assert torch.equal(
+                    held[f"{layer}mlp.experts.gate_up.weight"][expert], torch.cat([gate, up])
+                )
                 assert torch.equal(held[f"{layer}mlp.experts.down.weight"][expert], down)
             for name in ("gate_up", "down") if "num_experts" in config else ():
                 del held[f"{layer}mlp.experts.{name}.weight"]
-        assert held.keys() == weights.keys() and all(torch.equal(held[name], weights[name]) for name in held)
+        assert held.keys() == weights.keys() and all(
+            torch.equal(held[name], weights[name]) for name in held
+        )
 
 
 @pytest.mark.lmdeploy
@@ -882,7 +1057,9 @@ def test_its_own_configuration_takes_what_is_asked(real, directory, monkeypatch)
     from transformers import PretrainedConfig
 
     given = []
-    monkeypatch.setattr(Engine, "from_pretrained", lambda directory, engine_config: given.append(engine_config))
+    monkeypatch.setattr(
+        Engine, "from_pretrained", lambda directory, engine_config: given.append(engine_config)
+    )
     shell = backend.LmdeployEngine.__new__(backend.LmdeployEngine)
     shell.model, shell.dtype, shell.max_batch_size = random_model(CONFIG), torch.bfloat16, 128
     shell.model.pad_token_id = PAD
@@ -894,7 +1071,14 @@ def test_its_own_configuration_takes_what_is_asked(real, directory, monkeypatch)
     facts = PretrainedConfig(rope_theta=10000.0)
     config.override_hf_config(facts, asked.hf_overrides)
     assert facts.pad_token_id == PAD and facts.rope_parameters["rope_theta"] == CONFIG["rope_theta"]
-    request = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=0, top_p=1.0, stop_token_ids=EOS, bad_token_ids=[MASK])
+    request = GenerationConfig(
+        max_new_tokens=8,
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        stop_token_ids=EOS,
+        bad_token_ids=[MASK],
+    )
     request.temperature, request.random_seed = 100.0, 2**62
     param = SamplingParam.from_gen_config(request)
     assert (param.temperature, param.top_k, param.random_seed) == (100.0, 0, 2**62)
@@ -911,26 +1095,48 @@ def tokenizer_with_the_mask():
     content["added_tokens"] = []
     content["model"]["vocab"] |= {"<|endoftext|>": 256, "<|mask|>": backend.MASK_TOKEN_ID}
     tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|endoftext|>", "<|mask|>")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", mask_token="<|mask|>")
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|mask|>")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", mask_token="<|mask|>"
+    )
 
 
 @pytest.mark.cuda
 @pytest.mark.lmdeploy
 def test_the_real_engine_on_a_gpu(real, tmp_path):
     """Samples, stops, the rules, weights there and back, sleep; and a learner can be trained in the same process afterwards."""
-    config = CONFIG | {"vocab_size": 151936, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = CONFIG | {
+        "vocab_size": 151936,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+    }
     config |= {"num_key_value_heads": 2, "head_dim": 128, "mask_token_id": backend.MASK_TOKEN_ID}
     config |= {"bos_token_id": 1, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"}
-    config |= {"attention_bias": False, "sliding_window": None, "use_sliding_window": False}  # as official files have them
-    first, other = (random_model(config, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in (0, 1))
+    config |= {
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }  # as official files have them
+    first, other = (
+        random_model(config, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in (0, 1)
+    )
     first.eos_token_ids, first.pad_token_id = EOS, PAD
     save_model(first, tmp_path / "model", tokenizer_with_the_mask())
     engine = make_engine(tmp_path / "model", "lmdeploy", "cuda", max_batch_size=32)
-    prompts, settings = [list(range(3, 3 + length)) for length in (5, 8, 70)], {"gen_length": 24, **STATIC}
-    samples = lambda seed: engine.generate(prompts, num_samples=16, seed=seed, stop_at_eos=False, **settings)
+    prompts, settings = (
+        [list(range(3, 3 + length)) for length in (5, 8, 70)],
+        {"gen_length": 24, **STATIC},
+    )
+    samples = lambda seed: engine.generate(
+        prompts, num_samples=16, seed=seed, stop_at_eos=False, **settings
+    )
     a, b, c = rows_of(samples(1)), rows_of(samples(1)), rows_of(samples(2))
-    assert all(len(set(a[i : i + 16])) == 16 for i in (0, 16, 32)) and a == b and not set(a) & set(c)
+    assert (
+        all(len(set(a[i : i + 16])) == 16 for i in (0, 16, 32)) and a == b and not set(a) & set(c)
+    )
 
     greedy = settings | {"temperature": 0.0, "stop_at_eos": False}
     before = rows_of(engine.generate(prompts, **greedy))
@@ -945,7 +1151,11 @@ def test_the_real_engine_on_a_gpu(real, tmp_path):
     assert rows_of(engine.generate(prompts, **greedy)) == before
 
     engine.model.eos_token_ids = list(range(0, 151936, 20))  # one token of twenty
-    for rule, steps in (("low_confidence_static", 4), ("low_confidence_dynamic", 4), ("sequential", 2)):
+    for rule, steps in (
+        ("low_confidence_static", 4),
+        ("low_confidence_dynamic", 4),
+        ("sequential", 2),
+    ):
         unmasking = {"remasking": rule, "denoising_steps": steps, "confidence_threshold": 1e-4}
         trace = engine.generate(prompts, num_samples=16, **settings | unmasking)
         ends = 0
@@ -953,11 +1163,15 @@ def test_the_real_engine_on_a_gpu(real, tmp_path):
             P, length = len(trace.prompt_ids[i]), int(trace.canvas_length[i])
             end = next((j for j, token in enumerate(ids[:length]) if token % 20 == 0), None)
             assert (P + length) % N == 0 and backend.MASK_TOKEN_ID not in ids[:length]
-            assert length == (-(-(P + 24) // N) * N - P if end is None else ((P + end) // N + 1) * N - P)
+            assert length == (
+                -(-(P + 24) // N) * N - P if end is None else ((P + end) // N + 1) * N - P
+            )
             assert int(trace.completion_mask[i].sum()) == (length if end is None else end + 1)
             ends += end is not None
         assert ends > 24
     assert not torch.is_inference_mode_enabled()
-    first.requires_grad_(True).logits(torch.tensor([[3, 4, 5]], device="cuda")).float().sum().backward()
+    first.requires_grad_(True).logits(
+        torch.tensor([[3, 4, 5]], device="cuda")
+    ).float().sum().backward()
     engine.close()
     assert not engine.thread.is_alive()

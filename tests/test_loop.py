@@ -41,8 +41,12 @@ OFFLINE = ("sft", "vrpo")  # one update a step
 LORA = dict(lora_rank=4, lora_alpha=16)
 online = pytest.mark.parametrize("script", ["d1", "bgpo"])
 # where a method's rows, or the number of its forwards, matter
-every_method = pytest.mark.parametrize("script", [script for script in MODULES if script not in OFFLINE])
-with_old = pytest.mark.parametrize("script", [name for name, module in MODULES.items() if getattr(module, "USES_OLD", False)])
+every_method = pytest.mark.parametrize(
+    "script", [script for script in MODULES if script not in OFFLINE]
+)
+with_old = pytest.mark.parametrize(
+    "script", [name for name, module in MODULES.items() if getattr(module, "USES_OLD", False)]
+)
 every_script = pytest.mark.parametrize("script", ["d1", "bgpo", *OFFLINE])
 
 
@@ -120,10 +124,17 @@ def run(script, out, reward=None, loss=None, **arguments):
     -> batches: per step what make_batch gave, the policy's weights and its replay of the trace; losses: per call of the loss;
     steps: per optimizer step; scored: per evaluation; forwards: rows of each draw_logps; rows, samples: files; error, policy.
     """
-    module, seen = MODULES[script], SimpleNamespace(batches=[], losses=[], steps=[], scored=[], forwards=[], masks=[])
+    module, seen = (
+        MODULES[script],
+        SimpleNamespace(batches=[], losses=[], steps=[], scored=[], forwards=[], masks=[]),
+    )
     seen.asked = []  # the problems of each evaluation
     reward = reward or by_turn([0, 1, 3, 0])
-    seen.args, seen.error, seen.policy = module.Args(out=str(out), **(SMALL[script] | arguments)), None, None
+    seen.args, seen.error, seen.policy = (
+        module.Args(out=str(out), **(SMALL[script] | arguments)),
+        None,
+        None,
+    )
     with pytest.MonkeyPatch.context() as patch:
 
         def spy(name, watch):
@@ -137,7 +148,9 @@ def run(script, out, reward=None, loss=None, **arguments):
 
         def make_batch(original, *arguments, **named):
             batch = original(*arguments, **named)
-            step = SimpleNamespace(batch=batch, weights=weights_of(seen.policy), first_argument=arguments[0])
+            step = SimpleNamespace(
+                batch=batch, weights=weights_of(seen.policy), first_argument=arguments[0]
+            )
             if script not in OFFLINE:
                 step.trace = arguments[0]
                 step.replay = replay_logps(seen.policy, step.trace)
@@ -147,14 +160,23 @@ def run(script, out, reward=None, loss=None, **arguments):
         def sample_masks(original, *arguments):
             result = original(*arguments)
             if result is not None:  # None: the rows of the first iteration again
-                seen.masks.append((len(seen.batches), result[0] if script == "sft" else result.masked))
+                seen.masks.append(
+                    (len(seen.batches), result[0] if script == "sft" else result.masked)
+                )
             return result
 
         def watch_loss(original, *arguments):
             step = seen.batches[-1]
-            grads = [p.grad.to_local().abs().max().item() for p in seen.policy.parameters() if p.grad is not None]
+            grads = [
+                p.grad.to_local().abs().max().item()
+                for p in seen.policy.parameters()
+                if p.grad is not None
+            ]
             call = SimpleNamespace(
-                step=len(seen.batches), arguments=arguments, grad=max(grads, default=0.0), weights=step.weights
+                step=len(seen.batches),
+                arguments=arguments,
+                grad=max(grads, default=0.0),
+                weights=step.weights,
             )
             if script not in OFFLINE:
                 call.estimates, call.old, call.ref, call.rows, _ = arguments
@@ -174,17 +196,24 @@ def run(script, out, reward=None, loss=None, **arguments):
 
         def watched_adamw(params, **settings):
             optimizer = AdamW(params, **settings)
-            local = lambda: [p.to_local().detach().clone() for p in optimizer.param_groups[0]["params"]]
+            local = lambda: [
+                p.to_local().detach().clone() for p in optimizer.param_groups[0]["params"]
+            ]
 
             def before(optimizer, args, kwargs):
                 grads = [p.grad.to_local() for p in optimizer.param_groups[0]["params"]]
                 norm = torch.stack([grad.norm() for grad in grads]).norm().item()
-                group = {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "weight_decay")}
+                group = {
+                    name: optimizer.param_groups[0][name]
+                    for name in ("lr", "betas", "weight_decay")
+                }
                 seen.steps.append(SimpleNamespace(norm=norm, before=local(), **group))
 
             def after(optimizer, args, kwargs):
                 step = seen.steps[-1]
-                step.moved = max((a - b).abs().max().item() for a, b in zip(local(), step.before, strict=True))
+                step.moved = max(
+                    (a - b).abs().max().item() for a, b in zip(local(), step.before, strict=True)
+                )
 
             optimizer.register_step_pre_hook(before)
             optimizer.register_step_post_hook(after)
@@ -195,7 +224,9 @@ def run(script, out, reward=None, loss=None, **arguments):
             ("draw_logps", draw_logps), ("sft_loss", watch_loss), ("preference_loss", watch_loss), ("policy_loss", watch_loss),
         ]:  # fmt: skip
             spy(name, watch)
-        each = lambda texts, examples: texts == [TRIAL] or list(map(reward, texts, examples))  # that of before a run
+        each = lambda texts, examples: (
+            texts == [TRIAL] or list(map(reward, texts, examples))
+        )  # that of before a run
         spy("load_reward", lambda original, name, task: each)
         patch.setattr(torch.optim, "AdamW", watched_adamw)
         try:
@@ -227,7 +258,9 @@ def gap(a, b):
 # ---------------------------------------------------------------------------------------- the engine
 
 
-@pytest.mark.parametrize("lora", [{}, LORA, LORA | dict(lora_merged_rollout=True)], ids=["full", "lora", "merged"])
+@pytest.mark.parametrize(
+    "lora", [{}, LORA, LORA | dict(lora_merged_rollout=True)], ids=["full", "lora", "merged"]
+)
 @online
 @forked
 def test_every_rollout_samples_from_the_policy_of_that_step(script, lora, tmp_path):
@@ -241,10 +274,16 @@ def test_every_rollout_samples_from_the_policy_of_that_step(script, lora, tmp_pa
         if number:
             assert gap(replay_logps(first, step.trace)[revealed], step.trace.logps[revealed]) > 0.3
         written = [row for row in seen.samples if row["step"] == number + 1]
-        assert [row["completion_ids"] for row in written] == [step.trace.completion(i) for i in range(4)]
+        assert [row["completion_ids"] for row in written] == [
+            step.trace.completion(i) for i in range(4)
+        ]
         for i, row in enumerate(written):
-            assert row["logps"] == pytest.approx(step.trace.logps[i][step.trace.completion_mask[i]].tolist(), abs=6e-5)
-            assert row["reward"] == sum(by_content(row["completion"], example_of(seen, number, 0)).values())
+            assert row["logps"] == pytest.approx(
+                step.trace.logps[i][step.trace.completion_mask[i]].tolist(), abs=6e-5
+            )
+            assert row["reward"] == sum(
+                by_content(row["completion"], example_of(seen, number, 0)).values()
+            )
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
@@ -252,9 +291,16 @@ def test_every_rollout_samples_from_the_policy_of_that_step(script, lora, tmp_pa
 @forked
 def test_evaluations_use_the_policy_of_that_step(script, lora, tmp_path):
     seen = run(script, tmp_path, eval_limit=4, eval_every=1, learning_rate=1e-2, **lora)
-    splits = ["test", *["validation"] * 3, "test"][script == "sft" :]  # sft scores the test split at the end alone
-    problems = {split: load_problems(countdown, split, "", load_tokenizer("tiny-sdar"), 1024, 4)[0] for split in set(splits)}
-    assert problems["test"] != problems["validation"] and seen.asked == [problems[split] for split in splits]
+    splits = ["test", *["validation"] * 3, "test"][
+        script == "sft" :
+    ]  # sft scores the test split at the end alone
+    problems = {
+        split: load_problems(countdown, split, "", load_tokenizer("tiny-sdar"), 1024, 4)[0]
+        for split in set(splits)
+    }
+    assert problems["test"] != problems["validation"] and seen.asked == [
+        problems[split] for split in splits
+    ]
     assert len(seen.scored) == len(splits) and max(seen.scored) < 1e-6
     assert distance(weights_of(seen.policy), weights_of(plain_model())) > 0.01
 
@@ -279,34 +325,52 @@ def problems_of(seen):
 @online
 @forked
 def test_a_step_has_its_own_prompts_and_draws_and_each_row_its_own_reward(script, tmp_path):
-    seen = run(script, tmp_path, by_content, prompts_per_step=3, learning_rate=1e-4, temperature=0.8)
+    seen = run(
+        script, tmp_path, by_content, prompts_per_step=3, learning_rate=1e-4, temperature=0.8
+    )
     args, tokenizer, stream = seen.args, load_tokenizer("tiny-sdar"), problems_of(seen)
     for number, step in enumerate(seen.batches):
         trace, want = step.trace, []
         assert trace.prompt_ids == [stream[number * 3 + p][1] for p in range(3) for _ in range(4)]
         for i in range(12):
-            want.append(sum(by_content(trace.text(i, tokenizer), example_of(seen, number, i // 4)).values()))
+            want.append(
+                sum(by_content(trace.text(i, tokenizer), example_of(seen, number, i // 4)).values())
+            )
         assert seen.rows[number]["reward/mean"] == pytest.approx(sum(want) / 12)
         groups = torch.tensor(want, dtype=torch.float64).view(3, 4)
         A = groups - groups.mean(1, keepdim=True)
         if script == "bgpo":
             A = A / groups.std(1, keepdim=True).clamp(min=1e-4)
-        torch.testing.assert_close(step.batch.advantages.double(), A.flatten(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            step.batch.advantages.double(), A.flatten(), atol=1e-4, rtol=1e-4
+        )
         assert not torch.allclose(A, A.roll(1, 0))  # a swap of groups would show
         L = trace.completion_ids.shape[1]
         for call in (call for call in seen.losses if call.step == number + 1):
-            assert call.rows.num_tokens == trace.completion_mask.sum() and call.rows.num_sequences == 12
+            assert (
+                call.rows.num_tokens == trace.completion_mask.sum()
+                and call.rows.num_sequences == 12
+            )
             for ids, value in zip(call.rows.input_ids[:, -L:], call.rows.advantages, strict=True):
                 twins = (trace.completion_ids == ids).all(1)
                 assert twins.any() and (step.batch.advantages[twins] - value).abs().min() < 1e-6
         settings = trace.settings
         assert (settings["temperature"], settings["num_samples"]) == (0.8, 4)
-        assert (settings["gen_length"], settings["denoising_steps"]) == (args.gen_length, args.denoising_steps)
+        assert (settings["gen_length"], settings["denoising_steps"]) == (
+            args.gen_length,
+            args.denoising_steps,
+        )
         assert settings["remasking"] == args.remasking
     masks = [masked for _, masked in seen.masks]
     assert len(masks) == 6 and len(seen.losses) == 6
-    if script == "bgpo":  # another iteration, other masks (d1's lie in the prompt, which has the same length everywhere)
-        assert all(a.shape != b.shape or not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    if (
+        script == "bgpo"
+    ):  # another iteration, other masks (d1's lie in the prompt, which has the same length everywhere)
+        assert all(
+            a.shape != b.shape or not torch.equal(a, b)
+            for i, a in enumerate(masks)
+            for b in masks[:i]
+        )
     assert not any(torch.equal(masks[2 * s], masks[2 * s + 1]) for s in range(3))
     seeds = [step.trace.settings["seed"] for step in seen.batches]
     assert len(set(seeds)) == 3 and len({step.batch.seed for step in seen.batches}) == 3
@@ -317,41 +381,67 @@ def test_a_step_has_its_own_prompts_and_draws_and_each_row_its_own_reward(script
 def test_rows_without_advantage_are_dropped_where_nothing_else_pulls_at_them(script, tmp_path):
     """The first of two groups is dead: half of the rows, unless there is a KL. Counts of the step stay those of all rows."""
     pattern, draws = [1, 1, 1, 1, 0, 0, 0, 3], 2 if script == "bgpo" else 1
-    seen = run(script, tmp_path, dead_first() if script == "mdpo" else by_turn(pattern), max_steps=1, num_iterations=1)
-    passes = {"coupled_grpo": 2 * 3, "spg": 2 * 2}.get(script, 1)  # coupled draws: their values first, then each with its graph
+    seen = run(
+        script,
+        tmp_path,
+        dead_first() if script == "mdpo" else by_turn(pattern),
+        max_steps=1,
+        num_iterations=1,
+    )
+    passes = {"coupled_grpo": 2 * 3, "spg": 2 * 2}.get(
+        script, 1
+    )  # coupled draws: their values first, then each with its graph
     rows, trace, batch = seen.losses[0].rows, seen.batches[0].trace, seen.batches[0].batch
     if script == "cj_grpo":  # a row for each step that revealed something
         live = sum(len(steps[steps >= 0].unique()) for steps in trace.replay_map[4:])
     elif script == "mdpo":
         live = int(((batch.advantages != 0) & trace.records["masked"].any(2)).sum())
-        assert not batch.advantages[:4].any() and 0 < live < 4 * trace.num_replays  # the last step may grade all alike
+        assert (
+            not batch.advantages[:4].any() and 0 < live < 4 * trace.num_replays
+        )  # the last step may grade all alike
     else:
         live = 4 * draws
     assert [count for _, count, _ in seen.forwards] == [live] * passes
     P = batch.input_ids.shape[1] - trace.completion_ids.shape[1]
-    assert (rows.advantages != 0).all() and (rows.input_ids[:, P // 2 : P] == batch.input_ids[4, P // 2 : P]).any(1).all()
+    assert (rows.advantages != 0).all() and (
+        rows.input_ids[:, P // 2 : P] == batch.input_ids[4, P // 2 : P]
+    ).any(1).all()
     assert rows.num_sequences == 8 and rows.num_tokens == trace.completion_mask.sum()
     if script == "d1":
-        seen = run(script, tmp_path / "kl", by_turn(pattern), max_steps=1, num_iterations=1, beta=0.1)
+        seen = run(
+            script, tmp_path / "kl", by_turn(pattern), max_steps=1, num_iterations=1, beta=0.1
+        )
         assert [rows for _, rows, _ in seen.forwards] == [8, 8]  # the reference, the policy
 
 
 @pytest.mark.parametrize(
-    "script, iterations", [("d1", 1), ("bgpo", 1), *((name, 2) for name in MODULES if name not in OFFLINE)]
+    "script, iterations",
+    [("d1", 1), ("bgpo", 1), *((name, 2) for name in MODULES if name not in OFFLINE)],
 )
 @forked
-def test_a_step_without_any_spread_moves_weights_by_weight_decay_alone(script, iterations, tmp_path):
+def test_a_step_without_any_spread_moves_weights_by_weight_decay_alone(
+    script, iterations, tmp_path
+):
     settings = dict(learning_rate=1e-2, weight_decay=0.1, num_iterations=iterations)
     seen = run(script, tmp_path, by_turn([0.1]), **settings)
     shrink = (1 - 1e-2 * 0.1) ** (3 * iterations)
     before, after = weights_of(plain_model(None, seen.args.model)), weights_of(seen.policy)
     for name in before:
         torch.testing.assert_close(after[name], before[name] * shrink, atol=1e-6, rtol=1e-5)
-    assert len(seen.rows) == 3 and all(value is not None for row in seen.metrics for value in row.values())
-    assert all(row["optim/grad_norm"] == 0 and row["reward/zero_std_frac"] == 1 for row in seen.rows)
+    assert len(seen.rows) == 3 and all(
+        value is not None for row in seen.metrics for value in row.values()
+    )
+    assert all(
+        row["optim/grad_norm"] == 0 and row["reward/zero_std_frac"] == 1 for row in seen.rows
+    )
     if iterations == 1:  # and a live one moves them
         seen = run(script, tmp_path / "live", by_turn([0, 0, 0, 1]), **settings)
-        assert distance(weights_of(seen.policy), {name: value * shrink for name, value in before.items()}) > 1e-3
+        assert (
+            distance(
+                weights_of(seen.policy), {name: value * shrink for name, value in before.items()}
+            )
+            > 1e-3
+        )
 
 
 # ---------------------------------------------------------------------------------------- old and reference values
@@ -380,12 +470,20 @@ def test_with_one_update_the_old_values_are_the_values_themselves(script, tmp_pa
     seen = run(script, tmp_path, learning_rate=1e-2, num_iterations=1)
     for call in seen.losses:
         assert torch.equal(call.old, call.estimates) and not call.old.requires_grad
-        assert gap(call.old, estimates_by(MODULES[script], call.weights, call.rows, seen.args)) < 2e-3
-    assert {rows for _, rows, _ in seen.forwards} == {len(call.rows.input_ids) for call in seen.losses}
-    assert len(seen.forwards) == 3 * {"coupled_grpo": 2 * 3, "spg": 2 * 2}.get(script, 1)  # no pass for old values
+        assert (
+            gap(call.old, estimates_by(MODULES[script], call.weights, call.rows, seen.args)) < 2e-3
+        )
+    assert {rows for _, rows, _ in seen.forwards} == {
+        len(call.rows.input_ids) for call in seen.losses
+    }
+    assert len(seen.forwards) == 3 * {"coupled_grpo": 2 * 3, "spg": 2 * 2}.get(
+        script, 1
+    )  # no pass for old values
 
 
-@pytest.mark.parametrize("script, lora", [("d1", {}), ("d1", LORA), ("cj_grpo", {})], ids=["full", "lora", "fixed rows"])
+@pytest.mark.parametrize(
+    "script, lora", [("d1", {}), ("d1", LORA), ("cj_grpo", {})], ids=["full", "lora", "fixed rows"]
+)
 @forked
 def test_the_reference_is_the_first_policy_at_every_step(script, lora, tmp_path):
     seen = run(script, tmp_path, beta=0.04, learning_rate=1e-2, **lora)
@@ -414,7 +512,10 @@ def test_the_reference_of_coupled_grpo_moves(tmp_path):
         want = estimates_by(coupled_grpo, references[now], call.rows, seen.args)
         assert gap(call.ref, want) < 2e-3, call.step
         if now:
-            assert gap(call.ref, estimates_by(coupled_grpo, references[now - 1], call.rows, seen.args)) > 0.05
+            assert (
+                gap(call.ref, estimates_by(coupled_grpo, references[now - 1], call.rows, seen.args))
+                > 0.05
+            )
 
 
 @forked
@@ -436,7 +537,9 @@ def test_a_method_without_kl_refuses_beta(tmp_path):
 
 
 def lrs(module, steps, **arguments):
-    return [module.lr_at(step, module.Args(learning_rate=1.0, **arguments)) for step in range(steps)]
+    return [
+        module.lr_at(step, module.Args(learning_rate=1.0, **arguments)) for step in range(steps)
+    ]
 
 
 @every_script
@@ -445,13 +548,30 @@ def test_learning_rate_schedules(script):
     assert lrs(module, 3) == [1, 1, 1]
     assert lrs(module, 6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
     assert lrs(module, 6, lr_schedule="linear", max_steps=4) == [1, 0.75, 0.5, 0.25, 0, 0]
-    assert lrs(module, 6, lr_schedule="linear", max_steps=100, schedule_steps=4) == [1, 0.75, 0.5, 0.25, 0, 0]
-    assert lrs(module, 7, lr_schedule="linear", schedule_steps=6, warmup_steps=2) == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+    assert lrs(module, 6, lr_schedule="linear", max_steps=100, schedule_steps=4) == [
+        1,
+        0.75,
+        0.5,
+        0.25,
+        0,
+        0,
+    ]
+    assert lrs(module, 7, lr_schedule="linear", schedule_steps=6, warmup_steps=2) == [
+        0.5,
+        1,
+        1,
+        0.75,
+        0.5,
+        0.25,
+        0,
+    ]
     half = math.sqrt(0.5)
     want = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0]
     assert lrs(module, 6, lr_schedule="cosine", max_steps=4) == pytest.approx(want)
     want = [1 / 3, 2 / 3, 1, 1, 0.5, 0, 0]
-    assert lrs(module, 7, lr_schedule="cosine", schedule_steps=5, warmup_steps=3) == pytest.approx(want)
+    assert lrs(module, 7, lr_schedule="cosine", schedule_steps=5, warmup_steps=3) == pytest.approx(
+        want
+    )
 
 
 @every_script
@@ -462,7 +582,9 @@ def test_the_optimizer_gets_the_schedule_and_a_clipped_fresh_gradient(script, tm
     seen = run(script, tmp_path, **schedule)
     updates = 1 if script in OFFLINE else 2
     assert [row["optim/lr"] for row in seen.rows] == pytest.approx([1e-3, 2e-3, 3e-3])
-    assert [step.lr for step in seen.steps] == pytest.approx([lr for lr in (1e-3, 2e-3, 3e-3) for _ in range(updates)])
+    assert [step.lr for step in seen.steps] == pytest.approx(
+        [lr for lr in (1e-3, 2e-3, 3e-3) for _ in range(updates)]
+    )
     assert seen.steps[0].moved == pytest.approx(1e-3, rel=0.01)
     assert all(step.betas == (0.8, 0.95) and step.weight_decay == 0 for step in seen.steps)
     assert all(step.norm == pytest.approx(1e-2, rel=1e-3) for step in seen.steps)
@@ -522,10 +644,15 @@ def test_equal_seeds_repeat_a_run_and_other_seeds_do_not(script, tmp_path):
         torch.manual_seed(number)
         runs.append(run(script, tmp_path / str(number), seed=seed))
     exempt = ("time/", "speed/", "memory/")
-    a, b, c = ([{k: v for k, v in row.items() if not k.startswith(exempt)} for row in seen.metrics] for seen in runs)
+    a, b, c = (
+        [{k: v for k, v in row.items() if not k.startswith(exempt)} for row in seen.metrics]
+        for seen in runs
+    )
     assert a == b and runs[0].samples == runs[1].samples
     assert distance(weights_of(runs[0].policy), weights_of(runs[1].policy)) == 0
-    assert all(x["loss/total"] != y["loss/total"] for x, y in zip(runs[0].rows, runs[2].rows, strict=True))
+    assert all(
+        x["loss/total"] != y["loss/total"] for x, y in zip(runs[0].rows, runs[2].rows, strict=True)
+    )
     if script not in OFFLINE:
         seeds = [{step.trace.settings["seed"] for step in seen.batches} for seen in runs]
         assert seeds[0] == seeds[1] and not seeds[0] & seeds[2]
@@ -546,14 +673,26 @@ def test_sft_reads_the_stream_in_order_and_masks_every_step_anew(tmp_path):
     sft.ShuffledStream = Watched
     seen = run("sft", tmp_path)
     assert [i for i, _ in drawn] == list(range(12))
-    assert [step.first_argument for step in seen.batches] == [[row for _, row in drawn[4 * s : 4 * s + 4]] for s in range(3)]
+    assert [step.first_argument for step in seen.batches] == [
+        [row for _, row in drawn[4 * s : 4 * s + 4]] for s in range(3)
+    ]
     assert len({str(row) for _, row in drawn}) == 12
-    first, sft.all_reduce = seen.batches[0].batch, lambda values: values  # the process group is gone
+    first, sft.all_reduce = (
+        seen.batches[0].batch,
+        lambda values: values,
+    )  # the process group is gone
     levels = lambda batch: sft.sample_masks(batch, seen.args, seen.policy.objective)[1].amax(1)
-    for other in (replace(first, step=1), replace(first, seed=1)):  # both the noise and its level are drawn anew
+    for other in (
+        replace(first, step=1),
+        replace(first, seed=1),
+    ):  # both the noise and its level are drawn anew
         assert not torch.equal(other.uniform(), first.uniform())
         a, b = levels(first), levels(other)  # 0 where nothing is masked
         assert ((a > 0) & (b > 0)).any() and (a != b)[(a > 0) & (b > 0)].all()
-    assert [(step.batch.step, step.batch.seed) for step in seen.batches] == [(0, 42), (1, 42), (2, 42)]
+    assert [(step.batch.step, step.batch.seed) for step in seen.batches] == [
+        (0, 42),
+        (1, 42),
+        (2, 42),
+    ]
     for step, (_, masked) in zip(seen.batches, seen.masks, strict=True):
         assert masked.any() and not (masked & ~step.batch.answer_mask).any()

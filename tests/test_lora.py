@@ -24,7 +24,15 @@ from test_models import (
 )
 
 from algos import d1
-from models import adapters_off, add_lora, export_adapter, export_weights, load_model, save_adapter, save_model
+from models import (
+    adapters_off,
+    add_lora,
+    export_adapter,
+    export_weights,
+    load_model,
+    save_adapter,
+    save_model,
+)
 from models.lora import adapter_tensors, has_lora, lora_scaling, merge_adapter
 from models.random_init import byte_tokenizer
 from rollout import make_engine
@@ -58,7 +66,10 @@ def brute_merge(model):
         if ".lora_" not in name:
             layer = name.removesuffix(".base_layer.weight")
             if layer != name:
-                b, a = held[f"{layer}.lora_B.default.weight"], held[f"{layer}.lora_A.default.weight"]
+                b, a = (
+                    held[f"{layer}.lora_B.default.weight"],
+                    held[f"{layer}.lora_A.default.weight"],
+                )
                 value = value + ALPHA / RANK * (b @ a)
             merged[name.replace(".base_layer.", ".")] = value
     return merged
@@ -96,13 +107,17 @@ def close(a, b, tolerance=1e-5):
 def test_fresh_adapters_change_nothing_and_freeze_the_base():
     """'B is 0: the model's outputs do not change yet'; only adapters are trainable, in fp32 on a bf16 base too."""
     base, model = model_of(SMALL), add_lora(model_of(SMALL), RANK, ALPHA)
-    assert torch.equal(model.logits(IDS), base.logits(IDS)) and has_lora(model) and not has_lora(base)
+    assert (
+        torch.equal(model.logits(IDS), base.logits(IDS)) and has_lora(model) and not has_lora(base)
+    )
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     assert trained == adapter_tensors(model).keys() and len(trained) == 2 * 2 * len(NAMES)
     assert not torch.equal(fill_b(model).logits(IDS), base.logits(IDS))  # and then they do
     half = add_lora(model_of(SMALL, torch.bfloat16), RANK, ALPHA)
     assert {value.dtype for value in adapter_tensors(half).values()} == {torch.float32}
-    assert {value.dtype for name, value in half.state_dict().items() if "lora_" not in name} == {torch.bfloat16}
+    assert {value.dtype for name, value in half.state_dict().items() if "lora_" not in name} == {
+        torch.bfloat16
+    }
     engine = add_lora(model_of(SMALL, torch.bfloat16), RANK, ALPHA, dtype=torch.bfloat16)
     assert {value.dtype for value in engine.state_dict().values()} == {torch.bfloat16}
 
@@ -120,7 +135,9 @@ def test_the_draws_are_keyed_by_the_seed():
     wide = model_of(SMALL | {"hidden_size": 256})
     for name, value in adapter_tensors(add_lora(wide, 32, ALPHA)).items():
         if "q_proj.lora_A" in name:  # U(-b, b), b = 1 / sqrt(fan in) = 1 / 16
-            assert value.abs().max() <= 1 / 16 and math.isclose(value.std().item(), 1 / 16 / math.sqrt(3), rel_tol=0.03)
+            assert value.abs().max() <= 1 / 16 and math.isclose(
+                value.std().item(), 1 / 16 / math.sqrt(3), rel_tol=0.03
+            )
 
 
 def test_the_global_generator_is_not_touched():
@@ -133,12 +150,19 @@ def test_the_global_generator_is_not_touched():
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj"), ("down_proj",)])
 def test_targets(targets):
     """'last parts of module names; empty: every linear layer of a block'"""
-    held = {name.split(".lora_")[0] for name in adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, targets))}
+    held = {
+        name.split(".lora_")[0]
+        for name in adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, targets))
+    }
     part = lambda name: "self_attn" if name in NAMES[:4] else "mlp"
-    assert held == {f"model.layers.{i}.{part(name)}.{name}" for i in range(2) for name in targets or NAMES}
+    assert held == {
+        f"model.layers.{i}.{part(name)}.{name}" for i in range(2) for name in targets or NAMES
+    }
 
 
-@pytest.mark.parametrize("targets", [["q_prj"], ["q_proj", "W_pack"], ["embed_tokens"], ["self_attn.q_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["q_prj"], ["q_proj", "W_pack"], ["embed_tokens"], ["self_attn.q_proj"]]
+)
 def test_a_target_that_matches_nothing_is_named(targets):
     with exits_with_one_line("--lora-targets", targets[-1], "q_proj"):
         add_lora(model_of(SMALL), RANK, ALPHA, targets)
@@ -152,25 +176,37 @@ def test_every_target_that_is_offered_is_trained():
     assert set(NAMES) <= set(offered)
     model = add_lora(model_of(SMALL), RANK, ALPHA, offered)
     model.logps(IDS, torch.full_like(IDS, MASK), IDS >= 0).sum().backward()
-    deaf = {name.split(".")[-4] for name, value in model.named_parameters() if "lora_B" in name and value.grad is None}
+    deaf = {
+        name.split(".")[-4]
+        for name, value in model.named_parameters()
+        if "lora_B" in name and value.grad is None
+    }
     assert not deaf, f"{deaf} never learn"
 
 
 def test_adapters_off_is_the_base_and_on_is_as_before():
     """'The frozen model under the adapters: the reference policy', on again bit-identical and trainable."""
     base, model = model_of(SMALL).logits(IDS), adapted()
-    before, trainable = model.logits(IDS), {name: value.requires_grad for name, value in model.named_parameters()}
+    before, trainable = (
+        model.logits(IDS),
+        {name: value.requires_grad for name, value in model.named_parameters()},
+    )
     with torch.no_grad(), adapters_off(model) as reference:
         assert reference is model and torch.equal(model.logits(IDS), base)
     assert torch.equal(model.logits(IDS), before) and not torch.equal(before, base)
     assert {name: value.requires_grad for name, value in model.named_parameters()} == trainable
     model.logits(IDS).sum().backward()
-    assert all((value.grad is not None) == trainable[name] for name, value in model.named_parameters())
+    assert all(
+        (value.grad is not None) == trainable[name] for name, value in model.named_parameters()
+    )
 
 
 def test_adapters_come_back_after_an_exception():
     model = adapted()
-    before, trainable = model.logits(IDS), {name: value.requires_grad for name, value in model.named_parameters()}
+    before, trainable = (
+        model.logits(IDS),
+        {name: value.requires_grad for name, value in model.named_parameters()},
+    )
     with pytest.raises(ZeroDivisionError), adapters_off(model):
         1 / 0  # noqa: B018
     assert torch.equal(model.logits(IDS), before)
@@ -186,11 +222,16 @@ def test_peft_alone_reads_a_saved_adapter(saved):
     wrapped = peft_model(directory)
     assert close(wrapped.base_model.model.logits(IDS), model.logits(IDS))
     held = load_file(directory / "adapter_model.safetensors")
-    assert all(name.startswith("base_model.model.model.layers.") and ".default." not in name for name in held)
+    assert all(
+        name.startswith("base_model.model.model.layers.") and ".default." not in name
+        for name in held
+    )
     assert wrapped.peft_config["default"].base_model_name_or_path == str(base)
     merged, ours = wrapped.merge_and_unload(), load_model(directory)
     assert_close_weights(merged, ours)
-    assert close(ours.logits(IDS), model.logits(IDS)) and not close(ours.logits(IDS), model_of(SMALL).logits(IDS), 1e-2)
+    assert close(ours.logits(IDS), model.logits(IDS)) and not close(
+        ours.logits(IDS), model_of(SMALL).logits(IDS), 1e-2
+    )
     assert (ours.eos_token_ids, ours.pad_token_id, has_lora(ours)) == ([1], 0, False)
 
 
@@ -205,7 +246,9 @@ def test_peft_puts_a_saved_adapter_on_transformers_qwen3(saved):
     """The adapter of a user who has the official code and peft but none of this repository."""
     _, directory, model = saved
     wrapped = peft_model(directory, qwen3(model_of(SMALL)))
-    logits = wrapped(IDS, attention_mask=additive(block_causal(IDS.shape[1], 4)).expand(len(IDS), -1, -1, -1)).logits
+    logits = wrapped(
+        IDS, attention_mask=additive(block_causal(IDS.shape[1], 4)).expand(len(IDS), -1, -1, -1)
+    ).logits
     assert close(logits, model.logits(IDS))
 
 
@@ -214,10 +257,14 @@ def test_an_adapter_of_peft_loads_here(saved, tmp_path):
     from peft import LoraConfig, PeftModel
 
     torch.manual_seed(0)
-    wrapped = PeftModel(model_of(SMALL), LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"]))
+    wrapped = PeftModel(
+        model_of(SMALL), LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"])
+    )
     fill_b(wrapped).save_pretrained(tmp_path / "peft")
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
-    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(saved[0])}))
+    (tmp_path / "peft/adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(saved[0])})
+    )
     assert close(load_model(tmp_path / "peft").logits(IDS), wrapped.base_model.model.logits(IDS))
 
 
@@ -260,7 +307,9 @@ def test_every_export_starts_from_the_pristine_base():
     assert all(torch.equal(second[name], want[name]) for name in want)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not close(second[name], first[name], 1e-2)
-    assert_same_weights(SimpleNamespace(state_dict=lambda: dict(export_weights(model, merge_lora=False))), base)
+    assert_same_weights(
+        SimpleNamespace(state_dict=lambda: dict(export_weights(model, merge_lora=False))), base
+    )
 
 
 def test_save_model_merges_under_official_names(saved, tmp_path):
@@ -271,9 +320,13 @@ def test_save_model_merges_under_official_names(saved, tmp_path):
     save_model(model, tmp_path / "merged", byte_tokenizer())
     ours = load_model(tmp_path / "merged")
     assert dict(ours.state_dict()).keys() == brute_merge(model).keys()
-    assert all(torch.equal(value, brute_merge(model)[name]) for name, value in ours.state_dict().items())
+    assert all(
+        torch.equal(value, brute_merge(model)[name]) for name, value in ours.state_dict().items()
+    )
     qwen3_config(tmp_path / "merged", {})
-    reference, report = Qwen3ForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    reference, report = Qwen3ForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_weights(reference, ours)
 
@@ -284,14 +337,24 @@ def test_a_merge_into_bf16_loses_an_early_update_and_adapters_beside_keep_it():
     with torch.no_grad():
         for name, value in learner.named_parameters():
             if "lora_B" in name:  # one sign step of size 1e-5
-                value.copy_(1e-5 * (torch.rand(value.shape, generator=torch.Generator().manual_seed(3)) - 0.5).sign())
+                value.copy_(
+                    1e-5
+                    * (
+                        torch.rand(value.shape, generator=torch.Generator().manual_seed(3)) - 0.5
+                    ).sign()
+                )
     base = model_of(SMALL, torch.bfloat16).double()
-    merged, beside = make_engine(copy.deepcopy(base)), make_engine(add_lora(copy.deepcopy(base), RANK, ALPHA))
+    merged, beside = (
+        make_engine(copy.deepcopy(base)),
+        make_engine(add_lora(copy.deepcopy(base), RANK, ALPHA)),
+    )
     merged.load_weights(export_weights(learner, torch.bfloat16))
     beside.load_weights(export_adapter(learner, torch.bfloat16))
     exact = copy.deepcopy(learner).double().logits(IDS) - base.logits(IDS)
     lost, kept = (
-        ((engine.model.double().logits(IDS) - base.logits(IDS) - exact).norm() / exact.norm()).item()
+        (
+            (engine.model.double().logits(IDS) - base.logits(IDS) - exact).norm() / exact.norm()
+        ).item()
         for engine in (merged, beside)
     )
     assert lost > 0.9 and kept < 0.01, (lost, kept)
@@ -310,33 +373,52 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "rank": (lambda d: edit(d, r=8), ["q_proj.weight", "rank 8"]),
     "names": (
-        lambda d: tensors(d, lambda t: {name.replace("layers.1", "layers.7"): value for name, value in t.items()}),
+        lambda d: tensors(
+            d, lambda t: {name.replace("layers.1", "layers.7"): value for name, value in t.items()}
+        ),
         ["layers.7", "no layer of this model"],
     ),
     "shapes": (
         lambda d: tensors(d, lambda t: t | {Q + "B.weight": torch.zeros(5, RANK)}),
         ["q_proj", r"\[32, 16\]", r"\[5, 4\]"],
     ),
-    "half a pair": (lambda d: tensors(d, lambda t: {n: v for n, v in t.items() if n != Q + "B.weight"}), ["q_proj"]),
+    "half a pair": (
+        lambda d: tensors(d, lambda t: {n: v for n, v in t.items() if n != Q + "B.weight"}),
+        ["q_proj"],
+    ),
     "empty": (lambda d: tensors(d, lambda t: {}), ["no adapters"]),
     "DoRA": (lambda d: edit(d, use_dora=True), ["plain LoRA", "use_dora"]),
     "bias": (lambda d: edit(d, bias="all"), ["plain LoRA", "bias"]),
     "bias of B": (
-        lambda d: [edit(d, lora_bias=True), tensors(d, lambda t: t | {Q + "B.bias": torch.ones(32)})],
+        lambda d: [
+            edit(d, lora_bias=True),
+            tensors(d, lambda t: t | {Q + "B.bias": torch.ones(32)}),
+        ],
         ["bias"],
     ),
-    "modules_to_save": (lambda d: edit(d, modules_to_save=["lm_head"]), ["plain LoRA", "modules_to_save"]),
+    "modules_to_save": (
+        lambda d: edit(d, modules_to_save=["lm_head"]),
+        ["plain LoRA", "modules_to_save"],
+    ),
     "rank_pattern": (lambda d: edit(d, rank_pattern={"q_proj": 2}), ["plain LoRA", "rank_pattern"]),
     "not LoRA": (lambda d: edit(d, peft_type="IA3"), ["plain LoRA", "IA3"]),
     "unknown base": (lambda d: edit(d, base_model_name_or_path="me/unknown"), ["me/unknown"]),
     "no base": (lambda d: edit(d, base_model_name_or_path=None), ["None"]),
-    "missing weights": (lambda d: (d / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
+    "missing weights": (
+        lambda d: (d / "adapter_model.safetensors").unlink(),
+        ["adapter_model.safetensors"],
+    ),
     "truncated weights": (
-        lambda d: (d / "adapter_model.safetensors").write_bytes((d / "adapter_model.safetensors").read_bytes()[:-9]),
+        lambda d: (d / "adapter_model.safetensors").write_bytes(
+            (d / "adapter_model.safetensors").read_bytes()[:-9]
+        ),
         ["adapter_model.safetensors"],
     ),
     "missing config": (lambda d: (d / "adapter_config.json").unlink(), ["adapter_config.json"]),
-    "damaged config": (lambda d: (d / "adapter_config.json").write_text('{"r": 4, '), ["adapter_config.json", "not JSON"]),
+    "damaged config": (
+        lambda d: (d / "adapter_config.json").write_text('{"r": 4, '),
+        ["adapter_config.json", "not JSON"],
+    ),
 }
 
 
@@ -362,14 +444,19 @@ def test_a_failed_save_leaves_nothing(saved, tmp_path):
     (tmp_path / "there").mkdir()
     with exits_with_one_line("there", "exists already"):
         save_adapter(saved[2], tmp_path / "there", str(saved[0]), byte_tokenizer())
-    assert [p.name for p in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["there"] and not list(
+        (tmp_path / "there").iterdir()
+    )
 
 
 # --- two ranks ---------------------------------------------------------------------------------------------------------------
 
 
 def loss_of(model, rows, num_tokens):
-    ids, score = random_ids(8, 12, MASK)[rows], torch.rand(8, 12, generator=torch.Generator().manual_seed(4))[rows] < 0.4
+    ids, score = (
+        random_ids(8, 12, MASK)[rows],
+        torch.rand(8, 12, generator=torch.Generator().manual_seed(4))[rows] < 0.4,
+    )
     return -model.logps(ids, torch.where(score, MASK, ids), score).sum() / num_tokens
 
 
@@ -383,7 +470,10 @@ def test_two_ranks_train_as_one(run_ranks, tmp_path):
     def body(rank, world_size):
         build = lambda: adapted(base=model_of(SMALL, torch.float64), dtype=torch.float64)
         whole, sharded = build(), d1.parallelize(build(), ARGS)
-        for model, rows, scale in [(whole, slice(0, 8), 1), (sharded, slice(4 * rank, 4 * rank + 4), world_size)]:
+        for model, rows, scale in [
+            (whole, slice(0, 8), 1),
+            (sharded, slice(4 * rank, 4 * rank + 4), world_size),
+        ]:
             params = [value for value in model.parameters() if value.requires_grad]
             optimizer = torch.optim.AdamW(params, lr=0.01)
             for _ in range(2):
@@ -396,8 +486,14 @@ def test_two_ranks_train_as_one(run_ranks, tmp_path):
             if p.grad is not None:
                 torch.testing.assert_close(full(p.grad), q.grad, atol=1e-10, rtol=1e-8, msg=name)
                 torch.testing.assert_close(full(p), q, atol=1e-7, rtol=1e-6, msg=name)
-        for export in (export_adapter, export_weights, lambda model: export_weights(model, merge_lora=False)):
-            for (name, value), (want_name, want) in zip(export(sharded), export(whole), strict=True):
+        for export in (
+            export_adapter,
+            export_weights,
+            lambda model: export_weights(model, merge_lora=False),
+        ):
+            for (name, value), (want_name, want) in zip(
+                export(sharded), export(whole), strict=True
+            ):
                 assert name == want_name and not value.requires_grad
                 torch.testing.assert_close(value, want, atol=1e-7, rtol=1e-6, msg=name)
         save_adapter(sharded, tmp_path / "adapter", str(tmp_path), byte_tokenizer())
@@ -414,7 +510,9 @@ def test_adapters_off_on_two_ranks(run_ranks):
     def body(rank, world_size):
         base = model_of(SMALL).logits(IDS)
         model = d1.parallelize(adapted(), ARGS)
-        optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [value for value in model.parameters() if value.requires_grad], lr=0.1
+        )
         with torch.no_grad():
             before = model.logits(IDS)
             with adapters_off(model):
@@ -441,7 +539,9 @@ def test_an_engine_beside_its_adapters_is_the_learner(run_ranks, world_size):
         for hand_over in (False, True):
             if hand_over:
                 engine.load_weights(export_adapter(model))
-            trace = engine.generate([[2, 3, 4], [5, 6, 7, 8, 9, 10]], num_samples=3, gen_length=9, denoising_steps=2)
+            trace = engine.generate(
+                [[2, 3, 4], [5, 6, 7, 8, 9, 10]], num_samples=3, gen_length=9, denoising_steps=2
+            )
             gaps.append((replay_logps(model, trace) - trace.logps).abs().max().item())
         assert gaps[0] > 1e-2 and gaps[1] < 2e-5, gaps
 
@@ -450,7 +550,9 @@ def test_an_engine_beside_its_adapters_is_the_learner(run_ranks, world_size):
 
 def test_engines_refuse_adapters_of_another_rank_or_none():
     engine = make_engine(add_lora(model_of(SMALL), RANK, ALPHA))
-    with pytest.raises(ValueError, match=r"lora_A.default.weight \[8, 16\] is no tensor of this model"):
+    with pytest.raises(
+        ValueError, match=r"lora_A.default.weight \[8, 16\] is no tensor of this model"
+    ):
         engine.load_weights(export_adapter(adapted(rank=8)))
     with pytest.raises(ValueError, match="is no tensor of this model"):
         make_engine(model_of(SMALL)).load_weights(export_adapter(adapted()))
@@ -479,8 +581,13 @@ def test_compiled_blocks_with_adapters_on_two_ranks(run_ranks):
         for layer in compiled.layers:
             layer.compile(backend="aot_eager")
         compiled = d1.parallelize(compiled, ARGS)
-        want, loss = loss_of(whole, slice(0, 8), 30), loss_of(compiled, slice(4 * rank, 4 * rank + 4), 30)
-        torch.testing.assert_close(d1.all_reduce({"loss": loss.detach()})["loss"], want.item(), atol=1e-5, rtol=1e-5)
+        want, loss = (
+            loss_of(whole, slice(0, 8), 30),
+            loss_of(compiled, slice(4 * rank, 4 * rank + 4), 30),
+        )
+        torch.testing.assert_close(
+            d1.all_reduce({"loss": loss.detach()})["loss"], want.item(), atol=1e-5, rtol=1e-5
+        )
         want.backward()
         (loss * world_size).backward()
         for (name, p), q in zip(compiled.named_parameters(), whole.parameters(), strict=True):
@@ -500,7 +607,12 @@ def test_peft_can_read_the_config_of_a_model():
 def test_the_adapter_path_is_two_thin_products():
     """y = x W^T + alpha / r (x A^T) B^T, no dropout: written out for one layer."""
     model = adapted()
-    layer, x = model.layers[0].mlp.up_proj, torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    layer, x = (
+        model.layers[0].mlp.up_proj,
+        torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0)),
+    )
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     want = F.linear(x, layer.base_layer.weight) + ALPHA / RANK * F.linear(F.linear(x, a), b)
-    assert torch.allclose(layer(x), want, atol=1e-6) and not torch.allclose(layer(x), layer.base_layer(x), atol=1e-2)
+    assert torch.allclose(layer(x), want, atol=1e-6) and not torch.allclose(
+        layer(x), layer.base_layer(x), atol=1e-2
+    )

@@ -42,7 +42,9 @@ def naive_logits(model, ids, fresh, stored):
                         new[:, :, p] = old[:, :, p]
         stored[layer] = [k.clone(), v.clone()]
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return torch.einsum("bhqk,bhkd->bhqd", (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1), v)
+        return torch.einsum(
+            "bhqk,bhkd->bhqd", (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1), v
+        )
 
     hidden = model.hidden(torch.tensor([ids]), torch.arange(len(ids))[None], attend)[0]
     if hasattr(model, "align"):  # Dream: token i is predicted where token i - 1 stands
@@ -91,11 +93,18 @@ def naive_sample(
             if not places:
                 break
             forwards += 1
-            logits = model.logits(torch.tensor([ids]))[0] if cache == "none" else naive_logits(model, ids, fresh, stored)
+            logits = (
+                model.logits(torch.tensor([ids]))[0]
+                if cache == "none"
+                else naive_logits(model, ids, fresh, stored)
+            )
             token, logp, score, guess = {}, {}, {}, {}
             for p in places + [p for p in range(start + n, P + L) if records]:
                 banned = {M, *model.eos_token_ids} if eos_policy == "suppress" else {M}
-                z = [-math.inf if v in banned else value / (temperature or 1) for v, value in enumerate(logits[p].tolist())]
+                z = [
+                    -math.inf if v in banned else value / (temperature or 1)
+                    for v, value in enumerate(logits[p].tolist())
+                ]
                 lse = max(z) + math.log(math.fsum(math.exp(value - max(z)) for value in z))
                 probs = [math.exp(value - lse) for value in z]
                 key = (step, "token") if p < start + n else (now, "guess")
@@ -123,7 +132,9 @@ def naive_sample(
                     )  # fmt: skip
             states.append((now, [masked[p] for p in range(P, P + L)], guess))
             reveal, owed, before = (
-                naive_rule(score, places, quota, remasking, confidence_threshold, factor, eb_threshold),
+                naive_rule(
+                    score, places, quota, remasking, confidence_threshold, factor, eb_threshold
+                ),
                 owed + quota,
                 list(ids),
             )
@@ -142,25 +153,44 @@ def naive_sample(
         if stop_at_eos and any(ids[p] in model.eos_token_ids for p in range(start, start + n)):
             break
     tokens = [None if masked[p] else ids[p] for p in range(P, P + L)]
-    return {"tokens": tokens, "steps": steps, "logps": logps, "forwards": forwards, "events": events, "states": states}
+    return {
+        "tokens": tokens,
+        "steps": steps,
+        "logps": logps,
+        "forwards": forwards,
+        "events": events,
+        "states": states,
+    }
 
 
 def matches(trace, i, model, prompt, number, **options):
     """Whether row i of a trace is the naive sampler's completion."""
     want = naive_sample(model, prompt, number, **options)
     tokens = [
-        None if step < 0 else v for v, step in zip(trace.completion_ids[i].tolist(), trace.step_map[i].tolist(), strict=True)
+        None if step < 0 else v
+        for v, step in zip(
+            trace.completion_ids[i].tolist(), trace.step_map[i].tolist(), strict=True
+        )
     ]
     same = (
-        tokens == want["tokens"] and trace.step_map[i].tolist() == want["steps"] and trace.num_forwards[i] == want["forwards"]
+        tokens == want["tokens"]
+        and trace.step_map[i].tolist() == want["steps"]
+        and trace.num_forwards[i] == want["forwards"]
     )
-    return same and (trace.logps[i] - torch.tensor(want["logps"], dtype=torch.float64)).abs().max().item() < 1e-9
+    return (
+        same
+        and (trace.logps[i] - torch.tensor(want["logps"], dtype=torch.float64)).abs().max().item()
+        < 1e-9
+    )
 
 
 # --- (a) rules of reveal -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remasking", ["low_confidence_factor", "entropy", "entropy_bounded", "topk_margin", "sequential"])
+@pytest.mark.parametrize(
+    "remasking",
+    ["low_confidence_factor", "entropy", "entropy_bounded", "topk_margin", "sequential"],
+)
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_rules_equal_the_naive_sampler(engine, remasking, temperature):
     """Ragged prompts in one batch, more and fewer steps than tokens in a block, with and without the end at an EOS."""
@@ -175,7 +205,10 @@ def test_rules_equal_the_naive_sampler(engine, remasking, temperature):
             assert matches(trace, i, engine.model, prompt, 50 + i, **options)
         assert trace.settings["remasking"] == remasking and trace.settings["factor"] == factor
         control = options | {"remasking": "low_confidence_static"}
-        others += sum(not matches(trace, i, engine.model, prompt, 50 + i, **control) for i, prompt in enumerate(prompts))
+        others += sum(
+            not matches(trace, i, engine.model, prompt, 50 + i, **control)
+            for i, prompt in enumerate(prompts)
+        )
     assert others > 0
 
 
@@ -188,7 +221,9 @@ def test_select_against_the_definition(remasking):
         confidence[:60] = torch.rand(60, n, generator=generator) ** 0.1
         confidence = -confidence.abs() if remasking == "entropy_bounded" else confidence
         masked = torch.rand(120, n, generator=generator) < torch.rand(120, 1, generator=generator)
-        for quota, threshold, factor in itertools.product((0, 1, n // 2 + 1), (-2.0, 0.5, 0.9), (0.1, 1.0, 3.0)):
+        for quota, threshold, factor in itertools.product(
+            (0, 1, n // 2 + 1), (-2.0, 0.5, 0.9), (0.1, 1.0, 3.0)
+        ):
             got = select(confidence, masked, quota, remasking, threshold, factor, 0.75)
             for row in range(120):
                 places = masked[row].nonzero().flatten().tolist()
@@ -200,7 +235,9 @@ def test_select_against_the_definition(remasking):
 def test_factor_decoding_bounds_the_joint_error():
     """Fast-dLLM's rule by hand: confidences .99 .95 .8 .3 and factor 1: 2(.01), 3(.05), 4(.2) < 1 but 5(.7) is not."""
     confidence, masked = torch.tensor([[0.3, 0.99, 0.8, 0.95]]), torch.ones(1, 4, dtype=torch.bool)
-    reveal = lambda factor: select(confidence, masked, 1, "low_confidence_factor", 0.9, factor)[0].tolist()
+    reveal = lambda factor: select(confidence, masked, 1, "low_confidence_factor", 0.9, factor)[
+        0
+    ].tolist()
     assert reveal(1.0) == [False, True, True, True] and reveal(0.5) == [False, True, False, True]
     assert reveal(1e-6) == [False, True, False, False] and reveal(4.0) == [True] * 4
 
@@ -212,9 +249,14 @@ def test_parallel_rules_reveal_at_least_one_and_then_all_above(engine):
         ("low_confidence_factor", {"factor": 1e-9}, {"factor": 1e9}),
     ):
         options = dict(block_length=6, denoising_steps=6, **STATIC | {"remasking": remasking})
-        slow, fast = (engine.generate(prompts_of([3, 5]), **options, **limit) for limit in (hard, easy))
+        slow, fast = (
+            engine.generate(prompts_of([3, 5]), **options, **limit) for limit in (hard, easy)
+        )
         static = engine.generate(prompts_of([3, 5]), block_length=6, denoising_steps=6, **STATIC)
-        assert torch.equal(slow.step_map, static.step_map) and slow.num_forwards.tolist() == [12, 12]
+        assert torch.equal(slow.step_map, static.step_map) and slow.num_forwards.tolist() == [
+            12,
+            12,
+        ]
         assert not fast.step_map.any() and fast.num_forwards.tolist() == [2, 2]
 
 
@@ -233,7 +275,9 @@ def test_confidence_is_of_the_sampled_distribution(temperature):
         "random": best[:, 0],
     }
     for remasking, value in want.items():
-        assert torch.allclose(confidence_of(logits, logps, temperature, remasking), value, atol=1e-12)
+        assert torch.allclose(
+            confidence_of(logits, logps, temperature, remasking), value, atol=1e-12
+        )
     assert want["entropy"][:2].tolist() == pytest.approx([0, -math.log(M)])
 
 
@@ -241,36 +285,70 @@ def test_confidence_is_of_the_sampled_distribution(temperature):
 def test_logps_of_draw_independent_rules_are_the_likelihood_of_the_trajectory(engine, remasking):
     """The order does not depend on the draws, so that every state has one set of places to reveal at the next step."""
     trace = engine.generate(
-        prompts_of([4]), num_samples=40, block_length=4, denoising_steps=4, temperature=3.0, **STATIC | {"remasking": remasking}
+        prompts_of([4]),
+        num_samples=40,
+        block_length=4,
+        denoising_steps=4,
+        temperature=3.0,
+        **STATIC | {"remasking": remasking},
     )
     first = (trace.step_map[:, :4] == 0).long().argmax(1)
-    assert len(first.unique()) == 1 and len(trace.completion_ids[torch.arange(40), first].unique()) > 3
-    sampled = engine.generate(prompts_of([4]), num_samples=40, block_length=4, denoising_steps=4, temperature=3.0, **STATIC)
-    assert len((sampled.step_map[:, :4] == 0).long().argmax(1).unique()) > 1  # control: by the drawn token's probability
+    assert (
+        len(first.unique()) == 1 and len(trace.completion_ids[torch.arange(40), first].unique()) > 3
+    )
+    sampled = engine.generate(
+        prompts_of([4]),
+        num_samples=40,
+        block_length=4,
+        denoising_steps=4,
+        temperature=3.0,
+        **STATIC,
+    )
+    assert (
+        len((sampled.step_map[:, :4] == 0).long().argmax(1).unique()) > 1
+    )  # control: by the drawn token's probability
 
 
 def test_the_block_engine_refuses_rules_it_has_not():
     for remasking in ("rcr", "maskgit"):
         with pytest.raises(
-            SystemExit, match=f"^--remasking {remasking}: .*block-causal model has low_confidence_static.*sequential$"
+            SystemExit,
+            match=f"^--remasking {remasking}: .*block-causal model has low_confidence_static.*sequential$",
         ):
             make_engine(block_model_of()).generate([[3]], remasking=remasking)
 
 
 # --- (b) caches --------------------------------------------------------------------------------------------------------------
 
-CACHED = dict(gen_length=12, block_length=4, denoising_steps=3, stop_at_eos=False, remasking="low_confidence_static")
+CACHED = dict(
+    gen_length=12,
+    block_length=4,
+    denoising_steps=3,
+    stop_at_eos=False,
+    remasking="low_confidence_static",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_are_exact_for_one_layer(family, cache):
     """Keys and values of one layer depend on their own token alone: no step of any row differs from decoding without cache."""
-    engine = make_engine(model_of(family, scale=12, **{{"llada": "n_layers", "dream": "num_hidden_layers"}[family]: 1}))
+    engine = make_engine(
+        model_of(
+            family, scale=12, **{{"llada": "n_layers", "dream": "num_hidden_layers"}[family]: 1}
+        )
+    )
     for remasking in ("low_confidence_dynamic", "entropy", "random"):
-        options = dict(num_samples=3, seed=2, **CACHED | {"remasking": remasking, "stop_at_eos": True})
-        plain, cached = (engine.generate(prompts_of([1, 4, 9, 6]), cache=kind, **options) for kind in ("none", cache))
-        assert same_draws(plain, cached, 1e-9) and cached.settings == plain.settings | {"cache": cache}
+        options = dict(
+            num_samples=3, seed=2, **CACHED | {"remasking": remasking, "stop_at_eos": True}
+        )
+        plain, cached = (
+            engine.generate(prompts_of([1, 4, 9, 6]), cache=kind, **options)
+            for kind in ("none", cache)
+        )
+        assert same_draws(plain, cached, 1e-9) and cached.settings == plain.settings | {
+            "cache": cache
+        }
         assert (cached.step_map < 0).any() and cached.step_map.max() > 0
 
 
@@ -288,7 +366,9 @@ def test_caches_equal_the_naive_cached_sampler(engine, cache, temperature):
         for i, prompt in enumerate(prompts):
             assert matches(trace, i, engine.model, prompt, 20 + i, **options)
             for other in {"none", "prefix", "dual"} - {cache} if n == 4 else ():
-                assert not matches(trace, i, engine.model, prompt, 20 + i, **options | {"cache": other})
+                assert not matches(
+                    trace, i, engine.model, prompt, 20 + i, **options | {"cache": other}
+                )
 
 
 def test_the_first_step_of_a_block_is_exact(engine):
@@ -300,13 +380,17 @@ def test_the_first_step_of_a_block_is_exact(engine):
         assert (gap[trace.step_map > 0].max() > 1e-3) == (cache != "none")
     one_step = dict(CACHED, denoising_steps=1)
     plain = engine.generate(prompts_of([1, 4, 9]), **one_step)
-    assert same_draws(engine.generate(prompts_of([1, 4, 9]), cache="dual", **one_step), plain, 1e-12)
+    assert same_draws(
+        engine.generate(prompts_of([1, 4, 9]), cache="dual", **one_step), plain, 1e-12
+    )
 
 
 def test_the_refresh_serves_step_0_and_windows_are_small(monkeypatch, engine):
     """Widths of the forwards: the whole once a block, then block and suffix, or the block; Dream's has the token before."""
     widths, hidden, before = [], engine.model.hidden, int(hasattr(engine.model, "align"))
-    monkeypatch.setattr(engine.model, "hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest))
+    monkeypatch.setattr(
+        engine.model, "hidden", lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest)
+    )
     for cache, later in (("none", [17, 17, 17]), ("prefix", [12, 8, 4]), ("dual", [4, 4, 4])):
         widths.clear()
         trace = engine.generate(prompts_of([2, 5]), cache=cache, **CACHED)
@@ -318,10 +402,15 @@ def test_the_refresh_serves_step_0_and_windows_are_small(monkeypatch, engine):
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_batches_and_padding_change_no_cached_draw(engine, cache):
     """A row beside longer and shorter prompts, in batches of 1, 3 and all, is the row alone."""
-    prompts, options = prompts_of([3, 9, 1, 6]), dict(CACHED, cache=cache, num_samples=2, stop_at_eos=True)
+    prompts, options = (
+        prompts_of([3, 9, 1, 6]),
+        dict(CACHED, cache=cache, num_samples=2, stop_at_eos=True),
+    )
     whole = engine.generate(prompts, **options)
     for size in (1, 3):
-        assert same_draws(make_engine(engine.model, max_batch_size=size).generate(prompts, **options), whole, 1e-9)
+        assert same_draws(
+            make_engine(engine.model, max_batch_size=size).generate(prompts, **options), whole, 1e-9
+        )
     for p in range(4):
         alone = engine.generate([prompts[p]], sample_offset=2 * p, **options)
         assert rows_of(alone, [0, 1]) == rows_of(whole, [2 * p, 2 * p + 1])
@@ -346,9 +435,14 @@ def test_the_probe_reports_the_gap_of_a_cache(engine):
 
 
 def test_caches_are_refused_where_there_are_none(engine):
-    with pytest.raises(SystemExit, match="^--cache dual: the sampler of a block-causal model has none$"):
+    with pytest.raises(
+        SystemExit, match="^--cache dual: the sampler of a block-causal model has none$"
+    ):
         make_engine(block_model_of()).generate([[3]], cache="dual")
-    with pytest.raises(SystemExit, match="^--cache full: the sampler of a bidirectional model has none, prefix, dual$"):
+    with pytest.raises(
+        SystemExit,
+        match="^--cache full: the sampler of a bidirectional model has none, prefix, dual$",
+    ):
         engine.generate([[3]], cache="full")
 
 
@@ -366,9 +460,16 @@ def ender(request):
 @pytest.mark.parametrize("eos_policy", ["suppress", "demote", "eoser"])
 @pytest.mark.parametrize("remasking", RULES)
 def test_eos_policies_equal_the_naive_sampler(ender, eos_policy, remasking):
-    if eos_policy == "eoser" and "entropy" in remasking or eos_policy != "suppress" and remasking == "sequential":
+    if (
+        eos_policy == "eoser"
+        and "entropy" in remasking
+        or eos_policy != "suppress"
+        and remasking == "sequential"
+    ):
         words = "does not look at" if remasking == "sequential" else "are negative"
-        with pytest.raises(SystemExit, match=f"^--eos-policy {eos_policy} .*--remasking {remasking} .*{words}"):
+        with pytest.raises(
+            SystemExit, match=f"^--eos-policy {eos_policy} .*--remasking {remasking} .*{words}"
+        ):
             ender.generate([[3]], eos_policy=eos_policy, remasking=remasking)
         return
     prompts, others = prompts_of([1, 4, 7, 2], seed=3), 0
@@ -381,14 +482,22 @@ def test_eos_policies_equal_the_naive_sampler(ender, eos_policy, remasking):
         assert trace.settings["eos_policy"] == eos_policy
         for i, prompt in enumerate(prompts):
             assert matches(trace, i, ender.model, prompt, 30 + i, **options)
-            others += not matches(trace, i, ender.model, prompt, 30 + i, **options | {"eos_policy": "none"})
+            others += not matches(
+                trace, i, ender.model, prompt, 30 + i, **options | {"eos_policy": "none"}
+            )
     assert others > 0
 
 
 def test_suppressed_ends_never_come_and_the_trace_says_so(ender):
     eos = torch.tensor(ender.model.eos_token_ids)
-    plain, banned = (ender.generate(prompts_of([3, 5]), num_samples=8, eos_policy=p, **ENDS) for p in ("none", "suppress"))
-    assert torch.isin(plain.completion_ids, eos).any() and not torch.isin(banned.completion_ids, eos).any()
+    plain, banned = (
+        ender.generate(prompts_of([3, 5]), num_samples=8, eos_policy=p, **ENDS)
+        for p in ("none", "suppress")
+    )
+    assert (
+        torch.isin(plain.completion_ids, eos).any()
+        and not torch.isin(banned.completion_ids, eos).any()
+    )
     assert banned.truncated.all() and banned.completion_mask.all()
     assert plain.settings["logps"] == "softmax(logits / temperature)"
     assert banned.settings["logps"] == "softmax(logits / temperature), EOS banned"
@@ -399,8 +508,14 @@ def test_demoted_ends_come_last_in_their_block(monkeypatch, engine):
     script = [EOS[0], 7, 8, EOS[1], 9, 10] * 2
     steps = dict(block_length=6, denoising_steps=6, stop_at_eos=False)
     trace = scripted(monkeypatch, engine, script, [3, 4], eos_policy="demote", **steps)
-    assert trace.completion_ids[0].tolist() == script and trace.step_map[0].tolist() == [4, 0, 1, 5, 2, 3] * 2
-    assert scripted(monkeypatch, engine, script, [3, 4], **steps).step_map[0].tolist() == [0, 1, 2, 3, 4, 5] * 2
+    assert (
+        trace.completion_ids[0].tolist() == script
+        and trace.step_map[0].tolist() == [4, 0, 1, 5, 2, 3] * 2
+    )
+    assert (
+        scripted(monkeypatch, engine, script, [3, 4], **steps).step_map[0].tolist()
+        == [0, 1, 2, 3, 4, 5] * 2
+    )
     only = scripted(monkeypatch, engine, [EOS[0]] * 12, [3, 4], eos_policy="demote", **steps)
     assert only.completion_ids[0].tolist() == [EOS[0]] * 12 and only.num_forwards.tolist() == [12]
 
@@ -408,8 +523,12 @@ def test_demoted_ends_come_last_in_their_block(monkeypatch, engine):
 def test_eoser_weights():
     """0.4 to 1 over all steps of a completion, also with many blocks; with ASS the share of 2^steps, from 0.01."""
     assert [eoser_weight(i, 4, "uniform") for i in range(4)] == pytest.approx([0.4, 0.6, 0.8, 1.0])
-    assert [eoser_weight(i, 128, "uniform") for i in (0, 127)] == [0.4, 1.0] and eoser_weight(0, 1, "uniform") == 0.4
-    assert [eoser_weight(i, 3, "ascending") for i in range(3)] == pytest.approx([0.01 + 0.99 * x / 8 for x in (1, 3, 7)])
+    assert [eoser_weight(i, 128, "uniform") for i in (0, 127)] == [0.4, 1.0] and eoser_weight(
+        0, 1, "uniform"
+    ) == 0.4
+    assert [eoser_weight(i, 3, "ascending") for i in range(3)] == pytest.approx(
+        [0.01 + 0.99 * x / 8 for x in (1, 3, 7)]
+    )
 
 
 def test_ascending_blocks():
@@ -417,12 +536,19 @@ def test_ascending_blocks():
     plan = lambda gen_length, steps: block_quotas(
         gen_length=gen_length, block_length=None, denoising_steps=steps, schedule="ascending"
     )
-    assert plan(256, 8) == [[1, 2, 4, 8, 16, 32, 64, 129]] and plan(2, 1) == [[2]] and plan(1, 1) == [[1]]
+    assert (
+        plan(256, 8) == [[1, 2, 4, 8, 16, 32, 64, 129]]
+        and plan(2, 1) == [[2]]
+        and plan(1, 1) == [[1]]
+    )
     assert plan(128, 4) == [[1, 2, 4, 8], [16], [32], [65]]
     for gen_length in range(2, 300):
         for steps in range(1, int(math.log2(gen_length)) + 1):
             quotas = plan(gen_length, steps)
-            assert quotas == naive_blocks(gen_length, None, steps, "ascending") and sum(map(sum, quotas)) == gen_length
+            assert (
+                quotas == naive_blocks(gen_length, None, steps, "ascending")
+                and sum(map(sum, quotas)) == gen_length
+            )
             assert sum(map(len, quotas)) == int(math.log2(gen_length)) and len(quotas[0]) == steps
 
 
@@ -430,15 +556,31 @@ def test_ascending_blocks():
 @pytest.mark.parametrize("denoising_steps", [1, 2, 4])
 def test_the_ascending_schedule_equals_the_naive_sampler(ender, eos_policy, denoising_steps):
     """19 tokens in 4 steps, in blocks of 1, 2, 4, 12, or 3, 4, 12, or in one; replayed by the model."""
-    options = dict(gen_length=19, denoising_steps=denoising_steps, schedule="ascending", remasking="low_confidence_static")
+    options = dict(
+        gen_length=19,
+        denoising_steps=denoising_steps,
+        schedule="ascending",
+        remasking="low_confidence_static",
+    )
     prompts, eosers = prompts_of([1, 4, 7]), 0
     for stop_at_eos, cache in ((True, "none"), (False, "none"), (False, "dual")):
         options |= {"stop_at_eos": stop_at_eos, "cache": cache}
         trace = ender.generate(prompts, eos_policy=eos_policy, **options)
         for i, prompt in enumerate(prompts):
-            assert matches(trace, i, ender.model, prompt, i, eos_policy=eos_policy, block_length=None, **options)
+            assert matches(
+                trace,
+                i,
+                ender.model,
+                prompt,
+                i,
+                eos_policy=eos_policy,
+                block_length=None,
+                **options,
+            )
             other = {"none": "eoser", "eoser": "none"}[eos_policy]
-            eosers += not matches(trace, i, ender.model, prompt, i, eos_policy=other, block_length=None, **options)
+            eosers += not matches(
+                trace, i, ender.model, prompt, i, eos_policy=other, block_length=None, **options
+            )
             if not stop_at_eos:
                 assert trace.replay_map[i].bincount().tolist() == [1, 2, 4, 12]
         if cache == "none":
@@ -447,11 +589,19 @@ def test_the_ascending_schedule_equals_the_naive_sampler(ender, eos_policy, deno
     assert eosers > 0 or denoising_steps < 4  # short blocks have little choice
     assert trace.settings["block_length"] == 2**denoising_steps - 1 or denoising_steps == 4
     assert trace.blocks(0) == [
-        b for b, quota in enumerate(naive_blocks(19, None, denoising_steps, "ascending")) for _ in range(sum(quota))
+        b
+        for b, quota in enumerate(naive_blocks(19, None, denoising_steps, "ascending"))
+        for _ in range(sum(quota))
     ]
     for wrong, words in (
-        ({"block_length": 5}, "--schedule ascending makes its own blocks: leave --block-length 5 out"),
-        ({"denoising_steps": 5}, "--schedule ascending reveals 19 tokens in 4 steps, not --gen-length 19 --denoising-steps 5"),
+        (
+            {"block_length": 5},
+            "--schedule ascending makes its own blocks: leave --block-length 5 out",
+        ),
+        (
+            {"denoising_steps": 5},
+            "--schedule ascending reveals 19 tokens in 4 steps, not --gen-length 19 --denoising-steps 5",
+        ),
     ):
         with pytest.raises(SystemExit, match=f"^{words}$"):
             ender.generate(prompts, **options | wrong)
@@ -460,7 +610,10 @@ def test_the_ascending_schedule_equals_the_naive_sampler(ender, eos_policy, deno
 def test_the_block_engine_refuses_policies_and_schedules():
     for options in ({"eos_policy": "demote"}, {"schedule": "ascending"}):
         ((name, value),) = options.items()
-        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value}: the sampler of a block-causal model has"):
+        with pytest.raises(
+            SystemExit,
+            match=f"^--{name.replace('_', '-')} {value}: the sampler of a block-causal model has",
+        ):
             make_engine(block_model_of()).generate([[3]], **options)
 
 
@@ -475,16 +628,31 @@ def test_rcr_equals_the_naive_sampler_event_by_event(ender, cache, temperature):
     """Tokens, last steps, logps, and every reveal and remasking in order; rows that end early among others."""
     prompts, remasked, others = prompts_of([1, 4, 7, 2], seed=3), 0, 0
     for stop_at_eos, eos_policy in ((False, "none"), (True, "demote")):
-        options = dict(RCR, temperature=temperature, cache=cache, stop_at_eos=stop_at_eos, eos_policy=eos_policy)
+        options = dict(
+            RCR,
+            temperature=temperature,
+            cache=cache,
+            stop_at_eos=stop_at_eos,
+            eos_policy=eos_policy,
+        )
         trace = ender.generate(prompts, sample_offset=30, **options)
         for i, prompt in enumerate(prompts):
             assert matches(trace, i, ender.model, prompt, 30 + i, **options)
             want = naive_sample(ender.model, prompt, 30 + i, **options)["events"]
             mine = trace.records["events"][:, 0] == 30 + i
             assert trace.records["events"][mine].tolist() == [list(event[:4]) for event in want]
-            assert trace.records["logps"][mine].tolist() == pytest.approx([event[4] for event in want], abs=1e-9)
+            assert trace.records["logps"][mine].tolist() == pytest.approx(
+                [event[4] for event in want], abs=1e-9
+            )
             remasked += sum(event[3] == M for event in want)
-            others += not matches(trace, i, ender.model, prompt, 30 + i, **options | {"remasking": "low_confidence_static"})
+            others += not matches(
+                trace,
+                i,
+                ender.model,
+                prompt,
+                30 + i,
+                **options | {"remasking": "low_confidence_static"},
+            )
     assert remasked > 0 and others > 0
 
 
@@ -499,8 +667,12 @@ def test_rcr_by_hand(monkeypatch):
 
     monkeypatch.setattr(rollout.engine, "keyed_uniform", place)
     monkeypatch.setattr(rollout.engine, "sample_categorical", draw)
-    trace = engine.generate([[3]], **RCR | {"gen_length": 4, "block_length": 4, "denoising_steps": 3})
-    assert trace.completion_ids.tolist() == [[7, 5, 6, 6]] and trace.step_map.tolist() == [[2, 0, 1, 1]]
+    trace = engine.generate(
+        [[3]], **RCR | {"gen_length": 4, "block_length": 4, "denoising_steps": 3}
+    )
+    assert trace.completion_ids.tolist() == [[7, 5, 6, 6]] and trace.step_map.tolist() == [
+        [2, 0, 1, 1]
+    ]
     assert trace.logps.exp().tolist()[0] == pytest.approx([0.5, 0.6, 0.9, 0.8])
     assert trace.num_forwards.tolist() == [3] and trace.records["events"][:, 1:].tolist() == [
         [0, 0, 5], [0, 1, 5], [1, 0, M], [1, 2, 6], [1, 3, 6], [2, 0, 7],
@@ -538,11 +710,16 @@ def test_the_event_log_replays_rcr(engine, max_batch_size):
 def test_events_of_other_rules_are_their_step_map(engine):
     """Nothing is masked again; without records="events" nothing is kept; the tokens are the same."""
     options = dict(gen_length=9, block_length=3, num_samples=2, seed=4)
-    plain, kept = (engine.generate(prompts_of([2, 5]), records=records, **options) for records in (None, "events"))
+    plain, kept = (
+        engine.generate(prompts_of([2, 5]), records=records, **options)
+        for records in (None, "events")
+    )
     assert plain.records is None and same_draws(plain, kept, 0)
     sample, replay, position, token = kept.records["events"].unbind(1)
     assert len(sample) == (kept.step_map >= 0).sum()
-    assert torch.equal(kept.replay_map[sample, position], replay) and torch.equal(kept.completion_ids[sample, position], token)
+    assert torch.equal(kept.replay_map[sample, position], replay) and torch.equal(
+        kept.completion_ids[sample, position], token
+    )
     assert torch.equal(kept.logps[sample, position], kept.records["logps"])
 
 
@@ -551,7 +728,11 @@ def test_the_probe_of_rcr_has_no_gap(engine):
 
 
 def test_records_are_refused_where_there_are_none(engine):
-    with pytest.raises(SystemExit, match="^the sampler of a block-causal model keeps no records of kind 'states'$"):
+    with pytest.raises(
+        SystemExit, match="^the sampler of a block-causal model keeps no records of kind 'states'$"
+    ):
         make_engine(block_model_of()).generate([[3]], records="states")
-    with pytest.raises(SystemExit, match="^the sampler of a bidirectional model keeps no records of kind 'logits'$"):
+    with pytest.raises(
+        SystemExit, match="^the sampler of a bidirectional model keeps no records of kind 'logits'$"
+    ):
         engine.generate([[3]], records="logits")

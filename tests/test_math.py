@@ -73,12 +73,16 @@ VERDICTS = [  # answer, gold, hendrycks, deepscaler, math_verify: what OpenCompa
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold", "strings", "guarded", "judge"), VERDICTS, ids=[f"{a} for {b}" for a, b, *_ in VERDICTS]
+    ("answer", "gold", "strings", "guarded", "judge"),
+    VERDICTS,
+    ids=[f"{a} for {b}" for a, b, *_ in VERDICTS],
 )
 def test_verdicts(answer, gold, strings, guarded, judge):
     for prose in ("", "First $x = 3$. So it is 7, no: "):
         completion = prose + rf"$\boxed{{{answer}}}$."
-        verdicts = [grade(completion, gold, name) for name in ("hendrycks", "deepscaler", "math_verify")]
+        verdicts = [
+            grade(completion, gold, name) for name in ("hendrycks", "deepscaler", "math_verify")
+        ]
         assert verdicts == [bool(strings), bool(guarded), bool(judge)]
 
 
@@ -87,10 +91,19 @@ def test_shortcuts_say_what_math_verify_says():
     for answer, gold, *_, judge in VERDICTS:
         assert math_grader._judged(answer, gold) == bool(judge) or gold == "52_8"
         assert math_grader._judged(gold, gold)
-    for answer, gold in [("1,450,000", "1450000"), ("007", "7"), ("-3.50", "-3.5"), (r"\frac12", "1/2")]:
-        assert math_grader.number(answer) == math_grader.number(gold) and math_grader._judged(answer, gold)
+    for answer, gold in [
+        ("1,450,000", "1450000"),
+        ("007", "7"),
+        ("-3.50", "-3.5"),
+        (r"\frac12", "1/2"),
+    ]:
+        assert math_grader.number(answer) == math_grader.number(gold) and math_grader._judged(
+            answer, gold
+        )
     for answer, gold in [("1,450,001", "1450000"), ("8", "7"), ("-3", "3"), ("0", "1000000")]:
-        assert math_grader.number(answer) != math_grader.number(gold) and not math_grader._judged(answer, gold)
+        assert math_grader.number(answer) != math_grader.number(gold) and not math_grader._judged(
+            answer, gold
+        )
 
 
 MORE = [  # answer, gold, verdict of Math-Verify
@@ -159,12 +172,17 @@ DEEPSCALER = [  # answer, gold, what yjyddq/DARE's verl/utils/reward_score/math_
 ]
 
 
-@pytest.mark.parametrize(("answer", "gold", "want"), DEEPSCALER, ids=[f"{a} for {b}" for a, b, _ in DEEPSCALER])
+@pytest.mark.parametrize(
+    ("answer", "gold", "want"), DEEPSCALER, ids=[f"{a} for {b}" for a, b, _ in DEEPSCALER]
+)
 def test_more_verdicts_of_deepscaler(answer, gold, want):
     assert grade(rf"\boxed{{{answer}}}", gold, "deepscaler") == bool(want)
 
 
-@pytest.mark.parametrize(("answer", "gold", "want"), [("(6)", "6", 0), ("{6}", "6", 1), (r"{\frac{1}{2}}", r"\frac12", 1)])
+@pytest.mark.parametrize(
+    ("answer", "gold", "want"),
+    [("(6)", "6", 0), ("{6}", "6", 1), (r"{\frac{1}{2}}", r"\frac12", 1)],
+)
 def test_more_verdicts_of_hendrycks(answer, gold, want):
     """As OpenCompass says."""
     assert grade(rf"\boxed{{{answer}}}", gold, "hendrycks") == bool(want)
@@ -319,8 +337,16 @@ def test_an_endless_answer_is_killed_and_the_next_is_judged(quick_timeout, capsy
 
 
 def test_model_text_is_not_run(tmp_path, quick_timeout):
-    for code in (f"__import__('os').system('touch {tmp_path}/x')", f"open('{tmp_path}/x','w')", "exit()", "quit(0)"):
-        assert grade(rf"\boxed{{{code}}}", "5") is False and grade(rf"\boxed{{{code}}}", "5", "deepscaler") is False
+    for code in (
+        f"__import__('os').system('touch {tmp_path}/x')",
+        f"open('{tmp_path}/x','w')",
+        "exit()",
+        "quit(0)",
+    ):
+        assert (
+            grade(rf"\boxed{{{code}}}", "5") is False
+            and grade(rf"\boxed{{{code}}}", "5", "deepscaler") is False
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -339,10 +365,16 @@ def test_batches_threads_and_forks():
     completions = [rf"\boxed{{{i}+x}}" for i in range(30)]
     golds = [f"x+{i - i % 3 // 2}" for i in range(30)]
     want = [i % 3 != 2 for i in range(30)]
-    assert grade_batch(completions, golds) == want == [grade(*pair) for pair in zip(completions, golds, strict=True)]
+    assert (
+        grade_batch(completions, golds)
+        == want
+        == [grade(*pair) for pair in zip(completions, golds, strict=True)]
+    )
     assert grade_batch([], []) == []
     found = []
-    thread = threading.Thread(target=lambda: found.append(grade(r"\boxed{y+y}", "2y")))  # no alarm in a thread
+    thread = threading.Thread(
+        target=lambda: found.append(grade(r"\boxed{y+y}", "2y"))
+    )  # no alarm in a thread
     thread.start()
     thread.join()
     assert found == [True]
@@ -364,12 +396,23 @@ def test_unknown_grader():
 # ---------------------------------------------------------------------------------------------------------------------
 # benchmarks: rows, prompts
 
-PROBLEM = {"problem": "How much?", "answer": r"\frac{1}{2}", "solution": r"It is $\boxed{\frac{1}{2}}$."}
-EXAMPLE = {"question": "How much?", "gold": r"\frac{1}{2}", "solution": r"It is $\boxed{\frac{1}{2}}$."}
+PROBLEM = {
+    "problem": "How much?",
+    "answer": r"\frac{1}{2}",
+    "solution": r"It is $\boxed{\frac{1}{2}}$.",
+}
+EXAMPLE = {
+    "question": "How much?",
+    "gold": r"\frac{1}{2}",
+    "solution": r"It is $\boxed{\frac{1}{2}}$.",
+}
 
 
 def dare(content, gold):
-    return {"prompt": [{"role": "user", "content": content}], "reward_model": {"ground_truth": gold, "style": "rule"}}
+    return {
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"ground_truth": gold, "style": "rule"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -380,7 +423,10 @@ def dare(content, gold):
         (PROBLEM | {"solution": None}, EXAMPLE | {"solution": ""}),
         (PROBLEM | {"answer": 18}, EXAMPLE | {"gold": "18"}),
         (dare("How much?", r"\frac{1}{2}"), EXAMPLE | {"solution": ""}),
-        (dare(math500.prompt(EXAMPLE)[0]["content"], r"\boxed{\frac{1}{2}}"), EXAMPLE | {"solution": ""}),
+        (
+            dare(math500.prompt(EXAMPLE)[0]["content"], r"\boxed{\frac{1}{2}}"),
+            EXAMPLE | {"solution": ""},
+        ),
     ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -393,10 +439,18 @@ def test_rows_of_every_format(tmp_path, row, want, suffix):
 @pytest.mark.parametrize("task", [math500, aime24, aime25], ids=lambda task: task.__name__)
 def test_bad_rows_are_named(tmp_path, task):
     good = PROBLEM | {"answer": "033"}
-    for bad in ({"problem": "How much?"}, good | {"answer": True}, good | {"problem": 5}, {"prompt": [], "reward_model": {}}):
+    for bad in (
+        {"problem": "How much?"},
+        good | {"answer": True},
+        good | {"problem": 5},
+        {"prompt": [], "reward_model": {}},
+    ):
         path = write(tmp_path / "rows.jsonl", [good, bad])
         message = one_line(lambda path=path: task.load("test", path))
-        assert message.startswith(f"{path} row 2: cannot read a problem from ") and "needs problem and answer" in message
+        assert (
+            message.startswith(f"{path} row 2: cannot read a problem from ")
+            and "needs problem and answer" in message
+        )
         assert len(task.load("test", path, limit=1)) == 1
     assert "--data missing.jsonl: no such" in one_line(lambda: task.load("test", "missing.jsonl"))
 
@@ -404,16 +458,39 @@ def test_bad_rows_are_named(tmp_path, task):
 @pytest.mark.parametrize("task", [aime24, aime25], ids=lambda task: task.__name__)
 def test_aime_golds_are_integers(tmp_path, task):
     for gold, want in (("033", "33"), (r"336^\circ", "336"), (7, "7"), ("0", "0")):
-        assert task.load("test", write(tmp_path / "rows.jsonl", [PROBLEM | {"answer": gold}]))[0]["gold"] == want
+        assert (
+            task.load("test", write(tmp_path / "rows.jsonl", [PROBLEM | {"answer": gold}]))[0][
+                "gold"
+            ]
+            == want
+        )
     for gold in (r"\frac{1}{2}", "1000", "-1", "x"):
         path = write(tmp_path / "rows.jsonl", [PROBLEM | {"answer": gold}])
         assert "integer from 0 to 999" in one_line(lambda path=path: task.load("test", path))
     for split in ("train", "validation"):
         assert "has test alone" in one_line(lambda split=split: task.load(split))
     example = {"question": "?", "gold": "33", "solution": ""}
-    right = [r"\boxed{33}", r"\boxed{033}", r"1 \boxed{x = 33} 2", r"\boxed{33^\circ}", r"\boxed{33} \boxed{", r"\boxed{33.0}"]
-    wrong = ["33", r"\boxed{34}", r"\boxed{3 3}", r"\boxed{33} \boxed{34}", r"\boxed{33, 34}", r"\boxed{-33}", "", "\\boxed{"]
-    assert [task.score(text, example) for text in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
+    right = [
+        r"\boxed{33}",
+        r"\boxed{033}",
+        r"1 \boxed{x = 33} 2",
+        r"\boxed{33^\circ}",
+        r"\boxed{33} \boxed{",
+        r"\boxed{33.0}",
+    ]
+    wrong = [
+        "33",
+        r"\boxed{34}",
+        r"\boxed{3 3}",
+        r"\boxed{33} \boxed{34}",
+        r"\boxed{33, 34}",
+        r"\boxed{-33}",
+        "",
+        "\\boxed{",
+    ]
+    assert [task.score(text, example) for text in right + wrong] == [1.0] * len(right) + [
+        0.0
+    ] * len(wrong)
     assert all(task.score(text, example) == 0.0 for text in HOSTILE)
 
 
@@ -426,17 +503,27 @@ def test_prompts():
                        "</answer>", "", "", "You are a math expert. You will be given a question to solve. Solve it step by "
                        "step. Wrap the final answer in a \\boxed{}. "]  # fmt: skip
     assert d1[-2:] == ["", "How much?"]
-    assert ask(aime25) == [{"role": "user", "content": "How much?\nRemember to put your final answer within \\boxed{}."}]
+    assert ask(aime25) == [
+        {
+            "role": "user",
+            "content": "How much?\nRemember to put your final answer within \\boxed{}.",
+        }
+    ]
 
 
 def test_answers_and_rewards():
     assert math500.score(math500.answer(EXAMPLE), EXAMPLE) == 1.0
     other = EXAMPLE | {"gold": "0.5"}
-    assert math500.answer(other).endswith("The answer is $\\boxed{0.5}$.") and math500.answer(EXAMPLE) == EXAMPLE["solution"]
+    assert (
+        math500.answer(other).endswith("The answer is $\\boxed{0.5}$.")
+        and math500.answer(EXAMPLE) == EXAMPLE["solution"]
+    )
     assert "no worked solutions" in one_line(lambda: math500.answer(EXAMPLE | {"solution": ""}))
     half = [r"\boxed{0.5}", r"\boxed{\frac12}", "0.5", r"\boxed{1}"]
     assert math500.score_batch(half, [EXAMPLE] * 4) == [1.0, 1.0, 0.0, 0.0]
-    reward = lambda name: [parts["correct"] for parts in load_reward(name, math500)(half, [EXAMPLE] * 4)]
+    reward = lambda name: [
+        parts["correct"] for parts in load_reward(name, math500)(half, [EXAMPLE] * 4)
+    ]
     assert reward("math500_hendrycks") == [0.0, 1.0, 0.0, 0.0]
     assert reward("math500_deepscaler") == [1.0, 1.0, 0.0, 0.0]
     assert reward("math500_last_number") == [1.0, 1.0, 1.0, 0.0]
@@ -473,28 +560,50 @@ def test_hub_rows(monkeypatch):
             "type": "A",
             "solution": f"\\boxed{{{i}}}",
         }
-        return [problem(i) for i in range(100)] + [problem(0) | {"solution": "none"}] if config else [PROBLEM] * 3
+        return (
+            [problem(i) for i in range(100)] + [problem(0) | {"solution": "none"}]
+            if config
+            else [PROBLEM] * 3
+        )
 
     monkeypatch.setattr(math500, "read_rows", rows)
-    assert math500.load("test") == [EXAMPLE] * 3 and asked == [("HuggingFaceH4/MATH-500", "test", None)]
+    assert math500.load("test") == [EXAMPLE] * 3 and asked == [
+        ("HuggingFaceH4/MATH-500", "test", None)
+    ]
     train, validation = math500.load("train"), math500.load("validation")
     assert len(train) == 188 and len(validation) == 512, "700 rows with a box"
     assert len({row["question"] for row in train + validation}) == 700
     assert math500.load("validation", limit=3) == validation[:3]
     full = math500.load("test", "full")
-    assert len(full) == 700 and full[1] == {"question": "algebra test 1?", "gold": "1", "solution": "\\boxed{1}"}
+    assert len(full) == 700 and full[1] == {
+        "question": "algebra test 1?",
+        "gold": "1",
+        "solution": "\\boxed{1}",
+    }
     assert math500.load("train", "full") == train
     assert math500.load("train", "d1") == [row | {"style": "tags"} for row in train]
-    assert {path for path, *_ in asked[1:]} == {"EleutherAI/hendrycks_math"} and len({config for *_, config in asked[1:]}) == 7
+    assert {path for path, *_ in asked[1:]} == {"EleutherAI/hendrycks_math"} and len(
+        {config for *_, config in asked[1:]}
+    ) == 7
     assert math500.load("test", "d1") == [EXAMPLE | {"style": "tags"}] * 3
 
 
 def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, capsys):
-    empty = [dare("?", None), dare("?", ""), PROBLEM | {"answer": ""}, {"problem": "?", "solution": "no box"}]
-    assert math500.load("test", path := write(tmp_path / "rows.jsonl", [PROBLEM, *empty, PROBLEM])) == [EXAMPLE] * 2
+    empty = [
+        dare("?", None),
+        dare("?", ""),
+        PROBLEM | {"answer": ""},
+        {"problem": "?", "solution": "no box"},
+    ]
+    assert (
+        math500.load("test", path := write(tmp_path / "rows.jsonl", [PROBLEM, *empty, PROBLEM]))
+        == [EXAMPLE] * 2
+    )
     assert capsys.readouterr().err == f"{path}: 4 of 6 rows left out: they have no answer\n"
     for task in (aime24, aime25):
-        assert "row 1: cannot read" in one_line(lambda task=task: task.load("test", write(tmp_path / "rows.jsonl", empty)))
+        assert "row 1: cannot read" in one_line(
+            lambda task=task: task.load("test", write(tmp_path / "rows.jsonl", empty))
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -507,8 +616,13 @@ def test_gold_answers_of_math_500_are_right_and_a_constant_is_not(grader):
     examples = math500.load("test", str(FILES / "dare/test_math500_1.parquet"))
     golds = [example["gold"] for example in examples]
     assert len(golds) == 500
-    boxed = [f"First 7, then $\\boxed{{0}}$ no.\nSo $\\boxed{{{gold}}}$ in 2 days." for gold in golds]
-    assert all(grade_batch(boxed, golds, grader)) and math500.score_batch(boxed, examples) == [1.0] * 500
+    boxed = [
+        f"First 7, then $\\boxed{{0}}$ no.\nSo $\\boxed{{{gold}}}$ in 2 days." for gold in golds
+    ]
+    assert (
+        all(grade_batch(boxed, golds, grader))
+        and math500.score_batch(boxed, examples) == [1.0] * 500
+    )
     assert not any(grade_batch(golds, golds, grader)), "no box"
     twos = grade_batch([r"\boxed{2}"] * 500, golds, grader)
     assert sum(twos) == sum(gold == "2" for gold in golds) > 0
@@ -523,7 +637,9 @@ def test_gold_answers_of_math_500_are_right_and_a_constant_is_not(grader):
 def test_math_verify_itself_reads_the_golds():
     """Without the shortcuts for equal strings, every seventh of MATH-500 and every hundredth of the train split."""
     for name, step in (("test_math500_1", 7), ("train_math_1", 100)):
-        golds = [example["gold"] for example in math500.load("test", str(FILES / f"dare/{name}.parquet"))][::step]
+        golds = [
+            example["gold"] for example in math500.load("test", str(FILES / f"dare/{name}.parquet"))
+        ][::step]
         assert [gold for gold in golds if not math_grader._judged(f"{gold} ", gold)] == []
 
 
@@ -531,7 +647,9 @@ def test_math_verify_itself_reads_the_golds():
 def test_train_rows():
     train = math500.load("train", str(FILES / "dare/train_math_1.parquet"))
     test = math500.load("test", str(FILES / "dare/test_math500_1.parquet"))
-    assert len(train) == 7470 and not {row["question"] for row in train} & {row["question"] for row in test}
+    assert len(train) == 7470 and not {row["question"] for row in train} & {
+        row["question"] for row in test
+    }
     assert all(math500.score(rf"\boxed{{{row['gold']}}}", row) == 1.0 for row in train)
 
 
@@ -549,8 +667,18 @@ def test_aime(task, name):
 def test_completions_end_to_end(tmp_path, monkeypatch, capsys):
     path = str(FILES / "dare/test_math500_1.parquet")
     examples = math500.load("test", path)
-    rows = [{"index": i, "completion": rf"\boxed{{{row['gold']}}}" if i % 5 else "none"} for i, row in enumerate(examples)]
-    flags = ["--completions", write(tmp_path / "given.jsonl", rows), "--data", path, "--out", str(tmp_path / "out")]
+    rows = [
+        {"index": i, "completion": rf"\boxed{{{row['gold']}}}" if i % 5 else "none"}
+        for i, row in enumerate(examples)
+    ]
+    flags = [
+        "--completions",
+        write(tmp_path / "given.jsonl", rows),
+        "--data",
+        path,
+        "--out",
+        str(tmp_path / "out"),
+    ]
     result = cli(monkeypatch, capsys, *flags, "--reward", "math500_hendrycks", task="math500")
     assert (result["n"], result["accuracy"], result["answered"]) == (500, 0.8, 0.8)
     assert result["reward"]["components"] == {"correct": 0.8}

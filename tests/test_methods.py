@@ -37,7 +37,9 @@ def family_model(family, seed=0):
     """`tiny_model`, or a bidirectional model of the same sizes and tokens."""
     if family == "sdar":
         return tiny_model(seed)
-    tokens = {"vocab_size": 8, "mask_token_id": MASK} | ({"embedding_size": 8} if family == "llada" else {})
+    tokens = {"vocab_size": 8, "mask_token_id": MASK} | (
+        {"embedding_size": 8} if family == "llada" else {}
+    )
     model = masked_model_of(family, scale=9, seed=seed, eos=[EOS], **tokens)
     model.pad_token_id = EOS
     return model
@@ -53,16 +55,24 @@ def single_rank(target):
     return test
 
 
-def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), gen_length=9):
+def rollout_batch(
+    module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), gen_length=9
+):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
     G = args.num_generations
     trace = make_engine(model).generate(
         [list(p) for p in prompts], num_samples=G, gen_length=gen_length, denoising_steps=2, seed=6
     )
     batch = module.make_batch(trace, model, seed=11)
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4], dtype=torch.float64)[:, :G].flatten()
+    rewards = torch.tensor(
+        [[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4], dtype=torch.float64
+    )[:, :G].flatten()
     batch.advantages = module.compute_advantages(rewards, args)
-    assert (batch.advantages > 0).any() and (batch.advantages < 0).any() and not batch.advantages[-G:].any()
+    assert (
+        (batch.advantages > 0).any()
+        and (batch.advantages < 0).any()
+        and not batch.advantages[-G:].any()
+    )
     return batch
 
 
@@ -70,7 +80,10 @@ def blocks_of(batch):
     """Likelihood blocks with scored tokens. -> [(sequence, columns of its scored tokens)]"""
     found = []
     for b, (ids, scored) in enumerate(zip(batch.block_ids, batch.completion_mask, strict=True)):
-        found += [(b, (ids == block).logical_and(scored).nonzero().flatten()) for block in ids[scored].unique()]
+        found += [
+            (b, (ids == block).logical_and(scored).nonzero().flatten())
+            for block in ids[scored].unique()
+        ]
     return found
 
 
@@ -84,7 +97,11 @@ def test_the_rollout_has_every_kind_of_block(run_ranks):
         assert sizes.count(4) >= 12 and {1, 2, 3, 4} == set(sizes)
         assert max(sum(b == i for b, _ in blocks) for i in range(12)) == 3
         after_eos = batch.trace.canvas_length - batch.completion_mask.sum(1)
-        assert (after_eos > 0).sum() >= 3 and not batch.trace.truncated.all() and batch.trace.truncated.any()
+        assert (
+            (after_eos > 0).sum() >= 3
+            and not batch.trace.truncated.all()
+            and batch.trace.truncated.any()
+        )
         later = [i for i in range(12) if after_eos[i] > 0 and sum(b == i for b, _ in blocks) > 1]
         assert later  # an EOS in the middle of a second or third block
 
@@ -104,7 +121,9 @@ def exact_elbo(model, prompt, completion):
     for start in range(len(prompt) // n * n, len(ids), n):
         where = [i for i in range(start, min(start + n, len(ids))) if i >= len(prompt)]
         # one forward of the states in which a subset of the block is known; after the EOS everything stays masked
-        subsets = [known for size in range(len(where)) for known in itertools.combinations(where, size)]
+        subsets = [
+            known for size in range(len(where)) for known in itertools.combinations(where, size)
+        ]
         shown = [[i < where[0] or i in known for i in range(start + n)] for known in subsets]
         padded = ids + [MASK] * n
         states = [[padded[i] if show else MASK for i, show in enumerate(row)] for row in shown]
@@ -130,7 +149,9 @@ class OneBlock:
         if family == "sdar":
             self.model = tiny_model(seed, vocab_size=6, mask_token_id=5, eos_token_id=4)
         else:
-            tokens = {"vocab_size": 6, "mask_token_id": 5} | ({"embedding_size": 6} if family == "llada" else {})
+            tokens = {"vocab_size": 6, "mask_token_id": 5} | (
+                {"embedding_size": 6} if family == "llada" else {}
+            )
             self.model = masked_model_of(family, scale=9, seed=seed, eos=[4], **tokens)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -139,9 +160,13 @@ class OneBlock:
 
     def by_order(self):
         """-> [24, 625] log-probability of each completion when its tokens are revealed in that order"""
-        states = torch.tensor(list(itertools.product(range(6), repeat=4)))  # every partly masked block
+        states = torch.tensor(
+            list(itertools.product(range(6), repeat=4))
+        )  # every partly masked block
         with torch.no_grad():
-            logits = self.model.logits(torch.cat([torch.tensor([self.prompt] * len(states)), states], 1))[:, 4:]
+            logits = self.model.logits(
+                torch.cat([torch.tensor([self.prompt] * len(states)), states], 1)
+            )[:, 4:]
         logits[..., self.MASK] = -math.inf
         logps = logits.log_softmax(-1)  # [1296, 4, V]
         y, base, values = torch.tensor(self.completions), torch.tensor([216, 36, 6, 1]), []
@@ -166,9 +191,13 @@ class OneBlock:
         """-> [15, 625] BGPO's one-draw ELBO for each mask, with the weights that its sample_masks gives to that mask"""
         batch, args, weights = self.batch(), bgpo.Args(mc_num=4), {}
         rows = bgpo.sample_masks(batch, 0, args)
-        for pattern, weight in zip(rows.masked[:, 0, -4:].tolist(), rows.weights[:, 0].tolist(), strict=True):
+        for pattern, weight in zip(
+            rows.masked[:, 0, -4:].tolist(), rows.weights[:, 0].tolist(), strict=True
+        ):
             weights.setdefault(tuple(pattern), set()).add(tuple(weight))
-        assert set(weights) == set(self.patterns) and all(len(values) == 1 for values in weights.values())
+        assert set(weights) == set(self.patterns) and all(
+            len(values) == 1 for values in weights.values()
+        )
         values = []
         for pattern in self.patterns:
             exact = torch.tensor(pattern) * 4.0 / sum(pattern)
@@ -176,15 +205,21 @@ class OneBlock:
             masked = torch.zeros_like(batch.valid_mask)
             masked[:, 4:] = torch.tensor(pattern)
             rows = batch.rows(masked[:, None], exact.expand(len(masked), 1, 4))
-            rows.weights = torch.tensor(pattern).double().mul(4).div(sum(pattern)).expand(len(masked), 1, 4)
+            rows.weights = (
+                torch.tensor(pattern).double().mul(4).div(sum(pattern)).expand(len(masked), 1, 4)
+            )
             with torch.no_grad():
-                values.append(bgpo.estimate_logps(bgpo.draw_logps(self.model, rows, 0)[:, None], rows, args))
+                values.append(
+                    bgpo.estimate_logps(bgpo.draw_logps(self.model, rows, 0)[:, None], rows, args)
+                )
         return torch.stack(values)
 
     @classmethod
     def chances(cls):
         """[15] probability of each mask: m uniform on 1..4, then a subset of that size"""
-        return torch.tensor([1 / (4 * math.comb(4, sum(p))) for p in cls.patterns], dtype=torch.float64)
+        return torch.tensor(
+            [1 / (4 * math.comb(4, sum(p))) for p in cls.patterns], dtype=torch.float64
+        )
 
 
 def elbo_of_one_block(space, completion):
@@ -216,7 +251,9 @@ def test_elbo_by_orders_and_by_masks_bounds_a_likelihood_that_sums_to_one(family
     assert (log_likelihood - elbo).max() > 0.1  # and the bound is not trivially tight
     assert (elbo - masks.mean(0)).abs().max() > 0.1  # nor would other chances of the masks give it
     for i in (0, 77, 624):
-        assert elbo[i].item() == pytest.approx(elbo_of_one_block(space, space.completions[i]), abs=1e-10)
+        assert elbo[i].item() == pytest.approx(
+            elbo_of_one_block(space, space.completions[i]), abs=1e-10
+        )
 
 
 def scored_alone(module, args, logp_of_count, L, n=1):
@@ -245,8 +282,12 @@ def test_a_model_without_context_has_one_log_probability():
     """p = 0.25 whatever is shown: -1.386294 a token for every draw, prompt mask and number of draws."""
     p, n = [math.log(0.25)] * 6, 6
     for share in (0.0, 0.15, 1.0):
-        assert scored_alone(d1, d1.Args(p_mask_prompt=share), p, n).tolist() == [pytest.approx([-1.386294] * n, abs=1e-6)]
-    assert scored_alone(bgpo, bgpo.Args(mc_num=5), p, n).tolist() == pytest.approx([-1.386294 * n] * 5, abs=1e-5)
+        assert scored_alone(d1, d1.Args(p_mask_prompt=share), p, n).tolist() == [
+            pytest.approx([-1.386294] * n, abs=1e-6)
+        ]
+    assert scored_alone(bgpo, bgpo.Args(mc_num=5), p, n).tolist() == pytest.approx(
+        [-1.386294 * n] * 5, abs=1e-5
+    )
     for mc_num in (2, 3):
         lower = scored_alone(spg, spg.Args(mc_num=mc_num, p_mask_context=0.15), p, n, n=4)[:, 0]
         assert lower.tolist() == pytest.approx([-1.386294] * 4, abs=1e-6)
@@ -257,7 +298,9 @@ def test_bgpo_surrogate_bounds_the_elbo_objective_of_two_models():
     new, old = OneBlock(shift=0.01), OneBlock()
     d = new.by_mask() - old.by_mask()  # [15, 625]
     mean = new.by_order().mean(0) - old.by_order().mean(0)
-    times = (48 * OneBlock.chances()).round().long()  # 48 draws with each mask as often as it is likely
+    times = (
+        (48 * OneBlock.chances()).round().long()
+    )  # 48 draws with each mask as often as it is likely
     assert times.sum() == 48 and mean.abs().max() > 0.3
     gaps = []
     for column, ratio in zip(d.repeat_interleave(times, 0).T, mean.exp(), strict=True):
@@ -284,9 +327,17 @@ def test_bgpo_estimate_is_unbiased_against_all_orders():
             draws.append(bgpo.estimate_logps(logps, rows, args).view(args.mc_num, -1))
             rows.weights = (rows.weights > 0).double()
             unweighted.append(bgpo.estimate_logps(logps, rows, args).view(args.mc_num, -1))
-    draws, unweighted = torch.stack(draws).flatten(0, 1), torch.stack(unweighted).flatten(0, 1)  # [800, B]
+    draws, unweighted = (
+        torch.stack(draws).flatten(0, 1),
+        torch.stack(unweighted).flatten(0, 1),
+    )  # [800, B]
     with torch.no_grad():
-        want = torch.stack([exact_elbo(model, p, batch.trace.completion(i)) for i, p in enumerate(batch.trace.prompt_ids)])
+        want = torch.stack(
+            [
+                exact_elbo(model, p, batch.trace.completion(i))
+                for i, p in enumerate(batch.trace.prompt_ids)
+            ]
+        )
     score = lambda x: (x.mean(0) - want).abs() / (x.std(0) / len(x) ** 0.5 + 1e-9)
     assert (score(draws) < 4.5).all(), score(draws)
     assert (score(unweighted) > 6).sum() >= 10  # without the weight n / m the mean is elsewhere
@@ -310,9 +361,13 @@ def test_bgpo_counts_are_stratified_and_masks_stay_in_place():
             n, m = len(columns), chosen[:, b, columns].sum(1)
             assert m.min() >= 1
             times = torch.bincount(m, minlength=n + 1)[1:]  # how often each count of 1..n came
-            assert len(times) == n and times.max() - times.min() <= (mc_num % n > 0)  # the floor form stratifies exactly
+            assert len(times) == n and times.max() - times.min() <= (
+                mc_num % n > 0
+            )  # the floor form stratifies exactly
             exactly_stratified += n == mc_num == 4
-            torch.testing.assert_close(weights[:, b, columns], chosen[:, b, columns] * (n / m[:, None]).float())
+            torch.testing.assert_close(
+                weights[:, b, columns], chosen[:, b, columns] * (n / m[:, None]).float()
+            )
     assert exactly_stratified >= 5 * 12
     rows, other = bgpo.sample_masks(batch, 0, args), bgpo.sample_masks(batch, 1, args)
     assert not torch.equal(other.masked, rows.masked)
@@ -324,7 +379,13 @@ def chi_square(counts, chances):
     return ((counts - want) ** 2 / want).sum().item()
 
 
-CRITICAL = {0: 1e-9, 1: 15.1, 2: 18.4, 3: 21.1, 14: 42.6}  # degrees of freedom -> exceeded with probability 1e-4
+CRITICAL = {
+    0: 1e-9,
+    1: 15.1,
+    2: 18.4,
+    3: 21.1,
+    14: 42.6,
+}  # degrees of freedom -> exceeded with probability 1e-4
 
 
 @single_rank
@@ -339,14 +400,24 @@ def test_bgpo_counts_are_uniform_for_every_draw():
     blocks, tested = blocks_of(batch), 0
     for mc_num in (3, 4, 6):
         args.mc_num = mc_num
-        iterations = [bgpo.sample_masks(batch, i, args).masked.view(mc_num, B, -1)[..., -L:] for i in range(150)]
+        iterations = [
+            bgpo.sample_masks(batch, i, args).masked.view(mc_num, B, -1)[..., -L:]
+            for i in range(150)
+        ]
         masked = torch.stack(iterations)  # [iterations, draws, B, L]
         for n in (1, 2, 3, 4):
-            m = torch.stack([masked[:, :, b, columns].sum(2) for b, columns in blocks if len(columns) == n])
+            m = torch.stack(
+                [masked[:, :, b, columns].sum(2) for b, columns in blocks if len(columns) == n]
+            )
             for j in range(mc_num):
                 counts = torch.bincount(m[:, :, j].flatten(), minlength=n + 1)[1:].double()
                 assert len(counts) == n
-                assert chi_square(counts, torch.full((n,), 1 / n)) < CRITICAL[n - 1], (mc_num, n, j, counts)
+                assert chi_square(counts, torch.full((n,), 1 / n)) < CRITICAL[n - 1], (
+                    mc_num,
+                    n,
+                    j,
+                    counts,
+                )
                 tested += counts.sum().item()
     assert tested > 40000
 
@@ -368,7 +439,12 @@ def test_bgpo_masks_are_independent_subsets():
         counts = torch.bincount(code[:, j].flatten(), minlength=16)[1:].double()
         assert chi_square(counts, OneBlock.chances()) < CRITICAL[14], (j, counts)
     share = lambda event, among: (event & among).sum().item() / among.sum().item()
-    for i, j in [(0, 1), (1, 2), (2, 3), (3, 0)]:  # with four draws of four tokens the next draw masks one more
+    for i, j in [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 0),
+    ]:  # with four draws of four tokens the next draw masks one more
         nested = (chosen[:, i] <= chosen[:, j]).all(2)
         assert share(nested, (m[:, i] == 1) & (m[:, j] == 2)) == pytest.approx(1 / 2, abs=0.1)
     again = (code[1:] == code[:-1]) & (m[1:] == 1)
@@ -389,7 +465,9 @@ def test_masks_do_not_depend_on_padding_or_batch_layout():
     pad = 3
     F = torch.nn.functional
     wider = replace(
-        batch, input_ids=F.pad(batch.input_ids, (pad, 0), value=EOS), valid_mask=F.pad(batch.valid_mask, (pad, 0), value=False)
+        batch,
+        input_ids=F.pad(batch.input_ids, (pad, 0), value=EOS),
+        valid_mask=F.pad(batch.valid_mask, (pad, 0), value=False),
     )
     for module, arguments in [
         (bgpo, args),
@@ -418,10 +496,17 @@ def test_masks_of_a_group_are_the_same_beside_wider_completions():
     for module in (d1, bgpo, coupled_grpo, spg):
         args, found = module.Args(num_generations=4), []
         for prompts in ([[1, 2, 3, 1]], [[1, 2, 3, 1], [4, 1, 2, 3, 0]]):
-            trace = make_engine(model).generate(prompts, num_samples=4, gen_length=9, denoising_steps=2, seed=6)
-            batch = replace(module.make_batch(trace, model, seed=11), advantages=torch.ones(len(trace.completion_ids)))
+            trace = make_engine(model).generate(
+                prompts, num_samples=4, gen_length=9, denoising_steps=2, seed=6
+            )
+            batch = replace(
+                module.make_batch(trace, model, seed=11),
+                advantages=torch.ones(len(trace.completion_ids)),
+            )
             rows, L = module.sample_masks(batch, 0, args), batch.completion_mask.shape[1]
-            mine = torch.arange(len(rows.masked)) % len(batch.sample_index) < 4  # rows of bgpo: draw by draw
+            mine = (
+                torch.arange(len(rows.masked)) % len(batch.sample_index) < 4
+            )  # rows of bgpo: draw by draw
             found.append((L, rows.masked[mine][:, :, -L:][..., :8], rows.weights[mine][..., :8]))
         (narrow, *alone), (wide, *beside) = found
         assert 8 <= narrow < wide
@@ -440,10 +525,15 @@ def test_d1_masks():
     L, masks = batch.completion_mask.shape[1], []
     for iteration in range(40):
         rows = d1.sample_masks(batch, iteration, args)
-        assert rows.masked[:, 0, -L:].all() and not (rows.masked[:, 0] & ~batch.valid_mask)[:, :-L].any()
+        assert (
+            rows.masked[:, 0, -L:].all()
+            and not (rows.masked[:, 0] & ~batch.valid_mask)[:, :-L].any()
+        )
         masks.append(rows.masked[:, 0, :-L])
         hidden = masks[-1]
-        assert (rows.input_ids[:, :-L][hidden] == MASK).all()  # a block model reads the prompt from the clean copy
+        assert (
+            rows.input_ids[:, :-L][hidden] == MASK
+        ).all()  # a block model reads the prompt from the clean copy
         assert torch.equal(rows.input_ids[:, :-L][~hidden], batch.input_ids[:, :-L][~hidden])
         assert torch.equal(rows.input_ids[:, -L:], batch.input_ids[:, -L:])
     assert torch.equal(state, torch.random.get_rng_state())
@@ -473,7 +563,9 @@ def test_d1_estimate_is_mean_field_per_block():
             state = ids[:start] + [MASK if k >= P else ids[k] for k in range(start, start + 4)]
             logits = model.logits(torch.tensor([state]))[0, P + j].detach()
             logits[MASK] = -math.inf
-            assert got[i, j].item() == pytest.approx(logits.log_softmax(-1)[ids[P + j]].item(), abs=1e-9)
+            assert got[i, j].item() == pytest.approx(
+                logits.log_softmax(-1)[ids[P + j]].item(), abs=1e-9
+            )
 
 
 def rows_of(weights, advantages, **fields):
@@ -501,11 +593,14 @@ def test_equal_rewards_have_advantage_zero_bit_for_bit(module):
         rewards = torch.cat([torch.full((G,), value), torch.zeros(G - 1), torch.ones(1)])
         got = module.compute_advantages(rewards, module.Args(num_generations=G))
         assert not got[:G].any() and got[G:].all()
-    assert (torch.full((10,), 0.1) - torch.full((10,), 0.1).mean()).any()  # what d1's formula alone would give
+    assert (
+        torch.full((10,), 0.1) - torch.full((10,), 0.1).mean()
+    ).any()  # what d1's formula alone would give
 
 
 @pytest.mark.parametrize(
-    "ratio, A, objective, live", [(2, 1, 1.5, False), (2, -1, -2, True), (4, -1, -4, True), (0.25, -1, -0.5, False)]
+    "ratio, A, objective, live",
+    [(2, 1, 1.5, False), (2, -1, -2, True), (4, -1, -4, True), (0.25, -1, -0.5, False)],
 )
 def test_d1_clip(ratio, A, objective, live):
     """eps 0.5, symmetric, no dual clip (which would give -3 for ratio 4, A -1)."""
@@ -517,15 +612,22 @@ def test_d1_clip(ratio, A, objective, live):
 
 
 def test_d1_kl_is_k3_towards_the_reference():
-    lp, ref = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[-1.2]], dtype=torch.float64)
+    lp, ref = (
+        torch.tensor([[-1.0]], dtype=torch.float64),
+        torch.tensor([[-1.2]], dtype=torch.float64),
+    )
     _, metrics = d1.policy_loss(lp, lp, ref, rows_of([[1.0]], [0.0]), d1.Args(beta=1.0))
-    assert metrics["loss/kl"].item() == pytest.approx(0.018731, abs=1e-6)  # the reversed direction gives 0.021403
+    assert metrics["loss/kl"].item() == pytest.approx(
+        0.018731, abs=1e-6
+    )  # the reversed direction gives 0.021403
 
 
 def test_d1_normalises_by_the_tokens_of_the_step():
     """L = 3 and 1, A = +1, -1, ratio 1: token mean -0.5 (a sequence mean would be 0)."""
     lp = torch.zeros(2, 3, dtype=torch.float64)
-    loss, _ = d1.policy_loss(lp, lp, None, rows_of([[1.0, 1, 1], [1, 0, 0]], [1.0, -1.0]), d1.Args(beta=0.0))
+    loss, _ = d1.policy_loss(
+        lp, lp, None, rows_of([[1.0, 1, 1], [1, 0, 0]], [1.0, -1.0]), d1.Args(beta=0.0)
+    )
     assert loss.item() == pytest.approx(-0.5)
 
 
@@ -546,13 +648,21 @@ def test_coupled_masks_partition_the_completion():
         assert torch.equal(rows.weights != 0, rows.masked[:, :, -L:] & c[:, None])
         t = 1 / (2 * rows.weights[:, 1].amax(1)), 1 - 1 / (2 * rows.weights[:, 2].amax(1))
         t = torch.where(t[0].isfinite(), t[0], t[1])  # a part may be empty
-        want = torch.stack([c * 0.5, (part & c) / (2 * t[:, None]), (rest & c) / (2 * (1 - t[:, None]))], 1)
+        want = torch.stack(
+            [c * 0.5, (part & c) / (2 * t[:, None]), (rest & c) / (2 * (1 - t[:, None]))], 1
+        )
         torch.testing.assert_close(rows.weights, want)
-        torch.testing.assert_close(t.view(-1, 4), t.view(-1, 4)[:, :1].expand(-1, 4))  # one t for a group
+        torch.testing.assert_close(
+            t.view(-1, 4), t.view(-1, 4)[:, :1].expand(-1, 4)
+        )  # one t for a group
         times.append(t[::4])
-    assert len({round(value, 6) for value in torch.cat(times).tolist()}) == 60 * 3  # and one for each group and update
+    assert (
+        len({round(value, 6) for value in torch.cat(times).tolist()}) == 60 * 3
+    )  # and one for each group and update
     u = torch.full_like(batch.valid_mask, 0.5, dtype=torch.float64)
-    batch.uniform = lambda iteration, draw: u  # u = t exactly: the complement is "not a", so each token is still in one part
+    batch.uniform = lambda iteration, draw: (
+        u
+    )  # u = t exactly: the complement is "not a", so each token is still in one part
     rows = coupled_grpo.sample_masks(batch, 0, args)
     assert torch.equal(rows.masked[:, 1, -L:] ^ rows.masked[:, 2, -L:], c)
 
@@ -577,7 +687,9 @@ def test_coupled_draws_follow_their_law():
         residual = (a.double() - t[:, None])[some]
         assert residual.mean(0).abs().max() < 0.02
         covariance = residual.T @ residual / len(residual)
-        assert (covariance - covariance.diag().diag()).abs().max() < 0.015  # tokens are independent given t
+        assert (
+            covariance - covariance.diag().diag()
+        ).abs().max() < 0.015  # tokens are independent given t
     other = coupled_grpo.sample_masks(replace(batch, sample_index=torch.arange(n) + n), 0, args)
     assert (other.masked[:, 1] != rows.masked[:, 1])[:, -L:].double().mean() > 0.4
 
@@ -594,7 +706,9 @@ def test_coupled_score_by_the_papers_numbers():
     """Context-free p = 0.5, t = 0.4: -1.213008 in the first part, -0.924196 in the second, 1.5 log p on average over both."""
     lp = torch.full((3, 2), math.log(0.5), dtype=torch.float64)
     first, second = coupled_score([True, False], 0.4, lp).tolist()
-    assert first == pytest.approx(-1.213008, abs=1e-6) and second == pytest.approx(-0.924196, abs=1e-6)
+    assert first == pytest.approx(-1.213008, abs=1e-6) and second == pytest.approx(
+        -0.924196, abs=1e-6
+    )
     for t in (0.2, 0.4, 0.77):
         first, second = coupled_score([True, False], t, lp).tolist()
         assert t * first + (1 - t) * second == pytest.approx(1.5 * math.log(0.5), abs=1e-12)
@@ -602,7 +716,9 @@ def test_coupled_score_by_the_papers_numbers():
     assert moved[0].exp().item() == pytest.approx(1.191246, abs=1e-6)  # not exp(0.1) = 1.105171
     lp.requires_grad_()
     (slope,) = torch.autograd.grad(coupled_score([True, False], 0.4, lp).sum(), lp)
-    torch.testing.assert_close(slope, torch.tensor([[0.5, 0.5], [1.25, 0], [0, 0.5 / 0.6]], dtype=torch.float64))
+    torch.testing.assert_close(
+        slope, torch.tensor([[0.5, 0.5], [1.25, 0], [0, 0.5 / 0.6]], dtype=torch.float64)
+    )
 
 
 def test_coupled_advantages():
@@ -610,7 +726,9 @@ def test_coupled_advantages():
     rewards = torch.tensor([1.0, 0, 0, 0])
     mean = coupled_grpo.compute_advantages(rewards, coupled_grpo.Args(num_generations=4))
     torch.testing.assert_close(mean, torch.tensor([0.75, -0.25, -0.25, -0.25]))
-    loo = coupled_grpo.compute_advantages(rewards, coupled_grpo.Args(num_generations=4, baseline="loo"))
+    loo = coupled_grpo.compute_advantages(
+        rewards, coupled_grpo.Args(num_generations=4, baseline="loo")
+    )
     torch.testing.assert_close(loo, torch.tensor([1, -1 / 3, -1 / 3, -1 / 3]))
 
 
@@ -627,7 +745,9 @@ def test_coupled_score_is_unbiased_against_all_masks(family):
     masked = torch.zeros_like(state, dtype=torch.bool)
     masked[:, 4:] = torch.tensor(subsets)
     with torch.no_grad():
-        table = space.model.logps(state, torch.where(masked, space.MASK, state), masked)[:, 4:].double()  # [16, 4]
+        table = space.model.logps(state, torch.where(masked, space.MASK, state), masked)[
+            :, 4:
+        ].double()  # [16, 4]
     points, weights = __import__("numpy").polynomial.legendre.leggauss(8)
     want, expected = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for t, chance in zip(0.5 + 0.3 * points, weights / 2, strict=True):
@@ -641,7 +761,11 @@ def test_coupled_score_is_unbiased_against_all_masks(family):
             want[k] += chance * (table[15, k] + conditional.sum()) / 2
         for i, subset in enumerate(subsets):
             likely = t ** sum(subset) * (1 - t) ** (4 - sum(subset))
-            expected += chance * likely * coupled_score(subset, t, torch.stack([table[15], table[i], table[15 - i]]))
+            expected += (
+                chance
+                * likely
+                * coupled_score(subset, t, torch.stack([table[15], table[i], table[15 - i]]))
+            )
     torch.testing.assert_close(expected, want, atol=1e-12, rtol=0)
     batch = replace(
         space.batch(), input_ids=state[:1].repeat(20000, 1), valid_mask=torch.ones(20000, 8, dtype=torch.bool),
@@ -650,10 +774,14 @@ def test_coupled_score_is_unbiased_against_all_masks(family):
     args = coupled_grpo.Args(num_generations=2)
     rows = coupled_grpo.sample_masks(batch, 0, args)
     code = (rows.masked[..., -4:] * torch.tensor([8, 4, 2, 1])).sum(-1)  # [20000, 3]
-    draws = coupled_grpo.estimate_logps(table[code], replace(rows, weights=rows.weights.double()), args)
+    draws = coupled_grpo.estimate_logps(
+        table[code], replace(rows, weights=rows.weights.double()), args
+    )
     score = lambda x: ((x.mean(0) - want) / (x.std(0) / len(x) ** 0.5)).abs().max()
     assert score(draws) < 4.5
-    plain = coupled_grpo.estimate_logps(table[code], replace(rows, weights=(rows.weights != 0).double() / 2), args)
+    plain = coupled_grpo.estimate_logps(
+        table[code], replace(rows, weights=(rows.weights != 0).double() / 2), args
+    )
     assert score(plain) > 20
 
 
@@ -664,7 +792,10 @@ def spg_bounds(masks, logps, lengths=None, **settings):
     """Bounds per token of one sequence. masks [m][L]: 1 where a draw masks (and scores) a token; logps broadcast to [m, L]"""
     masked = torch.tensor(masks, dtype=torch.float64)
     L = masked.shape[1] if lengths is None else lengths
-    rows = replace(rows_of([[1.0] * masked.shape[1]], [1.0]), weights=(masked * L / masked.sum(1, keepdim=True))[None])
+    rows = replace(
+        rows_of([[1.0] * masked.shape[1]], [1.0]),
+        weights=(masked * L / masked.sum(1, keepdim=True))[None],
+    )
     rows.completion_mask = (torch.arange(masked.shape[1]) < L)[None]
     logps = torch.as_tensor(logps, dtype=torch.float64)
     return spg.estimate_logps(logps.expand(masked.shape)[None], rows, spg.Args(**settings))[0]
@@ -678,15 +809,23 @@ def test_spg_bounds_by_the_papers_numbers():
     """Context-free p = 0.25, L = 4. One draw: both bounds have one gradient. Two: a log of a mean over what they cover."""
     lp = torch.full((4,), math.log(0.25), dtype=torch.float64, requires_grad=True)
     elbo, eubo = spg_bounds([[1, 1, 0, 0]], lp)
-    assert elbo.item() == pytest.approx(-1.386294, abs=1e-6) and eubo.item() == pytest.approx(-0.924196, abs=1e-6)
-    slopes = [torch.autograd.grad(bound, lp, retain_graph=True)[0].tolist() for bound in (elbo, eubo)]
-    assert slopes[0] == pytest.approx([0.5, 0.5, 0, 0]) and slopes[1] == pytest.approx([0.5, 0.5, 0, 0])  # why m = 1 is refused
+    assert elbo.item() == pytest.approx(-1.386294, abs=1e-6) and eubo.item() == pytest.approx(
+        -0.924196, abs=1e-6
+    )
+    slopes = [
+        torch.autograd.grad(bound, lp, retain_graph=True)[0].tolist() for bound in (elbo, eubo)
+    ]
+    assert slopes[0] == pytest.approx([0.5, 0.5, 0, 0]) and slopes[1] == pytest.approx(
+        [0.5, 0.5, 0, 0]
+    )  # why m = 1 is refused
     two = [[1, 1, 0, 0], [0, 1, 1, 0]]
     assert spg_bounds(two, lp, eubo_beta=1.0)[1].item() == pytest.approx(-1.155245, abs=1e-6)
     bounds = spg_bounds(two, lp)
     assert bounds[1].item() == pytest.approx(-1.232262, abs=1e-6)
     assert mixture(bounds) == pytest.approx(-1.309278, abs=1e-6)
-    assert torch.autograd.grad(bounds[1], lp)[0][3] == 0  # never masked: not counted either, the divisor is 3
+    assert (
+        torch.autograd.grad(bounds[1], lp)[0][3] == 0
+    )  # never masked: not counted either, the divisor is 3
 
 
 def test_spg_upper_bound_follows_the_confident_draw():
@@ -704,7 +843,10 @@ def test_spg_upper_bound_is_in_log_space():
     lp = torch.full((1, 1, 1), math.log(1e-32), requires_grad=True)
     rows = replace(rows_of([[1.0]], [1.0]), weights=torch.ones(1, 1, 1))
     eubo = spg.estimate_logps(lp, rows, spg.Args())[0, 1]
-    assert eubo.item() == pytest.approx(math.log(1e-32), rel=1e-6) and torch.autograd.grad(eubo, lp)[0].item() == 1
+    assert (
+        eubo.item() == pytest.approx(math.log(1e-32), rel=1e-6)
+        and torch.autograd.grad(eubo, lp)[0].item() == 1
+    )
     assert lp.exp().pow(1.5).item() == 0
 
 
@@ -714,7 +856,10 @@ def test_spg_bounds_equal_the_released_code():
     """
     masks = [[[0, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0]], [[1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 0, 1]]]
     logps = [
-        [[-0.28593, -2.63509, -1.72372, -5.93816, -1.86509, 0], [-3.84332, -7.29089, -5.91692, -5.11072, -2.32843, 0]],
+        [
+            [-0.28593, -2.63509, -1.72372, -5.93816, -1.86509, 0],
+            [-3.84332, -7.29089, -5.91692, -5.11072, -2.32843, 0],
+        ],
         [
             [-3.06870, -2.42982, -5.32979, -7.26386, -6.56194, -1.58482],
             [-4.33319, -2.71916, -1.44624, -3.03803, -4.14538, -0.79638],
@@ -729,13 +874,17 @@ def test_spg_bounds_equal_the_released_code():
 def test_spg_loss_is_a_token_mean_of_advantage_times_bound():
     """A = 1, -1, L = 3, 1, bounds -1, -2: (3 - 2) / 4. A > 0 takes the lower bound, A < 0 the mixture."""
     rows = rows_of([[1.0, 1, 1], [1, 0, 0], [1, 1, 1]], [1.0, -1.0, 0.0], num_tokens=4.0)
-    bounds = torch.tensor([[-1.0, 5.0], [-3.0, -1.0], [7.0, 7.0]], dtype=torch.float64, requires_grad=True)
+    bounds = torch.tensor(
+        [[-1.0, 5.0], [-3.0, -1.0], [7.0, 7.0]], dtype=torch.float64, requires_grad=True
+    )
     loss, metrics = spg.policy_loss(bounds, None, None, rows, spg.Args())
     assert loss.item() == pytest.approx(0.25)
     slope = torch.autograd.grad(loss, bounds)[0].tolist()
     assert slope == [[-0.75, 0], [0.125, 0.125], [0, 0]]
     for omega, want in [(0.0, 0.0), (1.0, 0.5)]:  # the paper's rows with one bound
-        assert spg.policy_loss(bounds, None, None, rows, spg.Args(omega=omega))[0].item() == pytest.approx(want)
+        assert spg.policy_loss(bounds, None, None, rows, spg.Args(omega=omega))[
+            0
+        ].item() == pytest.approx(want)
 
 
 @families
@@ -747,7 +896,11 @@ def test_spg_sandwich_by_enumeration(family):
     """
     space = OneBlock(family=family)
     orders, batch, chances = space.by_order(), space.batch(), space.chances()
-    exact, table, weights = orders.logsumexp(0) - math.log(24), [], torch.tensor(space.patterns).double()
+    exact, table, weights = (
+        orders.logsumexp(0) - math.log(24),
+        [],
+        torch.tensor(space.patterns).double(),
+    )
     weights = 4 * weights / weights.sum(1, keepdim=True)  # [15, 4]
     for pattern in space.patterns:
         masked = torch.zeros_like(batch.valid_mask)
@@ -756,11 +909,16 @@ def test_spg_sandwich_by_enumeration(family):
         with torch.no_grad():
             table.append(space.model.logps(batch.input_ids, noisy, masked)[:, 4:].double())
     table = torch.stack(table, 1)  # [625, 15, 4]
-    times = (48 * chances).round().long()  # 48 draws with each mask as often as it is likely: the expectation itself
+    times = (
+        (48 * chances).round().long()
+    )  # 48 draws with each mask as often as it is likely: the expectation itself
     rows = replace(
         rows_of([[1.0] * 4] * 625, [1.0] * 625), weights=weights.repeat_interleave(times, 0).expand(625, -1, -1)
     )  # fmt: skip
-    bounds = {b: 4 * spg.estimate_logps(table.repeat_interleave(times, 1), rows, spg.Args(eubo_beta=b)) for b in (1, 1.5, 2, 4)}
+    bounds = {
+        b: 4 * spg.estimate_logps(table.repeat_interleave(times, 1), rows, spg.Args(eubo_beta=b))
+        for b in (1, 1.5, 2, 4)
+    }
     lower = bounds[1][:, 0]
     torch.testing.assert_close(lower, orders.mean(0), atol=1e-10, rtol=0)
     uppers = torch.stack([bounds[b][:, 1] for b in (1, 1.5, 2, 4)])
@@ -784,9 +942,16 @@ def test_spg_lower_bound_is_unbiased_against_all_orders():
         draws.append(spg.estimate_logps(logps, rows, args)[:, 0] * batch.completion_mask.sum(1))
     draws = torch.stack(draws)
     with torch.no_grad():
-        want = torch.stack([exact_elbo(model, p, batch.trace.completion(i)) for i, p in enumerate(batch.trace.prompt_ids)])
+        want = torch.stack(
+            [
+                exact_elbo(model, p, batch.trace.completion(i))
+                for i, p in enumerate(batch.trace.prompt_ids)
+            ]
+        )
     assert ((draws.mean(0) - want).abs() < 4.5 * draws.std(0) / len(draws) ** 0.5 + 1e-9).all()
-    assert ((draws.mean(0) / 1.1 - want).abs() > 6 * draws.std(0) / len(draws) ** 0.5).sum() >= 8  # a tenth more would show
+    assert (
+        (draws.mean(0) / 1.1 - want).abs() > 6 * draws.std(0) / len(draws) ** 0.5
+    ).sum() >= 8  # a tenth more would show
 
 
 @families
@@ -800,7 +965,9 @@ def test_spg_expectation_of_two_draws(family):
     masked = torch.zeros_like(state, dtype=torch.bool)
     masked[:, 4:] = torch.tensor(space.patterns)
     with torch.no_grad():
-        table = space.model.logps(state, torch.where(masked, space.MASK, state), masked)[:, 4:].double()
+        table = space.model.logps(state, torch.where(masked, space.MASK, state), masked)[
+            :, 4:
+        ].double()
     want, independent = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for (i, first), (j, second) in itertools.product(enumerate(space.patterns), repeat=2):
         bounds = spg_bounds([first, second], torch.stack([table[i], table[j]]))
@@ -814,11 +981,15 @@ def test_spg_expectation_of_two_draws(family):
     )  # fmt: skip
     args = spg.Args(p_mask_context=0.0)
     rows = spg.sample_masks(batch, 0, args)
-    code = (rows.masked[..., -4:] * torch.tensor([8, 4, 2, 1])).sum(-1) - 1  # [n, 2], the patterns in this order
+    code = (rows.masked[..., -4:] * torch.tensor([8, 4, 2, 1])).sum(
+        -1
+    ) - 1  # [n, 2], the patterns in this order
     draws = spg.estimate_logps(table[code], replace(rows, weights=rows.weights.double()), args)
     score = lambda x: (x.mean(0) - want).abs() / (draws.std(0) / n**0.5)
     assert (score(draws) < 4.5).all()
-    assert score(independent[None])[1] > 8 and score(independent[None])[0] < 1e-6  # the lower bound is the same for both
+    assert (
+        score(independent[None])[1] > 8 and score(independent[None])[0] < 1e-6
+    )  # the lower bound is the same for both
 
 
 def one_block_batch(n, P, L, lengths, block_length):
@@ -836,33 +1007,55 @@ def one_block_batch(n, P, L, lengths, block_length):
 def uniform_counts(counts, n):
     """Are these numbers uniform on 1..n?"""
     times = torch.bincount(counts, minlength=n + 1)[1:].double()
-    return len(times) == n and chi_square(times, torch.full((n,), 1 / n, dtype=torch.float64)) < CRITICAL[n - 1]
+    return (
+        len(times) == n
+        and chi_square(times, torch.full((n,), 1 / n, dtype=torch.float64)) < CRITICAL[n - 1]
+    )
 
 
 def test_spg_masks_of_a_bidirectional_model():
     """P = 5, N = 8, blocks of 4, completions of 6, 8 and 3 tokens: one block in part, later ones all, earlier ones lightly."""
     batch, L = one_block_batch(4000, 5, 8, [6, 8, 3], 4), 8
     for p in (0.0, 0.15):
-        rows, c = spg.sample_masks(batch, 0, spg.Args(mc_num=2, p_mask_context=p)), batch.completion_mask
+        rows, c = (
+            spg.sample_masks(batch, 0, spg.Args(mc_num=2, p_mask_context=p)),
+            batch.completion_mask,
+        )
         masked, hidden = rows.masked[:, :, -L:], rows.masked[:, :, :-L]
         scored = masked & c[:, None]
         assert (masked | c[:, None]).all()  # all that follows the EOS is masked
         assert torch.equal(rows.weights != 0, scored)
-        torch.testing.assert_close(rows.weights, scored * (c.sum(1)[:, None] / scored.sum(2))[..., None])
-        assert hidden.double().mean() == pytest.approx(p, abs=0.01) and torch.equal(hidden[:, 0], hidden[:, 1])
-        assert torch.equal(rows.input_ids[:, :-L] == MASK, hidden[:, 0]) and not (rows.input_ids[:, -L:] == MASK).any()
+        torch.testing.assert_close(
+            rows.weights, scored * (c.sum(1)[:, None] / scored.sum(2))[..., None]
+        )
+        assert hidden.double().mean() == pytest.approx(p, abs=0.01) and torch.equal(
+            hidden[:, 0], hidden[:, 1]
+        )
+        assert (
+            torch.equal(rows.input_ids[:, :-L] == MASK, hidden[:, 0])
+            and not (rows.input_ids[:, -L:] == MASK).any()
+        )
         for length, size in [(6, 2), (8, 4)]:
-            first, second = scored[c.sum(1) == length].view(-1, 2, 2, 4).unbind(2)  # [rows, draws, 4]
+            first, second = (
+                scored[c.sum(1) == length].view(-1, 2, 2, 4).unbind(2)
+            )  # [rows, draws, 4]
             if not p:  # then what is masked says which block was picked
                 in_second = ~first.any(2)
-                assert (in_second.sum(1) == 1).all() and uniform_counts(in_second[:, 0] + 1, 2)  # two draws, two blocks
-                assert (second[~in_second].sum(1) == size).all() and uniform_counts(first[~in_second].sum(1), 4)
+                assert (in_second.sum(1) == 1).all() and uniform_counts(
+                    in_second[:, 0] + 1, 2
+                )  # two draws, two blocks
+                assert (second[~in_second].sum(1) == size).all() and uniform_counts(
+                    first[~in_second].sum(1), 4
+                )
                 assert uniform_counts(second[in_second].sum(1), size)
             else:  # the earlier block, lightly: where the second one was picked and is not all masked
                 light = first[second.sum(2) < size]
                 assert light.double().mean() == pytest.approx(p, abs=0.015)
         alone = scored[c.sum(1) == 3].sum(2)
-        assert all(uniform_counts(alone[:, j], 3) for j in range(2)) and (alone[:, 0] != alone[:, 1]).all()
+        assert (
+            all(uniform_counts(alone[:, j], 3) for j in range(2))
+            and (alone[:, 0] != alone[:, 1]).all()
+        )
 
 
 def test_spg_blocks_are_picked_uniformly_and_stratified():
@@ -895,11 +1088,19 @@ def test_spg_masks_of_a_block_model():
         for b, columns in blocks_of(batch):
             k = scored[b][:, columns].sum(1)
             assert k.min() >= 1
-            torch.testing.assert_close(rows.weights[b][:, columns], scored[b][:, columns] * (len(columns) / k[:, None]).float())
+            torch.testing.assert_close(
+                rows.weights[b][:, columns],
+                scored[b][:, columns] * (len(columns) / k[:, None]).float(),
+            )
             counts[len(columns)].append(k)
         hidden.append(rows.masked[:, 0, :-L])
-        assert torch.equal(rows.masked[:, 1, :-L], hidden[-1]) and not (hidden[-1] & ~batch.valid_mask[:, :-L]).any()
-        assert torch.equal(rows.input_ids[:, :-L] == MASK, hidden[-1] | (batch.input_ids[:, :-L] == MASK))
+        assert (
+            torch.equal(rows.masked[:, 1, :-L], hidden[-1])
+            and not (hidden[-1] & ~batch.valid_mask[:, :-L]).any()
+        )
+        assert torch.equal(
+            rows.input_ids[:, :-L] == MASK, hidden[-1] | (batch.input_ids[:, :-L] == MASK)
+        )
     share = torch.stack(hidden).double().mean() / batch.valid_mask[:, :-L].double().mean()
     assert share == pytest.approx(0.15, abs=0.015)
     for n in (2, 3, 4):
@@ -924,7 +1125,9 @@ def released_case(masks, lengths, tilt=0.0):
     """
     model = random_model(TINY_LLADA)
     with torch.no_grad():
-        model.lm_head.weight.mul_(10 * (1 + tilt * torch.linspace(-1, 1, model.lm_head.weight.shape[1])))
+        model.lm_head.weight.mul_(
+            10 * (1 + tilt * torch.linspace(-1, 1, model.lm_head.weight.shape[1]))
+        )
     masked = torch.tensor([[[char == "1" for char in draw] for draw in row] for row in masks])
     c = torch.arange(12) < torch.tensor(lengths)[:, None]
     scored = masked[:, :, -12:] & c[:, None]
@@ -939,14 +1142,19 @@ def released_case(masks, lengths, tilt=0.0):
 
 def draws_of(module, model, rows):
     with torch.no_grad():
-        return torch.stack([module.draw_logps(model, rows, k) for k in range(rows.masked.shape[1])], 1)
+        return torch.stack(
+            [module.draw_logps(model, rows, k) for k in range(rows.masked.shape[1])], 1
+        )
 
 
 def loss_and_norm(module, masks, lengths, weights=None, A=(1.5, -0.5), **settings):
     """-> loss and gradient norm where the released compute_loss was run; old and reference values of tilted models"""
     args, values = module.Args(**settings), {}
     model, rows = released_case(masks, lengths)
-    rows.advantages, rows.weights = torch.tensor(A), rows.weights if weights is None else weights(rows)
+    rows.advantages, rows.weights = (
+        torch.tensor(A),
+        rows.weights if weights is None else weights(rows),
+    )
     for name, tilt in (("old", 0.3), ("ref", -0.2)):
         other = released_case(masks, lengths, tilt)[0]
         values[name] = module.estimate_logps(draws_of(module, other, rows), rows, args)
@@ -957,7 +1165,10 @@ def loss_and_norm(module, masks, lengths, weights=None, A=(1.5, -0.5), **setting
 
 
 D1_MASKS = [["010001111111111111"], ["100010111111111111"]]
-SPG_MASKS = [["000010000111011111", "100000101011111111"], ["000000010111111111", "000000011100100101"]]
+SPG_MASKS = [
+    ["000010000111011111", "100000101011111111"],
+    ["000000010111111111", "000000011100100101"],
+]
 COUPLED_MASKS = [
     ["000000111111111111", "000000010010110010", "000000101101001101"],
     ["000000111111111111", "000000011110011101", "000000100001100010"],
@@ -1006,7 +1217,12 @@ def test_spg_on_a_tiny_llada_equals_the_released_code():
     """
     model, rows = released_case(SPG_MASKS, [7, 12])
     bounds = spg.estimate_logps(draws_of(spg, model, rows), rows, spg.Args())
-    torch.testing.assert_close(bounds, torch.tensor([[-7.721592, -8.687874], [-7.770414, -8.445008]]).T, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(
+        bounds,
+        torch.tensor([[-7.721592, -8.687874], [-7.770414, -8.445008]]).T,
+        atol=1e-5,
+        rtol=1e-6,
+    )
 
 
 def test_coupled_on_a_tiny_llada_equals_the_released_code():
@@ -1021,7 +1237,9 @@ def test_coupled_on_a_tiny_llada_equals_the_released_code():
         [-12.455626, -12.65262, -12.767717, -13.712442, -12.970622, -12.313066, -15.134388, -9.807581,
          -9.014332, -11.984107, -12.034094, -16.668304],
     ]  # fmt: skip
-    got = coupled_grpo.estimate_logps(draws_of(coupled_grpo, model, rows), rows, coupled_grpo.Args())
+    got = coupled_grpo.estimate_logps(
+        draws_of(coupled_grpo, model, rows), rows, coupled_grpo.Args()
+    )
     torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=1e-6)
 
 
@@ -1054,13 +1272,17 @@ def test_bgpo_is_a_lower_bound_tangent_at_the_old_policy():
             d = torch.randn(4, generator=generator, dtype=torch.float64) * 2
             assert bgpo_loss(d.tolist(), A, 4)[0] <= A * d.mean().exp().item() + 1e-12
     assert bgpo_loss([-2.0], 1.0, 1)[0] == pytest.approx(-1)  # finite where log(1 + d) is not
-    assert bgpo_loss([1000.0], 1.0, 1)[1].isfinite().all()  # and the branch that is not taken cannot overflow into the gradient
+    assert (
+        bgpo_loss([1000.0], 1.0, 1)[1].isfinite().all()
+    )  # and the branch that is not taken cannot overflow into the gradient
 
 
 def test_bgpo_advantages():
     """(r - mean) / std with the unbiased std; exactly 0 without spread, also where the mean rounds."""
     got = bgpo.compute_advantages(torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0]), bgpo.Args())
-    torch.testing.assert_close(got, torch.tensor([1.620182] * 2 + [-0.540060] * 6), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        got, torch.tensor([1.620182] * 2 + [-0.540060] * 6), atol=1e-5, rtol=0
+    )
     assert not bgpo.compute_advantages(torch.full((6,), 0.1), bgpo.Args(num_generations=6)).any()
 
 
@@ -1085,7 +1307,11 @@ def full_graph_loss(module, model, batch, args, rows, old, ref):
                     row.append(torch.zeros((), dtype=torch.float64))
                     continue
                 # a block model sees clean blocks and the token's own; others see the noisy canvas
-                start, end = ((P + j) // 4 * 4, (P + j) // 4 * 4 + 4) if model.attention == "block-causal" else (0, None)
+                start, end = (
+                    ((P + j) // 4 * 4, (P + j) // 4 * 4 + 4)
+                    if model.attention == "block-causal"
+                    else (0, None)
+                )
                 noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])
                 logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, P + j]
                 logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
@@ -1099,17 +1325,29 @@ def full_graph_loss(module, model, batch, args, rows, old, ref):
                 if c[j]:
                     ratio = (score[j] - old[r][j]).exp()
                     clipped = min(max(ratio.item(), 1 - args.epsilon), 1 + args.epsilon)
-                    surrogate = ratio * A if (ratio * A).item() <= clipped * A.item() else ratio.detach() * 0 + clipped * A
+                    surrogate = (
+                        ratio * A
+                        if (ratio * A).item() <= clipped * A.item()
+                        else ratio.detach() * 0 + clipped * A
+                    )
                     delta = ref[r][j] - score[j]
-                    total = total + (-surrogate + args.beta * (delta.exp() - delta - 1)) / batch.num_tokens
+                    total = (
+                        total
+                        + (-surrogate + args.beta * (delta.exp() - delta - 1)) / batch.num_tokens
+                    )
         elif module is bgpo:
             d = (w[0] * lp[0]).sum() - old[r]
-            total = total - (A * (1 + d) if A >= 0 else A * d.exp()) / (batch.num_sequences * args.mc_num)
+            total = total - (A * (1 + d) if A >= 0 else A * d.exp()) / (
+                batch.num_sequences * args.mc_num
+            )
         elif module is spg:
             length = c.sum().item()
             bound = sum((w[k] * lp[k]).sum() for k in range(K)) / K
             if A < 0:
-                means = [sum(w[k, j] * lp[k, j].exp() ** args.eubo_beta for k in range(K) if w[k, j]) / K for j in range(L)]
+                means = [
+                    sum(w[k, j] * lp[k, j].exp() ** args.eubo_beta for k in range(K) if w[k, j]) / K
+                    for j in range(L)
+                ]
                 covered = [mean for mean in means if torch.is_tensor(mean)]
                 upper = sum(mean.log() for mean in covered) / args.eubo_beta / len(covered) * length
                 bound = args.omega * upper + (1 - args.omega) * bound
@@ -1119,7 +1357,9 @@ def full_graph_loss(module, model, batch, args, rows, old, ref):
 
 def gradient(model, loss=None):
     grads = (
-        [p.grad.clone() for p in model.parameters()] if loss is None else torch.autograd.grad(loss, list(model.parameters()))
+        [p.grad.clone() for p in model.parameters()]
+        if loss is None
+        else torch.autograd.grad(loss, list(model.parameters()))
     )
     return torch.cat([g.flatten() for g in grads])
 
@@ -1141,7 +1381,12 @@ def gradient_case(method, family="sdar"):
     model, other = family_model(family), family_model(family)
     with torch.no_grad():
         for p in other.parameters():
-            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
+            p.add_(
+                0.02
+                * torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype
+                )
+            )
     module, args = {
         "d1": (d1, d1.Args(num_generations=4, beta=0.3, epsilon=0.1)),
         "bgpo": (bgpo, bgpo.Args(num_generations=4, mc_num=3)),
@@ -1153,7 +1398,11 @@ def gradient_case(method, family="sdar"):
     rows.weights = rows.weights.double()
     with torch.no_grad():
         rows.old = module.frozen_estimates(other, rows, args)
-        rows.ref = module.frozen_estimates(family_model(family, 1), rows, args) if module.USES_REF else None
+        rows.ref = (
+            module.frozen_estimates(family_model(family, 1), rows, args)
+            if module.USES_REF
+            else None
+        )
     return module, model, batch, rows, args
 
 
@@ -1166,16 +1415,23 @@ def test_inner_loop_gradient_equals_a_full_graph_loss(run_ranks, monkeypatch, me
 
     def body(rank, world_size):
         module, model, batch, rows, args = gradient_case(method, family)
-        want, K = gradient(model, full_graph_loss(module, model, batch, args, rows, rows.old, rows.ref)), rows.masked.shape[1]
+        want, K = (
+            gradient(model, full_graph_loss(module, model, batch, args, rows, rows.old, rows.ref)),
+            rows.masked.shape[1],
+        )
         for size in (1, 3, 7, 1000) if family == "sdar" else (5, 1000):
             args.micro_batch_size = size
             got = inner_gradient(module, model, rows, args)
             assert relative(got, want) < 1e-10, (method, size, relative(got, want))
-        shuffled = rows.select(torch.randperm(len(rows.masked), generator=torch.Generator().manual_seed(0)))
+        shuffled = rows.select(
+            torch.randperm(len(rows.masked), generator=torch.Generator().manual_seed(0))
+        )
         shuffled.masked, shuffled.weights = shuffled.masked.flip(1), shuffled.weights.flip(1)
         assert relative(inner_gradient(module, model, shuffled, args), want) < 1e-10
         if module.USES_REF:  # the clip is at work, and not everywhere
-            ratio = (module.frozen_estimates(model, rows, args) - rows.old).exp()[rows.completion_mask]
+            ratio = (module.frozen_estimates(model, rows, args) - rows.old).exp()[
+                rows.completion_mask
+            ]
             clipped = ((ratio - 1).abs() > args.epsilon).double().mean()
             assert 0.02 < clipped < 0.9, clipped
         # planted faults: masks off by one token, and (several draws) the slope of another draw
@@ -1183,7 +1439,9 @@ def test_inner_loop_gradient_equals_a_full_graph_loss(run_ranks, monkeypatch, me
         assert relative(inner_gradient(module, model, wrong, args), want) > 0.01
         if K > 1:
             true_draw = module.draw_logps
-            module.draw_logps = lambda model, rows, k: true_draw(model, rows, (k + 1) % K if torch.is_grad_enabled() else k)
+            module.draw_logps = lambda model, rows, k: true_draw(
+                model, rows, (k + 1) % K if torch.is_grad_enabled() else k
+            )
             assert relative(inner_gradient(module, model, rows, args), want) > 0.01
 
     run_ranks(1, body)
@@ -1201,7 +1459,9 @@ def test_first_update_has_ratio_one_and_the_gradient_of_the_policy_gradient():
     assert relative(got, want) < 1e-10
     # the same as of the objective that it bounds: A exp(ELBO - old ELBO), the mean over draws inside the exponential
     d = module.estimate_logps(module.draw_logps(model, rows, 0)[:, None], rows, args) - old
-    objective = (batch.advantages * d.view(args.mc_num, -1).mean(0).exp()).sum() / batch.num_sequences
+    objective = (
+        batch.advantages * d.view(args.mc_num, -1).mean(0).exp()
+    ).sum() / batch.num_sequences
     assert relative(got, gradient(model, -objective)) < 1e-10
 
 
@@ -1242,10 +1502,14 @@ def test_memory_is_that_of_one_draw_and_gradients_are_synced_once():
                     module.backward(model, micro, 1, i == len(micros) - 1, args)  # noqa: B023
 
             peaks.append(peak_of_graphs(step))
-            assert len(synced) == 12 // 4 * mc_num and synced == [False] * (len(synced) - 1) + [True]
+            assert len(synced) == 12 // 4 * mc_num and synced == [False] * (len(synced) - 1) + [
+                True
+            ]
             assert len(micros) == (12 // 4 * mc_num if rows_per_draw else 12 // 4)
         assert peaks[1] < 1.2 * peaks[0]
-    whole = lambda: sum(spg.draw_logps(model, rows.select(slice(0, 4)), k).sum() for k in range(8)).backward()
+    whole = lambda: sum(
+        spg.draw_logps(model, rows.select(slice(0, 4)), k).sum() for k in range(8)
+    ).backward()
     assert peak_of_graphs(whole) > 5 * peaks[0]  # what the plain graph of a row would hold
     args.sync_every_backward = True
     step()
@@ -1278,7 +1542,10 @@ def test_sft_loss_is_unbiased_and_ignores_the_prompt():
                 nll = -model.logps(ids, torch.where(masked, MASK, ids), masked).sum().item()
             k = sum(pattern)
             want += (
-                sum((w / 2 * p ** (k - 1) * (1 - p) ** (len(answer) - k)).item() for p, w in zip(ps, node_weights, strict=True))
+                sum(
+                    (w / 2 * p ** (k - 1) * (1 - p) ** (len(answer) - k)).item()
+                    for p, w in zip(ps, node_weights, strict=True)
+                )
                 * nll
             )
     want /= len(answer)
@@ -1303,30 +1570,61 @@ def test_sft_loss_is_unbiased_and_ignores_the_prompt():
 def test_sft_pads_to_whole_blocks_and_scores_the_padding():
     """SDAR's recipe: EOS closes the answer, scored pads fill its last block; pads beyond are invalid."""
     model, args = tiny_model(), sft.Args(batch_size=2, group_by_length=False)
-    batch = sft.make_batch([([1, 2, 3], [4, EOS]), ([1], [2, 3, 4, 0, 1, 2, EOS])], args, model, 0, 0, 1, torch.device("cpu"))
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, EOS, EOS, EOS, EOS], [1, 2, 3, 4, 0, 1, 2, EOS]]
-    assert batch.answer_mask.sum(1).tolist() == [5, 7] and batch.valid_mask.all() and batch.num_tokens == 12
-    longer = sft.make_batch([([1, 2, 3], [EOS]), ([1], [2] * 7)], args, model, 0, 0, 1, torch.device("cpu"))
-    assert longer.valid_mask.sum(1).tolist() == [4, 8] and longer.answer_mask.sum(1).tolist() == [1, 7]
+    batch = sft.make_batch(
+        [([1, 2, 3], [4, EOS]), ([1], [2, 3, 4, 0, 1, 2, EOS])],
+        args,
+        model,
+        0,
+        0,
+        1,
+        torch.device("cpu"),
+    )
+    assert batch.input_ids.tolist() == [
+        [1, 2, 3, 4, EOS, EOS, EOS, EOS],
+        [1, 2, 3, 4, 0, 1, 2, EOS],
+    ]
+    assert (
+        batch.answer_mask.sum(1).tolist() == [5, 7]
+        and batch.valid_mask.all()
+        and batch.num_tokens == 12
+    )
+    longer = sft.make_batch(
+        [([1, 2, 3], [EOS]), ([1], [2] * 7)], args, model, 0, 0, 1, torch.device("cpu")
+    )
+    assert longer.valid_mask.sum(1).tolist() == [4, 8] and longer.answer_mask.sum(1).tolist() == [
+        1,
+        7,
+    ]
 
 
 @single_rank
 def test_sft_tails_of_bidirectional_models_stay_within_max_length():
     """0 to eos_tail end tokens, every number of them, but no row is longer than --max-length; no row depends on the others."""
-    model, args = random_model(TINY_LLADA), sft.Args(batch_size=64, eos_tail=5, max_length=9, group_by_length=False)
+    model, args = (
+        random_model(TINY_LLADA),
+        sft.Args(batch_size=64, eos_tail=5, max_length=9, group_by_length=False),
+    )
     model.pad_token_id = EOS
-    short, long, longest = ([1, 2], [3, EOS]), ([1, 2], [3, 4, 5, 6, EOS]), ([1, 2], [3, 4, 5, 6, 7, 0, EOS])
+    short, long, longest = (
+        ([1, 2], [3, EOS]),
+        ([1, 2], [3, 4, 5, 6, EOS]),
+        ([1, 2], [3, 4, 5, 6, 7, 0, EOS]),
+    )
     make = lambda rows, step=0: sft.make_batch(rows, args, model, step, 0, 1, torch.device("cpu"))
     lengths = [make([row] * 64).valid_mask.sum(1).tolist() for row in (short, long, longest)]
     assert [set(found) for found in lengths] == [{4, 5, 6, 7, 8, 9}, {7, 8, 9}, {9}]
     assert lengths[1] == [min(n + 3, 9) for n in lengths[0]]
-    assert make([short] * 64, 1).valid_mask.sum(1).tolist() != lengths[0]  # drawn anew in every step
+    assert (
+        make([short] * 64, 1).valid_mask.sum(1).tolist() != lengths[0]
+    )  # drawn anew in every step
     mixed = make([short, long, longest])
     assert mixed.valid_mask.sum(1).tolist() == [found[i] for i, found in enumerate(lengths)]
     assert (mixed.answer_mask.sum(1) == mixed.valid_mask.sum(1) - 2).all()
     for ids, row in zip(mixed.input_ids.tolist(), (short, long, longest), strict=True):
         prompt, answer = row
-        assert ids[: len(prompt + answer)] == prompt + answer and set(ids[len(prompt + answer) :]) <= {EOS, 0}
+        assert ids[: len(prompt + answer)] == prompt + answer and set(
+            ids[len(prompt + answer) :]
+        ) <= {EOS, 0}
 
 
 @single_rank
@@ -1339,7 +1637,9 @@ def test_sft_noise_levels_are_stratified_over_the_step_and_keyed_by_sample():
     gaps = p.sort().values.diff()
     torch.testing.assert_close(gaps, torch.full((7,), (1 - 1e-3) / 8), atol=1e-5, rtol=0)
     torch.testing.assert_close(masked.sum(1) / 400, p, atol=0.12, rtol=0)
-    second = sft.make_batch(rows, args, model, 3, 1, 2, torch.device("cpu"))  # the second of two ranks
+    second = sft.make_batch(
+        rows, args, model, 3, 1, 2, torch.device("cpu")
+    )  # the second of two ranks
     assert torch.equal(sft.sample_masks(second, args, model.objective)[0], masked[1::2])
 
 

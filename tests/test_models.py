@@ -20,8 +20,15 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import models.checkpoint
-from kernels import attention
-from models import export_weights, load_model, load_tokenizer, prompt_ids, random_init, save_model
+from models import (
+    attention,
+    export_weights,
+    load_model,
+    load_tokenizer,
+    prompt_ids,
+    random_init,
+    save_model,
+)
 from models.checkpoint import build_model, tensor_names
 from models.random_init import SPECIAL_TOKENS, TINY_SDAR, byte_tokenizer, random_model
 
@@ -31,7 +38,13 @@ needs_hf = pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 
 # head_dim is not hidden / heads
 CONFIG = TINY_SDAR | {
-    **{"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     **{
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -41,7 +54,13 @@ CONFIG = TINY_SDAR | {
         "pad_token_id": 0,
     },
 }
-SMALL = CONFIG | {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "mask_token_id": 257}
+SMALL = CONFIG | {
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "mask_token_id": 257,
+}
 MASK = SMALL["mask_token_id"]
 
 
@@ -74,8 +93,13 @@ def qwen3(model, attention="eager", **changes):
 
     keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
     raw = model.checkpoint_config
-    config = {key: raw[key] for key in [*keys.split(), "rms_norm_eps", "rope_theta", "tie_word_embeddings"]}
-    reference = Qwen3ForCausalLM(Qwen3Config(**config | changes, attn_implementation=attention)).eval()
+    config = {
+        key: raw[key]
+        for key in [*keys.split(), "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
+    }
+    reference = Qwen3ForCausalLM(
+        Qwen3Config(**config | changes, attn_implementation=attention)
+    ).eval()
     weights = model.state_dict()
     assert weights.keys() == reference.state_dict().keys()
     reference.load_state_dict(weights, strict=True)
@@ -84,7 +108,9 @@ def qwen3(model, attention="eager", **changes):
 
 def additive(visible):
     """[T, T] bool -> 4-D additive mask."""
-    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[
+        None, None
+    ]
 
 
 def block_causal(T, n):
@@ -93,7 +119,8 @@ def block_causal(T, n):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"block_size": 5}, {"num_key_value_heads": 4}, {"num_attention_heads": 6, "head_dim": 16}]
+    "changes",
+    [{}, {"block_size": 5}, {"num_key_value_heads": 4}, {"num_attention_heads": 6, "head_dim": 16}],
 )
 @torch.no_grad()
 def test_logits_equal_those_of_qwen3_under_a_block_causal_mask(attention, changes):
@@ -102,7 +129,9 @@ def test_logits_equal_those_of_qwen3_under_a_block_causal_mask(attention, change
     reference, n = qwen3(model, attention), model.block_length
     for T in (1, 3, n, 22, 24, 61):
         ids = random_ids(2, T, 150, seed=T)
-        want = reference(input_ids=ids, attention_mask=additive(block_causal(T, n)).expand(2, 1, T, T)).logits
+        want = reference(
+            input_ids=ids, attention_mask=additive(block_causal(T, n)).expand(2, 1, T, T)
+        ).logits
         got = model.logits(ids)
         assert got.dtype == torch.float32 and 1 < want.std() < 10
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
@@ -114,17 +143,32 @@ def test_the_comparison_with_qwen3_sees_mistakes():
     model, ids = model_of(), random_ids(2, 22, 150)
     logits, causal = model.logits(ids), torch.ones(22, 22, dtype=torch.bool).tril()
     far = lambda reference, visible: (
-        (reference(input_ids=ids, attention_mask=additive(visible)).logits - logits).abs().max() > 1e-2
+        (reference(input_ids=ids, attention_mask=additive(visible)).logits - logits).abs().max()
+        > 1e-2
     )
     reference, right = qwen3(model), block_causal(22, 4)
     assert not far(reference, right)
-    assert far(reference, causal) and far(reference, block_causal(22, 8)) and far(reference, torch.ones_like(right))
+    assert (
+        far(reference, causal)
+        and far(reference, block_causal(22, 8))
+        and far(reference, torch.ones_like(right))
+    )
     assert far(qwen3(model, rope_theta=10000), right)
-    for a, b in [("self_attn.q_norm", "self_attn.k_norm"), ("input_layernorm", "post_attention_layernorm")]:
+    for a, b in [
+        ("self_attn.q_norm", "self_attn.k_norm"),
+        ("input_layernorm", "post_attention_layernorm"),
+    ]:
         reference = qwen3(model)
         for layer in reference.model.layers:
             x, y = layer.get_submodule(a).weight, layer.get_submodule(b).weight
-            x.copy_(y), y.copy_(dict(model.named_parameters())[f"model.layers.{layer.self_attn.layer_idx}.{a}.weight"])
+            (
+                x.copy_(y),
+                y.copy_(
+                    dict(model.named_parameters())[
+                        f"model.layers.{layer.self_attn.layer_idx}.{a}.weight"
+                    ]
+                ),
+            )
         assert far(reference, right), (a, b)
 
 
@@ -154,9 +198,13 @@ def test_padding_does_not_change_logits(side):
     padded = model.logits(ids, valid)
     assert padded.isfinite().all()
     for i, row in enumerate(rows):
-        torch.testing.assert_close(padded[i, valid[i]], model.logits(row[None])[0], atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            padded[i, valid[i]], model.logits(row[None])[0], atol=1e-12, rtol=0
+        )
     shifted = model.logits(ids)  # negative control: without the mask it does change
-    assert (shifted[1, valid[1]] - model.logits(rows[1][None])[0]).abs().max() > 1e-3 or side == "right"
+    assert (
+        shifted[1, valid[1]] - model.logits(rows[1][None])[0]
+    ).abs().max() > 1e-3 or side == "right"
 
 
 @torch.no_grad()
@@ -192,7 +240,11 @@ def test_block_causal_mask_against_loops():
             for q in range(T):
                 for k in range(T):
                     if valid[b, q]:
-                        assert mask[b, q, k] == bool(valid[b, k] and block[b, k] <= block[b, q]), (b, q, k)
+                        assert mask[b, q, k] == bool(valid[b, k] and block[b, k] <= block[b, q]), (
+                            b,
+                            q,
+                            k,
+                        )
         assert mask.any(-1).all()
 
 
@@ -215,14 +267,24 @@ def test_two_copy_mask_against_loops():
                             want = block[b, k] < block[b, q]
                         else:
                             want = not k_noisy and block[b, k] <= block[b, q]
-                        assert mask[b, i, j] == bool(want and valid[b, k]), (b, start, columns[i], columns[j])
+                        assert mask[b, i, j] == bool(want and valid[b, k]), (
+                            b,
+                            start,
+                            columns[i],
+                            columns[j],
+                        )
 
 
 def test_two_copy_mask_row_sums():
     """A noised row of block b sees min(N, L - bN) + bN keys, a clean row min((b + 1)N, L)."""
     for L, n in [(22, 4), (3, 4), (12, 4), (7, 3)]:
         block = (torch.arange(L) // n)[None]
-        sums = attention.two_copy(block, torch.ones(1, L, dtype=torch.bool), 0).dense()[0].sum(-1).tolist()
+        sums = (
+            attention.two_copy(block, torch.ones(1, L, dtype=torch.bool), 0)
+            .dense()[0]
+            .sum(-1)
+            .tolist()
+        )
         noisy = [min(n, L - t // n * n) + t // n * n for t in range(L)]
         assert sums == noisy + [min((t // n + 1) * n, L) for t in range(L)]
 
@@ -233,7 +295,10 @@ def test_two_copy_mask_row_sums():
 def ragged(lengths, side, T=None, seed=0):
     """Rows of random clean ids, noised at about half of the places -> clean, noisy, score (noised places), valid."""
     T = T or max(lengths)
-    clean, valid = torch.zeros(len(lengths), T, dtype=torch.long), torch.zeros(len(lengths), T, dtype=torch.bool)
+    clean, valid = (
+        torch.zeros(len(lengths), T, dtype=torch.long),
+        torch.zeros(len(lengths), T, dtype=torch.bool),
+    )
     generator = torch.Generator().manual_seed(seed)
     for i, length in enumerate(lengths):
         first = {"left": T - length, "right": 0, "ragged": (T - length) // 2}[side]
@@ -252,12 +317,20 @@ def naive_logps(model, clean, noisy, score, valid, temperature=1.0):
             here = place[start : start + n]
             if not score[b, here].any():
                 continue
-            logits = model.logits(torch.cat([clean[b, place[:start]], noisy[b, here]])[None])[0, start:] / temperature
-            logits = torch.cat([logits[:, :MASK], logits[:, MASK:] * 0 - 1e30, logits[:, MASK + 1 :]], -1)
+            logits = (
+                model.logits(torch.cat([clean[b, place[:start]], noisy[b, here]])[None])[0, start:]
+                / temperature
+            )
+            logits = torch.cat(
+                [logits[:, :MASK], logits[:, MASK:] * 0 - 1e30, logits[:, MASK + 1 :]], -1
+            )
             log_p = logits.log_softmax(-1)
             for j, t in enumerate(here):
                 if score[b, t]:
-                    out[b, t], entropies[b, t] = log_p[j, clean[b, t]], -(log_p[j].exp() * log_p[j]).sum()
+                    out[b, t], entropies[b, t] = (
+                        log_p[j, clean[b, t]],
+                        -(log_p[j].exp() * log_p[j]).sum(),
+                    )
     return out, entropies
 
 
@@ -268,7 +341,14 @@ def score_masks(noised, valid):
     late = noised & (torch.arange(valid.shape[1]) >= valid.shape[1] // 2)
     first_row = noised.clone()
     first_row[1:] = False
-    return {"noised": noised, "all valid": valid, "clean": valid & ~noised, "one": one, "late": late, "first row": first_row}
+    return {
+        "noised": noised,
+        "all valid": valid,
+        "clean": valid & ~noised,
+        "one": one,
+        "late": late,
+        "first row": first_row,
+    }
 
 
 KINDS = ["noised", "all valid", "clean", "one", "late", "first row"]
@@ -283,13 +363,19 @@ def test_logps_of_a_block_are_those_of_a_pass_over_its_clean_past(side, kind):
     clean, noisy, noised, valid = ragged([22, 3, 9, 16, 13], side)
     score = score_masks(noised, valid)[kind]
     for temperature in (1.0, 0.6):
-        logps, entropies = model.logps(clean, noisy, score, valid, temperature=temperature, entropy=True)
+        logps, entropies = model.logps(
+            clean, noisy, score, valid, temperature=temperature, entropy=True
+        )
         want, want_entropies = naive_logps(model, clean, noisy, score, valid, temperature)
         assert len(want) == score.sum() > 0
         for place in want:
             torch.testing.assert_close(logps[place], want[place], atol=1e-12, rtol=0)
             torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-12, rtol=0)
-        assert (logps[~score] == 0).all() and (entropies[~score] == 0).all() and (logps[score] < 0).all()
+        assert (
+            (logps[~score] == 0).all()
+            and (entropies[~score] == 0).all()
+            and (logps[score] < 0).all()
+        )
 
 
 @torch.no_grad()
@@ -297,7 +383,10 @@ def test_logps_are_fp32_and_bf16_weights_stay_close():
     """'-> [B, T] fp32' whatever the weights; without valid_mask all tokens are valid."""
     clean, noisy, score, valid = ragged([22, 22], "right")
     exact = model_of(SMALL, torch.float64).logps(clean, noisy, score)
-    single, half = model_of(SMALL).logps(clean, noisy, score), model_of(SMALL, torch.bfloat16).logps(clean, noisy, score, valid)
+    single, half = (
+        model_of(SMALL).logps(clean, noisy, score),
+        model_of(SMALL, torch.bfloat16).logps(clean, noisy, score, valid),
+    )
     assert single.dtype == half.dtype == torch.float32
     torch.testing.assert_close(single.double(), exact, atol=1e-4, rtol=0)
     assert (half - exact).abs().mean() < 0.2
@@ -314,7 +403,9 @@ def test_logps_do_not_depend_on_padding_or_other_rows(side):
         alone = model.logps(*(x[i, valid[i]][None] for x in (clean, noisy, score)))
         torch.testing.assert_close(together[i, valid[i]], alone[0], atol=1e-12, rtol=0)
     junk = torch.where(valid, clean, 7), torch.where(valid, noisy, 9)
-    assert torch.equal(model.logps(*junk, score, valid), together)  # what stands on padding does not matter
+    assert torch.equal(
+        model.logps(*junk, score, valid), together
+    )  # what stands on padding does not matter
 
 
 @torch.no_grad()
@@ -329,7 +420,9 @@ def test_logps_leak_nothing():
         changed = clean.clone()
         changed[0, t] = 2 + (clean[0, t] - 1) % (MASK - 2)
         same = model.logps(changed, noisy, score)[0] == before
-        assert same[(block <= block[t]) & (torch.arange(T) != t)].all()  # t itself is another target
+        assert same[
+            (block <= block[t]) & (torch.arange(T) != t)
+        ].all()  # t itself is another target
         assert not same[block > block[t]].any()
         changed = noisy.clone()
         changed[0, t] = MASK if noisy[0, t] != MASK else clean[0, t]
@@ -350,14 +443,22 @@ def test_the_mask_token_has_no_probability():
 
 
 def grads(model, loss):
-    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    return dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(loss, list(model.parameters())),
+            strict=True,
+        )
+    )
 
 
 def test_gradient_of_logps_against_full_logits():
     """Gradients of a weighted sum of log-probabilities and entropies, to 1e-10 of naive passes in fp64, for every parameter."""
     model = model_of(SMALL, torch.float64)
     clean, noisy, score, valid = ragged([10, 3, 7], "left")
-    a, b = torch.randn(2, *clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    a, b = torch.randn(
+        2, *clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     logps, entropies = model.logps(clean, noisy, score, valid, temperature=0.8, entropy=True)
     got = grads(model, (a * logps + b * entropies).sum())
     want, want_entropies = naive_logps(model, clean, noisy, score, valid, temperature=0.8)
@@ -425,7 +526,11 @@ def test_a_saved_model_loads_bit_for_bit(saved):
     model, directory = saved
     loaded = load_model(directory)
     assert_same_weights(model, loaded)
-    assert loaded.checkpoint_config == SMALL and loaded.eos_token_ids == [1] and loaded.pad_token_id == 0
+    assert (
+        loaded.checkpoint_config == SMALL
+        and loaded.eos_token_ids == [1]
+        and loaded.pad_token_id == 0
+    )
     assert (loaded.mask_token_id, loaded.block_length) == (MASK, 4)
     assert load_tokenizer(directory).get_vocab() == byte_tokenizer().get_vocab()
     ids = random_ids(2, 9, MASK)
@@ -484,13 +589,22 @@ def test_transformers_reads_what_we_save(tmp_path, tokenizer, monkeypatch, shard
     assert_same_weights(load_model(directory), model)
     if shard_bytes < 1 << 32:
         index = json.loads((directory / "model.safetensors.index.json").read_text())
-        held = {file.name: set(safe_open(file, "pt").keys()) for file in directory.glob("*.safetensors")}
+        held = {
+            file.name: set(safe_open(file, "pt").keys()) for file in directory.glob("*.safetensors")
+        }
         assert len(held) >= 3 and not (directory / "model.safetensors").exists()
         assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
-        assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in tensor_names(model).values())
-        assert all(sum(4 * tensor_names(model)[name].numel() for name in names) <= shard_bytes for names in held.values())
+        assert index["metadata"]["total_size"] == sum(
+            4 * value.numel() for value in tensor_names(model).values()
+        )
+        assert all(
+            sum(4 * tensor_names(model)[name].numel() for name in names) <= shard_bytes
+            for names in held.values()
+        )
     qwen3_config(directory, {})
-    reference, report = Qwen3ForCausalLM.from_pretrained(directory, output_loading_info=True, attn_implementation="eager")
+    reference, report = Qwen3ForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_weights(reference, model)
 
@@ -525,7 +639,8 @@ def test_export_weights_gives_official_names_and_full_tensors():
     exported = dict(export_weights(model))
     assert exported.keys() == model.state_dict().keys()
     assert all(
-        torch.equal(exported[name], value) and not exported[name].requires_grad for name, value in model.state_dict().items()
+        torch.equal(exported[name], value) and not exported[name].requires_grad
+        for name, value in model.state_dict().items()
     )
     assert {value.dtype for _, value in export_weights(model, torch.bfloat16)} == {torch.bfloat16}
 
@@ -553,13 +668,18 @@ def test_a_missing_head_stops_loading(saved):
 
 
 def test_an_extra_tensor_stops_loading(saved):
-    rewrite(saved[1], lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
+    rewrite(
+        saved[1],
+        lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}),
+    )
     with exits_with_one_line("extra model.layers.2.mlp.up_proj.weight"):
         load_model(saved[1])
 
 
 def test_a_misshapen_tensor_stops_loading(saved):
-    rewrite(saved[1], lambda tensors: tensors.update({NORM: torch.zeros(1)}))  # copy_ would broadcast it
+    rewrite(
+        saved[1], lambda tensors: tensors.update({NORM: torch.zeros(1)})
+    )  # copy_ would broadcast it
     with exits_with_one_line(NORM, r"\[1\]", r"\[8\]"):
         load_model(saved[1])
 
@@ -620,9 +740,24 @@ def test_a_truncated_tokenizer_file_is_named(sharded, file):
 
 NONSENSE = {  # file, content, what the line says; None: only the tokenizer reads it
     "no tokenizer": ("tokenizer.json", {}, "its tokenizer cannot be loaded .KeyError", None),
-    "another model": ("tokenizer.json", {"added_tokens": [], "model": {"type": "Nope"}}, "cannot be loaded", None),
-    "tokens of text": ("tokenizer.json", {"added_tokens": ["x"]}, "cannot be loaded", "tokenizer.json: its added tokens are"),
-    "no text": ("tokenizer.json", b"\xff\xfe{}", "tokenizer.json is not JSON", "tokenizer.json is not JSON"),
+    "another model": (
+        "tokenizer.json",
+        {"added_tokens": [], "model": {"type": "Nope"}},
+        "cannot be loaded",
+        None,
+    ),
+    "tokens of text": (
+        "tokenizer.json",
+        {"added_tokens": ["x"]},
+        "cannot be loaded",
+        "tokenizer.json: its added tokens are",
+    ),
+    "no text": (
+        "tokenizer.json",
+        b"\xff\xfe{}",
+        "tokenizer.json is not JSON",
+        "tokenizer.json is not JSON",
+    ),
     "ids of text": (
         "tokenizer_config.json",
         {"added_tokens_decoder": {"x": {"content": "y"}}},
@@ -630,14 +765,21 @@ NONSENSE = {  # file, content, what the line says; None: only the tokenizer read
         "_config.json: its",
     ),
     "a number as token": ("tokenizer_config.json", {"eos_token": 3}, "eos_token has to be", None),
-    "template": ("chat_template.jinja", b"{% for x", "its chat template is damaged .unexpected end", None),
+    "template": (
+        "chat_template.jinja",
+        b"{% for x",
+        "its chat template is damaged .unexpected end",
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("file, content, message, of_model", NONSENSE.values(), ids=list(NONSENSE))
 def test_nonsense_in_a_tokenizer_file_gets_one_line(tmp_path, file, content, message, of_model):
     directory = shutil.copytree(models.MODELS["tiny-sdar"], tmp_path / "model")
-    (directory / file).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (directory / file).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     with exits_with_one_line(message, "copy "):
         prompt_ids(load_tokenizer(directory), [{"role": "user", "content": "x"}])
     if of_model:
@@ -645,25 +787,35 @@ def test_nonsense_in_a_tokenizer_file_gets_one_line(tmp_path, file, content, mes
             load_model(directory)
 
 
-@pytest.mark.parametrize("kind", ["GatedRepoError", "RepositoryNotFoundError", "LocalEntryNotFoundError"])
+@pytest.mark.parametrize(
+    "kind", ["GatedRepoError", "RepositoryNotFoundError", "LocalEntryNotFoundError"]
+)
 def test_a_hub_id_that_cannot_be_had_ends_in_one_line(monkeypatch, kind):
     """Gated, not there, no network: the hub's own reason, many lines of it, becomes a part of one."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    error = type(kind, (getattr(errors, kind),), {"__init__": lambda self, text: Exception.__init__(self, text)})
+    error = type(
+        kind,
+        (getattr(errors, kind),),
+        {"__init__": lambda self, text: Exception.__init__(self, text)},
+    )
 
     def fail(*_, **__):
         raise error("Cannot access it\n\nbecause of this")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     for call in (load_model, load_tokenizer):
-        with exits_with_one_line("^JetLM/SDAR-8B-Chat cannot be downloaded .Cannot access it because of this", "--model"):
+        with exits_with_one_line(
+            "^JetLM/SDAR-8B-Chat cannot be downloaded .Cannot access it because of this", "--model"
+        ):
             call("sdar-8b")
 
 
 def test_a_model_without_files_is_named():
-    with exits_with_one_line("tiny-dream is made in the process", "random_init.py --config tiny-dream --out"):
+    with exits_with_one_line(
+        "tiny-dream is made in the process", "random_init.py --config tiny-dream --out"
+    ):
         models.checkpoint.resolve("tiny-dream")
 
 
@@ -807,12 +959,16 @@ def test_a_killed_process_leaves_the_earlier_checkpoint(tmp_path, tokenizer, mon
         os._exit(9)
 
     def child():
-        monkeypatch.setattr(models.atomic if where == "sync_to_disk" else models.checkpoint, where, killed)
+        monkeypatch.setattr(
+            models.atomic if where == "sync_to_disk" else models.checkpoint, where, killed
+        )
         save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)
 
     assert in_child(child)[0] == 9
     assert_untouched(tmp_path, model)
-    save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)  # and the next attempt succeeds
+    save_model(
+        model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer
+    )  # and the next attempt succeeds
     assert_same_weights(load_model(tmp_path / "step-2"), model_of(SMALL, seed=1))
 
 
@@ -832,7 +988,12 @@ def test_names_and_sizes_are_those_of_the_official_index(name, count):
 
 @needs_hf
 @pytest.mark.parametrize(
-    "name, parameters", [("SDAR-1dot7B-Chat", 2_031_739_904), ("SDAR-4B-Chat", 4_411_424_256), ("SDAR-8B-Chat", 8_190_735_360)]
+    "name, parameters",
+    [
+        ("SDAR-1dot7B-Chat", 2_031_739_904),
+        ("SDAR-4B-Chat", 4_411_424_256),
+        ("SDAR-8B-Chat", 8_190_735_360),
+    ],
 )
 def test_official_configs_build_models_of_the_official_size(name, parameters):
     """Mask, end and padding ids, as the official files have them."""
@@ -851,7 +1012,12 @@ def sdar_tokenizer():
 @needs_hf
 def test_sdar_tokens_by_name(sdar_tokenizer):
     """Ids by name; the mask token is not spelled <MASK>."""
-    ids = {"<|MASK|>": 151669, "<|im_end|>": 151645, "<|endoftext|>": 151643, "<|im_start|>": 151644}
+    ids = {
+        "<|MASK|>": 151669,
+        "<|im_end|>": 151645,
+        "<|endoftext|>": 151643,
+        "<|im_start|>": 151644,
+    }
     assert {token: sdar_tokenizer.convert_tokens_to_ids(token) for token in ids} == ids
     assert len(sdar_tokenizer) == 151670
     assert len(sdar_tokenizer("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # not a token
@@ -864,9 +1030,16 @@ def test_sdar_template_goldens(sdar_tokenizer):
     ids = prompt_ids(sdar_tokenizer, turn)
     assert sdar_tokenizer.decode(ids) == "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n"
     assert ids == [151644, 872, 198, 13048, 220, 151645, 198, 151644, 77091, 198]
-    text = sdar_tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    text = sdar_tokenizer.apply_chat_template(
+        turn, add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
     assert text == "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    turns = [{"role": "system", "content": "S"}, *turn, {"role": "assistant", "content": "A"}, {"role": "user", "content": "B"}]
+    turns = [
+        {"role": "system", "content": "S"},
+        *turn,
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": "B"},
+    ]
     assert sdar_tokenizer.decode(prompt_ids(sdar_tokenizer, turns)) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
         "<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
@@ -884,7 +1057,10 @@ def loaded_tokenizer(tmp_path_factory, tokenizer):
     return load_tokenizer(directory)
 
 
-@pytest.mark.parametrize("text", ["", "plain", "  two  spaces\n\ttab \r\n", "größer 漢字 🙂 e\u0301", "1+(2*3)=7", "\x00\x7f"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "plain", "  two  spaces\n\ttab \r\n", "größer 漢字 🙂 e\u0301", "1+(2*3)=7", "\x00\x7f"],
+)
 def test_byte_tokens_are_the_bytes_of_the_text(tokenizer, loaded_tokenizer, text):
     """'One token a byte': ids equal UTF-8, and decode to the same text, before and after saving."""
     for one in (tokenizer, loaded_tokenizer):
@@ -898,7 +1074,9 @@ def test_every_byte_has_its_token(loaded_tokenizer):
     ids = loaded_tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids == list(text.encode()) and loaded_tokenizer.decode(ids) == text
     tokens = loaded_tokenizer.convert_ids_to_tokens(range(256))
-    assert len(set(tokens)) == 256 and loaded_tokenizer.convert_tokens_to_ids(tokens) == list(range(256))
+    assert len(set(tokens)) == 256 and loaded_tokenizer.convert_tokens_to_ids(tokens) == list(
+        range(256)
+    )
     for byte in range(256):  # a lone byte above 127 is no character
         assert loaded_tokenizer.decode([byte]) == bytes([byte]).decode(errors="replace")
 
@@ -906,7 +1084,11 @@ def test_every_byte_has_its_token(loaded_tokenizer):
 def test_special_tokens_are_single_ids(loaded_tokenizer):
     assert SPECIAL_TOKENS == ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]
     for i, token in enumerate(SPECIAL_TOKENS):
-        assert loaded_tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"] == [97, 256 + i, 98]
+        assert loaded_tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"] == [
+            97,
+            256 + i,
+            98,
+        ]
     assert loaded_tokenizer.decode([97, 256, 257, 98], skip_special_tokens=True) == "ab"
     assert len(loaded_tokenizer) == 260 <= TINY_SDAR["vocab_size"]
     assert (loaded_tokenizer.mask_token_id, loaded_tokenizer.eos_token_id) == (
@@ -936,17 +1118,32 @@ def test_random_models_repeat_and_are_scaled():
 @pytest.mark.parametrize("config", ["small-sdar", "small-llada"])
 def test_small_models_take_a_real_vocabulary(config):
     """20 to 60 million parameters with the 151,936 rows of SDAR's, its mask token and its ends, in either family."""
-    content = random_init.with_vocabulary(random_init.SMALL_CONFIGS[config], Path(HF) / "SDAR-8B-Chat")
+    content = random_init.with_vocabulary(
+        random_init.SMALL_CONFIGS[config], Path(HF) / "SDAR-8B-Chat"
+    )
     model = models.checkpoint.set_special_tokens(build_model(content))
-    assert 20e6 < sum(p.numel() for p in model.parameters()) < 60e6 and model.lm_head.out_features == 151936
-    assert (model.mask_token_id, model.eos_token_ids, model.pad_token_id) == (151669, [151645, 151643], 151643)
+    assert (
+        20e6 < sum(p.numel() for p in model.parameters()) < 60e6
+        and model.lm_head.out_features == 151936
+    )
+    assert (model.mask_token_id, model.eos_token_ids, model.pad_token_id) == (
+        151669,
+        [151645, 151643],
+        151643,
+    )
 
 
 def test_a_random_model_with_the_tokenizer_of_another_is_whole(tmp_path):
     """Keys of --config take the vocabulary too; weights, ids and tokenizer come back from the directory."""
-    random_init.main(random_init.Args(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"]))
+    random_init.main(
+        random_init.Args(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"])
+    )
     model, tokenizer = load_model(tmp_path / "one"), load_tokenizer(tmp_path / "one")
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "1+1"}])
-    assert model.eos_token_ids == [256] and model.logits(torch.tensor([ids])).shape == (1, len(ids), 264)
+    assert model.eos_token_ids == [256] and model.logits(torch.tensor([ids])).shape == (
+        1,
+        len(ids),
+        264,
+    )
     with exits_with_one_line("is no model directory"):
         random_init.main(random_init.Args(str(tmp_path / "two"), "small-sdar", str(tmp_path)))

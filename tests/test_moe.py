@@ -1,4 +1,4 @@
-"""kernels/moe.py: experts against a loop over tokens in fp64, router in fp32 whatever happens to the model, router metrics."""
+"""models/experts.py: experts against a loop over tokens in fp64, router in fp32 whatever happens to the model, router metrics."""
 
 import copy
 import math
@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from kernels import moe
-from kernels.moe import (
+from models import experts as moe
+from models.experts import (
     Experts,
     Router,
     experts_grouped,
@@ -25,7 +25,12 @@ from kernels.moe import (
 from models.random_init import TINY_LLADA2, TINY_SDAR_MOE, random_model
 
 # leading sizes, experts, D, f, k, experts in use
-SIZES = [((3, 7), 8, 16, 24, 2, 8), ((40,), 16, 32, 8, 4, 5), ((1,), 8, 16, 8, 1, 1), ((2, 1, 5), 4, 8, 8, 4, 4)]
+SIZES = [
+    ((3, 7), 8, 16, 24, 2, 8),
+    ((40,), 16, 32, 8, 4, 5),
+    ((1,), 8, 16, 8, 1, 1),
+    ((2, 1, 5), 4, 8, 8, 4, 4),
+]
 
 
 def case(lead, E, D, f, k, used, seed=0):
@@ -34,13 +39,21 @@ def case(lead, E, D, f, k, used, seed=0):
     draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)
     index = E - 1 - torch.rand(*lead, used, generator=g).argsort(-1)[..., :k]
     weight = torch.rand(*lead, k, generator=g, dtype=torch.float64)
-    return draw(*lead, D), index, weight, draw(E, 2 * f, D) / math.sqrt(D), draw(E, D, f) / math.sqrt(f)
+    return (
+        draw(*lead, D),
+        index,
+        weight,
+        draw(E, 2 * f, D) / math.sqrt(D),
+        draw(E, D, f) / math.sqrt(f),
+    )
 
 
 def token_by_token(x, index, weight, gate_up, down):
     """The definition: sum of weight * down(silu(gate x) * up x) over the experts of each token."""
     rows, f = [], down.shape[-1]
-    for token, experts, weights in zip(x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2), strict=True):
+    for token, experts, weights in zip(
+        x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2), strict=True
+    ):
         y = 0
         for e, w in zip(experts.tolist(), weights, strict=True):
             y = y + w * (down[e] @ (F.silu(gate_up[e, :f] @ token) * (gate_up[e, f:] @ token)))
@@ -71,7 +84,11 @@ def outcome(compute, x, index, weight, gate_up, down, dtype):
 def test_experts_and_their_gradients_are_those_of_the_definition(compute, dtype, tolerance, sizes):
     """Share of the largest entry; experts without tokens have gradient 0, not whatever lay in memory."""
     values = case(*sizes)
-    for got, want in zip(outcome(compute, *values, dtype), outcome(token_by_token, *values, torch.float64), strict=True):
+    for got, want in zip(
+        outcome(compute, *values, dtype),
+        outcome(token_by_token, *values, torch.float64),
+        strict=True,
+    ):
         assert (got - want).abs().max() <= tolerance * want.abs().max()
     grad_gate_up, grad_down = outcome(compute, *values, dtype)[3:]
     idle = [e for e in range(sizes[1]) if e not in values[1]]
@@ -84,10 +101,15 @@ def test_the_comparison_sees_swapped_weights_and_experts():
     x, index, weight, gate_up, down = case(*SIZES[0])
     want = token_by_token(x, index, weight, gate_up, down)
     far = lambda *values: (
-        (experts_grouped(*(v.float() if v.is_floating_point() else v for v in values)) - want).abs().max() > 0.1
+        (experts_grouped(*(v.float() if v.is_floating_point() else v for v in values)) - want)
+        .abs()
+        .max()
+        > 0.1
     )
     assert not far(x, index, weight, gate_up, down)
-    assert far(x, index, weight.flip(-1), gate_up, down) and far(x, index.flip(-1), weight, gate_up, down)
+    assert far(x, index, weight.flip(-1), gate_up, down) and far(
+        x, index.flip(-1), weight, gate_up, down
+    )
     assert far(x, index, weight, gate_up.roll(gate_up.shape[1] // 2, 1), down)  # up and gate
     assert far(x, index, weight, gate_up, down.roll(1, 0))
 
@@ -96,15 +118,23 @@ def test_weighted_outputs_are_summed_in_fp32():
     """bf16: one large and many small contributions, which a sum in bf16 would lose."""
     E, D = 64, 8
     gate_up, down = torch.full((E, 16, D), 0.25), torch.full((E, D, 8), 0.25)
-    x, index, weight = torch.ones(1, D), torch.arange(E)[None], torch.tensor([[1.0] + [0.001] * (E - 1)])
-    want = token_by_token(*(v.double() if v.is_floating_point() else v for v in (x, index, weight, gate_up, down)))
+    x, index, weight = (
+        torch.ones(1, D),
+        torch.arange(E)[None],
+        torch.tensor([[1.0] + [0.001] * (E - 1)]),
+    )
+    want = token_by_token(
+        *(v.double() if v.is_floating_point() else v for v in (x, index, weight, gate_up, down))
+    )
     in_bf16 = (want[0, 0] / weight.sum()).bfloat16()
     one_by_one = torch.tensor(0.0, dtype=torch.bfloat16)
     for w in weight[0]:
         one_by_one = one_by_one + (in_bf16 * w).bfloat16()
     error = lambda y: (y.double() / want - 1).abs().max()
     for compute in (experts_loop, experts_grouped):
-        assert error(compute(x.bfloat16(), index, weight, gate_up.bfloat16(), down.bfloat16())) < 0.006
+        assert (
+            error(compute(x.bfloat16(), index, weight, gate_up.bfloat16(), down.bfloat16())) < 0.006
+        )
     assert error(one_by_one) > 0.03  # negative control
 
 
@@ -125,10 +155,14 @@ def test_grouped_products_are_used_where_they_work(monkeypatch, dtype, D, f, wan
     experts, used = experts.to(dtype), []
     for name in ("experts_loop", "experts_grouped"):
         real = getattr(moe, name)
-        monkeypatch.setattr(moe, name, lambda *args, name=name, real=real: used.append(name) or real(*args))
+        monkeypatch.setattr(
+            moe, name, lambda *args, name=name, real=real: used.append(name) or real(*args)
+        )
     y = experts(x.to(dtype), index, weight.to(dtype))
     assert used == [want]
-    assert (y - token_by_token(x, index, weight, gate_up, down)).abs().max() < (1e-5 if dtype != torch.bfloat16 else 0.1)
+    assert (y - token_by_token(x, index, weight, gate_up, down)).abs().max() < (
+        1e-5 if dtype != torch.bfloat16 else 0.1
+    )
 
 
 def test_grouped_experts_compile_as_one_graph():
@@ -150,12 +184,22 @@ def filled_router(E=8, D=16):
 def test_the_router_stays_fp32():
     """'Both keep at least fp32 whatever dtype the model is cast to'; values are not rounded on the way either."""
     router = filled_router()
-    for cast in (nn.Module.bfloat16, nn.Module.half, lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.bfloat16)):
+    for cast in (
+        nn.Module.bfloat16,
+        nn.Module.half,
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to("cpu", torch.bfloat16),
+    ):
         holder = cast(nn.ModuleDict({"gate": copy.deepcopy(router), "linear": nn.Linear(2, 2)}))
         assert holder["linear"].weight.dtype in (torch.bfloat16, torch.float16)
         for name, value in router.state_dict().items():
-            assert torch.equal(holder["gate"].state_dict()[name], value) and value.dtype == torch.float32
-    assert {value.dtype for value in copy.deepcopy(router).double().state_dict().values()} == {torch.float64}
+            assert (
+                torch.equal(holder["gate"].state_dict()[name], value)
+                and value.dtype == torch.float32
+            )
+    assert {value.dtype for value in copy.deepcopy(router).double().state_dict().values()} == {
+        torch.float64
+    }
     with torch.device("meta"):
         empty = Router(8, 16, with_bias=True).bfloat16()
     assert {value.device.type for value in empty.state_dict().values()} == {"meta"}
@@ -164,7 +208,10 @@ def test_the_router_stays_fp32():
 
 
 def test_scores_are_fp32_products_of_unrounded_weights():
-    router, x = filled_router().bfloat16(), torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    router, x = (
+        filled_router().bfloat16(),
+        torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    )
     scores = router(x)
     assert scores.dtype == torch.float32 and torch.equal(scores, x.float() @ router.weight.T)
     assert not torch.equal(scores, (x @ router.weight.bfloat16().T).float())  # negative control
@@ -172,15 +219,22 @@ def test_scores_are_fp32_products_of_unrounded_weights():
 
 def test_the_expert_bias_is_in_the_checkpoint_and_gets_no_gradient():
     router = filled_router()
-    assert set(router.state_dict()) == {"weight", "expert_bias"} and set(dict(router.named_parameters())) == {"weight"}
+    assert set(router.state_dict()) == {"weight", "expert_bias"} and set(
+        dict(router.named_parameters())
+    ) == {"weight"}
     assert not router.expert_bias.requires_grad
     assert set(Router(8, 16).state_dict()) == {"weight"}
 
 
 def _sharded_router(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    whole, x = filled_router(E=7), torch.randn(5, 16, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    whole, x = (
+        filled_router(E=7),
+        torch.randn(5, 16, generator=torch.Generator().manual_seed(rank)).bfloat16(),
+    )
     whole(x).square().sum().backward()
     for has_own_group in (True, False):
         block = nn.Sequential(filled_router(E=7), nn.Identity())
@@ -210,7 +264,10 @@ def test_a_sharded_router_computes_in_fp32(run_ranks):
 
 def test_metrics_by_hand():
     """Three tokens, two experts each of four: loads 2, 3, 0, 1 of 6, mean distribution (1.5, 1.25, 0, 0.25) / 3."""
-    index, weight = torch.tensor([[0, 1], [1, 3], [0, 1]]), torch.tensor([[1.0, 1.0], [0.75, 0.25], [2.5, 0.0]])
+    index, weight = (
+        torch.tensor([[0, 1], [1, 3], [0, 1]]),
+        torch.tensor([[1.0, 1.0], [0.75, 0.25], [2.5, 0.0]]),
+    )
     metrics = routing_metrics(routing_sums(index, weight, 4))
     torch.testing.assert_close(metrics["load"], torch.tensor([2, 3, 0, 1], dtype=torch.float64) / 6)
     assert metrics["max_over_mean"] == pytest.approx(2)
@@ -220,7 +277,9 @@ def test_metrics_by_hand():
 
 def test_metrics_of_balanced_and_collapsed_routing():
     """'1 when balanced', 'ln E when balanced'; one expert alone: load E times the mean, entropy 0."""
-    balanced = routing_metrics(routing_sums(torch.arange(8).view(4, 2), torch.full((4, 2), 1.25), 8))
+    balanced = routing_metrics(
+        routing_sums(torch.arange(8).view(4, 2), torch.full((4, 2), 1.25), 8)
+    )
     assert (balanced["max_over_mean"], balanced["entropy"]) == pytest.approx((1, math.log(8)))
     collapsed = routing_metrics(routing_sums(torch.full((4, 1), 5), torch.ones(4, 1), 8))
     assert (collapsed["max_over_mean"], collapsed["entropy"]) == pytest.approx((8, 0))
@@ -230,7 +289,9 @@ def test_metrics_of_balanced_and_collapsed_routing():
 def test_metrics_of_a_model(config, monkeypatch):
     """One entry a MoE layer, over all forwards inside; nothing is recorded outside, not even after an error."""
     model, ids = random_model(config), torch.arange(40).view(2, 20)
-    names = [f"model.layers.{i}.mlp.experts" for i in range(config.get("first_k_dense_replace", 0), 2)]
+    names = [
+        f"model.layers.{i}.mlp.experts" for i in range(config.get("first_k_dense_replace", 0), 2)
+    ]
     calls, real = [], moe.experts_loop
     monkeypatch.setattr(moe, "experts_loop", lambda *args: calls.append(args[1:3]) or real(*args))
     before = model.logits(ids)
@@ -267,9 +328,13 @@ def test_metrics_reach_compiled_blocks():
     for _ in range(3):
         with router_metrics(model) as got:
             model.logits(ids)
-        assert got.keys() == want.keys() and all(torch.equal(got[name]["load"], want[name]["load"]) for name in want)
+        assert got.keys() == want.keys() and all(
+            torch.equal(got[name]["load"], want[name]["load"]) for name in want
+        )
         counts.append(graphs.frame_count)
-    assert counts[0] < counts[1] == counts[2] == counts[3]  # watching costs one more version, not one each time
+    assert (
+        counts[0] < counts[1] == counts[2] == counts[3]
+    )  # watching costs one more version, not one each time
     torch._dynamo.reset()
 
 
@@ -284,7 +349,9 @@ def _watched_ranks(rank, world_size):
     sums, whole.sums = whole.sums, None
     got, want = metrics["model.layers.0.mlp.experts"], routing_metrics(sums)
     torch.testing.assert_close(got["load"], want["load"])
-    assert got["entropy"] == pytest.approx(want["entropy"]) and got["max_over_mean"] == pytest.approx(want["max_over_mean"])
+    assert got["entropy"] == pytest.approx(want["entropy"]) and got[
+        "max_over_mean"
+    ] == pytest.approx(want["max_over_mean"])
 
 
 def test_metrics_are_those_of_all_ranks(run_ranks):
@@ -293,11 +360,19 @@ def test_metrics_are_those_of_all_ranks(run_ranks):
 
 
 def test_a_log_gets_the_worst_layer():
-    layers = {"a": {"max_over_mean": 1.5, "entropy": 2.0}, "b": {"max_over_mean": 3.0, "entropy": 1.0}}
-    assert routing_extremes(layers) == {"router/max_over_mean": 3.0, "router/entropy": 1.0} and routing_extremes({}) == {}
+    layers = {
+        "a": {"max_over_mean": 1.5, "entropy": 2.0},
+        "b": {"max_over_mean": 3.0, "entropy": 1.0},
+    }
+    assert (
+        routing_extremes(layers) == {"router/max_over_mean": 3.0, "router/entropy": 1.0}
+        and routing_extremes({}) == {}
+    )
 
 
-@pytest.mark.parametrize("config, pieces", [(TINY_SDAR_MOE, 4), (TINY_LLADA2, 6)], ids=["sdar-moe", "llada2"])
+@pytest.mark.parametrize(
+    "config, pieces", [(TINY_SDAR_MOE, 4), (TINY_LLADA2, 6)], ids=["sdar-moe", "llada2"]
+)
 def test_a_compiled_block_breaks_at_the_sharded_router_alone(run_ranks, config, pieces):
     """FSDP2's hooks of the router's own group end a graph. Before it attention and norms are one, behind it both products
     with all around them are. LLaDA2's two blocks differ, and its `route` is a function of its own.
@@ -305,7 +380,9 @@ def test_a_compiled_block_breaks_at_the_sharded_router_alone(run_ranks, config, 
 
     def body(rank, world_size):
         graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         model, mesh = random_model(config), init_device_mesh("cpu", (1,))
         for module in model.fp32_modules:
             fully_shard(module, mesh=mesh)
@@ -315,10 +392,17 @@ def test_a_compiled_block_breaks_at_the_sharded_router_alone(run_ranks, config, 
         fully_shard(model, mesh=mesh, mp_policy=policy)
         register_fsdp_forward_method(model, "logits")
         model.logits(torch.arange(40).view(2, 20)).sum().backward()
-        calls = [[str(node.target) for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs.graphs]
+        calls = [
+            [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            for graph in graphs.graphs
+        ]
         assert len(calls) <= pieces
         products = [sum("grouped_mm" in call for call in graph) for graph in calls]
         assert sorted(products)[-2:] == [0, 2], products
-        assert all(any("scaled_dot_product" in call for call in graph) for graph in calls if len(graph) > 40)
+        assert all(
+            any("scaled_dot_product" in call for call in graph)
+            for graph in calls
+            if len(graph) > 40
+        )
 
     run_ranks(1, body)

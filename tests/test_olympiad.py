@@ -32,7 +32,11 @@ ROW = {
 
 
 def row(final, kind="Numerical", multiple=False, **others):
-    return ROW | {"final_answer": [final], "answer_type": kind, "is_multiple_answer": multiple} | others
+    return (
+        ROW
+        | {"final_answer": [final], "answer_type": kind, "is_multiple_answer": multiple}
+        | others
+    )
 
 
 ROWS = [  # row, right answers beside the gold one, wrong answers
@@ -69,9 +73,14 @@ GOLDS = [row["final_answer"][0] for row, _, _ in ROWS]
 def test_gold_answers_are_right_and_others_are_not(tmp_path, suffix):
     path = write(tmp_path / f"rows.{suffix}", [row for row, _, _ in ROWS])
     examples = olympiad.load("test", path)
-    boxed = [f"First $\\boxed{{9}}$.\nSo the final answer is $\\boxed{{{gold}}}$. Or 7?" for gold in GOLDS]
+    boxed = [
+        f"First $\\boxed{{9}}$.\nSo the final answer is $\\boxed{{{gold}}}$. Or 7?"
+        for gold in GOLDS
+    ]
     assert olympiad.score_batch(boxed, examples) == [1.0] * len(ROWS)
-    assert olympiad.score_batch(boxed[3:] + boxed[:3], examples) == [0.0] * len(ROWS), "the answer of another problem"
+    assert olympiad.score_batch(boxed[3:] + boxed[:3], examples) == [0.0] * len(ROWS), (
+        "the answer of another problem"
+    )
     assert olympiad.score_batch(GOLDS, examples) == [0.0] * len(ROWS), "no box"
     assert len(olympiad.load("test", path, limit=4)) == 4
 
@@ -79,7 +88,10 @@ def test_gold_answers_are_right_and_others_are_not(tmp_path, suffix):
 @pytest.mark.parametrize(("row", "right", "wrong"), ROWS, ids=GOLDS)
 def test_verdicts(tmp_path, row, right, wrong):
     [example] = olympiad.load("test", write(tmp_path / "rows.jsonl", [row]))
-    found = {text: olympiad.score(rf"So the final answer is $\boxed{{{text}}}$.", example) for text in right + wrong}
+    found = {
+        text: olympiad.score(rf"So the final answer is $\boxed{{{text}}}$.", example)
+        for text in right + wrong
+    }
     assert found == dict.fromkeys(right, 1.0) | dict.fromkeys(wrong, 0.0)
 
 
@@ -87,7 +99,8 @@ def test_verdicts(tmp_path, row, right, wrong):
 def test_without_its_tolerance_a_row_is_strict(tmp_path, row, right, wrong):
     """The verdicts above come from `error`: without it, or with a large one, others come out."""
     strict, loose = (
-        olympiad.load("test", write(tmp_path / "rows.jsonl", [row | {"error": error}]))[0] for error in (None, "9")
+        olympiad.load("test", write(tmp_path / "rows.jsonl", [row | {"error": error}]))[0]
+        for error in (None, "9")
     )
     assert 0.0 in [olympiad.score(rf"\boxed{{{text}}}", strict) for text in right]
     assert 1.0 in [olympiad.score(rf"\boxed{{{text}}}", loose) for text in wrong]
@@ -95,13 +108,26 @@ def test_without_its_tolerance_a_row_is_strict(tmp_path, row, right, wrong):
 
 def test_pairs_are_found_where_the_first_choice_is_wrong(tmp_path):
     """1.5 fits both golds, 1.1 only the first: taking 1.5 for the first leaves none for the second."""
-    [example] = olympiad.load("test", write(tmp_path / "rows.jsonl", [row("$1,2$", multiple=True, error="0.6")]))
-    assert [olympiad.score(rf"\boxed{{{text}}}", example) for text in ("1.5, 1.1", "1.1, 1.5", "1.1, 1.2")] == [1.0, 1.0, 0.0]
+    [example] = olympiad.load(
+        "test", write(tmp_path / "rows.jsonl", [row("$1,2$", multiple=True, error="0.6")])
+    )
+    assert [
+        olympiad.score(rf"\boxed{{{text}}}", example)
+        for text in ("1.5, 1.1", "1.1, 1.5", "1.1, 1.2")
+    ] == [1.0, 1.0, 0.0]
 
 
 def test_tolerance_of_the_grader():
-    assert [math_verify("3.1", r"\pi", tolerance) for tolerance in (0.0, 0.01, 0.05)] == [False, False, True]
-    assert [math_verify("3", "4", tolerance) for tolerance in (0.0, 0.5, 1.0)] == [False, False, True]
+    assert [math_verify("3.1", r"\pi", tolerance) for tolerance in (0.0, 0.01, 0.05)] == [
+        False,
+        False,
+        True,
+    ]
+    assert [math_verify("3", "4", tolerance) for tolerance in (0.0, 0.5, 1.0)] == [
+        False,
+        False,
+        True,
+    ]
     assert not math_verify("x", r"\pi", 100.0) and not math_verify("10^{10^{10^{10}}}", "5", 1.0)
 
 
@@ -109,9 +135,20 @@ def test_hostile_text(tmp_path):
     examples = olympiad.load("test", write(tmp_path / "rows.jsonl", [row for row, _, _ in ROWS]))
     shapes = ["(,)", ")(", "(,", "(", ",,,", r"\cup", r"\pm", r"\in ", r"\{\}", "$", ".", "()"]
     texts = [*HOSTILE, *(rf"\boxed{{{shape}}}" for shape in shapes)]
-    texts += [r"\boxed{" + "(" * 500 + "}", r"\boxed{" + "(1," * 100 + ")" * 100 + "}", r"\boxed{" + r"1\pm" * 100 + "}"]
-    assert not any(olympiad.score(text, example) for text in texts for example in (examples[0], examples[6], examples[10]))
-    assert olympiad.extract("", examples[0]) is None and olympiad.extract(r"\boxed{1} \boxed{2", examples[0]) == "1"
+    texts += [
+        r"\boxed{" + "(" * 500 + "}",
+        r"\boxed{" + "(1," * 100 + ")" * 100 + "}",
+        r"\boxed{" + r"1\pm" * 100 + "}",
+    ]
+    assert not any(
+        olympiad.score(text, example)
+        for text in texts
+        for example in (examples[0], examples[6], examples[10])
+    )
+    assert (
+        olympiad.extract("", examples[0]) is None
+        and olympiad.extract(r"\boxed{1} \boxed{2", examples[0]) == "1"
+    )
 
 
 def test_prompts(tmp_path):
@@ -135,11 +172,17 @@ def test_prompts(tmp_path):
         "step by step, and put your final answer within \\boxed{}."
     )
     each = "The problem has multiple answers, each of them should be "
-    assert each + "a numerical value. Please" in contents[1] and each + "an equation. Please" in contents[4]
+    assert (
+        each + "a numerical value. Please" in contents[1]
+        and each + "an equation. Please" in contents[4]
+    )
     ending = '(unit)." and give the result explicitly, note that the unit of the answer should not be included in \\boxed{}.'
     assert "\\boxed{multiple answers connected with commas}" + ending in contents[1]
     assert not any("unit" in content for content in contents[:1] + contents[2:])
-    assert "multiple answers, with the answers in order being a numerical value, an expression. Please" in contents[2]
+    assert (
+        "multiple answers, with the answers in order being a numerical value, an expression. Please"
+        in contents[2]
+    )
     assert "International Physics competition. Please calculate" in contents[3]
 
 
@@ -161,9 +204,10 @@ def test_bad_rows_are_named(tmp_path, monkeypatch):
     for change in bad:
         path = write(tmp_path / "rows.jsonl", [ROW, ROW | change])
         message = one_line(lambda path=path: olympiad.load("test", path))
-        assert message.startswith(f"{path} row 2: cannot read a problem from id, question") and "needs question" in message, (
-            change
-        )
+        assert (
+            message.startswith(f"{path} row 2: cannot read a problem from id, question")
+            and "needs question" in message
+        ), change
     assert "no such file" in one_line(lambda: olympiad.load("test", "missing.jsonl"))
     for split in ("train", "validation"):
         assert "has test alone" in one_line(lambda split=split: olympiad.load(split))
@@ -175,11 +219,36 @@ def test_bad_rows_are_named(tmp_path, monkeypatch):
 
 def test_command_line(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "rows.jsonl", [row for row, _, _ in ROWS])
-    given = [{"index": i, "completion": rf"\boxed{{{gold}}}" if i % 3 else "none"} for i, gold in enumerate(GOLDS)]
-    flags = ["--completions", write(tmp_path / "given.jsonl", given), "--data", path, "--out", str(tmp_path / "a")]
+    given = [
+        {"index": i, "completion": rf"\boxed{{{gold}}}" if i % 3 else "none"}
+        for i, gold in enumerate(GOLDS)
+    ]
+    flags = [
+        "--completions",
+        write(tmp_path / "given.jsonl", given),
+        "--data",
+        path,
+        "--out",
+        str(tmp_path / "a"),
+    ]
     result = cli(monkeypatch, capsys, *flags, task="olympiad")
-    assert (result["n"], result["accuracy"], result["answered"]) == (15, pytest.approx(2 / 3), pytest.approx(2 / 3))
-    flags = ["--model", "tiny-sdar", "--data", path, "--limit", "2", "--gen-length", "8", "--out", str(tmp_path / "b")]
+    assert (result["n"], result["accuracy"], result["answered"]) == (
+        15,
+        pytest.approx(2 / 3),
+        pytest.approx(2 / 3),
+    )
+    flags = [
+        "--model",
+        "tiny-sdar",
+        "--data",
+        path,
+        "--limit",
+        "2",
+        "--gen-length",
+        "8",
+        "--out",
+        str(tmp_path / "b"),
+    ]
     result = cli(monkeypatch, capsys, *flags, task="olympiad")
     assert (result["task"], result["n"], result["accuracy"]) == ("olympiad", 2, 0.0)
     assert load_task("olympiad") is olympiad

@@ -12,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.planning import COUNTDOWN, GRIDS, ROWS, SUDOKU, countdown, countdown_solutions, stable_hash, sudoku, sudoku_solutions
+from data.planning import (
+    COUNTDOWN,
+    GRIDS,
+    ROWS,
+    SUDOKU,
+    countdown,
+    countdown_solutions,
+    stable_hash,
+    sudoku,
+    sudoku_solutions,
+)
 
 
 def key(row):
@@ -23,7 +33,9 @@ def fraction_value(text):
     """eval() of an expression in fractions; None where it divides by zero. Shares no code with the solver or the scorer."""
     tokens = "".join(f" {c} " if c in "+-*/()" else c for c in text).split()
     try:
-        return eval("".join(f"Fraction({t})" if t.isdigit() else t for t in tokens), {"Fraction": Fraction})
+        return eval(
+            "".join(f"Fraction({t})" if t.isdigit() else t for t in tokens), {"Fraction": Fraction}
+        )
     except ZeroDivisionError:
         return None
 
@@ -65,7 +77,9 @@ def test_solutions_are_exactly_the_enumerated_ones(numbers, operators):
     texts = {text: fraction_value(text) for text in every_text(numbers, operators)}
     reachable = {value for value in texts.values() if value is not None and value.denominator == 1}
     for target in sorted(reachable) + [max(reachable) + 1]:
-        assert countdown_solutions(numbers, target, operators) == sorted(t for t, v in texts.items() if v == target)
+        assert countdown_solutions(numbers, target, operators) == sorted(
+            t for t, v in texts.items() if v == target
+        )
 
 
 @pytest.mark.parametrize("numbers", [[3, 3, 8, 8], [2, 5, 7, 44], [1, 5, 5, 5]])
@@ -94,8 +108,15 @@ def test_small_is_complete():
     }
     assert {key(row) for row in rows} == want and len(want) == 1264
     orders = {(order, target) for numbers, target in want for order in permutations(numbers)}
-    assert len(rows) == len(orders) == 6294 and {(tuple(row["numbers"]), row["target"]) for row in rows} == orders
-    assert {split: len(countdown("small", split)) for split in ROWS} == {"train": 5052, "validation": 673, "test": 569}
+    assert (
+        len(rows) == len(orders) == 6294
+        and {(tuple(row["numbers"]), row["target"]) for row in rows} == orders
+    )
+    assert {split: len(countdown("small", split)) for split in ROWS} == {
+        "train": 5052,
+        "validation": 673,
+        "test": 569,
+    }
 
 
 @pytest.mark.parametrize("preset", COUNTDOWN)
@@ -106,10 +127,15 @@ def test_countdown_rows(preset):
         assert len(chosen) >= 512, split
         for row in chosen:
             assert len(row["numbers"]) == settings["count"] and row["target"] in settings["targets"]
-            assert all(1 <= n <= settings["largest"] for n in row["numbers"]) and row["style"] == settings["style"]
+            assert (
+                all(1 <= n <= settings["largest"] for n in row["numbers"])
+                and row["style"] == settings["style"]
+            )
         for row in chosen[:10]:
             assert countdown_solutions(row["numbers"], row["target"], settings["operators"])
-    assert len({tuple(row["numbers"]) for row in rows["train"]}) > 300, "rows are shuffled, not sorted"
+    assert len({tuple(row["numbers"]) for row in rows["train"]}) > 300, (
+        "rows are shuffled, not sorted"
+    )
 
 
 @pytest.mark.parametrize("preset", ["small", "cd3"])  # cd4 runs the code of cd3
@@ -117,12 +143,22 @@ def test_no_problem_is_in_two_splits_in_any_order(preset):
     keys = {split: {key(row) for row in countdown(preset, split)} for split in ROWS}
     assert sum(map(len, keys.values())) == len(set.union(*keys.values()))
     if preset == "cd3":
-        assert {split: len(chosen) for split, chosen in keys.items()} == ROWS, "each problem once, every row there"
+        assert {split: len(chosen) for split, chosen in keys.items()} == ROWS, (
+            "each problem once, every row there"
+        )
 
 
 def test_split_ignores_the_order_but_not_the_target():
-    rows = {(tuple(row["numbers"]), row["target"]): split for split in ROWS for row in countdown("small", split)}
-    assert all(rows[order, target] == split for (n, target), split in rows.items() for order in permutations(n))
+    rows = {
+        (tuple(row["numbers"]), row["target"]): split
+        for split in ROWS
+        for row in countdown("small", split)
+    }
+    assert all(
+        rows[order, target] == split
+        for (n, target), split in rows.items()
+        for order in permutations(n)
+    )
     by_numbers = {}
     for (numbers, _), split in rows.items():
         by_numbers.setdefault(tuple(sorted(numbers)), set()).add(split)
@@ -131,14 +167,21 @@ def test_split_ignores_the_order_but_not_the_target():
 
 def test_grids_are_the_legal_ones():
     rows = ["".join(row) for row in permutations("1234")]
-    halves = [a + b for a, b in product(rows, repeat=2) if all(x != y for x, y in zip(a, b, strict=True))]
-    assert [grid for grid in map("".join, product(halves, repeat=2)) if legal(grid)] == GRIDS and len(GRIDS) == 288
+    halves = [
+        a + b for a, b in product(rows, repeat=2) if all(x != y for x, y in zip(a, b, strict=True))
+    ]
+    assert [
+        grid for grid in map("".join, product(halves, repeat=2)) if legal(grid)
+    ] == GRIDS and len(GRIDS) == 288
 
 
 def test_sudoku_solutions_against_filling_every_blank():
     checked = 0
     for number in range(40):
-        grid, blanks = GRIDS[stable_hash("grid", number) % 288], sorted(range(16), key=lambda i: stable_hash(number, i))[:6]
+        grid, blanks = (
+            GRIDS[stable_hash("grid", number) % 288],
+            sorted(range(16), key=lambda i: stable_hash(number, i))[:6],
+        )
         puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(grid))
         want = []
         for filling in product("1234", repeat=6):
@@ -160,11 +203,20 @@ def test_sudoku_rows(preset):
         assert len(rows) == len({row["puzzle"] for row in rows}) == ROWS[split]
         assert all(sudoku_solutions(row["puzzle"]) == [row["solution"]] for row in rows[:512])
         blanks = [row["puzzle"].count("0") for row in rows]
-        assert set(blanks) == set(range(6, 12)) and min(map(blanks.count, range(6, 12))) > len(rows) / 10
+        assert (
+            set(blanks) == set(range(6, 12))
+            and min(map(blanks.count, range(6, 12))) > len(rows) / 10
+        )
         assert {row["style"] for row in rows} == {SUDOKU[preset]}
         solutions[split] = {row["solution"] for row in rows}
-    assert {split: len(grids) for split, grids in solutions.items()} == {"train": 232, "validation": 28, "test": 28}
-    assert set.union(*solutions.values()) == set(GRIDS), "232 + 28 + 28 = 288: no grid in two splits"
+    assert {split: len(grids) for split, grids in solutions.items()} == {
+        "train": 232,
+        "validation": 28,
+        "test": 28,
+    }
+    assert set.union(*solutions.values()) == set(GRIDS), (
+        "232 + 28 + 28 = 288: no grid in two splits"
+    )
 
 
 def digest(rows):
@@ -184,16 +236,21 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN, ids="-".join)
 def test_first_rows_are_golden(name):
     task, preset, split = name
-    assert digest({"countdown": countdown, "sudoku": sudoku}[task](preset, split, limit=50)) == GOLDEN[name]
+    assert (
+        digest({"countdown": countdown, "sudoku": sudoku}[task](preset, split, limit=50))
+        == GOLDEN[name]
+    )
 
 
 def test_rows_do_not_depend_on_the_hash_seed_of_the_interpreter():
-    program = (
-        "import json; from data.planning import *; print(json.dumps([countdown('small', 'test'), sudoku('sudoku4', 'test')]))"
-    )
+    program = "import json; from data.planning import *; print(json.dumps([countdown('small', 'test'), sudoku('sudoku4', 'test')]))"
     for seed in "12":
         out = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         )
         assert json.loads(out.stdout) == [countdown("small", "test"), sudoku("sudoku4", "test")]
 

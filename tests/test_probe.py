@@ -19,7 +19,12 @@ from rollout.probe import replay_logps
 
 ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 PROMPT = [3, 4, 5, 6, 7, 8]
-SETTINGS = {"gen_length": 9, "block_length": 0, "denoising_steps": 2, "remasking": "low_confidence_static"}
+SETTINGS = {
+    "gen_length": 9,
+    "block_length": 0,
+    "denoising_steps": 2,
+    "remasking": "low_confidence_static",
+}
 GAP = ("probe/logp_gap_mean", "probe/logp_gap_max")
 
 
@@ -47,7 +52,11 @@ def test_a_good_engine_passes():
     assert 0 < metrics[GAP[0]] <= metrics[GAP[1]] < 2e-5, metrics
     (hot, hot_settings), (run, run_settings) = engine.calls
     assert hot == run == [PROMPT]
-    assert (hot_settings["temperature"], hot_settings["stop_at_eos"], hot_settings["num_samples"]) == (100.0, False, 8)
+    assert (
+        hot_settings["temperature"],
+        hot_settings["stop_at_eos"],
+        hot_settings["num_samples"],
+    ) == (100.0, False, 8)
     assert run_settings == SETTINGS | {"temperature": 0.7, "num_samples": 8, "seed": 3}
     assert engine.traces[0].canvas_length.eq(engine.traces[0].completion_ids.shape[1]).all()
 
@@ -67,7 +76,10 @@ def test_the_gap_is_the_difference_of_two_log_probabilities(temperature):
 def test_distinct_frac_counts_completions():
     """Greedy: all alike, 1 of 8. A peaked model in between, counted by hand. Tokens behind the EOS do not make a difference."""
     model = build()
-    assert probe(make_engine(model), model, PROMPT, temperature=0.0, **SETTINGS)["probe/distinct_frac"] == 1 / 8
+    assert (
+        probe(make_engine(model), model, PROMPT, temperature=0.0, **SETTINGS)["probe/distinct_frac"]
+        == 1 / 8
+    )
     peaked = model_of(scale=20, dtype=torch.float32)
     counts = []
     for temperature in (0.15, 0.3, 0.6, 1.0):
@@ -99,7 +111,9 @@ def test_rows_with_each_others_seeds_are_refused(monkeypatch):
     """lmdeploy 0.18: 16 samples of one prompt, 4 distinct. Here every two rows get one key."""
     keyed = rollout.engine.keyed_uniform
     monkeypatch.setattr(
-        rollout.engine, "keyed_uniform", lambda seed, sample, *rest: keyed(seed, torch.as_tensor(sample) // 2, *rest)
+        rollout.engine,
+        "keyed_uniform",
+        lambda seed, sample, *rest: keyed(seed, torch.as_tensor(sample) // 2, *rest),
     )
     with exits_with_one_line("4 different completions of 8"):
         probe(make_engine(build()), build(), PROMPT, **SETTINGS)
@@ -108,7 +122,9 @@ def test_rows_with_each_others_seeds_are_refused(monkeypatch):
 def test_an_engine_that_ignores_the_temperature_is_refused(monkeypatch):
     """It samples, but always at 0.05: at temperature 100 all must differ, and here they do not."""
     monkeypatch.setattr(
-        rollout.engine, "sample_categorical", lambda logits, uniform, temperature: sample(logits, uniform, 0.02)
+        rollout.engine,
+        "sample_categorical",
+        lambda logits, uniform, temperature: sample(logits, uniform, 0.02),
     )
     with exits_with_one_line("of 8 at temperature 100"):
         probe(make_engine(build()), build(), PROMPT, **SETTINGS)
@@ -144,7 +160,9 @@ def test_replay_gives_the_engines_log_probabilities(remasking, steps, temperatur
     )  # fmt: skip
     again = replay_logps(model, trace)
     revealed = trace.step_map >= 0
-    assert again.shape == trace.logps.shape and not again.requires_grad and trace.num_replays == steps
+    assert (
+        again.shape == trace.logps.shape and not again.requires_grad and trace.num_replays == steps
+    )
     assert (again - trace.logps)[revealed].abs().max() < 2e-6 and not again[~revealed].any()
     if steps > 1:  # negative control: another order of the same tokens
         trace.replay_map = torch.where(revealed, steps - 1 - trace.replay_map, trace.replay_map)
@@ -155,7 +173,11 @@ def test_replay_works_without_revealed_tokens_in_a_step():
     """A step in which no row of the batch reveals anything: low_confidence_dynamic with threshold 0 needs the first alone."""
     model = build(dtype=torch.float64)
     trace = make_engine(model).generate(
-        [PROMPT], gen_length=6, denoising_steps=4, remasking="low_confidence_dynamic", confidence_threshold=0.0
+        [PROMPT],
+        gen_length=6,
+        denoising_steps=4,
+        remasking="low_confidence_dynamic",
+        confidence_threshold=0.0,
     )
     assert trace.step_map.max() == 0
     assert (replay_logps(model, trace) - trace.logps).abs().max() < 2e-6
@@ -173,7 +195,9 @@ def test_replay_of_bidirectional_models(monkeypatch, family, remasking, steps, t
         remasking=remasking, confidence_threshold=0.4, seed=3,
     )  # fmt: skip
     logps, revealed = model.logps, trace.step_map >= 0
-    monkeypatch.setattr(model, "logps", lambda *args, **options: forwards.append(1) or logps(*args, **options))
+    monkeypatch.setattr(
+        model, "logps", lambda *args, **options: forwards.append(1) or logps(*args, **options)
+    )
     again = replay_logps(model, trace)
     assert len(forwards) == trace.num_replays == 4 * steps
     assert (again - trace.logps)[revealed].abs().max() < 2e-6 and not again[~revealed].any()
@@ -213,16 +237,33 @@ def test_the_probe_of_bidirectional_models(family):
 @pytest.mark.parametrize("kind", ["llada", "block"])
 def test_the_probe_costs_what_the_pages_say(monkeypatch, kind):
     """Bidirectional: three rollouts of 8 rows. Block: two rollouts and a forward a denoising step."""
-    build_model = build if kind == "block" else lambda: masked_model_of("llada", scale=10, dtype=torch.float32)
-    model, engine, counts = build_model(), make_engine(build_model()), {"sampler": [], "learner": []}
+    build_model = (
+        build
+        if kind == "block"
+        else lambda: masked_model_of("llada", scale=10, dtype=torch.float32)
+    )
+    model, engine, counts = (
+        build_model(),
+        make_engine(build_model()),
+        {"sampler": [], "learner": []},
+    )
     for name, owner in (("sampler", engine.model), ("learner", model)):
         hidden = owner.hidden
-        watched = lambda ids, *rest, name=name, hidden=hidden: counts[name].append(len(ids)) or hidden(ids, *rest)
+        watched = lambda ids, *rest, name=name, hidden=hidden: (
+            counts[name].append(len(ids)) or hidden(ids, *rest)
+        )
         monkeypatch.setattr(owner, "hidden", watched)
-    probe(engine, model, PROMPT, **SETTINGS | {"gen_length": 12, "block_length": 4, "denoising_steps": 2})
+    probe(
+        engine,
+        model,
+        PROMPT,
+        **SETTINGS | {"gen_length": 12, "block_length": 4, "denoising_steps": 2},
+    )
     assert counts["learner"] == [8] * (2 if kind == "block" else 3 * 2)
     if kind == "llada":
-        assert 3 * 2 < len(counts["sampler"]) <= 2 * 3 * 2 and set(counts["sampler"]) <= set(range(1, 9))
+        assert 3 * 2 < len(counts["sampler"]) <= 2 * 3 * 2 and set(counts["sampler"]) <= set(
+            range(1, 9)
+        )
 
 
 def test_replay_on_two_ranks_with_different_traces(run_ranks):
@@ -231,9 +272,15 @@ def test_replay_on_two_ranks_with_different_traces(run_ranks):
     def body(rank, world_size):
         build = lambda: masked_model_of("llada", dtype=torch.float32)
         model, engine = d1.parallelize(build(), ARGS), make_engine(build())
-        trace = engine.generate(prompts_of([3, 5]), num_samples=2, gen_length=12, seed=rank, stop_at_eos=False)
+        trace = engine.generate(
+            prompts_of([3, 5]), num_samples=2, gen_length=12, seed=rank, stop_at_eos=False
+        )
         if rank == 0:  # its rows end with the first block
-            trace.step_map[:, 4:], trace.replay_map[:, 4:], trace.completion_ids[:, 4:] = -1, -1, PAD
+            trace.step_map[:, 4:], trace.replay_map[:, 4:], trace.completion_ids[:, 4:] = (
+                -1,
+                -1,
+                PAD,
+            )
         first = (replay_logps(model, trace) - trace.logps)[:, :4].abs().max()
         assert trace.replay_map.max() == (3 if rank == 0 else 11) and first < 5e-5
 
@@ -249,7 +296,9 @@ def test_the_probe_on_two_ranks(run_ranks):
         metrics = probe(engine, model, PROMPT, **SETTINGS)
         total = d1.all_reduce(metrics)
         assert all(total[name] == 2 * metrics[name] for name in metrics)
-        assert metrics["probe/distinct_frac"] == want["probe/distinct_frac"] and metrics[GAP[1]] < 2e-5
+        assert (
+            metrics["probe/distinct_frac"] == want["probe/distinct_frac"] and metrics[GAP[1]] < 2e-5
+        )
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if "up_proj" in name:
@@ -261,6 +310,8 @@ def test_the_probe_on_two_ranks(run_ranks):
 
 def test_the_model_of_these_tests_ends_and_pads():
     """EOS and padding occur in what the tests above replay, otherwise they would show little."""
-    trace = make_engine(build(dtype=torch.float64)).generate(prompts_of([1, 4, 6, 7]), num_samples=3, gen_length=10, seed=5)
+    trace = make_engine(build(dtype=torch.float64)).generate(
+        prompts_of([1, 4, 6, 7]), num_samples=3, gen_length=10, seed=5
+    )
     assert not trace.truncated.all() and len(set(trace.canvas_length.tolist())) > 1
     assert SMALL["pad_token_id"] == PAD and (trace.completion_ids[trace.step_map < 0] == PAD).all()

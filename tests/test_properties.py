@@ -17,13 +17,23 @@ from evals import countdown, load_task, score_all
 ROOT = Path(__file__).resolve().parents[1]
 BOXED = {"question": "How many?", "gold": "18", "solution": "20 - 2 = 18"}
 LETTERED = {"question": "Which?", "options": ["w", "x", "y", "z"], "gold": "B"}
-OLYMPIAD = {"question": "?", "gold": r"2 \pm \sqrt{3}, (1, 2)", "error": [0.0], "multiple": True, "type": "Expression"}
+OLYMPIAD = {
+    "question": "?",
+    "gold": r"2 \pm \sqrt{3}, (1, 2)",
+    "error": [0.0],
+    "multiple": True,
+    "type": "Expression",
+}
 ADD = ADD | {"solution": "    return a + b\n"}
 
 # task: an example, a right completion, a wrong one
 CASES = {
     "gsm8k": (BOXED | {"style": "boxed"}, r"So \boxed{18}.", r"So \boxed{19}."),
-    "math500": (BOXED | {"gold": r"\frac{1}{2}"}, r"So $\boxed{0.5}$.", r"So $\boxed{\frac{1}{3}}$."),
+    "math500": (
+        BOXED | {"gold": r"\frac{1}{2}"},
+        r"So $\boxed{0.5}$.",
+        r"So $\boxed{\frac{1}{3}}$.",
+    ),
     "aime24": (BOXED, r"So $\boxed{018}$.", r"So $\boxed{19}$."),
     "aime25": (BOXED, r"So $\boxed{18}$.", r"So $\boxed{-18}$."),
     "olympiad": (
@@ -32,7 +42,11 @@ CASES = {
         r"So the final answer is \boxed{(2, 1), 2 \pm \sqrt{3}}.",
     ),
     "mmlu": (ASKED | {"gold": "B", "style": "cot", "shots": []}, "ANSWER: B", "ANSWER: C"),
-    "mmlu_pro": (LETTERED | {"options": dict(zip("ABD", "wxz", strict=True))}, "ANSWER: B", "ANSWER: D"),
+    "mmlu_pro": (
+        LETTERED | {"options": dict(zip("ABD", "wxz", strict=True))},
+        "ANSWER: B",
+        "ANSWER: D",
+    ),
     "arc_c": (LETTERED, "The answer is B.", "The answer is A."),
     "hellaswag": (LETTERED | {"text": "He"}, "Answer: (B)", "Answer: (C)"),
     "gpqa": (LETTERED, "The correct answer is (B)", "The correct answer is (D)"),
@@ -49,7 +63,11 @@ CASES = {
         "<answer>3142243142131342</answer>",
     ),
     "humaneval": (ADD, f"```python\n{WHOLE}```", "```python\ndef add(a, b):\n    return a\n```"),
-    "humaneval_plus": (ADD, f"```python\n{WHOLE}```", "```python\ndef add(a, b):\n    return a\n```"),
+    "humaneval_plus": (
+        ADD,
+        f"```python\n{WHOLE}```",
+        "```python\ndef add(a, b):\n    return a\n```",
+    ),
     "mbpp": (
         {"text": "Add.", "tests": ["assert add(1, 2) == 3"], "setup": "", "solution": WHOLE},
         f"[BEGIN]\n '{WHOLE}' \n[DONE]",
@@ -80,7 +98,11 @@ HOSTILE = [
 
 
 def test_every_benchmark_is_here_and_names_its_prompt():
-    files = [path for path in (ROOT / "evals").glob("*.py") if "\ndef score(" in path.read_text(encoding="utf-8")]
+    files = [
+        path
+        for path in (ROOT / "evals").glob("*.py")
+        if "\ndef score(" in path.read_text(encoding="utf-8")
+    ]
     assert {path.stem for path in files} - ELSEWHERE == CASES.keys()
     for path in files:
         names = {
@@ -131,4 +153,6 @@ def test_a_prompt_does_not_depend_on_the_answer(name):
 def test_every_gold_answer_of_countdown(file):
     examples = countdown.load("test", str(FILES / file))
     assert len(examples) == 256
-    assert [countdown.score(countdown.answer(example), example) for example in examples] == [1.0] * 256
+    assert [countdown.score(countdown.answer(example), example) for example in examples] == [
+        1.0
+    ] * 256

@@ -48,7 +48,9 @@ def build(rank=0, config=SMALL, targets=(), seed=0):
     if rank:
         add_lora(model, rank, 8, targets, seed)
     model = d1.parallelize(model, ARGS)
-    return model, torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=1e-3)
+    return model, torch.optim.AdamW(
+        [value for value in model.parameters() if value.requires_grad], lr=1e-3
+    )
 
 
 def train(model, optimizer, steps):
@@ -68,13 +70,17 @@ def snapshot(model, optimizer):
     held = {name: local(value) for name, value in model.state_dict().items()}
     for name, value in model.named_parameters():
         if value.requires_grad:
-            held |= {f"{name}/{key}": local(moment) for key, moment in optimizer.state[value].items()}
+            held |= {
+                f"{name}/{key}": local(moment) for key, moment in optimizer.state[value].items()
+            }
     return held
 
 
 def assert_equal(a, b):
     assert a.keys() == b.keys() and len(a) > 10
-    assert all(torch.equal(a[name], b[name]) for name in a), [name for name in a if not torch.equal(a[name], b[name])]
+    assert all(torch.equal(a[name], b[name]) for name in a), [
+        name for name in a if not torch.equal(a[name], b[name])
+    ]
 
 
 # --- states ------------------------------------------------------------------------------------------------------------------
@@ -82,7 +88,9 @@ def assert_equal(a, b):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
-def test_three_steps_after_loading_are_those_of_the_uninterrupted_run(run_ranks, tmp_path, rank, world_size):
+def test_three_steps_after_loading_are_those_of_the_uninterrupted_run(
+    run_ranks, tmp_path, rank, world_size
+):
     """'What a killed run needs to go on, bit for bit': parameters and moments, at once and three steps later."""
 
     def body(_, world_size):
@@ -91,28 +99,44 @@ def test_three_steps_after_loading_are_those_of_the_uninterrupted_run(run_ranks,
         save_state(tmp_path / "resume", model, optimizer, 3, keep=0)
         at_save = snapshot(model, optimizer)
         train(model, optimizer, range(3, 6))
-        fresh, fresh_optimizer = build(rank, seed=9)  # other adapters: all of it must come from the file
+        fresh, fresh_optimizer = build(
+            rank, seed=9
+        )  # other adapters: all of it must come from the file
         assert load_state(newest_state(tmp_path / "resume"), fresh, fresh_optimizer) == 3
         assert_equal(snapshot(fresh, fresh_optimizer), at_save)
         train(fresh, fresh_optimizer, range(3, 6))
         assert_equal(snapshot(fresh, fresh_optimizer), snapshot(model, optimizer))
-        lame, lame_optimizer = build(rank)  # negative control: without the moments the run is another one
-        load_state(newest_state(tmp_path / "resume"), lame, torch.optim.AdamW(lame_optimizer.param_groups[0]["params"]))
+        lame, lame_optimizer = build(
+            rank
+        )  # negative control: without the moments the run is another one
+        load_state(
+            newest_state(tmp_path / "resume"),
+            lame,
+            torch.optim.AdamW(lame_optimizer.param_groups[0]["params"]),
+        )
         train(lame, lame_optimizer, range(3, 6))
-        changed = [name for name, value in lame.state_dict().items() if not torch.equal(value, model.state_dict()[name])]
+        changed = [
+            name
+            for name, value in lame.state_dict().items()
+            if not torch.equal(value, model.state_dict()[name])
+        ]
         assert changed
 
     run_ranks(world_size, body)
     (state,) = (tmp_path / "resume").iterdir()
     assert json.loads((state / "facts.json").read_text()) == {"step": 3, "world_size": world_size}
     held = dcp.FileSystemReader(state / "state").read_metadata().state_dict_metadata
-    assert all("lora_" in name or "param_groups" in name for name in held) == bool(rank)  # the frozen base is not in it
+    assert all("lora_" in name or "param_groups" in name for name in held) == bool(
+        rank
+    )  # the frozen base is not in it
 
 
 def fake_states(directory, *steps):
     for step in steps:
         (directory / f"step-{step:06d}/state").mkdir(parents=True)
-        (directory / f"step-{step:06d}/facts.json").write_text(json.dumps({"step": step, "world_size": 1}))
+        (directory / f"step-{step:06d}/facts.json").write_text(
+            json.dumps({"step": step, "world_size": 1})
+        )
 
 
 def test_the_newest_complete_state_is_found(tmp_path):
@@ -183,7 +207,9 @@ def test_a_state_of_another_model_is_refused(run_ranks, tmp_path, was, now):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_in_saving_leaves_earlier_states_on_every_rank(run_ranks, tmp_path, monkeypatch, failing):
+def test_an_error_in_saving_leaves_earlier_states_on_every_rank(
+    run_ranks, tmp_path, monkeypatch, failing
+):
     """dcp.save raises CheckpointException on every rank, whichever met the full disk; all exit, nothing hangs."""
 
     def body(rank, world_size):
@@ -199,7 +225,11 @@ def test_an_error_in_saving_leaves_earlier_states_on_every_rank(run_ranks, tmp_p
 
         monkeypatch.setattr(dcp.filesystem.FileSystemWriter, "write_data", broken)
         with exits_with_one_line(
-            "could not save", "step-000002", "No space left on device", f"rank {failing}", "earlier saves"
+            "could not save",
+            "step-000002",
+            "No space left on device",
+            f"rank {failing}",
+            "earlier saves",
         ):
             save_state(tmp_path, model, optimizer, 2, keep=1)
         monkeypatch.setattr(dcp.filesystem.FileSystemWriter, "write_data", write)
@@ -222,7 +252,9 @@ def test_a_full_disk_leaves_earlier_states(run_ranks, tmp_path, limit):
         model, optimizer = build()
         save_state(tmp_path, model, optimizer, 1, keep=0)
         dist.barrier()
-        files = lambda: {path: path.read_bytes() for path in tmp_path.rglob("*step-*/**/*") if path.is_file()}
+        files = lambda: {
+            path: path.read_bytes() for path in tmp_path.rglob("*step-*/**/*") if path.is_file()
+        }
         before = files()
         dist.barrier()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -245,7 +277,9 @@ def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, wh
         model, optimizer = build()
         save_state(tmp_path / "resume", model, optimizer, 1, keep=0)
         if where == "during":
-            monkeypatch.setattr(dcp, "save", lambda held, checkpoint_id: [checkpoint_id.mkdir(), os._exit(9)])
+            monkeypatch.setattr(
+                dcp, "save", lambda held, checkpoint_id: [checkpoint_id.mkdir(), os._exit(9)]
+            )
         else:
             monkeypatch.setattr(os, "rename", lambda *_: os._exit(9))
         save_state(tmp_path / "resume", model, optimizer, 2, keep=1)
@@ -278,9 +312,15 @@ def listing(tmp_path):
 
 
 def look(tmp_path):
-    steps = lambda folder: [int(path.name[5:]) for path in sorted((tmp_path / folder).glob("step-*"))]
+    steps = lambda folder: [
+        int(path.name[5:]) for path in sorted((tmp_path / folder).glob("step-*"))
+    ]
     best = tmp_path / "checkpoints/best"
-    return steps("checkpoints"), steps("resume"), int(os.readlink(best)[5:]) if best.is_symlink() else None
+    return (
+        steps("checkpoints"),
+        steps("resume"),
+        int(os.readlink(best)[5:]) if best.is_symlink() else None,
+    )
 
 
 def best_exists(tmp_path):
@@ -300,7 +340,9 @@ def test_best_follows_the_score_and_survives_pruning(run_ranks, tmp_path, rank):
             train(model, optimizer, [step])
             due = step % 2 == 0
             saves.after_step(step, score, weights=due, state=due)
-            held[step] = [value.clone() for _, value in (export_adapter if rank else export_weights)(model)]
+            held[step] = [
+                value.clone() for _, value in (export_adapter if rank else export_weights)(model)
+            ]
             seen.append(listing(tmp_path))
             assert best_exists(tmp_path)
         assert seen == [
@@ -310,7 +352,11 @@ def test_best_follows_the_score_and_survives_pruning(run_ranks, tmp_path, rank):
             ([2, 4], [2, 4], 2),  # the tie at 4
             ([2, 4], [2, 4], 2),
             ([2, 4, 6], [4, 6], 2),  # 2 is spared
-            ([2, 4, 6, 7], [4, 6], 7),  # a kill now goes back to state 6, whose best is 2: pruned only with the next state
+            (
+                [2, 4, 6, 7],
+                [4, 6],
+                7,
+            ),  # a kill now goes back to state 6, whose best is 2: pruned only with the next state
             ([7, 8], [6, 8], 7),
         ]
         if not rank:
@@ -334,7 +380,11 @@ def test_load_drops_weights_of_steps_that_are_to_come(run_ranks, tmp_path):
         assert Saves.load(tmp_path, fresh, fresh_optimizer) == 2
         assert listing(tmp_path)[:2] == ([1, 2], [2])
         saves = saves_of(tmp_path, fresh, fresh_optimizer, scores=[(2, 0.3)])
-        assert listing(tmp_path) == ([1, 2], [2], 2) and best_exists(tmp_path) and saves.best == (2, 0.3)
+        assert (
+            listing(tmp_path) == ([1, 2], [2], 2)
+            and best_exists(tmp_path)
+            and saves.best == (2, 0.3)
+        )
         train(fresh, fresh_optimizer, [3])
         saves.after_step(3, 0.9, weights=True)
         assert listing(tmp_path) == ([1, 2, 3], [2], 3)
@@ -349,7 +399,9 @@ def test_best_never_names_what_is_gone(run_ranks, tmp_path):
         model, optimizer = build()
         saves = saves_of(tmp_path, model, optimizer, keep=1)
         saves.after_step(2, 0.3, weights=True, state=True)
-        saves.after_step(3, 0.9)  # the best so far, step 2 would be pruned; killed before the state of step 4
+        saves.after_step(
+            3, 0.9
+        )  # the best so far, step 2 would be pruned; killed before the state of step 4
         Saves.load(tmp_path, model, optimizer)
         saves_of(tmp_path, model, optimizer, keep=1, scores=[(2, 0.3)])
         assert best_exists(tmp_path), listing(tmp_path)
@@ -394,7 +446,10 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     """'rows of steps after step are dropped from its files, config.json stays'; the table and figure follow."""
     directory = run_directory(tmp_path)
     config = (directory / "config.json").read_bytes()
-    kept = {name: [row for row in jsonl(directory / name) if row["step"] <= 4] for name in ("metrics.jsonl", "samples.jsonl")}
+    kept = {
+        name: [row for row in jsonl(directory / name) if row["step"] <= 4]
+        for name in ("metrics.jsonl", "samples.jsonl")
+    }
     with RunLog("elsewhere", "y", 0, {"seed": 2}, 6, resume=str(directory), step=4) as log:
         assert log.run_dir == directory and log.history("loss/total")[-1] == (4, 0.25)
         assert {name: jsonl(directory / name) for name in kept} == kept
@@ -418,7 +473,9 @@ def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
         assert (directory / name).read_bytes() == whole[:last], whole[last:cut]
 
 
-@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\u2029b", "a\x0bb\x1cc", "a\r\nb", "\ud7ff\U0001f642"])
+@pytest.mark.parametrize(
+    "text", ["a\u2028b", "a\x85b", "a\u2029b", "a\x0bb\x1cc", "a\r\nb", "\ud7ff\U0001f642"]
+)
 def test_samples_may_hold_any_character(tmp_path, text):
     """JSON in one line is one line: what str.splitlines takes for an end of line may stand in a completion."""
     directory = run_directory(tmp_path, rows=1)
@@ -484,7 +541,18 @@ def test_resume_takes_the_arguments_of_the_run(monkeypatch, run_dir):
     }
     assert parse(monkeypatch, "--resume", run_dir) == Arguments(**want, resume=str(run_dir))
     assert parse(monkeypatch, "--seed", 5) == Arguments(seed=5)
-    same = parse(monkeypatch, "--resume", run_dir, "--seed", 7, "--learning-rate", "0.0003", "--betas", 0.8, 0.95)
+    same = parse(
+        monkeypatch,
+        "--resume",
+        run_dir,
+        "--seed",
+        7,
+        "--learning-rate",
+        "0.0003",
+        "--betas",
+        0.8,
+        0.95,
+    )
     assert same == Arguments(**want, resume=str(run_dir))
 
 
@@ -539,7 +607,9 @@ def test_a_child_killed_at_its_bar_does_not_stop_the_next():
         with open(os.devnull, "w") as nowhere, tqdm(total=1, file=nowhere) as bar:
             bar.update()
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(following, 0)[1]) == 0, "it waits for a lock that nobody holds"
+    assert os.waitstatus_to_exitcode(os.waitpid(following, 0)[1]) == 0, (
+        "it waits for a lock that nobody holds"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -562,7 +632,11 @@ class Run:
         """flags: script and its flags; out: text file for the output."""
         self.out, self.popen, self.codes = Path(out), None, {}
         if real:
-            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+            launch = (
+                ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+                if ranks > 1
+                else []
+            )
             with open(out, "w") as file:
                 self.popen = subprocess.Popen(
                     [sys.executable, *launch, *flags], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -591,7 +665,12 @@ class Run:
             torch.set_num_threads(1)
             if ranks > 1:
                 where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **where}
+                os.environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    **where,
+                }
             sys.argv = sys.orig_argv = list(flags)
             runlog.draw_curves = lambda run_dir: None
             runpy.run_path(flags[0], run_name="__main__")
@@ -684,13 +763,18 @@ def assert_same_record(directory, want):
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (want / name).exists():
             rows, wanted = (
-                [{key: value for key, value in row.items() if not key.startswith(EXEMPT)} for row in jsonl(place / name)]
+                [
+                    {key: value for key, value in row.items() if not key.startswith(EXEMPT)}
+                    for row in jsonl(place / name)
+                ]
                 for place in (directory, want)
             )
             assert [row["step"] for row in rows] == [row["step"] for row in wanted], name
             for row, expected in zip(rows, wanted, strict=True):
                 assert row == expected, (name, row["step"])
-    files = lambda place: sorted(str(path.relative_to(place)) for path in place.glob("checkpoints/*/*"))
+    files = lambda place: sorted(
+        str(path.relative_to(place)) for path in place.glob("checkpoints/*/*")
+    )
     assert files(directory) == files(want)
     for path in want.glob("checkpoints/step-*/*.safetensors"):
         assert (directory / path.relative_to(want)).read_bytes() == path.read_bytes(), path
@@ -701,7 +785,9 @@ def assert_same_record(directory, want):
 def killed_and_resumed(tmp_path, script, flags, ranks, kills, real, seed):
     """Run it once; run it again, killed at random moments; compare. -> what the kills met"""
     counter, rng = itertools.count(), random.Random(seed)
-    start = lambda *more: Run([f"algos/{script}.py", *flags, *more], tmp_path / f"output-{next(counter)}", ranks, real)
+    start = lambda *more: Run(
+        [f"algos/{script}.py", *flags, *more], tmp_path / f"output-{next(counter)}", ranks, real
+    )
     start("--out", str(tmp_path / "whole")).finish()
     run, met = start("--out", str(tmp_path / "killed")), []
     assert run.wait_until(lambda: complete_states(tmp_path / "killed")), run.output()
@@ -728,7 +814,14 @@ def killed_and_resumed(tmp_path, script, flags, ranks, kills, real, seed):
 
 
 GRID = [
-    pytest.param(rank, ranks, kills, real, marks=() if default else full, id=f"{name}-{ranks}ranks-{kills}kills")
+    pytest.param(
+        rank,
+        ranks,
+        kills,
+        real,
+        marks=() if default else full,
+        id=f"{name}-{ranks}ranks-{kills}kills",
+    )
     for name, rank in (("full", 0), ("lora", 4))
     for ranks in (1, 2)
     for kills, real in ((3, False), (10, True))
@@ -787,7 +880,9 @@ def test_sigterm_saves_and_a_resumed_run_is_the_uninterrupted_one(tmp_path, rank
     start("a", *flags, "--out", str(tmp_path / "whole")).finish()
     run = start("b", *flags, "--out", str(tmp_path / "stopped"))
     rows = lambda: (
-        (directory := run_dir_in(tmp_path / "stopped")) and (directory / "metrics.jsonl").exists() and num_rows(directory)
+        (directory := run_dir_in(tmp_path / "stopped"))
+        and (directory / "metrics.jsonl").exists()
+        and num_rows(directory)
     )
     assert run.wait_until(lambda: (rows() or 0) >= 3), run.output()
     run.signal(signal.SIGTERM)
@@ -798,7 +893,9 @@ def test_sigterm_saves_and_a_resumed_run_is_the_uninterrupted_one(tmp_path, rank
     step = json.loads((state / "facts.json").read_text())["step"]
     assert f"stopped by a signal after step {step}" in text and f"--resume {directory}" in text
     assert 2 <= step < 6 and jsonl(directory / "metrics.jsonl")[-1]["step"] == step
-    assert (directory / f"checkpoints/step-{step:06d}/model.safetensors").is_file() and (directory / "metrics.csv").is_file()
+    assert (directory / f"checkpoints/step-{step:06d}/model.safetensors").is_file() and (
+        directory / "metrics.csv"
+    ).is_file()
     start("c", "--resume", str(directory)).finish()
     shutil.rmtree(directory / f"checkpoints/step-{step:06d}")
     assert_same_record(directory, run_dir_in(tmp_path / "whole"))
@@ -811,7 +908,9 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     directory = run_dir_in(tmp_path / "runs")
     before = jsonl(directory / "metrics.jsonl")
     text = Run(["algos/bgpo.py", "--resume", str(directory)], tmp_path / "b").finish()
-    assert [(row["step"], *row) for row in jsonl(directory / "metrics.jsonl")] == [(row["step"], *row) for row in before]
+    assert [(row["step"], *row) for row in jsonl(directory / "metrics.jsonl")] == [
+        (row["step"], *row) for row in before
+    ]
     assert "weights: None" not in text
 
 
@@ -844,12 +943,20 @@ def stopped_run(tmp_path_factory):
         ("d1", [], 1, ["bgpo"]),  # another method's run
     ],
 )
-def test_a_run_resumed_as_another_one_is_refused(stopped_run, tmp_path, script, flags, ranks, words):
+def test_a_run_resumed_as_another_one_is_refused(
+    stopped_run, tmp_path, script, flags, ranks, words
+):
     """'resume with changed arguments, another world size, or another model (which argument, which value)'"""
     before = {path: path.read_bytes() for path in stopped_run.rglob("*") if path.is_file()}
-    run = Run([f"algos/{script}.py", "--resume", str(stopped_run), "--max-steps", "2", *flags], tmp_path / "out", ranks)
+    run = Run(
+        [f"algos/{script}.py", "--resume", str(stopped_run), "--max-steps", "2", *flags],
+        tmp_path / "out",
+        ranks,
+    )
     run.wait_until(lambda: False)
     lines = [line for line in run.output().splitlines() if line.startswith("--resume")]
-    assert set(run.codes.values()) == {1} and len(lines) == ranks and "Traceback" not in run.output(), run.output()
+    assert (
+        set(run.codes.values()) == {1} and len(lines) == ranks and "Traceback" not in run.output()
+    ), run.output()
     assert all(word in lines[0] for word in words), lines
     assert {path: path.read_bytes() for path in stopped_run.rglob("*") if path.is_file()} == before

@@ -17,19 +17,31 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import rollout.engine
-from kernels.sampling import keyed_uniform
 from models import export_weights, save_model
 from models.random_init import TINY_SDAR, byte_tokenizer, random_model
 from rollout import Trace, make_engine, rollout_sums
 from rollout.block import BlockEngine
 from rollout.engine import REMASKING, RULES, select, truncate
+from rollout.sampling import keyed_uniform
 from rollout.schedules import reveal_quota
 from rollout.traces import concatenate
 
 V, M, EOS, PAD = 20, 19, (1, 2), 0
 SMALL = TINY_SDAR | {
-    **{"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 16, "mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
+    **{
+        "vocab_size": V,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mask_token_id": M,
+        "eos_token_id": 1,
+        "pad_token_id": PAD,
+    },
 }
 
 
@@ -83,7 +95,12 @@ def rows_of(trace, rows):
     """Some rows of a trace, cut to their own width, without the sample index: what may be compared between batches."""
     width = int(trace.canvas_length[rows].max())
     cut = lambda x: x[rows, :width].tolist()
-    return [cut(trace.completion_ids), cut(trace.completion_mask), cut(trace.step_map), trace.canvas_length[rows].tolist()]
+    return [
+        cut(trace.completion_ids),
+        cut(trace.completion_mask),
+        cut(trace.step_map),
+        trace.canvas_length[rows].tolist(),
+    ]
 
 
 # --- the naive sampler -------------------------------------------------------------------------------------------------------
@@ -114,7 +131,9 @@ def naive_logits(model, ids, origin):
         model.hidden(
             torch.tensor([ids]),
             position_ids,
-            lambda layer, q, k, v: F.scaled_dot_product_attention(q, k, v, mask[:, None], enable_gqa=True),
+            lambda layer, q, k, v: F.scaled_dot_product_attention(
+                q, k, v, mask[:, None], enable_gqa=True
+            ),
         )
     )[0]
 
@@ -130,7 +149,9 @@ def kept(p, top_k, top_p):
     levels = sorted(set(p), reverse=True)  # sets of tokens by their least probability
     able = [level for level in levels if len([q for q in p if q > level]) < (top_k or len(p))]
     mass = math.fsum(q for q in p if q >= able[-1])
-    able = [level for level in able if top_p == 1 or math.fsum(q for q in p if q > level) < top_p * mass]
+    able = [
+        level for level in able if top_p == 1 or math.fsum(q for q in p if q > level) < top_p * mass
+    ]
     return {v for v, q in enumerate(p) if q >= able[-1]}
 
 
@@ -175,7 +196,10 @@ def naive_sample(
                 z = [value / temperature for value in z] if temperature > 0 else z
                 whole = softmax(z)
                 if temperature > 0:
-                    z = [value if v in kept(whole, top_k, top_p) else -math.inf for v, value in enumerate(z)]
+                    z = [
+                        value if v in kept(whole, top_k, top_p) else -math.inf
+                        for v, value in enumerate(z)
+                    ]
                 top = max(z)
                 lse = top + math.log(math.fsum(math.exp(value - top) for value in z))
                 if temperature > 0:
@@ -195,10 +219,14 @@ def naive_sample(
                     "topk_margin": sorted(whole)[-1] - sorted(whole)[-2],
                 }.get(remasking, math.exp(z[v] - lse))
             quota = n // denoising_steps + (step < n % denoising_steps)
-            for p in naive_rule(score, places, quota, remasking, confidence_threshold, factor, eb_threshold):
+            for p in naive_rule(
+                score, places, quota, remasking, confidence_threshold, factor, eb_threshold
+            ):
                 ids[p], steps[p], logps[p], masked[p] = token[p], step, logp[p], False
         start += n
-        if stop_at_eos and any(ids[p] in model.eos_token_ids for p in range(max(start - n, P), start)):
+        if stop_at_eos and any(
+            ids[p] in model.eos_token_ids for p in range(max(start - n, P), start)
+        ):
             break
     return ids[P:start], steps[P:start], logps[P:start], forwards
 
@@ -242,7 +270,9 @@ def test_cached_decoding_equals_full_recomputation(engine, remasking, temperatur
             assert trace.completion_ids[i].tolist() == tokens + [PAD] * rest, (denoising_steps, i)
             assert trace.step_map[i].tolist() == steps + [-1] * rest and min(steps) >= 0
             assert trace.canvas_length[i] == width and (len(prompt) + width) % 4 == 0
-            assert (trace.logps[i, :width] - torch.tensor(logps, dtype=torch.float64)).abs().max() < 1e-12
+            assert (
+                trace.logps[i, :width] - torch.tensor(logps, dtype=torch.float64)
+            ).abs().max() < 1e-12
             assert not trace.logps[i, width:].any() and trace.num_forwards[i] == forwards
             stopped += width < options["gen_length"]
     if temperature:  # rows that end early did occur
@@ -251,21 +281,34 @@ def test_cached_decoding_equals_full_recomputation(engine, remasking, temperatur
 
 def test_the_dynamic_rule_reveals_several_at_once_and_falls_back(engine):
     """The comparison above covers both arms of low_confidence_dynamic at its threshold."""
-    trace = engine.generate(prompts_of(range(1, 10), seed=3), confidence_threshold=0.6, gen_length=8, stop_at_eos=False)
+    trace = engine.generate(
+        prompts_of(range(1, 10), seed=3), confidence_threshold=0.6, gen_length=8, stop_at_eos=False
+    )
     together = [int((row[:8][row[:8] == 0]).numel()) for row in trace.step_map]
     assert min(together) < max(together) and trace.step_map.max() == 3
     fewer = trace.num_forwards.sum()
     static = engine.generate(
-        prompts_of(range(1, 10), seed=3), remasking="low_confidence_static", gen_length=8, stop_at_eos=False
+        prompts_of(range(1, 10), seed=3),
+        remasking="low_confidence_static",
+        gen_length=8,
+        stop_at_eos=False,
     )
     assert fewer < static.num_forwards.sum()
 
 
-@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}, {"top_k": 1}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}, {"top_k": 1}]
+)
 @pytest.mark.parametrize("remasking", ["low_confidence_dynamic", "entropy_bounded"])
 def test_top_k_and_top_p_equal_the_naive_sampler(engine, options, remasking):
     """Tokens, orders and logps under the filtered distribution; entropies are those before the filter."""
-    options = options | dict(gen_length=9, temperature=1.2, remasking=remasking, confidence_threshold=0.6, stop_at_eos=False)
+    options = options | dict(
+        gen_length=9,
+        temperature=1.2,
+        remasking=remasking,
+        confidence_threshold=0.6,
+        stop_at_eos=False,
+    )
     for seed, prompt in enumerate(prompts_of([3, 4, 6])):
         assert not differs(engine, prompt, seed=seed, **options)
     filters = ("top_k", "top_p")
@@ -284,7 +327,9 @@ def test_top_p_of_bf16_logits_is_that_of_their_exact_probabilities(temperature):
     p = (logits.double() / temperature).softmax(-1)
     left = truncate(logits, temperature, top_p=0.95).isfinite()
     weakest = torch.where(left, p, 1.0).amin(-1, keepdim=True)
-    assert ((p * left).sum(-1) >= 0.95 - 1e-5).all() and ((p * (p > weakest)).sum(-1) < 0.95 + 1e-5).all()
+    assert ((p * left).sum(-1) >= 0.95 - 1e-5).all() and (
+        (p * (p > weakest)).sum(-1) < 0.95 + 1e-5
+    ).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8])
@@ -301,7 +346,9 @@ def test_length_rounds_up_to_whole_blocks(engine):
     prompts = prompts_of(range(1, 10))
     for G in range(1, 10):
         trace = engine.generate(prompts, gen_length=G, stop_at_eos=False)
-        assert trace.canvas_length.tolist() == [math.ceil((P + G) / 4) * 4 - P for P in range(1, 10)]
+        assert trace.canvas_length.tolist() == [
+            math.ceil((P + G) / 4) * 4 - P for P in range(1, 10)
+        ]
         assert trace.prompt_ids == prompts
 
 
@@ -320,14 +367,22 @@ def test_the_two_copy_pass_replays_every_recorded_state(engine, remasking, tempe
     for side in ("left", "right"):
         rows = [
             prompt + ids[:n].tolist()
-            for prompt, ids, n in zip(trace.prompt_ids, trace.completion_ids, trace.canvas_length, strict=True)
+            for prompt, ids, n in zip(
+                trace.prompt_ids, trace.completion_ids, trace.canvas_length, strict=True
+            )
         ]
         T = max(map(len, rows)) + 2
         clean, valid = torch.full((len(rows), T), PAD), torch.zeros(len(rows), T, dtype=torch.bool)
-        replay, want = torch.full((len(rows), T), -1), torch.zeros(len(rows), T, dtype=torch.float64)
+        replay, want = (
+            torch.full((len(rows), T), -1),
+            torch.zeros(len(rows), T, dtype=torch.float64),
+        )
         for i, row in enumerate(rows):
             first, n = (T - len(row) if side == "left" else 0), int(trace.canvas_length[i])
-            clean[i, first : first + len(row)], valid[i, first : first + len(row)] = torch.tensor(row), True
+            clean[i, first : first + len(row)], valid[i, first : first + len(row)] = (
+                torch.tensor(row),
+                True,
+            )
             canvas = slice(first + len(row) - n, first + len(row))
             replay[i, canvas], want[i, canvas] = trace.replay_map[i, :n], trace.logps[i, :n]
         scored = torch.zeros_like(valid)
@@ -358,7 +413,9 @@ def test_decoding_without_the_commit_forward_differs():
     """'No-commit variant must differ', or the comparison is blind to stale keys."""
     engine, options = WithoutCommit(model_of(), 256), dict(gen_length=12, stop_at_eos=False)
     assert all(differs(engine, prompt, **options) for prompt in prompts_of([1, 4, 6, 8]))
-    assert not differs(engine, prompts_of([4])[0], gen_length=4, stop_at_eos=False)  # one block needs no commit
+    assert not differs(
+        engine, prompts_of([4])[0], gen_length=4, stop_at_eos=False
+    )  # one block needs no commit
 
 
 def test_a_grid_anchored_at_the_response_differs(engine):
@@ -387,15 +444,23 @@ def test_select_against_loops(remasking):
     generator = torch.Generator().manual_seed(0)
     for n in (1, 4, 7, 33):
         count = 300 if n < 10 else 30
-        confidence = torch.randint(0, 5, (count, n), generator=generator) / 4  # many ties, zeros and ones
+        confidence = (
+            torch.randint(0, 5, (count, n), generator=generator) / 4
+        )  # many ties, zeros and ones
         confidence[: count // 3] = torch.rand(count // 3, n, generator=generator)
-        masked = torch.rand(count, n, generator=generator) < torch.rand(count, 1, generator=generator)
-        for quota, threshold in itertools.product(range(0, n + 2, 1 + n // 10), (-0.1, 0.0, 0.5, 0.75, 1.0, 1.1)):
+        masked = torch.rand(count, n, generator=generator) < torch.rand(
+            count, 1, generator=generator
+        )
+        for quota, threshold in itertools.product(
+            range(0, n + 2, 1 + n // 10), (-0.1, 0.0, 0.5, 0.75, 1.0, 1.1)
+        ):
             got = select(confidence, masked, quota, remasking, threshold)
             for row in range(count):
                 c, places = confidence[row].tolist(), [j for j in range(n) if masked[row, j]]
                 want = set()
-                while len(want) < min(quota, len(places)):  # the best of the rest, the lowest of equals
+                while len(want) < min(
+                    quota, len(places)
+                ):  # the best of the rest, the lowest of equals
                     rest = [j for j in places if j not in want]
                     best = rest[0]
                     for j in rest:
@@ -412,7 +477,9 @@ def test_every_rule_ends(engine):
     generator = torch.Generator().manual_seed(1)
     for i in range(10 * len(RULES)):
         threshold, steps = (
-            min(max(float(torch.rand((), generator=generator) * 1.2 - 0.1), 0.0), 1.0),  # the ends of the range too
+            min(
+                max(float(torch.rand((), generator=generator) * 1.2 - 0.1), 0.0), 1.0
+            ),  # the ends of the range too
             int(torch.randint(1, 9, (), generator=generator)),
         )
         trace = engine.generate(
@@ -420,8 +487,12 @@ def test_every_rule_ends(engine):
             remasking=RULES[i % len(RULES)], confidence_threshold=threshold, factor=0.1 + 3 * threshold, eb_threshold=threshold,
         )  # fmt: skip
         blocks = (trace.canvas_length + 3) // 4
-        assert (trace.num_forwards <= trace.canvas_length + blocks - 1).all() and (trace.num_forwards >= 2 * blocks - 1).all()
-        assert (trace.step_map[trace.completion_mask] < min(steps, 4)).all() and not (trace.completion_ids == M).any()
+        assert (trace.num_forwards <= trace.canvas_length + blocks - 1).all() and (
+            trace.num_forwards >= 2 * blocks - 1
+        ).all()
+        assert (trace.step_map[trace.completion_mask] < min(steps, 4)).all() and not (
+            trace.completion_ids == M
+        ).any()
 
 
 # --- (e) keys ----------------------------------------------------------------------------------------------------------------
@@ -434,9 +505,12 @@ def test_max_batch_size_does_not_change_the_draws(engine):
     prompts = prompts_of([3, 9, 1, 6, 8, 2, 5])
     whole = engine.generate(prompts, num_samples=2, **OPTIONS)
     for size in (2, 4, 5, 6, 13):
-        assert same_draws(make_engine(engine.model, max_batch_size=size).generate(prompts, num_samples=2, **OPTIONS), whole), (
-            size
-        )
+        assert same_draws(
+            make_engine(engine.model, max_batch_size=size).generate(
+                prompts, num_samples=2, **OPTIONS
+            ),
+            whole,
+        ), size
 
 
 @pytest.mark.parametrize("num_samples, size", [(1, 3), (2, 5), (6, 4), (5, 1)])
@@ -449,7 +523,9 @@ def test_no_more_than_max_batch_size_rows_are_decoded_together(engine, num_sampl
             rows.append(len(block))
             return super()._forward(block, at, cache)
 
-    Spy(engine.model, size).generate(prompts_of([3, 9, 1, 6]), num_samples=num_samples, gen_length=4)
+    Spy(engine.model, size).generate(
+        prompts_of([3, 9, 1, 6]), num_samples=num_samples, gen_length=4
+    )
     assert max(rows) <= size
 
 
@@ -473,7 +549,9 @@ def test_the_order_of_prompts_changes_nothing(engine):
     whole = engine.generate(prompts, num_samples=2, **OPTIONS)
     for p in (2, 0, 3, 1):
         neighbour = prompts_of([7], seed=p)[0]
-        trace = engine.generate([prompts[p], neighbour], num_samples=2, sample_offset=2 * p, **OPTIONS)
+        trace = engine.generate(
+            [prompts[p], neighbour], num_samples=2, sample_offset=2 * p, **OPTIONS
+        )
         assert rows_of(trace, [0, 1]) == rows_of(whole, [2 * p, 2 * p + 1])
 
 
@@ -490,7 +568,9 @@ def test_every_bit_of_a_seed_counts(engine, seed):
 def test_a_group_is_diverse_and_seeds_differ():
     """16 identical prompts at T=1 'give >= 15 distinct responses'; another seed, others; T=0, one."""
     engine = make_engine(model_of(scale=5))
-    draw = lambda **options: engine.generate(prompts_of([5]), num_samples=16, gen_length=11, stop_at_eos=False, **options)
+    draw = lambda **options: engine.generate(
+        prompts_of([5]), num_samples=16, gen_length=11, stop_at_eos=False, **options
+    )
     texts = lambda trace: {tuple(row) for row in trace.completion_ids.tolist()}
     a, b = texts(draw(seed=0)), texts(draw(seed=1))
     assert len(a) >= 15 and len(b) >= 15 and len(a & b) <= 1
@@ -513,7 +593,9 @@ def scripted(monkeypatch, engine, script, prompt, **options):
         patch.setattr(rollout.engine, "keyed_uniform", positions)
         patch.setattr(rollout.engine, "sample_categorical", draw)
         return engine.generate(
-            [prompt], **{"gen_length": 12, "denoising_steps": 4, "remasking": "low_confidence_static"} | options
+            [prompt],
+            **{"gen_length": 12, "denoising_steps": 4, "remasking": "low_confidence_static"}
+            | options,
         )
 
 
@@ -522,8 +604,12 @@ def test_an_end_token_inside_the_prompt_is_ignored(monkeypatch, engine, eos):
     """An EOS in the prompt's part of the first block, or before it, ends nothing."""
     for prompt in ([5, eos], [eos, 5, 6, 7, 8, eos], [eos]):
         trace = scripted(monkeypatch, engine, [7] * 20, prompt)
-        assert trace.canvas_length.item() == 12 + -(len(prompt) + 12) % 4 and trace.truncated.tolist() == [True]
-        assert trace.completion_mask.all() and trace.completion_ids.tolist() == [[7] * trace.canvas_length.item()]
+        assert trace.canvas_length.item() == 12 + -(
+            len(prompt) + 12
+        ) % 4 and trace.truncated.tolist() == [True]
+        assert trace.completion_mask.all() and trace.completion_ids.tolist() == [
+            [7] * trace.canvas_length.item()
+        ]
 
 
 @pytest.mark.parametrize("eos", EOS)
@@ -537,11 +623,15 @@ def test_an_end_token_ends_the_block_that_holds_it(monkeypatch, engine, eos, P):
         assert trace.canvas_length.item() == trace.completion_ids.shape[1] == canvas > at
         assert trace.completion_ids[0].tolist() == script[:canvas]
         assert trace.completion_mask[0].tolist() == [j <= at for j in range(canvas)]
-        assert (trace.step_map >= 0).all() and torch.equal(trace.replay_map >= 0, trace.step_map >= 0)
+        assert (trace.step_map >= 0).all() and torch.equal(
+            trace.replay_map >= 0, trace.step_map >= 0
+        )
         assert (trace.logps == -0.5).all()  # the tokens after the EOS keep theirs
         assert trace.truncated.tolist() == [False] and trace.completion(0) == script[: at + 1]
         whole = scripted(monkeypatch, engine, script, prompts_of([P], seed=9)[0], stop_at_eos=False)
-        assert whole.canvas_length.item() >= 12 and torch.equal(whole.completion_ids[:, :canvas], trace.completion_ids)
+        assert whole.canvas_length.item() >= 12 and torch.equal(
+            whole.completion_ids[:, :canvas], trace.completion_ids
+        )
         assert whole.completion(0) == trace.completion(0) and whole.truncated.tolist() == [False]
         assert whole.settings["num_samples"] == 1
 
@@ -557,10 +647,15 @@ def test_two_end_tokens_in_one_block_and_the_pad_token(monkeypatch, engine):
 def test_padding_with_the_end_token_is_no_end():
     """Where pad = EOS (the tiny SDAR), what stands behind a row's canvas neither ends nor completes it."""
     engine = make_engine(model_of(scale=5, eos=(PAD,)))
-    trace = engine.generate(prompts_of([4, 1, 6, 5, 3, 2]), num_samples=4, gen_length=10, temperature=1.0)
+    trace = engine.generate(
+        prompts_of([4, 1, 6, 5, 3, 2]), num_samples=4, gen_length=10, temperature=1.0
+    )
     canvas = torch.arange(trace.completion_ids.shape[1]) < trace.canvas_length[:, None]
     assert trace.completion_ids[~canvas].eq(PAD).all() and not trace.completion_mask[~canvas].any()
-    held = [PAD in row[:n] for row, n in zip(trace.completion_ids.tolist(), trace.canvas_length.tolist(), strict=True)]
+    held = [
+        PAD in row[:n]
+        for row, n in zip(trace.completion_ids.tolist(), trace.canvas_length.tolist(), strict=True)
+    ]
     assert trace.truncated.tolist() == [not one for one in held] and 0 < sum(held) < len(held)
     for ids in (trace.completion(i) for i in range(len(held))):
         assert PAD not in ids[:-1]
@@ -569,12 +664,15 @@ def test_padding_with_the_end_token_is_no_end():
 def test_stopping_early_equals_a_full_run_cut_off(engine):
     """'early exit == full run truncated'."""
     options = dict(num_samples=6, gen_length=14, seed=2)
-    early, full = (engine.generate(prompts_of([2, 4, 7]), stop_at_eos=stop, **options) for stop in (True, False))
+    early, full = (
+        engine.generate(prompts_of([2, 4, 7]), stop_at_eos=stop, **options)
+        for stop in (True, False)
+    )
     assert (early.canvas_length < full.canvas_length).any()
     for i, n in enumerate(early.canvas_length.tolist()):
-        assert torch.equal(early.completion_ids[i, :n], full.completion_ids[i, :n]) and early.completion(i) == full.completion(
-            i
-        )
+        assert torch.equal(
+            early.completion_ids[i, :n], full.completion_ids[i, :n]
+        ) and early.completion(i) == full.completion(i)
         assert torch.equal(early.step_map[i, :n], full.step_map[i, :n])
 
 
@@ -647,11 +745,16 @@ def filtered(p, top_k, top_p):
 
 
 @torch.no_grad()
-def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperature, top_k=0, top_p=1.0):
+def exact_distribution(
+    model, prompt, L, quotas, remasking, threshold, temperature, top_k=0, top_p=1.0
+):
     """{completion: probability}, by enumerating every draw of every masked token and every order, from every state."""
     states = list(itertools.product(range(TOKENS + 1), repeat=L))
     logits = model.logits(torch.tensor([[*prompt, *state] for state in states]))[:, -L:, :TOKENS]
-    rows = [[filtered(p, top_k, top_p) for p in block] for block in (logits / temperature).softmax(-1).tolist()]
+    rows = [
+        [filtered(p, top_k, top_p) for p in block]
+        for block in (logits / temperature).softmax(-1).tolist()
+    ]
     p_of = dict(zip(states, rows, strict=True))
     now = {(TOKENS,) * L: 1.0}
     for quota in quotas:
@@ -662,7 +765,9 @@ def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperatu
             for draw in itertools.product(range(TOKENS), repeat=len(masked)):
                 chance = probability * math.prod(p[j][v] for j, v in zip(masked, draw, strict=True))
                 token = dict(zip(masked, draw, strict=True))
-                choices = reveals(masked, {j: p[j][v] for j, v in token.items()}, q, remasking, threshold)
+                choices = reveals(
+                    masked, {j: p[j][v] for j, v in token.items()}, q, remasking, threshold
+                )
                 for chosen in choices:
                     new = tuple(token[j] if j in chosen else state[j] for j in range(L))
                     later[new] = later.get(new, 0.0) + chance / len(choices)
@@ -670,15 +775,22 @@ def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperatu
     return now
 
 
-def misfit(engine, L, remasking, temperature=1.0, denoising_steps=4, n=6000, expect=None, **filters):
+def misfit(
+    engine, L, remasking, temperature=1.0, denoising_steps=4, n=6000, expect=None, **filters
+):
     """(standardised chi-square of n sampled completions against the exact distribution, largest error of a frequency)
 
     filters: top_k, top_p of the samples; expect: of the exact distribution, if they are to be others.
     """
-    prompt, options = [3, 1, 4, 2, 0][: 5 if L == 3 else 4], dict(remasking=remasking, temperature=temperature)
+    prompt, options = (
+        [3, 1, 4, 2, 0][: 5 if L == 3 else 4],
+        dict(remasking=remasking, temperature=temperature),
+    )
     filtered_by = filters | (expect or {})
     quotas = reveal_quota(4, denoising_steps)
-    want = exact_distribution(engine.model, prompt, L, quotas, remasking, 0.3, temperature, **filtered_by)
+    want = exact_distribution(
+        engine.model, prompt, L, quotas, remasking, 0.3, temperature, **filtered_by
+    )
     assert abs(sum(want.values()) - 1) < 1e-12 and len(want) == TOKENS**L
     trace = engine.generate(
         [prompt],
@@ -696,7 +808,9 @@ def misfit(engine, L, remasking, temperature=1.0, denoising_steps=4, n=6000, exp
     rest = n - sum(count for count, _ in cells), n - sum(expected for _, expected in cells)
     cells += [rest] if rest[1] >= 5 else []
     chi = sum((count - expected) ** 2 / expected for count, expected in cells)
-    return (chi - len(cells) + 1) / math.sqrt(2 * (len(cells) - 1)), max(abs(counts[key] / n - want[key]) for key in want)
+    return (chi - len(cells) + 1) / math.sqrt(2 * (len(cells) - 1)), max(
+        abs(counts[key] / n - want[key]) for key in want
+    )
 
 
 @pytest.fixture(scope="module")
@@ -721,14 +835,17 @@ def toy():
         (4, "low_confidence_dynamic", 0.7, 4),
     ],
 )
-def test_samples_follow_the_exact_distribution_over_trajectories(toy, L, remasking, temperature, denoising_steps):
+def test_samples_follow_the_exact_distribution_over_trajectories(
+    toy, L, remasking, temperature, denoising_steps
+):
     """Frequencies of 6000 completions of 5^L: chi-square within 4.5 deviations, no frequency off by 0.025."""
     z, error = misfit(toy, L, remasking, temperature, denoising_steps)
     assert abs(z) < 4.5 and error < 0.025
 
 
 @pytest.mark.parametrize(
-    "remasking, filters", [("random", {"top_k": 3}), ("low_confidence_static", {"top_k": 4, "top_p": 0.7})]
+    "remasking, filters",
+    [("random", {"top_k": 3}), ("low_confidence_static", {"top_k": 4, "top_p": 0.7})],
 )
 def test_filtered_samples_follow_the_exact_distribution(toy, remasking, filters):
     """top-k and top-p by enumeration; control: a filter a little wider."""
@@ -738,7 +855,9 @@ def test_filtered_samples_follow_the_exact_distribution(toy, remasking, filters)
     assert abs(misfit(toy, 3, remasking, 1.3, expect=wider, **filters)[0]) > 8
 
 
-@pytest.mark.parametrize("fault", ["shared draws", "shared order", "wrong temperature", "old logits"])
+@pytest.mark.parametrize(
+    "fault", ["shared draws", "shared order", "wrong temperature", "old logits"]
+)
 def test_the_exact_distribution_sees_faults(monkeypatch, toy, fault):
     """Negative controls: positions that share a uniform number, a fixed order, another temperature, a stale context."""
     with monkeypatch.context() as patch:
@@ -750,11 +869,15 @@ def test_the_exact_distribution_sees_faults(monkeypatch, toy, fault):
             patch.setattr(rollout.engine, "keyed_uniform", order)
         elif fault == "wrong temperature":
             sample = rollout.engine.sample_categorical
-            patch.setattr(rollout.engine, "sample_categorical", lambda z, u, T: sample(z, u, T * 1.15))
+            patch.setattr(
+                rollout.engine, "sample_categorical", lambda z, u, T: sample(z, u, T * 1.15)
+            )
         else:
             forward = BlockEngine._forward
             patch.setattr(
-                BlockEngine, "_forward", lambda self, block, *rest: forward(self, torch.full_like(block, TOKENS), *rest)
+                BlockEngine,
+                "_forward",
+                lambda self, block, *rest: forward(self, torch.full_like(block, TOKENS), *rest),
             )
         z, _ = misfit(toy, 3, "random", denoising_steps=2 if fault == "shared draws" else 4)
     assert abs(z) > 8
@@ -774,7 +897,11 @@ def test_load_weights_copies():
         engine.generate(prompts_of([5]), **OPTIONS),
         make_engine(model_of(seed=7)).generate(prompts_of([5]), **OPTIONS),
     )
-    assert same_draws(after, want, 0) and not same_draws(after, before) and engine.model.lm_head.weight.data_ptr() == place
+    assert (
+        same_draws(after, want, 0)
+        and not same_draws(after, before)
+        and engine.model.lm_head.weight.data_ptr() == place
+    )
     with torch.no_grad():
         other.lm_head.weight.zero_()
     assert same_draws(engine.generate(prompts_of([5]), **OPTIONS), want, 0)
@@ -784,7 +911,10 @@ def test_load_weights_copies():
 
 def test_load_weights_casts_to_the_dtype_of_the_engine():
     """fp32 masters go into a bf16 engine."""
-    engine, source = make_engine(model_of(dtype=torch.bfloat16)), model_of(seed=3, dtype=torch.float32)
+    engine, source = (
+        make_engine(model_of(dtype=torch.bfloat16)),
+        model_of(seed=3, dtype=torch.float32),
+    )
     engine.load_weights(export_weights(source))
     assert torch.equal(engine.model.lm_head.weight, source.lm_head.weight.bfloat16())
 
@@ -814,7 +944,9 @@ def test_make_engine_loads_directories_and_models(tmp_path):
     save_model(source, tmp_path / "a", byte_tokenizer())
     loaded, given = make_engine(str(tmp_path / "a"), backend="block"), make_engine(source)
     assert loaded.model.lm_head.weight.dtype == torch.float32 and given.model is source
-    assert same_draws(loaded.generate(prompts_of([5]), **OPTIONS), given.generate(prompts_of([5]), **OPTIONS), 0)
+    assert same_draws(
+        loaded.generate(prompts_of([5]), **OPTIONS), given.generate(prompts_of([5]), **OPTIONS), 0
+    )
     half = make_engine(tmp_path / "a", dtype=torch.bfloat16)
     trace = half.generate(prompts_of([5, 2]), num_samples=2, **OPTIONS)
     assert half.model.lm_head.weight.dtype == torch.bfloat16 and trace.logps.dtype == torch.float32
@@ -831,14 +963,20 @@ def test_make_engine_refuses_a_backend_that_cannot_serve(model, backend):
     "options, words",
     [
         ({"block_length": 8}, "--block-length 8.*4"),
-        ({"remasking": "low_confidence"}, "--remasking low_confidence.*low_confidence_static.*low_confidence_dynamic.*random"),
+        (
+            {"remasking": "low_confidence"},
+            "--remasking low_confidence.*low_confidence_static.*low_confidence_dynamic.*random",
+        ),
         ({"denoising_steps": 0}, "denoising_steps=0.*at least 1"),
         ({"gen_length": 0}, "gen_length=0.*at least 1"),
         ({"num_samples": 0}, "num_samples=0.*at least 1"),
         ({"temperature": -1.0}, "--temperature -1.0 must be at least 0"),
         ({"temperature": math.nan}, "--temperature nan must be at least 0 and finite"),
         ({"temperature": math.inf}, "--temperature inf must be at least 0 and finite"),
-        ({"alg_temp": 0.5, "remasking": "entropy"}, "--alg-temp 0.5: the sampler of a block-causal model draws no orders"),
+        (
+            {"alg_temp": 0.5, "remasking": "entropy"},
+            "--alg-temp 0.5: the sampler of a block-causal model draws no orders",
+        ),
         ({"records": "states"}, "states"),
         ({"cache": "dual"}, "--cache dual.*block-causal.*none"),
         ({"confidence_threshold": 1.01}, "--confidence-threshold 1.01.*0 to 1"),
@@ -855,8 +993,13 @@ def test_generate_refuses_an_empty_prompt_and_takes_its_own_block_length(engine)
         engine.generate([[3], []])
     with pytest.raises(SystemExit, match=f"prompt 1 holds the mask token .id {M}."):
         engine.generate([[3], [4, M, 5]])
-    for token in (-1, len(engine.model.lm_head.weight)):  # on a GPU it would be an assertion of the device, not an error
-        with pytest.raises(SystemExit, match="prompt 1 holds an id outside of the model's 0 to .* tokenizer"):
+    for token in (
+        -1,
+        len(engine.model.lm_head.weight),
+    ):  # on a GPU it would be an assertion of the device, not an error
+        with pytest.raises(
+            SystemExit, match="prompt 1 holds an id outside of the model's 0 to .* tokenizer"
+        ):
             engine.generate([[3], [4, token, 5]])
     want = engine.generate([[3]], **OPTIONS)
     for block_length in (4, 0):
@@ -874,14 +1017,22 @@ def trace_of(completions, masks, prompts=None, eos=(256,), block_length=4, steps
     values = dict(
         prompt_ids=prompts or [[258, 104, 105, 259] for _ in completions],
         completion_ids=pad(completions, 256),
-        completion_mask=pad([[j < n for j in range(len(row))] for row, n in zip(completions, masks, strict=True)], False),
+        completion_mask=pad(
+            [[j < n for j in range(len(row))] for row, n in zip(completions, masks, strict=True)],
+            False,
+        ),
         canvas_length=torch.tensor([len(row) for row in completions]),
         step_map=pad(steps, -1),
         replay_map=pad(steps, -1),
         logps=pad([[-0.123456 * (j + 1) for j in range(len(row))] for row in completions], 0.0),
         sample_index=torch.arange(len(completions)),
         num_forwards=torch.tensor([2 * len(row) for row in completions]),
-        settings={"eos_token_ids": list(eos), "attention": "block-causal", "block_length": block_length, "num_samples": 2},
+        settings={
+            "eos_token_ids": list(eos),
+            "attention": "block-causal",
+            "block_length": block_length,
+            "num_samples": 2,
+        },
     )
     return Trace(**values | changes)
 
@@ -909,7 +1060,9 @@ def test_text_and_describe(tokenizer):
 
 def test_draw(tokenizer):
     """'each token of the canvas over the denoising step of its block that revealed it': the grid starts with the prompt."""
-    trace = trace_of([[97, 98, 256, 99, 100]], [3], prompts=[[258, 104, 259]], steps=[[11, 0, 3, 1, 2]])
+    trace = trace_of(
+        [[97, 98, 256, 99, 100]], [3], prompts=[[258, 104, 259]], steps=[[11, 0, 3, 1, 2]]
+    )
     assert [line.rstrip() for line in trace.draw(0, tokenizer).splitlines()] == [
         "prompt   <|user|>h<|assistant|>",
         "tokens   a  | b <|endoftext|> c d",
@@ -921,7 +1074,11 @@ def test_draw_keeps_its_lines_whatever_the_tokens(tokenizer):
     """A line break, a tab or a lone byte inside a completion must not break the drawing."""
     trace = trace_of([[97, 10, 98, 13, 9, 195, 11, 0]], [8])
     lines = trace.draw(0, tokenizer).splitlines()
-    assert len(lines) == 3 and len(lines[1].rstrip()) <= len(lines[2].rstrip()) + 4 and lines[1].isprintable()
+    assert (
+        len(lines) == 3
+        and len(lines[1].rstrip()) <= len(lines[2].rstrip()) + 4
+        and lines[1].isprintable()
+    )
 
 
 def test_draw_breaks_lines_between_blocks(tokenizer):
@@ -934,10 +1091,14 @@ def test_draw_breaks_lines_between_blocks(tokenizer):
     for number, (top, bottom) in enumerate(pairs):
         assert top.startswith("tokens ") and bottom.startswith("step ") and len(top) < 9 + 20 + 12
         blocks = [block.split() for block in top[9:].split("|")]
-        assert [len(block) for block in blocks][number == 0 :] == [4] * (len(blocks) - (number == 0))
+        assert [len(block) for block in blocks][number == 0 :] == [4] * (
+            len(blocks) - (number == 0)
+        )
         shown += [token for block in blocks for token in block]
         columns = [k for k in range(9, len(top)) if top[k] not in " |"]
-        assert [bottom[k] for k in columns] == [str(j % 4 + 1) for j in range(len(shown) - len(columns), len(shown))]
+        assert [bottom[k] for k in columns] == [
+            str(j % 4 + 1) for j in range(len(shown) - len(columns), len(shown))
+        ]
     assert "".join(shown) == "".join(chr(97 + j % 26) for j in range(len(shown)))
     whole = trace.draw(0, tokenizer, width=1000).splitlines()
     assert len(whole) == 3 and whole[1].count("|") == 10
@@ -947,20 +1108,39 @@ def test_concatenate_pads_to_the_widest():
     a = trace_of([[97, 98, 256, 99]], [3])
     b = trace_of([[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6, 256]], [8, 4], prompts=[[7], [8, 9]])
     both = concatenate([a, b], 255)
-    assert both.prompt_ids == [[258, 104, 105, 259], [7], [8, 9]] and both.canvas_length.tolist() == [4, 8, 4]
+    assert both.prompt_ids == [
+        [258, 104, 105, 259],
+        [7],
+        [8, 9],
+    ] and both.canvas_length.tolist() == [4, 8, 4]
     assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255, 255, 255]
-    assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 5 and both.logps[0, 4:].tolist() == [0.0] * 4
+    assert (
+        both.completion_mask[0].tolist() == [True] * 3 + [False] * 5
+        and both.logps[0, 4:].tolist() == [0.0] * 4
+    )
     assert both.step_map[0].tolist() == both.replay_map[0].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
-    assert both.completion_ids[1:].tolist() == b.completion_ids.tolist() and both.num_forwards.tolist() == [8, 16, 8]
-    assert both.settings == a.settings and both.records is None and both.completion_mask.dtype == torch.bool
-    assert [both.completion(i) for i in range(3)] == [a.completion(0), b.completion(0), b.completion(1)]
+    assert both.completion_ids[
+        1:
+    ].tolist() == b.completion_ids.tolist() and both.num_forwards.tolist() == [8, 16, 8]
+    assert (
+        both.settings == a.settings
+        and both.records is None
+        and both.completion_mask.dtype == torch.bool
+    )
+    assert [both.completion(i) for i in range(3)] == [
+        a.completion(0),
+        b.completion(0),
+        b.completion(1),
+    ]
     alone = concatenate([a], 255)
     assert torch.equal(alone.completion_ids, a.completion_ids)
 
 
 def test_rollout_sums():
     """'sums over this rank's N sequences, so that sums over ranks divided by all sequences are means'."""
-    trace = trace_of([[256, 9, 9, 9], [97, 98, 256, 9], [97, 98, 99, 100], [97, 98, 99, 100]], [1, 3, 4, 4])
+    trace = trace_of(
+        [[256, 9, 9, 9], [97, 98, 256, 9], [97, 98, 99, 100], [97, 98, 99, 100]], [1, 3, 4, 4]
+    )
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.5])
     components = [
         {"exact": 0.0, "format": 0.0},
@@ -968,7 +1148,9 @@ def test_rollout_sums():
         {"exact": 0.0, "format": 0.5},
         {"exact": 0.0, "format": 0.5},
     ]
-    sums = {name: float(value) for name, value in rollout_sums(trace, rewards, components, 2).items()}
+    sums = {
+        name: float(value) for name, value in rollout_sums(trace, rewards, components, 2).items()
+    }
     assert sums == {
         "reward/mean": 2.0,
         "reward/square": 1.5,
@@ -987,13 +1169,22 @@ def test_rollout_sums():
         part = Trace(**{name: pick(value) for name, value in vars(trace).items()})
         halves.append(rollout_sums(part, rewards[rows], [components[i] for i in rows], 2))
     assert {name: float(halves[0][name] + halves[1][name]) for name in sums} == sums
-    assert "reward/score" not in rollout_sums(trace, rewards, [{"score": 1.0}] * 4, 4)  # a lone component is the reward
+    assert "reward/score" not in rollout_sums(
+        trace, rewards, [{"score": 1.0}] * 4, 4
+    )  # a lone component is the reward
 
 
 def test_settings_name_the_distribution_of_the_logps(engine):
     """'logps under the sampling distribution that settings names'."""
-    names = {T: engine.generate([[3]], gen_length=3, temperature=T).settings["logps"] for T in (0, 0.7, 1.0)}
-    assert names == {0: "softmax(logits)", 0.7: "softmax(logits / temperature)", 1.0: "softmax(logits / temperature)"}
+    names = {
+        T: engine.generate([[3]], gen_length=3, temperature=T).settings["logps"]
+        for T in (0, 0.7, 1.0)
+    }
+    assert names == {
+        0: "softmax(logits)",
+        0.7: "softmax(logits / temperature)",
+        1.0: "softmax(logits / temperature)",
+    }
     settings = engine.generate([[3]], gen_length=3).settings
     assert json.loads(json.dumps(settings)) == settings and settings["eos_token_ids"] == [1, 2]
 
@@ -1001,10 +1192,21 @@ def test_settings_name_the_distribution_of_the_logps(engine):
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
 def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, name):
     """As the scripts ask: lengths, steps, caches of an approximate replay."""
-    good = {"gen_length": 16, "block_length": 0, "denoising_steps": 2, "remasking": "low_confidence_static", "cache": "none"}
+    good = {
+        "gen_length": 16,
+        "block_length": 0,
+        "denoising_steps": 2,
+        "remasking": "low_confidence_static",
+        "cache": "none",
+    }
     assert make_engine(name, asked=("steps", good)).plan("steps", **good)
     monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("read weights"))
-    for wrong in {"gen_length": 17}, {"denoising_steps": 0}, {"cache": "prefix"}, {"confidence_threshold": 2.0}:
+    for wrong in (
+        {"gen_length": 17},
+        {"denoising_steps": 0},
+        {"cache": "prefix"},
+        {"confidence_threshold": 2.0},
+    ):
         with pytest.raises(SystemExit, match="--"):
             make_engine(name, asked=("steps", good | wrong))
     with pytest.raises(pytest.fail.Exception, match="read weights"):  # negative control

@@ -19,7 +19,11 @@ def refused(path, *parts):
     with pytest.raises(SystemExit) as error:
         read_rows(str(path), "train", ())
     message = str(error.value)
-    assert "\n" not in message and len(message) < 400 and all(part in message for part in (str(path), *parts)), message
+    assert (
+        "\n" not in message
+        and len(message) < 400
+        and all(part in message for part in (str(path), *parts))
+    ), message
 
 
 def parquet(path):
@@ -29,15 +33,23 @@ def parquet(path):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "bom.jsonl", "windows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "rows.jsonl.gz", "bom.jsonl", "windows.jsonl", "rows.parquet"]
+)
 def test_whole_files_are_read(tmp_path, name):
     path = tmp_path / name
     if name.endswith("parquet"):
         parquet(path)
     else:
-        text = {"bom.jsonl": b"\xef\xbb\xbf" + TEXT, "windows.jsonl": TEXT.replace(b"\n", b"\r\n\r\n")}.get(name, TEXT)
+        text = {
+            "bom.jsonl": b"\xef\xbb\xbf" + TEXT,
+            "windows.jsonl": TEXT.replace(b"\n", b"\r\n\r\n"),
+        }.get(name, TEXT)
         path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
-    assert read_rows(str(path), "train", ()) == ROWS and read_rows(str(path), "train", (), 3) == ROWS[:3]
+    assert (
+        read_rows(str(path), "train", ()) == ROWS
+        and read_rows(str(path), "train", (), 3) == ROWS[:3]
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,16 @@ def test_whole_files_are_read(tmp_path, name):
         (b'{"n": ' + b"1" * 5000 + b"}\n", ("line 1: not JSON",)),
         (TEXT + b"null\n", ("line 2001: a JSON object is needed, not NoneType",)),
     ],
-    ids=["cut off", "latin-1 byte", "utf-16", "latin-1", "zero bytes", "deep", "long number", "null"],
+    ids=[
+        "cut off",
+        "latin-1 byte",
+        "utf-16",
+        "latin-1",
+        "zero bytes",
+        "deep",
+        "long number",
+        "null",
+    ],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_damaged_text_is_refused_with_its_line(tmp_path, content, parts, suffix):
@@ -66,7 +87,12 @@ def test_a_damaged_gz_is_refused(tmp_path, damage):
     whole = gzip.compress(TEXT)
     middle = whole[: len(whole) // 2] + bytes(reversed(whole[len(whole) // 2 :]))
     (tmp_path / "r.jsonl.gz").write_bytes(
-        {"cut off": whole[: len(whole) // 2], "no gzip": TEXT, "other bytes": middle, "no end": whole[:-4]}[damage]
+        {
+            "cut off": whole[: len(whole) // 2],
+            "no gzip": TEXT,
+            "other bytes": middle,
+            "no end": whole[:-4],
+        }[damage]
     )
     refused(tmp_path / "r.jsonl.gz")
 
@@ -82,7 +108,9 @@ def test_a_damaged_parquet_is_refused(tmp_path):
     for content in (b"", whole[:8], whole[: len(whole) // 2], whole[:-1], pages, TEXT):
         path.write_bytes(content)
         refused(path, "is no parquet file, or a truncated or damaged one")
-    column = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"caf\xe9"], pyarrow.binary()).buffers())
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, pyarrow.array([b"caf\xe9"], pyarrow.binary()).buffers()
+    )
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), path)
     refused(path, "utf-8")
 
@@ -98,7 +126,10 @@ def test_a_damaged_csv_is_refused(tmp_path):
     path.write_bytes(b'prompt,response\na,b\nc,"cut off\n')
     refused(path, "behind line 2", "unexpected end of data")
     path.write_bytes(b'prompt,response\na,"b, ""c"""\nd\n')
-    assert read_rows(str(path), "train", ()) == [{"prompt": "a", "response": 'b, "c"'}, {"prompt": "d", "response": None}]
+    assert read_rows(str(path), "train", ()) == [
+        {"prompt": "a", "response": 'b, "c"'},
+        {"prompt": "d", "response": None},
+    ]
 
 
 def test_a_folder_or_a_file_without_rights_is_refused(tmp_path):
@@ -111,14 +142,23 @@ def test_a_folder_or_a_file_without_rights_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names, split", [(["test_sft", "train_sft", "train"], "train_sft"), (["train", "test"], "train"), ([], "train")]
+    "names, split",
+    [
+        (["test_sft", "train_sft", "train"], "train_sft"),
+        (["train", "test"], "train"),
+        ([], "train"),
+    ],
 )
 def test_a_hub_data_set_gives_the_first_split_that_it_has(monkeypatch, names, split):
     import datasets
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: names)
     assert hub_split("owner/name", ("train_sft", "train")) == split
-    assert hub_split("owner/name.jsonl", ("train_sft", "train")) == "train" == hub_split("small", ("train_sft", "train"))
+    assert (
+        hub_split("owner/name.jsonl", ("train_sft", "train"))
+        == "train"
+        == hub_split("small", ("train_sft", "train"))
+    )
 
 
 class ReadTimeout(Exception):
@@ -126,14 +166,23 @@ class ReadTimeout(Exception):
 
 
 @pytest.mark.parametrize(
-    "kind", ["DatasetNotFoundError", "DataFilesNotFoundError", "DatasetGenerationError", RuntimeError, ReadTimeout]
+    "kind",
+    [
+        "DatasetNotFoundError",
+        "DataFilesNotFoundError",
+        "DatasetGenerationError",
+        RuntimeError,
+        ReadTimeout,
+    ],
 )
 def test_what_the_hub_says_becomes_one_line(monkeypatch, kind):
     """RuntimeError: what datasets 4 and later raise for a set that is a script."""
     import datasets
 
     def fail(*_, **__):
-        raise (getattr(datasets.exceptions, kind) if isinstance(kind, str) else kind)("it is\n\nnot there")
+        raise (getattr(datasets.exceptions, kind) if isinstance(kind, str) else kind)(
+            "it is\n\nnot there"
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
@@ -142,7 +191,10 @@ def test_what_the_hub_says_becomes_one_line(monkeypatch, kind):
 
 
 def test_presets_are_named_where_there_are_some(tmp_path):
-    for presets, end in (((), "no such file"), (("a", "b"), "no such preset or file; presets: a, b")):
+    for presets, end in (
+        ((), "no such file"),
+        (("a", "b"), "no such preset or file; presets: a, b"),
+    ):
         with pytest.raises(SystemExit) as error:
             read_rows("missing.jsonl", "test", presets)
         assert str(error.value) == f"--data missing.jsonl: {end}"

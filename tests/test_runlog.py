@@ -19,8 +19,20 @@ from runlog import RunLog, Stopwatch, check_numbers, peak_memory_gb
 
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
 RL_ROW = {
-    **{"reward/mean": 0.3, "reward/std": 0.4, "loss/total": -0.012, "policy/ratio": 1.0, "policy/clip_frac": 0.02},
-    **{"completion/length": 6.1, "completion/truncated_frac": 0.5, "time/rollout": 0.5, "time/update": 0.2, "time/step": 0.73},
+    **{
+        "reward/mean": 0.3,
+        "reward/std": 0.4,
+        "loss/total": -0.012,
+        "policy/ratio": 1.0,
+        "policy/clip_frac": 0.02,
+    },
+    **{
+        "completion/length": 6.1,
+        "completion/truncated_frac": 0.5,
+        "time/rollout": 0.5,
+        "time/update": 0.2,
+        "time/step": 0.73,
+    },
 }
 
 
@@ -39,7 +51,17 @@ def is_png(path):
 def test_config_says_how_to_repeat_the_run(tmp_path):
     with open_log(tmp_path) as log:
         config = json.loads((log.run_dir / "config.json").read_text())
-    assert list(config) == ["script", "args", "command", "git", "torch", "python", "device", "world_size", "started"]
+    assert list(config) == [
+        "script",
+        "args",
+        "command",
+        "git",
+        "torch",
+        "python",
+        "device",
+        "world_size",
+        "started",
+    ]
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]}
     assert config["torch"] == torch.__version__ and config["world_size"] == 1 and config["device"]
     assert config["git"] is None or set(config["git"]) == {"commit", "dirty"}
@@ -57,13 +79,26 @@ def test_git_is_null_outside_a_repository_and_sees_new_files(tmp_path, monkeypat
 
 
 def test_directories_of_the_same_second_are_numbered(tmp_path, monkeypatch):
-    monkeypatch.setattr(runlog, "datetime", type("Noon", (runlog.datetime,), {"now": lambda: runlog.datetime(2026, 1, 2, 12)}))
-    assert [runlog.make_run_dir(tmp_path, "d1").name for _ in range(3)] == [f"d1-0102-120000{end}" for end in ("", "-2", "-3")]
+    monkeypatch.setattr(
+        runlog,
+        "datetime",
+        type("Noon", (runlog.datetime,), {"now": lambda: runlog.datetime(2026, 1, 2, 12)}),
+    )
+    assert [runlog.make_run_dir(tmp_path, "d1").name for _ in range(3)] == [
+        f"d1-0102-120000{end}" for end in ("", "-2", "-3")
+    ]
 
 
 def test_rows_are_flushed_at_once_and_non_finite_is_null(tmp_path):
     with open_log(tmp_path) as log:
-        log.write(1, {"reward/mean": torch.tensor(0.5), "loss/total": float("nan"), "optim/grad_norm": torch.tensor(torch.inf)})
+        log.write(
+            1,
+            {
+                "reward/mean": torch.tensor(0.5),
+                "loss/total": float("nan"),
+                "optim/grad_norm": torch.tensor(torch.inf),
+            },
+        )
         rows = read_jsonl(log.run_dir / "metrics.jsonl")
     assert rows == [{"step": 1, "reward/mean": 0.5, "loss/total": None, "optim/grad_norm": None}]
 
@@ -85,7 +120,9 @@ def test_samples_are_utf8_lines(tmp_path):
         log.samples(3, [{"completion": "3 × 4 = 12\n", "step_map": [0, 1]}, {"completion": "né"}])
         log.samples(4, [{"completion": "5"}])
     assert "3 × 4" in (log.run_dir / "samples.jsonl").read_text(encoding="utf-8")
-    assert [(row["step"], row["completion"]) for row in read_jsonl(log.run_dir / "samples.jsonl")] == [
+    assert [
+        (row["step"], row["completion"]) for row in read_jsonl(log.run_dir / "samples.jsonl")
+    ] == [
         (3, "3 × 4 = 12\n"),
         (3, "né"),
         (4, "5"),
@@ -130,9 +167,16 @@ def test_a_score_redraws_the_plot(tmp_path):
     "rows",
     [
         [(1, RL_ROW)],
-        [(0, {"eval/countdown": 0.0, "time/eval": 3.0}), (1, RL_ROW), (1, {"test/countdown": 1.0, "time/eval": 3.0})],
+        [
+            (0, {"eval/countdown": 0.0, "time/eval": 3.0}),
+            (1, RL_ROW),
+            (1, {"test/countdown": 1.0, "time/eval": 3.0}),
+        ],
         [(0, {"test/countdown": 0.9, "time/eval": 3.0})],
-        [(step, {"loss/total": float("nan"), "optim/lr": 1e-5, "optim/grad_norm": 1.0}) for step in range(1, 50)],
+        [
+            (step, {"loss/total": float("nan"), "optim/lr": 1e-5, "optim/grad_norm": 1.0})
+            for step in range(1, 50)
+        ],
         [(5, {"loss/total": 0.1, "speed/tokens_per_s": 17e3, "time/step": 0.5})],
     ],
     ids=["one step", "one step with scores", "before training", "not a number", "sft"],
@@ -148,7 +192,11 @@ def test_panels_follow_the_keys(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     titles = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: titles.append([a.get_title("left") for a in figure.axes]))
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *_, **__: titles.append([a.get_title("left") for a in figure.axes]),
+    )
     optim = {"loss/total": 1.0, "optim/lr": 1e-5, "optim/grad_norm": 1.0, "speed/tokens_per_s": 1e4}
     for row in (RL_ROW | optim | {"eval/countdown": 0.5}, optim):
         with open_log(tmp_path) as log:
@@ -224,7 +272,11 @@ def test_stopwatch_adds_up_the_seconds_of_a_phase(monkeypatch):
     for phase in ("rollout", "rollout", "update"):
         with clock(phase):
             pass
-    assert {"loss/total": 1.0} | clock == {"loss/total": 1.0, "time/rollout": 5.0, "time/update": 1.0}
+    assert {"loss/total": 1.0} | clock == {
+        "loss/total": 1.0,
+        "time/rollout": 5.0,
+        "time/update": 1.0,
+    }
 
 
 def test_peak_memory_on_cpu_is_that_of_the_process():
@@ -248,8 +300,17 @@ def test_numbers_that_count_something_are_at_least_one():
     assert check_numbers(Numbers()) == Numbers()
     whole = (("max_steps", 0, 1), ("batch_size", 0, 1), ("steps", -1, 0), ("save_every", -1, 0))
     for name, value, least in (*whole, ("beta", -0.1, 0), ("beta", float("nan"), 0)):
-        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value} must be at least {least}$"):
+        with pytest.raises(
+            SystemExit, match=f"^--{name.replace('_', '-')} {value} must be at least {least}$"
+        ):
             check_numbers(replace(Numbers(), **{name: value}))
-    for name, value in (("temperature", 0.0), ("temperature", -1.0), ("temperature", float("nan")), ("max_grad_norm", 0.0)):
-        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {value} must be above 0: [^\n]+$"):
+    for name, value in (
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("max_grad_norm", 0.0),
+    ):
+        with pytest.raises(
+            SystemExit, match=f"^--{name.replace('_', '-')} {value} must be above 0: [^\n]+$"
+        ):
             check_numbers(replace(Numbers(), **{name: value}))

@@ -16,13 +16,13 @@ from test_rollout import M, prompts_of
 from test_rollout import model_of as block_model_of
 
 from algos import d1
-from kernels.sampling import keyed_uniform, sample_categorical
 from models import export_weights
 from models.random_init import random_model
 from rollout import make_engine
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import replay_logps
+from rollout.sampling import keyed_uniform, sample_categorical
 
 MODELS = {
     "block": block_model_of,
@@ -44,13 +44,25 @@ def engines():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic", "random"])
-def test_states_rebuilt_from_the_map_are_those_that_the_model_saw(monkeypatch, engines, name, remasking):
+def test_states_rebuilt_from_the_map_are_those_that_the_model_saw(
+    monkeypatch, engines, name, remasking
+):
     """Every forward that revealed a token, in order, against the tokens that replay_map and completion_ids make of it."""
     engine, seen = engines[name], []
     n, hidden = 4, engine.model.hidden
-    monkeypatch.setattr(engine.model, "hidden", lambda ids, *rest: seen.append(ids[0].tolist()) or hidden(ids, *rest))
+    monkeypatch.setattr(
+        engine.model,
+        "hidden",
+        lambda ids, *rest: seen.append(ids[0].tolist()) or hidden(ids, *rest),
+    )
     prompt = prompts_of([6])[0]
-    options = dict(gen_length=12, block_length=n, denoising_steps=3, confidence_threshold=0.5, stop_at_eos=False)
+    options = dict(
+        gen_length=12,
+        block_length=n,
+        denoising_steps=3,
+        confidence_threshold=0.5,
+        stop_at_eos=False,
+    )
     trace = engine.generate([prompt], remasking=remasking, **options)
     denoised = [ids for ids in seen if M in ids]  # neither the prefill nor a commit
     completion, step = trace.completion_ids[0].tolist(), trace.replay_map[0].tolist()
@@ -75,15 +87,28 @@ def test_states_rebuilt_from_the_map_are_those_that_the_model_saw(monkeypatch, e
 def trajectories(name, remasking, samples=6000):
     """Rollouts of 2 tokens of 3 values, one a step. -> {(tokens, order): (frequency, exp of the sum of recorded logps)}"""
     sizes = {"vocab_size": 4, "mask_token_id": 3, "eos_token_id": 0, "pad_token_id": 0}
-    config = BLOCK_SMALL | {"block_size": 2} if name == "block" else MASKED_SMALL[name] | {"embedding_size": 4}
+    config = (
+        BLOCK_SMALL | {"block_size": 2}
+        if name == "block"
+        else MASKED_SMALL[name] | {"embedding_size": 4}
+    )
     model = random_model(config | sizes, dtype=torch.float64)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
     model.eos_token_ids, model.pad_token_id = [], 0
     trace = make_engine(model, max_batch_size=samples).generate(
-        [[1, 2]], num_samples=samples, gen_length=2, block_length=2, denoising_steps=2, remasking=remasking, stop_at_eos=False
+        [[1, 2]],
+        num_samples=samples,
+        gen_length=2,
+        block_length=2,
+        denoising_steps=2,
+        remasking=remasking,
+        stop_at_eos=False,
     )
-    keys = [(*ids, *steps) for ids, steps in zip(trace.completion_ids.tolist(), trace.step_map.tolist(), strict=True)]
+    keys = [
+        (*ids, *steps)
+        for ids, steps in zip(trace.completion_ids.tolist(), trace.step_map.tolist(), strict=True)
+    ]
     chance = dict(zip(keys, trace.logps.sum(1).exp().tolist(), strict=True))
     return {key: (keys.count(key) / samples, chance[key]) for key in chance}
 
@@ -97,7 +122,9 @@ def test_recorded_logps_are_the_likelihood_of_the_trajectory(engines, name, rema
             engines[name].generate([[3]], remasking=remasking)
         return
     seen = trajectories(name, remasking)
-    assert {key[:2] for key in seen} == set(itertools.product(range(3), repeat=2)) and len(seen) == 9
+    assert {key[:2] for key in seen} == set(itertools.product(range(3), repeat=2)) and len(
+        seen
+    ) == 9
     assert sum(chance for _, chance in seen.values()) == pytest.approx(1, abs=1e-9)
     assert max(abs(frequency - chance) for frequency, chance in seen.values()) < 0.025
 
@@ -127,7 +154,9 @@ def test_every_rule_ends_on_any_logits(name, remasking):
                 seed=steps, confidence_threshold=threshold, factor=factor, stop_at_eos=False, block_length=4,
             )  # fmt: skip
             on_canvas = torch.arange(trace.step_map.shape[1]) < trace.canvas_length[:, None]
-            assert ((trace.step_map >= 0) == on_canvas).all() and not (trace.completion_ids == M).any()
+            assert ((trace.step_map >= 0) == on_canvas).all() and not (
+                trace.completion_ids == M
+            ).any()
             blocks = -(-trace.canvas_length // 4) + 1
             assert (trace.num_forwards <= trace.canvas_length + blocks).all()
 
@@ -138,15 +167,25 @@ def test_every_rule_ends_on_any_logits(name, remasking):
 class NextToken(torch.nn.Module):
     """Row i of its hidden states names the token behind position i: an oracle of one sequence, shifted as Dream is."""
 
-    attention, mask_token_id, block_length, eos_token_ids, pad_token_id = "bidirectional", 31, 4, [], 0
+    attention, mask_token_id, block_length, eos_token_ids, pad_token_id = (
+        "bidirectional",
+        31,
+        4,
+        [],
+        0,
+    )
 
     def __init__(self, sequence, own_shift=False):
         super().__init__()
         self.lm_head = torch.nn.Linear(32, 32, bias=False, dtype=torch.float64)
         self.lm_head.weight.data = 50 * torch.eye(32, dtype=torch.float64)
         self.sequence, self.attention_backend = torch.tensor([*sequence, 0]), "auto"
-        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"k_proj": torch.nn.Linear(2, 2)})])  # memory is counted by them
-        self.config = SimpleNamespace(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2)
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.ModuleDict({"k_proj": torch.nn.Linear(2, 2)})]
+        )  # memory is counted by them
+        self.config = SimpleNamespace(
+            num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2
+        )
         if own_shift:  # Fast-dLLM's: whatever rows it gets, the first one keeps its own
             self.hidden = lambda *inputs: self._shift(self.next_tokens(*inputs))
 
@@ -178,7 +217,9 @@ def test_an_oracle_of_the_next_token_writes_its_sequence(cache):
     """Every block, its first position too; with rows of the block alone the first one is wrong (but in the whole forward)."""
     sequence = torch.randint(0, 31, (17,), generator=torch.Generator().manual_seed(3)).tolist()
     options = dict(gen_length=12, denoising_steps=4, temperature=0, remasking="random", cache=cache)
-    write = lambda model: make_engine(model).generate([sequence[:5]], seed=1, **options).completion_ids[0].tolist()
+    write = lambda model: (
+        make_engine(model).generate([sequence[:5]], seed=1, **options).completion_ids[0].tolist()
+    )
     assert write(Shifted(sequence)) == sequence[5:]
     assert (write(NextToken(sequence, own_shift=True)) == sequence[5:]) == (cache == "none")
     assert write(NextToken(sequence)) != sequence[5:]  # control: no shift at all
@@ -200,7 +241,9 @@ def test_frequencies_over_a_large_vocabulary(temperature):
         def misfit(T, tokens, logits=logits):
             p = (logits.double() / T).softmax(-1)
             order = logits.argsort()  # parts of rare tokens and of frequent ones
-            part = torch.empty_like(order).index_copy(0, order, ((p[order].cumsum(0) - p[order] / 2) * 20).long().clamp(max=19))
+            part = torch.empty_like(order).index_copy(
+                0, order, ((p[order].cumsum(0) - p[order] / 2) * 20).long().clamp(max=19)
+            )
             expected = torch.zeros(20, dtype=torch.float64).index_add(0, part, p) * len(tokens)
             counts = part[tokens].bincount(minlength=20)
             used = expected >= 5
@@ -219,7 +262,10 @@ def hundred_rollouts(rank, world_size, rounds, skips=False, limit=120):
     """Ragged prompts, other lengths and ends on each rank; new weights from a sharded learner before every rollout."""
     signal.alarm(limit)  # a rank that waits for ever is killed, and run_ranks raises
     settings = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
-    builds = [lambda: block_model_of(dtype=torch.float32), lambda: masked_model_of("llada", dtype=torch.float32)]
+    builds = [
+        lambda: block_model_of(dtype=torch.float32),
+        lambda: masked_model_of("llada", dtype=torch.float32),
+    ]
     learners = [d1.parallelize(build(), settings) for build in builds]
     engines = [make_engine(build(), max_batch_size=3) for build in builds]
     lengths, forwards = set(), set()

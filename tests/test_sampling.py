@@ -1,4 +1,4 @@
-"""kernels/sampling.py against fp64: the reference, the chunked algorithm of the Triton kernels, and the kernels where they run.
+"""rollout/sampling.py against fp64: the reference, the chunked algorithm of the Triton kernels, and the kernels where they run.
 
 The kernels need a GPU, or `TRITON_INTERPRET=1 pytest tests/test_sampling.py` where Triton is installed.
 """
@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from kernels.sampling import keyed_uniform, sample_categorical, sample_reference
+from rollout.sampling import keyed_uniform, sample_categorical, sample_reference
 
 U_MAX = 1 - 2.0**-53  # the largest number that keyed_uniform can return
 INF = float("inf")
@@ -27,7 +27,9 @@ def chunked(logits, uniform, temperature=1.0, banned_id=None, chunk=64, group=8)
     z, scale = logits.float(), 1 / (temperature or 1)
     if banned_id is not None:
         z = torch.where(torch.arange(z.shape[1], device=z.device) == banned_id, -INF, z)
-    z = torch.nn.functional.pad(z, (0, -z.shape[1] % chunk), value=-INF).unflatten(1, (-1, chunk))  # [N, C, chunk]
+    z = torch.nn.functional.pad(z, (0, -z.shape[1] % chunk), value=-INF).unflatten(
+        1, (-1, chunk)
+    )  # [N, C, chunk]
     peaks = z.amax(2)
     d = z - peaks.masked_fill(peaks == -INF, 0)[..., None]
     weights = (d * scale).exp()
@@ -49,11 +51,19 @@ def chunked(logits, uniform, temperature=1.0, banned_id=None, chunk=64, group=8)
     c = first(hit, mass)
     rest = (target - (prefix - mass)[row, c]) / factor[row, c]
     z, weights, groups = z[row, c], weights[row, c], groups[row, c]
-    cdf = ((groups.cumsum(1) - groups)[..., None] + weights.unflatten(1, (-1, group)).double().cumsum(2)).flatten(1)
+    cdf = (
+        (groups.cumsum(1) - groups)[..., None]
+        + weights.unflatten(1, (-1, group)).double().cumsum(2)
+    ).flatten(1)
     hit = z == peak[:, None] if temperature == 0 else (weights > 0) & (cdf > rest[:, None])
     token = first(hit, weights)
     logps = (z[row, token] - peak).double() * scale - total.log()
-    return c * chunk + token, logps.float(), (1 / total).float(), (total.log() - scale * moment / total).float()
+    return (
+        c * chunk + token,
+        logps.float(),
+        (1 / total).float(),
+        (total.log() - scale * moment / total).float(),
+    )
 
 
 def reference(logits, uniform, temperature=1.0, banned_id=None):
@@ -102,7 +112,9 @@ def outside(tokens, uniform, log_p):
     """How far `uniform` is from the bin of the token drawn with it, in probability: 0 inside."""
     p = log_p.exp()
     high = p.cumsum(-1).gather(1, tokens[:, None])[:, 0]
-    return torch.maximum(high - p.gather(1, tokens[:, None])[:, 0] - uniform, uniform - high).clamp(min=0)
+    return torch.maximum(high - p.gather(1, tokens[:, None])[:, 0] - uniform, uniform - high).clamp(
+        min=0
+    )
 
 
 @each_sampler
@@ -123,16 +135,27 @@ def test_draws_are_those_of_the_exact_distribution(sampler, temperature, V):
             allowed = log_p.isfinite().any(1)
             tokens, *values = sampler(logits, u, temperature, banned_id)
             assert tokens.dtype == torch.int64 and [x.dtype for x in values] == [torch.float32] * 3
-            tokens, u, log_p, values = tokens[allowed], u[allowed], log_p[allowed], [x[allowed].double() for x in values]
+            tokens, u, log_p, values = (
+                tokens[allowed],
+                u[allowed],
+                log_p[allowed],
+                [x[allowed].double() for x in values],
+            )
             assert banned_id is None or not (tokens == banned_id).any()
             if temperature == 0:
                 assert torch.equal(tokens, log_p.argmax(-1))
             else:
                 rounding = 2.0**-23 * logits[logits.isfinite()].abs().max() / temperature
                 assert outside(tokens, u, log_p).max() < 1e-6 + (sampler is reference) * rounding
-            want = log_p.gather(1, tokens[:, None])[:, 0], log_p.amax(-1).exp(), torch.special.entr(log_p.exp()).sum(-1)
+            want = (
+                log_p.gather(1, tokens[:, None])[:, 0],
+                log_p.amax(-1).exp(),
+                torch.special.entr(log_p.exp()).sum(-1),
+            )
             for got, value in zip(values, want, strict=True):
-                torch.testing.assert_close(got, value, atol=2e-5 if sampler is reference else 3e-6, rtol=1e-6)
+                torch.testing.assert_close(
+                    got, value, atol=2e-5 if sampler is reference else 3e-6, rtol=1e-6
+                )
 
 
 @each_sampler
@@ -147,11 +170,15 @@ def test_frequencies_follow_the_tempered_softmax(sampler, temperature):
         assert (counts[p == 0] == 0).all()
         small = expected < 5
         counts, expected = [np.append(x[~small], x[small].sum()) for x in (counts, expected)]
-        z = (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() - (len(counts) - 1)
+        z = (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() - (
+            len(counts) - 1
+        )
         assert abs(z) / math.sqrt(2 * max(len(counts) - 1, 1)) < 4.5
 
 
-@pytest.mark.parametrize("sampler", [f for f in SAMPLERS.values() if DEVICE == "cpu" or f is SAMPLERS["triton"]])
+@pytest.mark.parametrize(
+    "sampler", [f for f in SAMPLERS.values() if DEVICE == "cpu" or f is SAMPLERS["triton"]]
+)
 def test_a_draw_does_not_depend_on_its_neighbours(sampler):
     """Alone, in another order, with another stride: bit-equal. PyTorch's own sums on CUDA are not."""
     logits = torch.cat([rows(1000, seed=seed) for seed in range(3)])
@@ -160,7 +187,9 @@ def test_a_draw_does_not_depend_on_its_neighbours(sampler):
     order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     wide = torch.full((len(logits), 1100), 9.0, device=DEVICE)
     wide[:, :1000] = logits
-    assert all(torch.equal(a, b) for a, b in zip(sampler(wide[:, :1000], u, 0.8, 7), whole, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(sampler(wide[:, :1000], u, 0.8, 7), whole, strict=True)
+    )
     again = sampler(logits[order], u[order], 0.8, 7)
     assert all(torch.equal(a, b[order]) for a, b in zip(again, whole, strict=True))
     for n in (0, 9, 20):
@@ -194,7 +223,9 @@ def test_a_token_without_mass_is_never_drawn(sampler, u, temperature):
     z[3, :3], z[3, -1] = torch.tensor([1e30, -1e30, 0.0]), -1e30
     z[4, ::129] = torch.tensor([0.0, 0.3, -0.2, 0.1])
     z = z.to(DEVICE)
-    tokens, logps, max_probs, entropies = sampler(z, torch.full((5,), u, dtype=torch.float64, device=DEVICE), temperature)
+    tokens, logps, max_probs, entropies = sampler(
+        z, torch.full((5,), u, dtype=torch.float64, device=DEVICE), temperature
+    )
     assert z.gather(1, tokens[:, None]).min() > -1e3 and logps.min() > -130
     assert entropies.isfinite().all() and (max_probs > 0).all()
     if u == 0:
@@ -210,7 +241,9 @@ def test_many_extreme_uniforms_stay_inside_the_support(sampler):
     logits = 5 * torch.randn(n, 600, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     logits[:, 500:] = -INF
     for u in (0.0, U_MAX):
-        tokens, logps, *_ = sampler(logits, torch.full((n,), u, dtype=torch.float64, device=DEVICE), 1.0, 499)
+        tokens, logps, *_ = sampler(
+            logits, torch.full((n,), u, dtype=torch.float64, device=DEVICE), 1.0, 499
+        )
         assert tokens.max() < 499 and logps.isfinite().all()
 
 
@@ -220,7 +253,9 @@ def test_broken_rows_come_back_with_a_log_probability_that_is_not_finite(sampler
     """NaN, +inf, nothing allowed: no error, a token inside the vocabulary, and other rows as they were."""
     logits = rows(300)[1].repeat(5, 1)
     logits[1, 131], logits[2, 7], logits[3], logits[4] = float("nan"), INF, -INF, float("nan")
-    tokens, logps, *_ = sampler(logits, torch.full((5,), 0.5, dtype=torch.float64, device=DEVICE), temperature)
+    tokens, logps, *_ = sampler(
+        logits, torch.full((5,), 0.5, dtype=torch.float64, device=DEVICE), temperature
+    )
     assert logps.isfinite().tolist() == [True, False, False, False, False]
     assert ((tokens >= 0) & (tokens < 300)).all()
 
@@ -236,7 +271,9 @@ def test_ties_at_temperature_zero_go_to_the_lowest_token():
 def test_reference_in_fp64_by_enumeration(temperature):
     """fp64 logits stay fp64: all values to 1e-12 of a loop over the vocabulary."""
     logits, u = rows(40, torch.float64).cpu(), keyed_uniform(2, torch.arange(7))
-    tokens, logps, max_probs, entropies = sample_reference(logits, u, temperature, 3, statistics=True)
+    tokens, logps, max_probs, entropies = sample_reference(
+        logits, u, temperature, 3, statistics=True
+    )
     for n, row in enumerate(logits.tolist()):
         weights = [0.0 if v == 3 else math.exp(z / (temperature or 1)) for v, z in enumerate(row)]
         p, token, passed = [w / sum(weights) for w in weights], 0, weights[0] / sum(weights)
@@ -252,11 +289,20 @@ def test_reference_in_fp64_by_enumeration(temperature):
 
 def test_statistics_do_not_change_the_draw():
     logits, u = rows(500), keyed(7)
-    plain, full = sample_categorical(logits, u, 0.9), sample_categorical(logits, u, 0.9, statistics=True)
-    assert len(plain) == 2 and len(full) == 4 and all(torch.equal(a, b) for a, b in zip(plain, full, strict=False))
+    plain, full = (
+        sample_categorical(logits, u, 0.9),
+        sample_categorical(logits, u, 0.9, statistics=True),
+    )
+    assert (
+        len(plain) == 2
+        and len(full) == 4
+        and all(torch.equal(a, b) for a, b in zip(plain, full, strict=False))
+    )
     logits[:, 11] = -INF
     banned = sample_categorical(rows(500), u, 0.9, banned_id=11)
-    assert all(torch.equal(a, b) for a, b in zip(banned, sample_categorical(logits, u, 0.9), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(banned, sample_categorical(logits, u, 0.9), strict=True)
+    )
 
 
 @pytest.mark.parametrize("fault", ["one group dropped", "the ban forgotten", "fp32 uniform"])
@@ -292,7 +338,9 @@ def test_uniform_numbers_of_the_kernel_are_the_plain_ones():
         [wide()],
         [wide(0, 3), 1],
     ):
-        got = uniform_fused([part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in parts]).cpu()
+        got = uniform_fused(
+            [part.to(DEVICE) if isinstance(part, torch.Tensor) else part for part in parts]
+        ).cpu()
         want = keyed_uniform(*parts)
         assert got.dtype == torch.float64 and torch.equal(got, want.expand(got.shape))
         if got.numel() > 1:  # negative control
@@ -303,7 +351,7 @@ def test_triton_is_not_imported_on_cpu():
     """A machine where it cannot be imported samples all the same."""
     code = (
         "import sys, torch; sys.modules['triton'] = None;"
-        "import rollout.engine; from kernels.sampling import sample_categorical;"
+        "import rollout.engine; from rollout.sampling import sample_categorical;"
         "print(*sample_categorical(torch.zeros(1, 4), torch.tensor([0.6]).double(), banned_id=3, statistics=True)[0].tolist());"
         "assert 'kernels.sampling_triton' not in sys.modules"
     )

@@ -36,7 +36,9 @@ LIMITS = {"timeout": 60.0, "memory": 192 << 20, "processes": 16}
 TESTS = "assert f(1) == 2\nassert f(5) == 6"
 PROXY, NONCE = "proxy", "nonce"
 F = "\ndef f(x): return x + 1\n"
-SECRET = Path(tempfile.gettempdir()) / f"sandbox-test-secret-{os.getpid()}"  # a file of the caller that all may read and write
+SECRET = (
+    Path(tempfile.gettempdir()) / f"sandbox-test-secret-{os.getpid()}"
+)  # a file of the caller that all may read and write
 
 
 def job(code, mode=PROXY, tests=TESTS, **changed):
@@ -76,7 +78,11 @@ ATTACKS = {
         "timeout exited",
         "timeout exited",
     ),
-    "list growth": ("def f(x):\n    l = []\n    while True: l.append('x' * 1000000)", "error", "error"),
+    "list growth": (
+        "def f(x):\n    l = []\n    while True: l.append('x' * 1000000)",
+        "error",
+        "error",
+    ),
     "one string of 100 GB": ("def f(x): return len('x' * 10**11)", "error", "error"),
     "memory of many processes": (
         """
@@ -112,11 +118,21 @@ ATTACKS = {
         "error",
         "error",
     ),
-    "endless output": ("def f(x):\n    while True: print('x' * 10000)", "timeout exited", "timeout exited"),
-    "endless output on stderr": ("import os\ndef f(x):\n    while True: os.write(2, b'y' * 60000)", "timeout", "timeout"),
+    "endless output": (
+        "def f(x):\n    while True: print('x' * 10000)",
+        "timeout exited",
+        "timeout exited",
+    ),
+    "endless output on stderr": (
+        "import os\ndef f(x):\n    while True: os.write(2, b'y' * 60000)",
+        "timeout",
+        "timeout",
+    ),
     "file of 256 MB": (
         "import signal; signal.signal(25, signal.SIG_IGN)\n"
-        + tries("with open('big', 'wb') as file:\n    for _ in range(256): file.write(b'x' * (1 << 20))"),
+        + tries(
+            "with open('big', 'wb') as file:\n    for _ in range(256): file.write(b'x' * (1 << 20))"
+        ),
         "error",
         "error",
     ),
@@ -126,7 +142,11 @@ ATTACKS = {
         "error wrong",
         "error wrong",
     ),
-    "outbound connection": (tries("import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)"), "error", "error"),
+    "outbound connection": (
+        tries("import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)"),
+        "error",
+        "error",
+    ),
     "input()": ("def f(x): return input()", "error", "error"),
     "stdin is empty": (F + "import sys\nassert sys.stdin.read() == ''", "passed", "passed"),
     "daemon that outlives its parent": (
@@ -164,12 +184,28 @@ ATTACKS = {
         "error exited timeout",
         "error exited timeout",
     ),
-    "deeply nested result": ("def f(x):\n    l = []\n    for _ in range(10**5): l = [l]\n    return l", "error", "error wrong"),
+    "deeply nested result": (
+        "def f(x):\n    l = []\n    for _ in range(10**5): l = [l]\n    return l",
+        "error",
+        "error wrong",
+    ),
     "huge result": ("def f(x): return 'x' * (40 << 20)", "error", "wrong"),
     "huge integer": ("def f(x): return 1 << 10**7", "wrong", "wrong"),
-    "result that contains itself": ("def f(x):\n    l = []\n    l.append(l)\n    return l", "error", "wrong error"),
-    "object that equals everything": ("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", "error", "passed"),
-    "int that equals everything": ("class E(int):\n    def __eq__(s, o): return True\ndef f(x): return E()", "wrong", "passed"),
+    "result that contains itself": (
+        "def f(x):\n    l = []\n    l.append(l)\n    return l",
+        "error",
+        "wrong error",
+    ),
+    "object that equals everything": (
+        "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()",
+        "error",
+        "passed",
+    ),
+    "int that equals everything": (
+        "class E(int):\n    def __eq__(s, o): return True\ndef f(x): return E()",
+        "wrong",
+        "passed",
+    ),
     "list that equals everything": (
         "class E(list):\n    def __eq__(s, o): return True\n    def __iter__(s): return iter([2])\ndef f(x): return E()",
         "wrong",
@@ -214,20 +250,34 @@ ATTACKS = {
         "wrong",
         "wrong",
     ),
-    "memory of the tests through /proc": (tries("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')"), "error", "error"),
+    "memory of the tests through /proc": (
+        tries("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')"),
+        "error",
+        "error",
+    ),
     "null pointer in ctypes": ("import ctypes\ndef f(x): ctypes.string_at(0)", "exited", "exited"),
     "files of the caller read": (tries("open({secret!r}).read()"), "error", "error"),
     "files of the caller changed": (tries("open({secret!r}, 'a').write('x')"), "error", "error"),
     "files of the caller deleted": (tries("import os\nos.remove({secret!r})"), "error", "error"),
-    "permissions of the caller's files": (tries("import os\nos.chmod({secret!r}, 0)"), "error", "error"),
+    "permissions of the caller's files": (
+        tries("import os\nos.chmod({secret!r}, 0)"),
+        "error",
+        "error",
+    ),
     "the repository": (
         tries("open({repository!r} + '/README.md').read()"),
         "error",
         "error",
     ),  # its .venv may be the Python that runs
-    "Python's library changed": (tries("import os\nopen(os.path.dirname(os.__file__) + '/new.py', 'w')"), "error", "error"),
+    "Python's library changed": (
+        tries("import os\nopen(os.path.dirname(os.__file__) + '/new.py', 'w')"),
+        "error",
+        "error",
+    ),
     "other processes through /proc": (
-        claims("any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in os.listdir('/proc') if p.isdigit())"),
+        claims(
+            "any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in os.listdir('/proc') if p.isdigit())"
+        ),
         "wrong error",
         "wrong error",
     ),
@@ -245,7 +295,11 @@ ATTACKS = {
         "wrong",
         "wrong",
     ),
-    "the clock": (tries("import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"), "error", "error"),
+    "the clock": (
+        tries("import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"),
+        "error",
+        "error",
+    ),
     "another uid": (tries("import os\nos.setuid(0)"), "error", "error"),
     "rights of a new user namespace": (
         "import ctypes\n" + claims("ctypes.CDLL(None).unshare(0x10020000) == 0"),
@@ -253,7 +307,8 @@ ATTACKS = {
         "wrong",
     ),
     "mount": (
-        "import ctypes\n" + claims("ctypes.CDLL(None).mount(b'x', b'/sandbox', b'tmpfs', 0, None) == 0"),
+        "import ctypes\n"
+        + claims("ctypes.CDLL(None).mount(b'x', b'/sandbox', b'tmpfs', 0, None) == 0"),
         "wrong",
         "wrong",
     ),
@@ -269,14 +324,25 @@ ATTACKS = {
         "passed",
     ),
     "files of its own": (
-        tries("import os, tempfile\nwith tempfile.NamedTemporaryFile('w') as file: file.write('x')\nopen('y', 'w').close()"),
+        tries(
+            "import os, tempfile\nwith tempfile.NamedTemporaryFile('w') as file: file.write('x')\nopen('y', 'w').close()"
+        ),
         "passed",
         "passed",
     ),
-    "a command": (tries("import subprocess\nassert subprocess.run(['/bin/echo', 'x']).returncode == 0"), "passed", "passed"),
-    "modules": (tries("import collections, dataclasses, heapq, math, re, numpy\nnumpy.zeros(3)"), "passed", "passed"),
+    "a command": (
+        tries("import subprocess\nassert subprocess.run(['/bin/echo', 'x']).returncode == 0"),
+        "passed",
+        "passed",
+    ),
+    "modules": (
+        tries("import collections, dataclasses, heapq, math, re, numpy\nnumpy.zeros(3)"),
+        "passed",
+        "passed",
+    ),
     "dataclass": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int" + F,
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int"
+        + F,
         "passed",
         "passed",
     ),
@@ -293,7 +359,11 @@ HELD_BY = {  # the protections of which one is enough, where the kernel does not
     "Python's library changed": {"files", "uid"},
     "other processes through /proc": {"files"},
 }
-QUICK = [name for name in ATTACKS if "timeout" not in ATTACKS[name][1] and name != "memory of many processes"]
+QUICK = [
+    name
+    for name in ATTACKS
+    if "timeout" not in ATTACKS[name][1] and name != "memory of many processes"
+]
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +374,12 @@ def surroundings():
     os.environ["SANDBOX_SECRET"] = "hunter2"
     with socket.create_server(("127.0.0.1", 0)) as server:
         folder = tempfile.gettempdir()
-        yield {"secret": str(SECRET), "repository": str(ROOT), "port": server.getsockname()[1], "folder": folder}
+        yield {
+            "secret": str(SECRET),
+            "repository": str(ROOT),
+            "port": server.getsockname()[1],
+            "folder": folder,
+        }
     assert SECRET.read_text() == "secret" and stat.S_IMODE(SECRET.stat().st_mode) == 0o666
     SECRET.unlink()
     del os.environ["SANDBOX_SECRET"]
@@ -348,7 +423,9 @@ def children():
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(
+                os.getpid()
+            ):
                 found.append(pid)
         except OSError:
             pass
@@ -357,7 +434,12 @@ def children():
 
 def holdings():
     """What this process has that a program could leave behind: children, open files, mounts, threads."""
-    return children(), sorted(os.listdir("/proc/self/fd")), Path("/proc/self/mounts").read_text(), threading.active_count()
+    return (
+        children(),
+        sorted(os.listdir("/proc/self/fd")),
+        Path("/proc/self/mounts").read_text(),
+        threading.active_count(),
+    )
 
 
 def check_nothing_is_left(results):
@@ -390,7 +472,9 @@ def test_attack(name, surroundings, mode=PROXY):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)])
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)]
+)
 def test_every_attack_alone(name, mode, surroundings):
     test_attack(name, surroundings, mode)
 
@@ -402,7 +486,11 @@ def attacks_at_once(tried, workers, timeout, surroundings):
     before = holdings()
     jobs = [attack(name, mode, surroundings) for name, mode in tried]
     results = run_batch(
-        [replace(job, timeout=min(timeout, job.timeout) if job.timeout < 60 else 60.0) for job in jobs], workers
+        [
+            replace(job, timeout=min(timeout, job.timeout) if job.timeout < 60 else 60.0)
+            for job in jobs
+        ],
+        workers,
     )
     assert len(results) == len(tried)
     for (name, mode), result in zip(tried, results, strict=True):
@@ -417,12 +505,19 @@ def test_attacks_at_once(surroundings):
     """Sixty-four at once, those that end at a limit among the others: no verdict changes."""
     slow = [(name, mode) for name in ATTACKS if name not in QUICK for mode in (PROXY, NONCE)]
     quick = [(name, NONCE) for name in QUICK]
-    attacks_at_once([pair for pairs in zip_longest(slow, quick) for pair in pairs if pair], 64, 2.0, surroundings)
+    attacks_at_once(
+        [pair for pairs in zip_longest(slow, quick) for pair in pairs if pair],
+        64,
+        2.0,
+        surroundings,
+    )
 
 
 @pytest.mark.full
 def test_sixty_four_attacks_at_once(surroundings):
-    attacks_at_once([(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)] * 2, 64, 20.0, surroundings)
+    attacks_at_once(
+        [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)] * 2, 64, 20.0, surroundings
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,7 +549,10 @@ def test_a_file_with_the_tests_would_be_found(surroundings):
 
 def test_attacks_that_this_machine_does_not_hold_are_named():
     kernel = {"files": "Operation not permitted", "network": "not asked for"}
-    assert not_held("outbound connection", kernel) == "outbound connection: no protection of network (not asked for)"
+    assert (
+        not_held("outbound connection", kernel)
+        == "outbound connection: no protection of network (not asked for)"
+    )
     assert not_held("files of the caller deleted", kernel) == "" and not_held("right", kernel) == ""
     assert set(HELD_BY) <= set(ATTACKS)
 
@@ -487,7 +585,10 @@ def test_survivors_without_a_pid_namespace(surroundings):
         assert result.reason in [*ATTACKS[name][1].split(), "exited"]
         check_nothing_is_left([result])
     result = run(
-        job("import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass", timeout=1.0),
+        job(
+            "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass",
+            timeout=1.0,
+        ),
         ["processes"],
     )
     assert result.reason == "timeout"
@@ -513,7 +614,9 @@ def test_callers_that_are_not_root(surroundings):
     for python in (sys._base_executable, "/usr/bin/python3"):
         try:
             version = subprocess.run(
-                [python, "-c", "import sys; print(sys.version_info >= (3, 11))"], **user, capture_output=True
+                [python, "-c", "import sys; print(sys.version_info >= (3, 11))"],
+                **user,
+                capture_output=True,
             )
         except OSError:
             continue
@@ -521,7 +624,13 @@ def test_callers_that_are_not_root(surroundings):
             break
     else:
         pytest.skip("no Python that an ordinary user may start")
-    names = ["right", "daemon that outlives its parent", "more forks than allowed", "mount", "rights of a new user namespace"]
+    names = [
+        "right",
+        "daemon that outlives its parent",
+        "more forks than allowed",
+        "mount",
+        "rights of a new user namespace",
+    ]
     names += [*HARMLESS, "files of the caller changed"]
     programs = {name: attack(name, PROXY, surroundings).code for name in names}
     done = subprocess.run(
@@ -536,13 +645,18 @@ def test_callers_that_are_not_root(surroundings):
     uid, found = json.loads(done.stdout)
     assert uid != 0
     for name in names:
-        reasons, all_missing = ATTACKS[name][1].split(), ["files", "ipc", "network", "processes", "shared memory", "uid"]
+        reasons, all_missing = (
+            ATTACKS[name][1].split(),
+            ["files", "ipc", "network", "processes", "shared memory", "uid"],
+        )
         if found["right 0"][1] == []:  # the kernel gives user namespaces
             assert found[f"{name} 0"][0] in reasons and found[f"{name} 0"][1] == [], (name, found)
         if f"{name} 1" not in found:
             continue
         assert found[f"{name} 1"][1] == all_missing
-        if name != "rights of a new user namespace" and not not_held(name, dict.fromkeys(all_missing, "")):
+        if name != "rights of a new user namespace" and not not_held(
+            name, dict.fromkeys(all_missing, "")
+        ):
             assert found[f"{name} 1"][0] in reasons, (name, found)
     if user:
         assert not owned_by([12345])
@@ -568,10 +682,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 def test_memory_of_the_caller_is_bounded():
     codes = [
-        ATTACKS[name][0] for name in ("endless output", "endless output on stderr", "huge result", "a message without end")
+        ATTACKS[name][0]
+        for name in (
+            "endless output",
+            "endless output on stderr",
+            "huge result",
+            "a message without end",
+        )
     ]
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(ROOT / "evals"), *codes], capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEMORY, str(ROOT / "evals"), *codes],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert float(done.stdout) < 50  # MiB
 
@@ -617,7 +740,9 @@ def tree(top):
     parents = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            parents[int(pid)] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(pid)] = int(
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            )
         except OSError:
             pass
     found = {top}
@@ -644,7 +769,10 @@ def test_a_sandbox_that_does_not_work_says_so(monkeypatch):
         run(job(F))
 
 
-@pytest.mark.skipif(os.getuid() != 0 or os.stat("/root").st_mode & 0o5, reason="needs a Python that others cannot read")
+@pytest.mark.skipif(
+    os.getuid() != 0 or os.stat("/root").st_mode & 0o5,
+    reason="needs a Python that others cannot read",
+)
 def test_a_library_that_the_program_cannot_read(monkeypatch):
     if not sys.base_prefix.startswith("/root/"):
         assert run(job(F), without=["files"]).passed
@@ -654,7 +782,12 @@ def test_a_library_that_the_program_cannot_read(monkeypatch):
 
 
 def test_batches_keep_their_order_and_workers():
-    jobs = [job("import time\ntime.sleep(0.3)" + F, tests=f"print(f({i}))\nassert f({i}) == {i + i % 2}") for i in range(8)]
+    jobs = [
+        job(
+            "import time\ntime.sleep(0.3)" + F, tests=f"print(f({i}))\nassert f({i}) == {i + i % 2}"
+        )
+        for i in range(8)
+    ]
     assert [result.passed for result in run_batch(jobs, 8)] == [i % 2 == 1 for i in range(8)]
     assert run_batch([]) == []
 
@@ -662,8 +795,12 @@ def test_batches_keep_their_order_and_workers():
 def test_an_interrupt_ends_a_batch(tmp_path):
     caller = "import sys, signal; sys.path.insert(0, sys.argv[1]); import sandbox;"
     caller += "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored where a shell's background job runs this
-    caller += "sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50, 2)"
-    process = subprocess.Popen([sys.executable, "-c", caller, str(ROOT / "evals")], stderr=subprocess.DEVNULL, cwd=tmp_path)
+    caller += (
+        "sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50, 2)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", caller, str(ROOT / "evals")], stderr=subprocess.DEVNULL, cwd=tmp_path
+    )
     for _ in range(200):
         if len(started := tree(process.pid)) >= 6:
             break
@@ -698,7 +835,9 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)  # a set's repr has no order
+@pytest.mark.parametrize(
+    "value", VALUES, ids=lambda value: type(value).__name__
+)  # a set's repr has no order
 def test_values_survive_the_wire(value):
     back = decode(json.loads(json.dumps(encode(value))))
     assert type(back) is type(value) and repr(back) == repr(value)
@@ -713,14 +852,25 @@ def test_types_of_the_library_survive_the_wire():
     import numpy
 
     through = lambda value: decode(json.loads(json.dumps(encode(value))))
-    same = [Decimal("0.10"), Fraction(1, 3), deque([1, (2,)]), datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3, 4)]
+    same = [
+        Decimal("0.10"),
+        Fraction(1, 3),
+        deque([1, (2,)]),
+        datetime.date(2020, 1, 2),
+        datetime.datetime(2020, 1, 2, 3, 4),
+    ]
     for value in same:
         assert type(through(value)) is type(value) and through(value) == value
-    plain = {dict: [Counter("aab"), OrderedDict(a=1), defaultdict(int, a=1)], tuple: [namedtuple("P", "x y")(1, 2)]}
+    plain = {
+        dict: [Counter("aab"), OrderedDict(a=1), defaultdict(int, a=1)],
+        tuple: [namedtuple("P", "x y")(1, 2)],
+    }
     for kind, values in plain.items():
         for value in values:
             assert type(through(value)) is kind and through(value) == value
-    assert list(through(x * x for x in range(3))) == [0, 1, 4] and list(through(map(str, [1]))) == ["1"]
+    assert list(through(x * x for x in range(3))) == [0, 1, 4] and list(through(map(str, [1]))) == [
+        "1"
+    ]
     assert sorted(through({1: 2}.keys())) == [1] and list(through({1: 2}.items())) == [(1, 2)]
     assert type(through(numpy.float64(0.5))) is float and type(through(numpy.int64(3))) is int
     array = through(numpy.arange(4, dtype="int16").reshape(2, 2))
@@ -744,7 +894,15 @@ def test_other_values_do_not(value):
 
 
 @pytest.mark.parametrize(
-    "message", [["object", 1], ["list"], ["dict", [1]], ["int", "x"], ["set", [["list", []]]], ["array", ["O", 1]]]
+    "message",
+    [
+        ["object", 1],
+        ["list"],
+        ["dict", [1]],
+        ["int", "x"],
+        ["set", [["list", []]]],
+        ["array", ["O", 1]],
+    ],
 )
 def test_messages_of_another_form_raise_or_stay_plain(message):
     try:
@@ -766,7 +924,9 @@ def test_tests_with_values_that_cannot_be_sent_say_so():
     tests = "class Node: pass\nassert f(Node()) == 2"
     assert run(job("def f(x): return 2", tests=tests)).reason == "unsupported"
     assert run(job("def f(x): return 2", NONCE, tests)).passed
-    assert run(job("def f(x): return print", tests="f(1)")).reason == "error"  # the program's own value
+    assert (
+        run(job("def f(x): return print", tests="f(1)")).reason == "error"
+    )  # the program's own value
 
 
 def test_exceptions_keep_their_type():
@@ -779,7 +939,10 @@ def test_exceptions_keep_their_type():
 
 def test_prelude_and_keywords():
     program = Job(
-        "def f(x, *, y=0): return x + y", "assert helper(f(1, y=2)) == 6", ("f",), prelude="def helper(x): return 2 * x"
+        "def f(x, *, y=0): return x + y",
+        "assert helper(f(1, y=2)) == 6",
+        ("f",),
+        prelude="def helper(x): return 2 * x",
     )
     assert run(program).passed
     assert not run(replace(program, tests="assert f(1, y=2) == 4")).passed

@@ -32,13 +32,24 @@ COMMANDS = {
     ).split(),
     "mdpo": "--prompts-per-step 4 --num-generations 4 --learning-rate 1e-4 --train-steps 3 --micro-batch-size 8".split(),
 }
-QUICK = ("sft", "d1", "bgpo")  # the others run from end to end in tests/test_families.py; here with --all
+QUICK = (
+    "sft",
+    "d1",
+    "bgpo",
+)  # the others run from end to end in tests/test_families.py; here with --all
 EXEMPT = ("time/", "speed/", "memory/")
 
 
 def run(command, cwd=ROOT, **env):
     threads = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env={**os.environ, **threads, **env}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **threads, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     return done
 
 
@@ -46,7 +57,13 @@ def run_script(script, out, *flags, ranks=1, cwd=ROOT):
     launch = (
         [sys.executable]
         if ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        else [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
     )
     done = run([*launch, f"algos/{script}.py", *flags, "--out", str(out)], cwd)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
@@ -59,7 +76,10 @@ def rows_of(directory, name="metrics.jsonl"):
 
 
 def each(scripts):
-    return [pytest.param(script, marks=[] if script in QUICK else pytest.mark.full) for script in scripts]
+    return [
+        pytest.param(script, marks=[] if script in QUICK else pytest.mark.full)
+        for script in scripts
+    ]
 
 
 @pytest.fixture(scope="module", params=each(COMMANDS))
@@ -73,18 +93,32 @@ def runs(request, tmp_path_factory):
 
 def test_a_run_leaves_its_record(runs):
     script, directory, done, _ = runs
-    assert {"config.json", "metrics.jsonl", "metrics.csv", "curves.png", "checkpoints"} <= {p.name for p in directory.iterdir()}
+    assert {"config.json", "metrics.jsonl", "metrics.csv", "curves.png", "checkpoints"} <= {
+        p.name for p in directory.iterdir()
+    }
     assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
     rows = rows_of(directory)
     assert [row["step"] for row in rows if "loss/total" in row] == [1, 2, 3]
     assert any("eval/countdown" in row for row in rows) and "test/countdown" in rows[-1]
     assert len(list(csv.DictReader((directory / "metrics.csv").open()))) == len(rows)
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["best", "step-000002", "step-000003"]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == [
+        "best",
+        "step-000002",
+        "step-000003",
+    ]
     config = json.loads((directory / "config.json").read_text())
     assert config["args"]["seed"] == 8 and config["args"]["learning_rate"] > 0
     if script not in ("sft", "vrpo"):
         samples = rows_of(directory, "samples.jsonl")
-        assert {"prompt", "completion", "completion_ids", "step_map", "logps", "reward", "step"} <= samples[0].keys()
+        assert {
+            "prompt",
+            "completion",
+            "completion_ids",
+            "step_map",
+            "logps",
+            "reward",
+            "step",
+        } <= samples[0].keys()
         assert "before" in done.stdout and "tokens" in done.stdout and "curves.png" in done.stdout
 
 
@@ -95,11 +129,21 @@ def test_two_ranks_are_one_rank(runs):
         assert a.keys() == b.keys()
         for name in a:
             if not name.startswith(EXEMPT):
-                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), (a["step"], name, a[name], b[name])
-    if script == "bgpo":  # one group of four is dead at the first step, so one rank has fewer micro-batches, but not none
+                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), (
+                    a["step"],
+                    name,
+                    a[name],
+                    b[name],
+                )
+    if (
+        script == "bgpo"
+    ):  # one group of four is dead at the first step, so one rank has fewer micro-batches, but not none
         assert next(row["reward/zero_std_frac"] for row in rows_of(one) if row["step"] == 1) == 0.25
     if script not in ("sft", "vrpo"):
-        first = [[row["completion_ids"] for row in rows_of(d, "samples.jsonl") if row["step"] == 1] for d in (one, two)]
+        first = [
+            [row["completion_ids"] for row in rows_of(d, "samples.jsonl") if row["step"] == 1]
+            for d in (one, two)
+        ]
         assert first[0] == first[1]
 
 
@@ -108,7 +152,16 @@ def test_the_saved_checkpoint_is_a_model(runs, tmp_path):
     _, directory, _, _ = runs
     checkpoint = directory / "checkpoints" / "step-000003"
     done = run(
-        [sys.executable, "evals/countdown.py", "--model", str(checkpoint), "--limit", "8", "--out", str(tmp_path / "eval")]
+        [
+            sys.executable,
+            "evals/countdown.py",
+            "--model",
+            str(checkpoint),
+            "--limit",
+            "8",
+            "--out",
+            str(tmp_path / "eval"),
+        ]
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -132,12 +185,18 @@ def test_a_copied_script_with_another_loss_runs_and_owes_nothing(tmp_path):
     """cp d1.py mine.py, change policy_loss, run: no registration, and the tests of the shared blocks stay green."""
     clone = tmp_path / "clone"
     shutil.copytree(
-        ROOT, clone, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".pytest_cache", "wandb")
+        ROOT,
+        clone,
+        ignore=shutil.ignore_patterns(
+            ".git", ".venv", "runs", "__pycache__", ".pytest_cache", "wandb"
+        ),
     )
     text = (ROOT / "algos/d1.py").read_text()
     line = "    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()\n"
     assert line in text
-    (clone / "algos/mine.py").write_text(text.replace(line, "    policy = (-estimates * A * c).sum()  # plain REINFORCE\n"))
+    (clone / "algos/mine.py").write_text(
+        text.replace(line, "    policy = (-estimates * A * c).sum()  # plain REINFORCE\n")
+    )
     directory, _ = run_script("mine", tmp_path / "runs", *SMALL, *COMMANDS["d1"], cwd=clone)
     assert directory.name.startswith("mine-tiny-sdar-countdown-s8-")
     assert [row["step"] for row in rows_of(directory) if "loss/total" in row] == [1, 2, 3]
@@ -150,41 +209,86 @@ BAD = {
     "unknown task": (["--task", "countdwn"], "unknown task 'countdwn': use one of "),
     "unknown preset": (["--data", "smal"], "smal"),
     "unknown reward": (["--reward", "nope"], "nope"),
-    "lonely group": (["--prompts-per-step", "3", "--num-generations", "1"], "at least 2 completions"),
-    "greedy group": (["--temperature", "0"], "--temperature 0.0 must be above 0: greedy completions of a group are all alike"),
+    "lonely group": (
+        ["--prompts-per-step", "3", "--num-generations", "1"],
+        "at least 2 completions",
+    ),
+    "greedy group": (
+        ["--temperature", "0"],
+        "--temperature 0.0 must be above 0: greedy completions of a group are all alike",
+    ),
     "no reference": (["--beta", "0.1"], "no KL"),
     "long prompts": (["--max-prompt-length", "3"], "the shortest train prompt has 16 tokens"),
     "block length": (["--block-length", "8", "--eval-limit", "0"], "blocks of 4"),
-    "gen length": (["--gen-length", "13", "--eval-limit", "0"], "--gen-length 13 is no multiple of the block length 4"),
-    "threshold": (["--confidence-threshold", "90", "--eval-limit", "0"], "--confidence-threshold 90.0 is no probability"),
+    "gen length": (
+        ["--gen-length", "13", "--eval-limit", "0"],
+        "--gen-length 13 is no multiple of the block length 4",
+    ),
+    "threshold": (
+        ["--confidence-threshold", "90", "--eval-limit", "0"],
+        "--confidence-threshold 90.0 is no probability",
+    ),
     "attention": (["--attention", "flex"], "--attention flex does only the forward pass on cpu"),
 }
 
 
 @pytest.mark.parametrize("flags, message", BAD.values(), ids=list(BAD))
 def test_bad_input_gets_one_line_that_names_the_fix(flags, message, tmp_path):
-    script = Run(["algos/bgpo.py", *flags, "--out", str(tmp_path)], tmp_path / "output")  # a fork: nothing is imported anew
+    script = Run(
+        ["algos/bgpo.py", *flags, "--out", str(tmp_path)], tmp_path / "output"
+    )  # a fork: nothing is imported anew
     script.wait_until(lambda: False)
     assert set(script.codes.values()) == {1} and "Traceback" not in script.output(), script.output()
     assert message in script.output().strip().splitlines()[-1]
 
 
 def test_a_reward_for_another_prompt_is_refused_before_weights_are_read(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}) + "\n")
-    flags = ["--task", "gsm8k", "--data", str(tmp_path / "rows.jsonl"), "--reward", "gsm8k_d1", "--eval-limit", "0"]
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}) + "\n"
+    )
+    flags = [
+        "--task",
+        "gsm8k",
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--reward",
+        "gsm8k_d1",
+        "--eval-limit",
+        "0",
+    ]
     done = run([sys.executable, "algos/d1.py", *flags, "--out", str(tmp_path / "runs")])
-    assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
-    assert "gsm8k_d1 pays for a layout that only the prompt of --data d1" in done.stderr.strip().splitlines()[-1]
+    assert (
+        done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+    )
+    assert (
+        "gsm8k_d1 pays for a layout that only the prompt of --data d1"
+        in done.stderr.strip().splitlines()[-1]
+    )
 
 
 def test_sft_evaluates_with_the_asked_block_length(tmp_path):
     """The plan says it before training; a block model refuses another length than its own there, not at an evaluation."""
-    command = [sys.executable, "algos/sft.py", "--max-steps", "1", "--eval-limit", "2", "--batch-size", "2", "--block-length"]
+    command = [
+        sys.executable,
+        "algos/sft.py",
+        "--max-steps",
+        "1",
+        "--eval-limit",
+        "2",
+        "--batch-size",
+        "2",
+        "--block-length",
+    ]
     done = run([*command, "6", "--model", "tiny-llada", "--out", str(tmp_path)])
-    assert done.returncode == 0 and "2 blocks of 6 tokens, 2 steps each" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "2 blocks of 6 tokens, 2 steps each" in done.stdout, (
+        done.stderr[-2000:]
+    )
     done = run([*command, "8", "--out", str(tmp_path)])
     assert done.returncode == 1 and "step" not in done.stdout and "Traceback" not in done.stderr
-    assert "--block-length 8: this model was trained with blocks of 4" in done.stderr.strip().splitlines()[-1]
+    assert (
+        "--block-length 8: this model was trained with blocks of 4"
+        in done.stderr.strip().splitlines()[-1]
+    )
 
 
 METHOD_BAD = {
@@ -197,7 +301,9 @@ METHOD_BAD = {
 
 
 @pytest.mark.parametrize("script, flags, message", METHOD_BAD.values(), ids=list(METHOD_BAD))
-def test_settings_that_break_an_estimate_are_refused_before_anything_is_loaded(script, flags, message, tmp_path):
+def test_settings_that_break_an_estimate_are_refused_before_anything_is_loaded(
+    script, flags, message, tmp_path
+):
     module = importlib.import_module(f"algos.{script}")
     args = tyro.cli(module.Args, args=[*flags, "--model", str(tmp_path / "nothing")])
     with pytest.raises(SystemExit, match=re.escape(message)) as refused:
@@ -228,7 +334,10 @@ def test_numbers_without_which_nothing_is_learned_are_refused(script):
     args = importlib.import_module(f"algos.{script}").Args
     for name, value in COUNTS[script].items():
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        with pytest.raises(SystemExit, match=f"^--{name.replace('_', '-')} {re.escape(shown)} must be at least [01]"):
+        with pytest.raises(
+            SystemExit,
+            match=f"^--{name.replace('_', '-')} {re.escape(shown)} must be at least [01]",
+        ):
             check_numbers(args(**{name: value}))
 
 
@@ -245,7 +354,11 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
 def test_wandb_offline(tmp_path):
     pytest.importorskip("wandb")
     flags = "--track --max-steps 1 --eval-limit 0 --prompts-per-step 2 --mc-num 1".split()
-    done = run([sys.executable, "algos/bgpo.py", *flags, "--out", str(tmp_path)], WANDB_MODE="offline", WANDB_SILENT="true")
+    done = run(
+        [sys.executable, "algos/bgpo.py", *flags, "--out", str(tmp_path)],
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (directory,) = tmp_path.iterdir()
     assert list(directory.glob("wandb/offline-run-*"))

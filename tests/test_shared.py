@@ -34,20 +34,29 @@ def differences(reference, sibling, names=None, skip=()):
     for name in names or want:
         if name not in skip:
             a, b = lines(reference, want, name), lines(sibling, got, name)
-            report += difflib.unified_diff(a, b, f"reference:{name}", f"sibling:{name}", lineterm="")
+            report += difflib.unified_diff(
+                a, b, f"reference:{name}", f"sibling:{name}", lineterm=""
+            )
     return "\n".join(report)
 
 
-@pytest.mark.parametrize("reference, sibling", [(one, other) for one, others in SIBLINGS.items() for other in others])
+@pytest.mark.parametrize(
+    "reference, sibling", [(one, other) for one, others in SIBLINGS.items() for other in others]
+)
 def test_shared_blocks_are_identical(reference, sibling):
     skip = [block for name, block in EXCEPTIONS if name == sibling]
     assert not differences(text_of(reference), text_of(sibling), SIBLINGS[reference][sibling], skip)
 
 
 def test_a_changed_shared_line_is_found_and_sync_mends_it():
-    reference, changed = text_of("d1"), text_of("bgpo").replace("(scale * (slope[:, k] * logps).sum()).backward()", "pass")
+    reference, changed = (
+        text_of("d1"),
+        text_of("bgpo").replace("(scale * (slope[:, k] * logps).sum()).backward()", "pass"),
+    )
     assert changed != text_of("bgpo")
-    assert "-        (scale * (slope[:, k] * logps).sum()).backward()" in differences(reference, changed)
+    assert "-        (scale * (slope[:, k] * logps).sum()).backward()" in differences(
+        reference, changed
+    )
     assert sync(reference, changed) == text_of("bgpo")
 
 
@@ -74,11 +83,19 @@ def test_unpaired_markers_are_refused(text, complaint):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("algos/*.py")), ids=lambda path: path.name)
 def test_scripts_do_not_import_each_other(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-        assert not any(name.split(".")[0] == "algos" for name in names), f"{path.name}:{node.lineno}"
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [getattr(node, "module", None) or ""]
+        )
+        assert not any(name.split(".")[0] == "algos" for name in names), (
+            f"{path.name}:{node.lineno}"
+        )
 
 
-@pytest.mark.parametrize("path", sorted(path for folder in SERVICES for path in (ROOT / folder).glob("*.py")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted(path for folder in SERVICES for path in (ROOT / folder).glob("*.py")), ids=str
+)
 def test_services_do_not_know_args_or_scripts(path):
     """Only a command line's own main(args) takes args."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -86,17 +103,27 @@ def test_services_do_not_know_args_or_scripts(path):
             names = [x.arg for x in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
             assert "args" not in names, f"{path}:{node.lineno}"
         if isinstance(node, ast.ImportFrom | ast.Import):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
             assert not any(name.split(".")[0] == "algos" for name in names), f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("script", ONLINE)
-def test_online_scripts_have_the_four_functions_in_order_and_the_fields_that_shared_code_reads(script):
-    functions = [node.name for node in ast.parse(text_of(script)).body if isinstance(node, ast.FunctionDef)]
+def test_online_scripts_have_the_four_functions_in_order_and_the_fields_that_shared_code_reads(
+    script,
+):
+    functions = [
+        node.name for node in ast.parse(text_of(script)).body if isinstance(node, ast.FunctionDef)
+    ]
     assert [name for name in functions if name in METHOD_FUNCTIONS] == METHOD_FUNCTIONS
     module = importlib.import_module(f"algos.{script}")
     assert {"ROLLOUT", "RECORDS", "USES_OLD", "USES_REF"} <= set(vars(module))
-    assert set(module.ROLLOUT) <= {f.name for f in fields(module.Args)} & set(signature(Engine.generate).parameters)
+    assert set(module.ROLLOUT) <= {f.name for f in fields(module.Args)} & set(
+        signature(Engine.generate).parameters
+    )
     needed = "learning_rate betas weight_decay max_grad_norm temperature num_generations num_iterations beta".split()
     assert set(needed) <= {f.name for f in fields(module.Args)}
 
@@ -104,9 +131,17 @@ def test_online_scripts_have_the_four_functions_in_order_and_the_fields_that_sha
 @pytest.mark.parametrize("script", [*ONLINE, "sft", "vrpo"])
 def test_every_flag_is_documented(script):
     """A docstring stands under each field: it is the text of --help."""
-    (args,) = (n for n in ast.parse(text_of(script)).body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    (args,) = (
+        n
+        for n in ast.parse(text_of(script)).body
+        if isinstance(n, ast.ClassDef) and n.name == "Args"
+    )
     for field, text in zip(args.body[::2], args.body[1::2], strict=True):
-        assert isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value.value, str)
+        assert (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value.value, str)
+        )
 
 
 def test_sizes():
@@ -126,7 +161,16 @@ def test_the_table_in_the_readme_is_up_to_date():
 def test_no_module_shadows_the_standard_library_or_a_dependency():
     import sys
 
-    taken = set(sys.stdlib_module_names) | {"torch", "transformers", "datasets", "tokenizers", "peft", "wandb", "tyro", "tqdm"}
+    taken = set(sys.stdlib_module_names) | {
+        "torch",
+        "transformers",
+        "datasets",
+        "tokenizers",
+        "peft",
+        "wandb",
+        "tyro",
+        "tqdm",
+    }
     names = {path.stem for folder in [*SERVICES, "algos"] for path in (ROOT / folder).glob("*.py")}
     assert not names & taken
 
@@ -135,4 +179,6 @@ def test_importing_a_script_has_no_effect():
     state = torch.random.get_rng_state()
     for script in [*ONLINE, "sft", "vrpo"]:
         importlib.import_module(f"algos.{script}")
-    assert torch.equal(state, torch.random.get_rng_state()) and not torch.distributed.is_initialized()
+    assert (
+        torch.equal(state, torch.random.get_rng_state()) and not torch.distributed.is_initialized()
+    )

@@ -20,7 +20,9 @@ from data.tokens import Dropped, TokenRows, cache_directory, token_rows
 from models import load_tokenizer
 from models.random_init import byte_tokenizer
 
-ROWS = [[i, i + 1] if i % 50 else [] for i in range(3000)]  # three calls of encode; 60 rows are dropped
+ROWS = [
+    [i, i + 1] if i % 50 else [] for i in range(3000)
+]  # three calls of encode; 60 rows are dropped
 SETTINGS = {"shift": 0}
 
 
@@ -55,10 +57,20 @@ def cache(tmp_path, monkeypatch):
 def test_rows_are_those_of_encode(cache):
     want = [pair for pair in plus(ROWS, None, 0) if not isinstance(pair, Dropped)]
     for rows in (rows_of(cache, use_cache=False), rows_of(cache), rows_of(cache)):
-        assert list(rows) == want and len(rows) == 2940 and rows[-1] == want[-1] and rows[3:5] == want[3:5]
+        assert (
+            list(rows) == want
+            and len(rows) == 2940
+            and rows[-1] == want[-1]
+            and rows[3:5] == want[3:5]
+        )
         assert rows.lengths.tolist() == [[1, 3]] * 2940
-        assert rows.dropped == {"are empty": {"rows": 60, "first": "row 1, nothing"}} and rows.num_dropped == 60
-        assert [ShuffledStream(rows, 1)[i] for i in (0, 5000)] == [ShuffledStream(want, 1)[i] for i in (0, 5000)]
+        assert (
+            rows.dropped == {"are empty": {"rows": 60, "first": "row 1, nothing"}}
+            and rows.num_dropped == 60
+        )
+        assert [ShuffledStream(rows, 1)[i] for i in (0, 5000)] == [
+            ShuffledStream(want, 1)[i] for i in (0, 5000)
+        ]
         with pytest.raises(IndexError):
             rows[2940]
 
@@ -66,7 +78,9 @@ def test_rows_are_those_of_encode(cache):
 def test_the_second_time_nothing_is_tokenised(cache):
     rows_of(cache)
     made = calls(cache)
-    assert made == 3 and [path.suffix for path in cache.iterdir() if path.name != "calls"] == [".safetensors"]
+    assert made == 3 and [path.suffix for path in cache.iterdir() if path.name != "calls"] == [
+        ".safetensors"
+    ]
     rows_of(cache)
     assert calls(cache) == made
     rows_of(cache, use_cache=False)
@@ -115,7 +129,17 @@ def test_rows_that_change_while_they_are_read_are_refused(cache):
 
 
 @pytest.mark.parametrize(
-    "what", ["a row", "order", "one row less", "settings", "template", "special token", "vocabulary", "code"]
+    "what",
+    [
+        "a row",
+        "order",
+        "one row less",
+        "settings",
+        "template",
+        "special token",
+        "vocabulary",
+        "code",
+    ],
 )
 def test_another_key_for_everything_that_counts(cache, monkeypatch, what):
     rows_of(cache)
@@ -150,7 +174,9 @@ def test_the_same_tokenizer_in_another_place_has_the_same_key(cache, tmp_path):
     assert calls(cache) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut off", "a token", "the report", "empty", "other file", "folder"])
+@pytest.mark.parametrize(
+    "damage", ["cut off", "a token", "the report", "empty", "other file", "folder"]
+)
 def test_a_damaged_entry_is_made_anew(cache, damage, capsys):
     want = list(rows_of(cache))
     path = entry(cache)
@@ -161,7 +187,9 @@ def test_a_damaged_entry_is_made_anew(cache, damage, capsys):
     else:
         at = -200 if damage == "a token" else whole.index(b"are empty")
         flipped = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 or len(whole) :]
-        path.write_bytes({"cut off": whole[:-100], "empty": b"", "other file": b"x" * 5000}.get(damage, flipped))
+        path.write_bytes(
+            {"cut off": whole[:-100], "empty": b"", "other file": b"x" * 5000}.get(damage, flipped)
+        )
     capsys.readouterr()
     again = rows_of(cache)
     assert list(again) == want and again.dropped["are empty"]["rows"] == 60 and calls(cache) == 6
@@ -172,7 +200,10 @@ def test_a_damaged_entry_is_made_anew(cache, damage, capsys):
 
 def test_rows_that_are_all_dropped_are_remembered_too(cache):
     for _ in range(2):
-        with pytest.raises(SystemExit, match="no rows to train on; 2 were dropped: 2 are empty .the first: row 1, nothing"):
+        with pytest.raises(
+            SystemExit,
+            match="no rows to train on; 2 were dropped: 2 are empty .the first: row 1, nothing",
+        ):
             rows_of(cache, [[], []]).at_least(1)
     assert calls(cache) == 1
 
@@ -280,7 +311,12 @@ def read_slowly(output):
 def test_runs_at_once_wait_for_one_and_a_killed_one_blocks_nobody(cache, tmp_path):
     """The first run is killed while it tokenises, two others wait for the lock: one takes over, the other reads its entry."""
     (cache / "wait").touch()
-    runs = [torch.multiprocessing.get_context("fork").Process(target=read_slowly, args=(tmp_path / str(i),)) for i in range(3)]
+    runs = [
+        torch.multiprocessing.get_context("fork").Process(
+            target=read_slowly, args=(tmp_path / str(i),)
+        )
+        for i in range(3)
+    ]
 
     def wait_until(condition):
         while not condition():
@@ -306,7 +342,10 @@ def test_runs_at_once_wait_for_one_and_a_killed_one_blocks_nobody(cache, tmp_pat
             run.kill()
     assert [(tmp_path / str(i)).exists() for i in range(3)] == [False, True, True]
     assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text() == f"500 {sum(range(500))}"
-    assert calls(cache) == 2 and sorted(path.suffix for path in cache.iterdir()) == ["", ".safetensors"]
+    assert calls(cache) == 2 and sorted(path.suffix for path in cache.iterdir()) == [
+        "",
+        ".safetensors",
+    ]
 
 
 def files_of(run):
@@ -320,7 +359,9 @@ def files_of(run):
 
 def test_ids_of_supervised_rows_come_from_the_cache(cache):
     """encode itself: --max-length and the model's ids are part of the key."""
-    rows = [{"prompt": [{"role": "user", "content": "a"}], "response": "b" * n} for n in range(1, 9)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "a"}], "response": "b" * n} for n in range(1, 9)
+    ]
     model = SimpleNamespace(eos_token_ids=[256], mask_token_id=257)
     for max_length, kept in ((20, 8), (8, 4), (20, 8)):
         assert len(encode(rows, byte_tokenizer(), model, max_length)) == kept
@@ -329,7 +370,9 @@ def test_ids_of_supervised_rows_come_from_the_cache(cache):
     assert len(list(cache.glob("*.safetensors"))) == 3
 
 
-@pytest.mark.parametrize("terminal, rank, shown", [(True, 0, True), (False, 0, False), (True, 1, False)])
+@pytest.mark.parametrize(
+    "terminal, rank, shown", [(True, 0, True), (False, 0, False), (True, 1, False)]
+)
 def test_a_bar_is_drawn_on_a_terminal_by_one_rank(cache, monkeypatch, terminal, rank, shown):
     screen = io.StringIO()
     screen.isatty = lambda: terminal
@@ -337,7 +380,9 @@ def test_a_bar_is_drawn_on_a_terminal_by_one_rank(cache, monkeypatch, terminal, 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     assert len(rows_of(cache, use_cache=False)) == 2940
-    assert ("tokenising:" in screen.getvalue()) == shown == bool(screen.getvalue())  # too quick for more than its start
+    assert (
+        ("tokenising:" in screen.getvalue()) == shown == bool(screen.getvalue())
+    )  # too quick for more than its start
 
 
 def test_rows_without_parts_are_empty():

@@ -29,38 +29,65 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13]]  # 3, 2 and 2 modulo the b
 MODULES, ALL_REDUCE = [cj_grpo, mdpo], cj_grpo.all_reduce
 RAGGED = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.3, "denoising_steps": 4}
 STATIC = {"remasking": "low_confidence_static", "denoising_steps": 2}
-PAPERS = STATIC | {"schedule": "ascending", "eos_policy": "eoser", "block_length": 0}  # EOSER and ASS: blocks of 1 + 2 and 9
+PAPERS = STATIC | {
+    "schedule": "ascending",
+    "eos_policy": "eoser",
+    "block_length": 0,
+}  # EOSER and ASS: blocks of 1 + 2 and 9
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     """The sums of a single rank are its own numbers: no process group."""
     for module in MODULES:
-        monkeypatch.setattr(module, "all_reduce", lambda values, op=None: {name: float(v) for name, v in values.items()})
+        monkeypatch.setattr(
+            module,
+            "all_reduce",
+            lambda values, op=None: {name: float(v) for name, v in values.items()},
+        )
 
 
 def model_of(family, seed=0, scale=9):
     """A small random model in fp64 whose completions end inside a block, in later blocks, and not at all."""
     if family == "llada2":
-        sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "mask_token_id": M, "eos_token_id": 1}
-        model = random_model(TINY_LLADA2 | sizes | {"pad_token_id": 0}, seed=seed, dtype=torch.float64)
+        sizes = {
+            "vocab_size": V,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "mask_token_id": M,
+            "eos_token_id": 1,
+        }
+        model = random_model(
+            TINY_LLADA2 | sizes | {"pad_token_id": 0}, seed=seed, dtype=torch.float64
+        )
         with torch.no_grad():
             model.lm_head.weight.mul_(3)
             model.model.word_embeddings.weight.mul_(30)
         model.eos_token_ids, model.pad_token_id = [1, 2], 0
         return model
     build = block_model_of if family == "sdar" else masked_model_of
-    return build(scale=scale, seed=seed) if family == "sdar" else build(family, scale=scale, seed=seed)
+    return (
+        build(scale=scale, seed=seed) if family == "sdar" else build(family, scale=scale, seed=seed)
+    )
 
 
-def batch_of(module, model, args, how=RAGGED, temperature=0.8, records=None, gen_length=12, prompts=PROMPTS):
+def batch_of(
+    module, model, args, how=RAGGED, temperature=0.8, records=None, gen_length=12, prompts=PROMPTS
+):
     """A rollout of three ragged prompts with live groups of both signs and a dead one, in one rank."""
     engine, G = make_engine(model), args.num_generations
     args.temperature = temperature
-    how = {"block_length": 4 if model.attention == "bidirectional" else 0, "gen_length": gen_length} | how
-    trace = engine.generate(prompts, num_samples=G, seed=5, temperature=temperature, records=records, **how)
+    how = {
+        "block_length": 4 if model.attention == "bidirectional" else 0,
+        "gen_length": gen_length,
+    } | how
+    trace = engine.generate(
+        prompts, num_samples=G, seed=5, temperature=temperature, records=records, **how
+    )
     batch = module.make_batch(trace, model, seed=11)
-    rewards = torch.tensor([[1.0, 0, 0, 3]] * (len(prompts) - 1) + [[0.1] * 4], dtype=torch.float64)[:, :G].flatten()
+    rewards = torch.tensor(
+        [[1.0, 0, 0, 3]] * (len(prompts) - 1) + [[0.1] * 4], dtype=torch.float64
+    )[:, :G].flatten()
     batch.advantages = module.compute_advantages(rewards, args)
     return batch
 
@@ -70,7 +97,11 @@ def transitions_of(trace, i):
     alone: a bidirectional model sees the whole canvas, a block-causal one its prefix and the block.
     """
     prompt, ids = trace.prompt_ids[i], trace.completion_ids[i].tolist()
-    steps, n, P = trace.step_map[i].tolist(), trace.settings["block_length"], len(trace.prompt_ids[i])
+    steps, n, P = (
+        trace.step_map[i].tolist(),
+        trace.settings["block_length"],
+        len(trace.prompt_ids[i]),
+    )
     blocked = trace.settings["attention"] == "block-causal"
     L = int(trace.canvas_length[i])
     block = [(P + j if blocked else j) // n for j in range(L)]
@@ -94,11 +125,16 @@ def naive_logps(model, state, targets, temperature):
 # ---------------------------------------------------------------------------------------- CJ-GRPO: what is replayed
 
 
-REPLAYED = [(family, how) for family in FAMILIES for how in (RAGGED, STATIC)] + [("llada", PAPERS), ("dream", PAPERS)]
+REPLAYED = [(family, how) for family in FAMILIES for how in (RAGGED, STATIC)] + [
+    ("llada", PAPERS),
+    ("dream", PAPERS),
+]
 NAMES = {id(RAGGED): "ragged", id(STATIC): "static", id(PAPERS): "eoser and ass"}
 
 
-@pytest.mark.parametrize("family, how", REPLAYED, ids=[f"{family}-{NAMES[id(how)]}" for family, how in REPLAYED])
+@pytest.mark.parametrize(
+    "family, how", REPLAYED, ids=[f"{family}-{NAMES[id(how)]}" for family, how in REPLAYED]
+)
 def test_replayed_logps_are_those_of_the_rollout(family, how):
     """Every revealed token is scored once, in the state of the cached sampler's forward: the sums over a sequence agree."""
     model, args = model_of(family), cj_grpo.Args(num_generations=4)
@@ -110,7 +146,9 @@ def test_replayed_logps_are_those_of_the_rollout(family, how):
         wrong = cj_grpo.draw_logps(model, off_by_one, 0)
     scored = rows.weights[:, 0] != 0
     B, revealed = len(trace.step_map), trace.step_map >= 0
-    index = [next(b for b in range(B) if torch.equal(ids, batch.input_ids[b])) for ids in rows.input_ids]
+    index = [
+        next(b for b in range(B) if torch.equal(ids, batch.input_ids[b])) for ids in rows.input_ids
+    ]
     times, total, total_wrong = (torch.zeros(revealed.shape, dtype=torch.float64) for _ in range(3))
     for r, b in enumerate(index):
         times[b] += scored[r]
@@ -121,8 +159,14 @@ def test_replayed_logps_are_those_of_the_rollout(family, how):
     torch.testing.assert_close(total.sum(1), trace.logps.sum(1), atol=1e-8, rtol=0)
     assert (total_wrong - trace.logps)[revealed].abs().max() > 0.1
     if how is PAPERS:
-        assert [len(group) for group in block_quotas(**trace.settings)] == [2, 1] and trace.num_replays == 3
-        assert (trace.step_map[:, 3:].unique().tolist(), trace.settings["eos_policy"]) in (([0], "eoser"), ([-1, 0], "eoser"))
+        assert [len(group) for group in block_quotas(**trace.settings)] == [
+            2,
+            1,
+        ] and trace.num_replays == 3
+        assert (trace.step_map[:, 3:].unique().tolist(), trace.settings["eos_policy"]) in (
+            ([0], "eoser"),
+            ([-1, 0], "eoser"),
+        )
     beyond = revealed & ~trace.completion_mask  # the terminal block behind its EOS: scored too
     assert beyond.any() and scored.any(1).all()
     counts = torch.bincount(torch.tensor(index), minlength=B)
@@ -156,8 +200,18 @@ def test_weights_are_those_of_a_loop_over_transitions(family):
 
 def settings_of(attention, gen_length, denoising_steps):
     """Settings of a trace that no engine made."""
-    decoding = {"schedule": "uniform", "editing_threshold": None, "max_post_steps": 0, "eos_token_ids": [1, 2]}
-    shape = {"attention": attention, "gen_length": gen_length, "block_length": 4, "denoising_steps": denoising_steps}
+    decoding = {
+        "schedule": "uniform",
+        "editing_threshold": None,
+        "max_post_steps": 0,
+        "eos_token_ids": [1, 2],
+    }
+    shape = {
+        "attention": attention,
+        "gen_length": gen_length,
+        "block_length": 4,
+        "denoising_steps": denoising_steps,
+    }
     return decoding | shape
 
 
@@ -169,7 +223,9 @@ def toy_batch(step_map, block_ids, num_steps, attention="block-causal"):
     settings = settings_of(attention, step_map.shape[1], num_steps)
     ids, on = torch.arange(L)[None], torch.ones(1, L, dtype=torch.bool)
     zero, one = torch.zeros(1), torch.ones(1)
-    trace = Trace([[]], ids, on, torch.tensor([L]), step_map, replay, torch.zeros(1, L), zero, one, settings)
+    trace = Trace(
+        [[]], ids, on, torch.tensor([L]), step_map, replay, torch.zeros(1, L), zero, one, settings
+    )
     blocks = block_ids if attention == "block-causal" else torch.zeros_like(block_ids)
     return cj_grpo.Batch(
         input_ids=ids, valid_mask=on, completion_mask=on, block_ids=blocks, sample_index=torch.zeros(1), trace=trace,
@@ -185,25 +241,35 @@ def test_weights_by_the_specs_numbers():
     step_map, blocks = [0, 0, 1, 1, 0, 1, 1, 1], [0] * 4 + [1] * 4
     rows = cj_grpo.sample_masks(toy_batch(step_map, blocks, 2), 0, cj_grpo.Args())
     assert rows.weights[0, 0].tolist() == pytest.approx([0.125, 0.125, 0, 0, 0.25, 0, 0, 0])
-    assert rows.weights[1, 0].tolist() == pytest.approx([0, 0, 0.125, 0.125, 0, 1 / 12, 1 / 12, 1 / 12])
+    assert rows.weights[1, 0].tolist() == pytest.approx(
+        [0, 0, 0.125, 0.125, 0, 1 / 12, 1 / 12, 1 / 12]
+    )
     assert rows.weights[0].sum().item() == pytest.approx(0.5)
-    rows = cj_grpo.sample_masks(toy_batch(step_map, blocks, 2, "bidirectional"), 0, cj_grpo.Args())  # a forward each
+    rows = cj_grpo.sample_masks(
+        toy_batch(step_map, blocks, 2, "bidirectional"), 0, cj_grpo.Args()
+    )  # a forward each
     assert rows.weights.sum(2).flatten().tolist() == pytest.approx([0.25] * 4)
     assert rows.masked[:, 0].sum(1).tolist() == [8, 6, 4, 3]
     # a block that is done early (prompt tokens at its start, or confident ones) and tokens that were never revealed
     rows = cj_grpo.sample_masks(toy_batch([0, 0, 0, 0, 0, 1, 3, -1], blocks, 4), 0, cj_grpo.Args())
-    assert rows.weights.sum(2).flatten().tolist() == pytest.approx([0.5, 0.25, 0.25])  # no row for step 2
+    assert rows.weights.sum(2).flatten().tolist() == pytest.approx(
+        [0.5, 0.25, 0.25]
+    )  # no row for step 2
     assert rows.masked[:, 0, 7].all() and not rows.weights[..., 7].any()
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada"])
 def test_replayed_likelihoods_of_all_completions_sum_to_one(family):
     """L = 4 and V = 5 usable tokens, any order of reveals that does not depend on the draws: 625 completions, total 1."""
-    build, names = (block_model_of, {}) if family == "sdar" else (masked_model_of, {"embedding_size": 6})
+    build, names = (
+        (block_model_of, {}) if family == "sdar" else (masked_model_of, {"embedding_size": 6})
+    )
     if family == "sdar":
         from test_rollout import SMALL
 
-        model = build(SMALL | {"vocab_size": 6, "mask_token_id": 5, "eos_token_id": 4}, scale=6, eos=[4])
+        model = build(
+            SMALL | {"vocab_size": 6, "mask_token_id": 5, "eos_token_id": 4}, scale=6, eos=[4]
+        )
     else:
         model = build("llada", scale=6, eos=[4], vocab_size=6, mask_token_id=5, **names)
     prompt, completions = [1, 2, 0, 3], torch.tensor(list(itertools.product(range(5), repeat=4)))
@@ -213,14 +279,29 @@ def test_replayed_likelihoods_of_all_completions_sum_to_one(family):
         every = torch.ones_like(completions, dtype=torch.bool)
         settings = settings_of(model.attention, 4, 4)
         canvas, number = torch.full((n,), 4), torch.arange(n)
-        trace = Trace([prompt] * n, completions, every, canvas, step_map, step_map, torch.zeros(n, 4), number, canvas, settings)
+        trace = Trace(
+            [prompt] * n,
+            completions,
+            every,
+            canvas,
+            step_map,
+            step_map,
+            torch.zeros(n, 4),
+            number,
+            canvas,
+            settings,
+        )
         batch = cj_grpo.make_batch(trace, model, seed=0)
         batch.advantages = number.double()
         rows = cj_grpo.sample_masks(batch, 0, args)
         with torch.no_grad():
             logps = cj_grpo.draw_logps(model, rows, 0).sum(1)
-            wrong = cj_grpo.draw_logps(model, replace(rows, masked=rows.masked.roll(1, -1)), 0).sum(1)
-        log_likelihood = torch.zeros(n, dtype=torch.float64).index_add_(0, rows.advantages.long(), logps)
+            wrong = cj_grpo.draw_logps(model, replace(rows, masked=rows.masked.roll(1, -1)), 0).sum(
+                1
+            )
+        log_likelihood = torch.zeros(n, dtype=torch.float64).index_add_(
+            0, rows.advantages.long(), logps
+        )
         assert log_likelihood.exp().sum().item() == pytest.approx(1, abs=1e-10)
         wrong = torch.zeros(n, dtype=torch.float64).index_add_(0, rows.advantages.long(), wrong)
         assert abs(wrong.exp().sum().item() - 1) > 0.01
@@ -237,8 +318,14 @@ def cj_loss(model, old_model, ref_model, batch, args):
         for state, targets in transitions:
             lp = naive_logps(model, state, targets, args.temperature)
             with torch.no_grad():
-                old = naive_logps(old_model, state, targets, args.temperature) if old_model else lp.detach()
-                ref = naive_logps(ref_model, state, targets, args.temperature) if ref_model else None
+                old = (
+                    naive_logps(old_model, state, targets, args.temperature)
+                    if old_model
+                    else lp.detach()
+                )
+                ref = (
+                    naive_logps(ref_model, state, targets, args.temperature) if ref_model else None
+                )
             for j in range(len(targets)):
                 ratio = (lp[j] - old[j]).exp()
                 limit = min(max(ratio.item(), 1 - args.epsilon), 1 + args.epsilon)
@@ -282,9 +369,13 @@ def test_cj_gradient_equals_a_full_graph_loss(family):
         args.micro_batch_size = size
         assert relative(inner_gradient(cj_grpo, model, rows, args), want) < 1e-10
     args.micro_batch_size = 50
-    step_mean = replace(rows, weights=(rows.weights != 0) / (rows.weights != 0).sum())  # tokens alike, not transitions
+    step_mean = replace(
+        rows, weights=(rows.weights != 0) / (rows.weights != 0).sum()
+    )  # tokens alike, not transitions
     unscaled = replace(rows, temperature=1.0)
-    leaking = replace(rows, masked=rows.masked & (rows.weights == 0).new_tensor([True]) & rows.masked.roll(1, 0))
+    leaking = replace(
+        rows, masked=rows.masked & (rows.weights == 0).new_tensor([True]) & rows.masked.roll(1, 0)
+    )
     for wrong in (step_mean, unscaled, leaking):
         assert relative(inner_gradient(cj_grpo, model, wrong, args), want) > 0.01
 
@@ -293,7 +384,9 @@ def test_cj_first_update_is_the_policy_gradient_of_the_transitions():
     """One update a rollout: ratio 1, gradient -A / K sum over transitions of the mean gradient; none of dead groups."""
     model, args = model_of("sdar"), cj_grpo.Args(num_generations=4, beta=0.0)
     batch = batch_of(cj_grpo, model, args)
-    assert not batch.advantages[-4:].any()  # equal rewards of 0.1: exactly 0, though their mean rounds
+    assert not batch.advantages[
+        -4:
+    ].any()  # equal rewards of 0.1: exactly 0, though their mean rounds
     want = gradient(model, cj_loss(model, None, None, batch, args)[0])
     rows = cj_grpo.sample_masks(batch, 0, args)
     args.micro_batch_size = 50
@@ -305,7 +398,9 @@ def test_cj_first_update_is_the_policy_gradient_of_the_transitions():
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada"])
-def test_ranks_with_different_numbers_of_steps_forward_equally_often(run_ranks, monkeypatch, family):
+def test_ranks_with_different_numbers_of_steps_forward_equally_often(
+    run_ranks, monkeypatch, family
+):
     """Two ranks whose sequences took different numbers of steps: equally many micro-batches, and their gradients add up to
     that of one rank with all sequences.
     """
@@ -322,7 +417,9 @@ def test_ranks_with_different_numbers_of_steps_forward_equally_often(run_ranks, 
         )  # fmt: skip
         batch = cj_grpo.make_batch(trace, model, seed=11)
         groups = [[1.0, 0, 0, 3], [1.0, 0, 0, 3]] if rank == 0 else [[1.0, 0, 0, 3], [0.1] * 4]
-        batch.advantages = cj_grpo.compute_advantages(torch.tensor(groups, dtype=torch.float64).flatten(), args)
+        batch.advantages = cj_grpo.compute_advantages(
+            torch.tensor(groups, dtype=torch.float64).flatten(), args
+        )
         rows, total, forwards = cj_grpo.sample_masks(batch, 0, args), 0, 0
         own = torch.zeros(2)
         own[rank] = len(rows.split(args.micro_batch_size))
@@ -345,11 +442,17 @@ def test_cj_advantages():
     """Algorithm 1 divides by the std, the released code does not; without spread exactly 0 in both."""
     rewards = torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0])
     got = cj_grpo.compute_advantages(rewards, cj_grpo.Args(num_generations=8))
-    torch.testing.assert_close(got, torch.tensor([1.620182] * 2 + [-0.540060] * 6), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        got, torch.tensor([1.620182] * 2 + [-0.540060] * 6), atol=1e-5, rtol=0
+    )
     released = cj_grpo.Args(num_generations=8, scale_rewards=False)
-    torch.testing.assert_close(cj_grpo.compute_advantages(rewards, released), torch.tensor([0.75] * 2 + [-0.25] * 6))
+    torch.testing.assert_close(
+        cj_grpo.compute_advantages(rewards, released), torch.tensor([0.75] * 2 + [-0.25] * 6)
+    )
     for args in (cj_grpo.Args(), released):
-        assert not cj_grpo.compute_advantages(torch.full((args.num_generations * 3,), 0.1), args).any()
+        assert not cj_grpo.compute_advantages(
+            torch.full((args.num_generations * 3,), 0.1), args
+        ).any()
 
 
 def test_cj_loss_by_hand():
@@ -360,9 +463,13 @@ def test_cj_loss_by_hand():
     args = cj_grpo.Args(epsilon=0.2, beta=0.5)
     loss, metrics = cj_grpo.policy_loss(lp, old, lp + 0.2, rows, args)
     policy, kl = -2 * (0.5 * 1.2 + 0.25 * 0.5 + 0.25 * 1.2), math.exp(0.2) - 1.2
-    assert metrics["loss/policy"].item() == pytest.approx(policy) and metrics["loss/kl"].item() == pytest.approx(kl)
+    assert metrics["loss/policy"].item() == pytest.approx(policy) and metrics[
+        "loss/kl"
+    ].item() == pytest.approx(kl)
     assert loss.item() == pytest.approx(policy + 0.5 * kl)
-    assert metrics["policy/weight"].item() == 1 and metrics["policy/clip_frac"].item() == pytest.approx(0.75)
+    assert metrics["policy/weight"].item() == 1 and metrics[
+        "policy/clip_frac"
+    ].item() == pytest.approx(0.75)
 
 
 # ---------------------------------------------------------------------------------------- MDPO
@@ -384,14 +491,20 @@ def recorded(model, G, temperature, revise=False, gen_length=12, prompts=PROMPTS
                 if not hidden[start : start + 4].any():
                     continue
                 with torch.no_grad():
-                    logits = model.logits(torch.tensor([prompt + ids.tolist()]))[0, -L:] / temperature
+                    logits = (
+                        model.logits(torch.tensor([prompt + ids.tolist()]))[0, -L:] / temperature
+                    )
                 logits[:, M] = -math.inf
                 p = logits.softmax(-1)
                 drawn = torch.multinomial(p, 1, generator=generator)[:, 0]
                 s = start // 4 * steps + k
                 masked[s], predictions[s] = hidden, torch.where(hidden, drawn, ids).int()
                 confidences[s] = torch.where(hidden, p.gather(1, drawn[:, None])[:, 0], 0.0).float()
-                now = hidden & (uniform(L) < (0.5 if k < steps - 1 else 2)) & (torch.arange(L) // 4 == start // 4)
+                now = (
+                    hidden
+                    & (uniform(L) < (0.5 if k < steps - 1 else 2))
+                    & (torch.arange(L) // 4 == start // 4)
+                )
                 ids, hidden = torch.where(now, drawn, ids), hidden & ~now
                 if revise and k < steps - 1:
                     hidden[start] = True
@@ -399,7 +512,9 @@ def recorded(model, G, temperature, revise=False, gen_length=12, prompts=PROMPTS
             if torch.isin(ids[start : start + 4], torch.tensor([1, 2])).any():
                 break
         rows.append((torch.where(hidden, 0, ids), ~hidden, masked, predictions, confidences))
-    ids, shown, masked, predictions, confidences = (torch.stack(values) for values in zip(*rows, strict=True))
+    ids, shown, masked, predictions, confidences = (
+        torch.stack(values) for values in zip(*rows, strict=True)
+    )
     is_eos = (torch.isin(ids, torch.tensor([1, 2])) & shown).long()
     N, settings = len(ids), settings_of("bidirectional", L, steps)
     zero, number = torch.zeros(N, L), torch.arange(N)
@@ -409,7 +524,19 @@ def recorded(model, G, temperature, revise=False, gen_length=12, prompts=PROMPTS
         shown & (is_eos.cumsum(1) - is_eos == 0),
         torch.full((N,), L),
     )
-    return Trace(owners, ids, scored, canvas, shown.long(), shown.long(), zero, number, number, settings, records)
+    return Trace(
+        owners,
+        ids,
+        scored,
+        canvas,
+        shown.long(),
+        shown.long(),
+        zero,
+        number,
+        number,
+        settings,
+        records,
+    )
 
 
 def mdpo_batch(model, args, revise=False, prompts=PROMPTS):
@@ -427,7 +554,9 @@ def mdpo_batch(model, args, revise=False, prompts=PROMPTS):
     return batch
 
 
-FIGURE = torch.tensor([[0.0, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]], dtype=torch.float64)  # the authors' figure
+FIGURE = torch.tensor(
+    [[0.0, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]], dtype=torch.float64
+)  # the authors' figure
 ADVANTAGES = [
     [-0.387, -0.548, 0.866, 1.162],
     [0.387, 0.548, -0.866, -1.162],
@@ -439,7 +568,9 @@ ADVANTAGES = [
 def test_mdpo_advantages_of_the_figure():
     """r_t - r_{t+1} + mean of r_0 .. r_{t-1}, t counted down; normalised over the group at each step."""
     got = mdpo.compute_advantages(FIGURE, mdpo.Args(num_generations=4))
-    torch.testing.assert_close(got, torch.tensor(ADVANTAGES, dtype=torch.float64), atol=6e-4, rtol=0)
+    torch.testing.assert_close(
+        got, torch.tensor(ADVANTAGES, dtype=torch.float64), atol=6e-4, rtol=0
+    )
     assert got.abs().sum(0).tolist() == pytest.approx([3.098, 3.286, 3.464, 3.098], abs=1e-3)
 
 
@@ -458,7 +589,11 @@ def test_mdpo_advantages_against_a_loop_that_counts_down():
     a = torch.tensor([sums(row) for row in rewards.tolist()], dtype=torch.float64).view(2, 3, 6)
     want = ((a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-4)).view(6, 6)
     torch.testing.assert_close(mdpo.compute_advantages(rewards, mdpo.Args(num_generations=3)), want)
-    for value in (0.1, 1 / 3, 1.0):  # a group without spread: exactly 0, in fp32 too, whose means round
+    for value in (
+        0.1,
+        1 / 3,
+        1.0,
+    ):  # a group without spread: exactly 0, in fp32 too, whose means round
         assert not mdpo.compute_advantages(torch.full((8, 128), value), mdpo.Args()).any()
 
 
@@ -473,13 +608,21 @@ def test_mdpo_chooses_the_steps_with_the_largest_advantages(steps_of):
     for name in ("predictions", "confidences"):
         trace.records[name] = trace.records[name][:, :4]
     trace.records["masked"] = torch.ones(4, 4, 12, dtype=torch.bool)
-    number = 10.0 * torch.arange(4)[:, None] + torch.arange(1, 5)  # says which sequence and step a row is
+    number = 10.0 * torch.arange(4)[:, None] + torch.arange(
+        1, 5
+    )  # says which sequence and step a row is
     trace.records["confidences"] = number[..., None].expand(4, 4, 12)
 
     def chosen(train_steps):
-        rows = mdpo.sample_masks(batch, 0, mdpo.Args(num_generations=4, train_steps=train_steps, steps_of=steps_of))
+        rows = mdpo.sample_masks(
+            batch, 0, mdpo.Args(num_generations=4, train_steps=train_steps, steps_of=steps_of)
+        )
         found = [[] for _ in range(4)]
-        for code, A in zip((rows.weights[:, 0, 0] * 12).round().int().tolist(), rows.advantages.tolist(), strict=True):
+        for code, A in zip(
+            (rows.weights[:, 0, 0] * 12).round().int().tolist(),
+            rows.advantages.tolist(),
+            strict=True,
+        ):
             b, s = code // 10, code % 10 - 1
             assert A == batch.advantages[b, s]
             found[b].append(s)
@@ -491,11 +634,15 @@ def test_mdpo_chooses_the_steps_with_the_largest_advantages(steps_of):
     trace.records["masked"][:, 2] = False  # no row made it
     assert chosen(1) == {"group": [[1]] * 4, "sequence": K["sequence"][1]}[steps_of]
     assert chosen(100) == [[0, 1, 3]] * 4
-    trace.records["masked"][1:, 2] = True  # one row did not: its advantage there counts for nobody, and it has no such row
+    trace.records["masked"][1:, 2] = (
+        True  # one row did not: its advantage there counts for nobody, and it has no such row
+    )
     assert chosen(1) == {"group": [[1]] * 4, "sequence": K["sequence"][1]}[steps_of]
     assert chosen(4) == [[0, 1, 3]] + [[0, 1, 2, 3]] * 3
     trace.records["masked"][:], batch.advantages = True, torch.zeros(4, 4, dtype=torch.float64)
-    trace.records["masked"][:, 1] = False  # nobody made it: it takes the place of no step that was made, whose KL counts
+    trace.records["masked"][:, 1] = (
+        False  # nobody made it: it takes the place of no step that was made, whose KL counts
+    )
     assert chosen(3) == [[0, 2, 3]] * 4
     assert mdpo.sample_masks(batch, 1, mdpo.Args()) is None
 
@@ -505,20 +652,43 @@ def test_step_rewards_grade_each_prediction_up_to_its_own_end():
     neither the completion nor a repeated prediction is graded again.
     """
     words, asked = {1: "", 2: "", 3: "a", 4: "b", 5: "c"}, []
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(words[i] for i in ids))
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: "".join(words[i] for i in ids)
+    )
 
     def reward(texts, examples):
         asked.append(list(zip(texts, examples, strict=True)))
         return [{"length": float(len(text)), "bonus": 0.5} for text in texts]
 
     predictions = torch.tensor(
-        [[[3, 1, 4, 4], [3, 4, 5, 5], [0, 0, 0, 0], [3, 4, 2, 5]], [[5, 5, 5, 5], [5, 1, 5, 5], [0] * 4, [0] * 4]]
+        [
+            [[3, 1, 4, 4], [3, 4, 5, 5], [0, 0, 0, 0], [3, 4, 2, 5]],
+            [[5, 5, 5, 5], [5, 1, 5, 5], [0] * 4, [0] * 4],
+        ]
     )
-    masked = torch.tensor([[True, True, False, True], [True, True, False, False]])[..., None].expand(2, 4, 4)
+    masked = torch.tensor([[True, True, False, True], [True, True, False, False]])[
+        ..., None
+    ].expand(2, 4, 4)
     scored = torch.tensor([[True, True, True, False], [True, True, False, False]])
     ids, settings = torch.tensor([[3, 4, 2, 0], [5, 1, 0, 0]]), settings_of("bidirectional", 4, 4)
-    records = {"masked": masked, "predictions": predictions.int(), "confidences": torch.ones(2, 4, 4)}
-    trace = Trace([[3], [3]], ids, scored, None, scored.long(), scored.long(), None, torch.arange(2), None, settings, records)
+    records = {
+        "masked": masked,
+        "predictions": predictions.int(),
+        "confidences": torch.ones(2, 4, 4),
+    }
+    trace = Trace(
+        [[3], [3]],
+        ids,
+        scored,
+        None,
+        scored.long(),
+        scored.long(),
+        None,
+        torch.arange(2),
+        None,
+        settings,
+        records,
+    )
     got = mdpo.step_rewards(trace, torch.tensor([7.0, 8.0]), reward, tokenizer, ["x", "y"])
     assert got.tolist() == [[1.5, 4.5, 4.5, 7.0], [4.5, 8.0, 8.0, 8.0]]
     assert asked == [[("a", "x"), ("abcc", "x"), ("cccc", "y")]]  # one batch
@@ -536,9 +706,13 @@ def test_mdpo_loss_by_hand():
     (slope,) = torch.autograd.grad(loss, lp)
     torch.testing.assert_close(slope, -1.7 * 8 * q / 64 / 2)
     assert (slope != 0).sum() == 64
-    loss, metrics = mdpo.policy_loss(lp, lp.detach(), lp.detach() - 0.3, rows, mdpo.Args(beta=0.5))  # k2, without the factor
+    loss, metrics = mdpo.policy_loss(
+        lp, lp.detach(), lp.detach() - 0.3, rows, mdpo.Args(beta=0.5)
+    )  # k2, without the factor
     assert metrics["loss/kl"].item() == pytest.approx(0.09 / 2 * q.sum().item() / 64 / 2)
-    assert loss.item() == pytest.approx(metrics["loss/policy"].item() + 0.5 * metrics["loss/kl"].item())
+    assert loss.item() == pytest.approx(
+        metrics["loss/policy"].item() + 0.5 * metrics["loss/kl"].item()
+    )
 
 
 def exact_weights(rows):
@@ -552,9 +726,13 @@ def mdpo_loss(model, old_model, ref_model, batch, args):
     record, A, G, total = batch.trace.records, batch.advantages, args.num_generations, 0.0
     B, S = A.shape
     for first in range(0, B, G):
-        made = [[bool(record["masked"][b, s].any()) for s in range(S)] for b in range(first, first + G)]
+        made = [
+            [bool(record["masked"][b, s].any()) for s in range(S)] for b in range(first, first + G)
+        ]
         weight = lambda s: sum(abs(A[first + g, s].item()) for g in range(G) if made[g][s])  # noqa: B023
-        steps = sorted((s for s in range(S) if any(row[s] for row in made)), key=weight, reverse=True)[: args.train_steps]
+        steps = sorted(
+            (s for s in range(S) if any(row[s] for row in made)), key=weight, reverse=True
+        )[: args.train_steps]
         for b, s in [(first + g, s) for g in range(G) for s in steps if made[g][s]]:
             hidden = record["masked"][b, s].nonzero().flatten().tolist()
             prompt, prediction = batch.trace.prompt_ids[b], record["predictions"][b, s].tolist()
@@ -562,14 +740,27 @@ def mdpo_loss(model, old_model, ref_model, batch, args):
             targets = [(len(prompt) + j, prediction[j]) for j in hidden]
             lp = naive_logps(model, state, targets, args.temperature)
             with torch.no_grad():
-                old = naive_logps(old_model, state, targets, args.temperature) if old_model else lp.detach()
-                ref = naive_logps(ref_model, state, targets, args.temperature) if ref_model else lp.detach()
+                old = (
+                    naive_logps(old_model, state, targets, args.temperature)
+                    if old_model
+                    else lp.detach()
+                )
+                ref = (
+                    naive_logps(ref_model, state, targets, args.temperature)
+                    if ref_model
+                    else lp.detach()
+                )
             for i, j in enumerate(hidden):
                 ratio, a = (lp[i] - old[i]).exp(), A[b, s].item()
                 limit = min(max(ratio.item(), 1 - args.epsilon), 1 + args.epsilon)
-                surrogate = ratio * a if ratio.item() * a <= limit * a else ratio.detach() * 0 + limit * a
+                surrogate = (
+                    ratio * a if ratio.item() * a <= limit * a else ratio.detach() * 0 + limit * a
+                )
                 q = record["confidences"][b, s, j].item()
-                token = -surrogate * len(prediction) / len(hidden) + args.beta * (ref[i] - lp[i]) ** 2 / 2
+                token = (
+                    -surrogate * len(prediction) / len(hidden)
+                    + args.beta * (ref[i] - lp[i]) ** 2 / 2
+                )
                 total = total + q * token / len(hidden) / B
     return total
 
@@ -603,13 +794,18 @@ def test_mdpo_gradient_equals_a_full_graph_loss(family, revise):
 
 
 def test_mdpo_first_update_and_dead_groups():
-    model, args = model_of("llada"), mdpo.Args(num_generations=4, beta=0.0, train_steps=3, micro_batch_size=50)
+    model, args = (
+        model_of("llada"),
+        mdpo.Args(num_generations=4, beta=0.0, train_steps=3, micro_batch_size=50),
+    )
     batch = mdpo_batch(model, args)
     assert not batch.advantages[-4:].any()
     rows = mdpo.sample_masks(batch, 0, args)
     want = gradient(model, mdpo_loss(model, None, None, batch, args))
     rows.weights = exact_weights(rows)
-    assert relative(inner_gradient(mdpo, model, rows.select(rows.advantages != 0), args), want) < 1e-10
+    assert (
+        relative(inner_gradient(mdpo, model, rows.select(rows.advantages != 0), args), want) < 1e-10
+    )
     assert not inner_gradient(mdpo, model, rows.select(rows.advantages == 0), args).any()
 
 
@@ -640,16 +836,27 @@ def test_mdpo_scores_the_distribution_that_predicted(family):
 def test_mdpo_ranks_with_different_numbers_of_steps_forward_equally_often(run_ranks, monkeypatch):
     """As for CJ-GRPO: the gradients of two ranks add up to that of one, though one has more rows."""
     prompts = [[3, 4, 5], [12, 13], [6, 7, 8, 9, 10, 11], [14, 15, 16]]
-    model, args = model_of("llada"), mdpo.Args(num_generations=4, train_steps=100, micro_batch_size=5, beta=0.0)
+    model, args = (
+        model_of("llada"),
+        mdpo.Args(num_generations=4, train_steps=100, micro_batch_size=5, beta=0.0),
+    )
     whole = mdpo_batch(model, args, prompts=prompts)
     want = inner_gradient(mdpo, model, mdpo.sample_masks(whole, 0, args), args)
     monkeypatch.setattr(mdpo, "all_reduce", ALL_REDUCE)
 
     def body(rank, world_size):
         mine, trace = slice(8 * rank, 8 * rank + 8), whole.trace
-        values = {f.name: getattr(trace, f.name) for f in fields(Trace) if f.name not in ("settings", "records")}
+        values = {
+            f.name: getattr(trace, f.name)
+            for f in fields(Trace)
+            if f.name not in ("settings", "records")
+        }
         records = {name: value[mine] for name, value in trace.records.items()}
-        half = Trace(**{name: value[mine] for name, value in values.items()}, settings=trace.settings, records=records)
+        half = Trace(
+            **{name: value[mine] for name, value in values.items()},
+            settings=trace.settings,
+            records=records,
+        )
         batch = mdpo.make_batch(half, model, seed=11)
         batch.advantages = whole.advantages[mine]
         rows, own = mdpo.sample_masks(batch, 0, args), torch.zeros(2)
@@ -672,7 +879,9 @@ def test_mdpo_ranks_with_different_numbers_of_steps_forward_equally_often(run_ra
 # ---------------------------------------------------------------------------------------- MDPO on the sampler's own records
 
 
-@pytest.mark.parametrize("how", [RAGGED, STATIC, STATIC | {"remasking": "rcr"}], ids=["ragged", "static", "rcr"])
+@pytest.mark.parametrize(
+    "how", [RAGGED, STATIC, STATIC | {"remasking": "rcr"}], ids=["ragged", "static", "rcr"]
+)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_mdpo_replays_what_the_sampler_predicted(family, how):
     """States, predictions and confidences of the engine: exp of the estimates of every masked token, those behind the block in
@@ -693,13 +902,19 @@ def test_mdpo_replays_what_the_sampler_predicted(family, how):
     q = rows.weights[:, 0].double() * state.sum(1, keepdim=True)
     torch.testing.assert_close(p[state], q[state], atol=1e-6, rtol=1e-5)
     assert (wrong[state] - q[state]).abs().max() > 0.1
-    letters = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(65 + token) for token in ids))
-    reward = lambda texts, examples: [{"x": float(zlib.crc32(text.encode()) % 97)} for text in texts]
+    letters = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: "".join(chr(65 + token) for token in ids)
+    )
+    reward = lambda texts, examples: [
+        {"x": float(zlib.crc32(text.encode()) % 97)} for text in texts
+    ]
     texts = [letters.decode(trace.completion(i), True) for i in range(12)]
     final = torch.tensor([parts["x"] for parts in reward(texts, [None] * 12)])
     graded = mdpo.step_rewards(trace, final, reward, letters, [None] * 12)
     assert torch.equal(graded[:, -1], final) and (graded[:, 0] != final).any()
-    fresh = mdpo.step_rewards(trace, final + 1000, reward, letters, [None] * 12)  # the last prediction is the completion itself
+    fresh = mdpo.step_rewards(
+        trace, final + 1000, reward, letters, [None] * 12
+    )  # the last prediction is the completion itself
     assert (fresh[:, -1] == final + 1000).all()
 
 
@@ -714,7 +929,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch, script):
     monkeypatch.setitem(REWARDS, "coin", coin)
     monkeypatch.setattr(RunLog, "plot", lambda self: None)
     load = countdown.load
-    monkeypatch.setattr(countdown, "load", lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60)))
+    monkeypatch.setattr(
+        countdown,
+        "load",
+        lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60)),
+    )
     flags = {
         "model": "tiny-llada",
         "max_steps": 2,
@@ -733,22 +952,44 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, monkeypatch, script):
     assert len(steps[0]) == 2 and steps[0][1]["optim/grad_norm"] > 0
     assert script != "coupled_grpo" or steps[0][1]["loss/kl"] > 0
     for a, b in zip(*steps, strict=True):
-        assert all(a[name] == b[name] for name in a if not name.startswith(("time/", "speed/", "memory/")))
+        assert all(
+            a[name] == b[name] for name in a if not name.startswith(("time/", "speed/", "memory/"))
+        )
 
 
 BAD = {
     "lonely": (cj_grpo, {"num_generations": 1}, "--num-generations 1: a group needs at least 2"),
-    "cached replay": (cj_grpo, {"model": "tiny-llada", "cache": "dual"}, "--cache dual is approximate: what a method replays"),
-    "cached states": (mdpo, {"cache": "prefix"}, "--cache prefix is approximate: what a method replays"),
-    "decoder of others": (cj_grpo, {"eos_policy": "eoser"}, "--eos-policy eoser: the sampler of a block-causal model has none"),
-    "blocks": (mdpo, {"model": "tiny-sdar"}, "--model tiny-sdar: mdpo needs a bidirectional model; a block-causal one"),
+    "cached replay": (
+        cj_grpo,
+        {"model": "tiny-llada", "cache": "dual"},
+        "--cache dual is approximate: what a method replays",
+    ),
+    "cached states": (
+        mdpo,
+        {"cache": "prefix"},
+        "--cache prefix is approximate: what a method replays",
+    ),
+    "decoder of others": (
+        cj_grpo,
+        {"eos_policy": "eoser"},
+        "--eos-policy eoser: the sampler of a block-causal model has none",
+    ),
+    "blocks": (
+        mdpo,
+        {"model": "tiny-sdar"},
+        "--model tiny-sdar: mdpo needs a bidirectional model; a block-causal one",
+    ),
 }
 
 
 @pytest.mark.parametrize("module, flags, message", BAD.values(), ids=list(BAD))
 def test_bad_input_is_refused_in_one_line(run_ranks, tmp_path, monkeypatch, module, flags, message):
     load = countdown.load
-    monkeypatch.setattr(countdown, "load", lambda split, path=None, limit=None: load(split, path, min(limit or 9, 9)))
+    monkeypatch.setattr(
+        countdown,
+        "load",
+        lambda split, path=None, limit=None: load(split, path, min(limit or 9, 9)),
+    )
 
     def body(rank, world_size):
         dist.destroy_process_group()  # main makes its own
@@ -757,6 +998,8 @@ def test_bad_input_is_refused_in_one_line(run_ranks, tmp_path, monkeypatch, modu
         assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
         assert not list(tmp_path.glob("*-*"))  # nothing was begun
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the fixture ends
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )  # which the fixture ends
 
     run_ranks(1, body)

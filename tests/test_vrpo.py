@@ -63,7 +63,11 @@ def loss_of(elbos, ref_elbos, args, num_tokens=1.0):
     batch = vrpo.Batch(*[None] * 5, MASK, 0, 0, num_pairs=len(elbos) / 2, num_tokens=num_tokens)
     elbos = elbos.double().requires_grad_()
     loss, metrics = vrpo.preference_loss(elbos, ref_elbos.double(), batch, args)
-    return loss.item(), torch.autograd.grad(loss, elbos)[0], {name: value.item() for name, value in metrics.items()}
+    return (
+        loss.item(),
+        torch.autograd.grad(loss, elbos)[0],
+        {name: value.item() for name, value in metrics.items()},
+    )
 
 
 # --- the loss in numbers -----------------------------------------------------------------------------------------------------
@@ -73,8 +77,14 @@ def test_equal_policies_have_loss_ln_2_and_slopes_of_half_beta():
     """V1: margin 0 exactly; d loss / d ELBO = -0.1 for the chosen and +0.1 for the rejected answer, spread over the draws."""
     elbos = torch.randn(2, 8) * 100
     loss, slope, metrics = loss_of(elbos, elbos, args_of(mc_num=8, sft_coef=0.0))
-    assert loss == pytest.approx(math.log(2), abs=1e-12) and metrics["reward/margin"] == 0 and metrics["reward/accuracy"] == 0.5
-    torch.testing.assert_close(slope, torch.tensor([[-0.1 / 8] * 8, [0.1 / 8] * 8]).double(), rtol=0, atol=1e-9)
+    assert (
+        loss == pytest.approx(math.log(2), abs=1e-12)
+        and metrics["reward/margin"] == 0
+        and metrics["reward/accuracy"] == 0.5
+    )
+    torch.testing.assert_close(
+        slope, torch.tensor([[-0.1 / 8] * 8, [0.1 / 8] * 8]).double(), rtol=0, atol=1e-9
+    )
     assert metrics["reward/margin_var"] == 0
 
 
@@ -83,18 +93,31 @@ def test_a_margin_of_20_nats():
     elbos, ref = torch.tensor([[-30.0], [-70.0]]), torch.tensor([[-40.0], [-60.0]])
     args = args_of(mc_num=1, sft_coef=0.0)
     loss, slope, metrics = loss_of(elbos, ref, args)
-    assert loss == pytest.approx(0.018150, abs=1e-6) and metrics["reward/margin"] == pytest.approx(4.0)
+    assert loss == pytest.approx(0.018150, abs=1e-6) and metrics["reward/margin"] == pytest.approx(
+        4.0
+    )
     assert slope.flatten().tolist() == pytest.approx([-0.0035972, 0.0035972], abs=1e-7)
-    assert {metrics["reward/chosen"], metrics["reward/rejected"]} == {2.0, -2.0} and metrics["reward/accuracy"] == 1
+    assert {metrics["reward/chosen"], metrics["reward/rejected"]} == {2.0, -2.0} and metrics[
+        "reward/accuracy"
+    ] == 1
     assert "reward/margin_var" not in metrics  # nothing can be said from one timestep
     loss, slope, _ = loss_of(elbos / 512, ref / 512, args)
-    assert loss == pytest.approx(0.689249, abs=1e-6) and slope[0].item() / 512 == pytest.approx(-1.9455e-4, abs=1e-8)
+    assert loss == pytest.approx(0.689249, abs=1e-6) and slope[0].item() / 512 == pytest.approx(
+        -1.9455e-4, abs=1e-8
+    )
 
 
 def test_the_supervised_term_is_nats_per_chosen_token():
-    elbos, ref = torch.tensor([[-30.0, -34.0], [-7.0, -9.0]]), torch.tensor([[-40.0, -20.0], [-5.0, -5.0]])
-    without, with_it = (loss_of(elbos, ref, args_of(mc_num=2, sft_coef=c), num_tokens=16.0) for c in (0.0, 0.05))
-    assert with_it[2]["loss/sft"] == pytest.approx(2.0) and with_it[0] - without[0] == pytest.approx(0.1)
+    elbos, ref = (
+        torch.tensor([[-30.0, -34.0], [-7.0, -9.0]]),
+        torch.tensor([[-40.0, -20.0], [-5.0, -5.0]]),
+    )
+    without, with_it = (
+        loss_of(elbos, ref, args_of(mc_num=2, sft_coef=c), num_tokens=16.0) for c in (0.0, 0.05)
+    )
+    assert with_it[2]["loss/sft"] == pytest.approx(2.0) and with_it[0] - without[
+        0
+    ] == pytest.approx(0.1)
     difference = with_it[1] - without[1]
     assert difference[0].tolist() == pytest.approx([-0.05 / 32] * 2) and not difference[1].any()
 
@@ -104,7 +127,9 @@ def test_margin_variance_is_that_of_the_means_of_timesteps():
     ref = torch.tensor([[-9.0, -8.0, -7.0, -6.0]] * 2)
     elbos = ref + torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 0.0, 0.0, 4.0]])
     *_, metrics = loss_of(elbos, ref, args_of(mc_num=2, masks_per_timestep=2))
-    assert metrics["reward/margin_var"] == pytest.approx(0.2**2 * ((6 - 2) ** 2 / 2 + (2 - 0) ** 2 / 2) / 2)
+    assert metrics["reward/margin_var"] == pytest.approx(
+        0.2**2 * ((6 - 2) ** 2 / 2 + (2 - 0) ** 2 / 2) / 2
+    )
     *_, metrics = loss_of(elbos, ref, args_of(mc_num=4))
     assert metrics["reward/margin_var"] == pytest.approx(0.2**2 * (20 / 3 + 4) / 4)
 
@@ -115,10 +140,14 @@ def test_margin_variance_is_that_of_the_means_of_timesteps():
 def toy(rows, args, blocks=((3,),), prompt=2, seed=3):
     """Batch of equal rows without a model: prompt tokens of block 0, then the answer's blocks with these sizes."""
     sizes = blocks[0]
-    block_ids = torch.tensor([0] * prompt + [b for b, size in enumerate(sizes) for _ in range(size)]).repeat(rows, 1)
+    block_ids = torch.tensor(
+        [0] * prompt + [b for b, size in enumerate(sizes) for _ in range(size)]
+    ).repeat(rows, 1)
     answer = torch.arange(block_ids.shape[1]).repeat(rows, 1) >= prompt
     valid = torch.ones_like(answer)
-    return vrpo.Batch(block_ids, valid, answer, block_ids, torch.arange(rows), MASK, seed, 0, rows / 2, 1.0)
+    return vrpo.Batch(
+        block_ids, valid, answer, block_ids, torch.arange(rows), MASK, seed, 0, rows / 2, 1.0
+    )
 
 
 def tabular(masks, batch, table):
@@ -127,7 +156,9 @@ def tabular(masks, batch, table):
     for b in batch.block_ids.unique():
         inside = (batch.block_ids == b)[:, None]
         per_block += inside * (masks.masked & inside).sum(2, keepdim=True)
-    logps = torch.stack([torch.as_tensor(table).double()[i][per_block[..., i].long()] for i in range(T)], -1)
+    logps = torch.stack(
+        [torch.as_tensor(table).double()[i][per_block[..., i].long()] for i in range(T)], -1
+    )
     return (masks.weights * logps).sum(2)
 
 
@@ -141,8 +172,13 @@ def test_the_mean_over_draws_is_the_enumerated_bound():
         error = elbos.std(0) / len(elbos) ** 0.5
         assert ((elbos.mean(0) - want).abs() < 5 * error).all() and (error > 0).all()
         unweighted = vrpo.sample_masks(batch, args)
-        unweighted.weights = (unweighted.weights > 0).double()  # control: without k / m the sum is another one
-        assert abs(tabular(unweighted, batch, [curve] * (2 + sum(sizes))).mean() - want) > 10 * error[0]
+        unweighted.weights = (
+            unweighted.weights > 0
+        ).double()  # control: without k / m the sum is another one
+        assert (
+            abs(tabular(unweighted, batch, [curve] * (2 + sum(sizes))).mean() - want)
+            > 10 * error[0]
+        )
 
 
 def test_draws_belong_on_timesteps_and_are_shared_with_the_reference():
@@ -150,7 +186,9 @@ def test_draws_belong_on_timesteps_and_are_shared_with_the_reference():
     generator = torch.Generator().manual_seed(0)
     L, T = 8, 10
     level = torch.linspace(0.5, 1.5, L + 1)
-    table = -(level * (3 * torch.rand(T, 1, generator=generator)))  # harder with more masks, and tokens differ
+    table = -(
+        level * (3 * torch.rand(T, 1, generator=generator))
+    )  # harder with more masks, and tokens differ
     reference = table * (1 + 0.05 * torch.randn(T, 1, generator=generator))
     variance = {}
     for budget in ((1, 1), (8, 1), (4, 1), (2, 2), (1, 4)):
@@ -161,7 +199,9 @@ def test_draws_belong_on_timesteps_and_are_shared_with_the_reference():
         variance[budget] = elbo.var().item()
         shared, unshared = (elbo - tabular(m, batch, reference).mean(1) for m in (masks, other))
         assert 50 * shared.var() < unshared.var()
-        assert abs(shared.mean() - unshared.mean()) < 5 * unshared.std() / len(elbo) ** 0.5  # both are unbiased
+        assert (
+            abs(shared.mean() - unshared.mean()) < 5 * unshared.std() / len(elbo) ** 0.5
+        )  # both are unbiased
     assert 1.1 * variance[8, 1] < variance[4, 1] and 1.1 * variance[4, 1] < variance[2, 2]
     assert 1.1 * variance[2, 2] < variance[1, 4] and 1.1 * variance[1, 4] < variance[1, 1]
 
@@ -188,10 +228,16 @@ def test_two_answers_are_drawn_apart_and_masks_of_the_reference_too():
     assert torch.equal(masks.masked, again.masked) and torch.equal(masks.weights, again.weights)
     assert not torch.equal(masks.masked[0], masks.masked[1])
     assert not any(torch.equal(masks.masked[i], other.masked[i]) for i in (0, 1))
-    pairwise = vrpo.sample_masks(batch, replace(args, mc_num=3, masks_per_timestep=2)).masked.unflatten(1, (3, 2))
+    pairwise = vrpo.sample_masks(
+        batch, replace(args, mc_num=3, masks_per_timestep=2)
+    ).masked.unflatten(1, (3, 2))
     counts = pairwise.sum(-1)
-    assert torch.equal(counts[..., 0], counts[..., 1]) and not torch.equal(pairwise[:, :, 0], pairwise[:, :, 1])
-    assert (counts[:, 0] != counts[:, 1]).all()  # masks of one timestep stand together, and timesteps differ
+    assert torch.equal(counts[..., 0], counts[..., 1]) and not torch.equal(
+        pairwise[:, :, 0], pairwise[:, :, 1]
+    )
+    assert (
+        counts[:, 0] != counts[:, 1]
+    ).all()  # masks of one timestep stand together, and timesteps differ
     later = vrpo.sample_masks(replace(batch, step=6), args)
     assert not torch.equal(masks.masked, later.masked)
 
@@ -209,9 +255,13 @@ def test_what_is_scored(family):
         assert batch.input_ids[i, : len(row)].tolist() == row and batch.valid_mask[i].sum() == end
         scored = masks.weights[i].any(0).nonzero()[:, 0].tolist()
         assert scored == list(range(len(prompt), len(row)))
-        assert masks.masked[i, :, len(row) : end].all() and not masks.masked[i, :, : len(prompt)].any()
+        assert (
+            masks.masked[i, :, len(row) : end].all() and not masks.masked[i, :, : len(prompt)].any()
+        )
         assert not masks.masked[i, :, end:].any()
-    assert batch.num_tokens == sum(len(chosen) for _, chosen, _ in PAIRS) and batch.num_pairs == len(PAIRS)
+    assert batch.num_tokens == sum(
+        len(chosen) for _, chosen, _ in PAIRS
+    ) and batch.num_pairs == len(PAIRS)
 
 
 # --- the gradient ------------------------------------------------------------------------------------------------------------
@@ -228,7 +278,11 @@ def full_graph_loss(model, batch, masks, ref, args, fault=None):
             scored = masked & answer
             logps = model.logps(ids[None], torch.where(masked, MASK, ids)[None], scored[None])[0]
             position = torch.arange(length)
-            block = position // model.block_length if model.attention == "block-causal" else 0 * position
+            block = (
+                position // model.block_length
+                if model.attention == "block-causal"
+                else 0 * position
+            )
             for b in block[answer].unique():
                 inside = (block == b) & answer
                 k, m = inside.sum().item(), (inside & masked).sum().item()
@@ -237,7 +291,10 @@ def full_graph_loss(model, batch, masks, ref, args, fault=None):
         elbos.append(torch.stack(draws).mean() / (len(ids) if fault == "normalised" else 1))
     loss = 0.0
     for p in range(len(elbos) // 2):
-        w, l = (elbos[2 * p + side] - ref[2 * p + side].mean() for side in ((1, 0) if fault == "swapped" else (0, 1)))
+        w, l = (
+            elbos[2 * p + side] - ref[2 * p + side].mean()
+            for side in ((1, 0) if fault == "swapped" else (0, 1))
+        )
         loss = loss + torch.log1p(torch.exp(-args.beta * (w - l))) / args.batch_size
         if fault != "no supervised term":
             loss = loss - args.sft_coef * elbos[2 * p] / batch.num_tokens
@@ -267,7 +324,10 @@ def test_the_gradient_is_that_of_the_full_graph(family):
         model, batch, masks, ref, args = case(family, **fields)
         got, metrics = our_gradient(model, batch, masks, ref, args)
         loss = full_graph_loss(model, batch, masks, ref, args)
-        assert metrics["loss/total"].item() == pytest.approx(loss.item(), rel=1e-10) and abs(metrics["reward/margin"]) > 0.01
+        assert (
+            metrics["loss/total"].item() == pytest.approx(loss.item(), rel=1e-10)
+            and abs(metrics["reward/margin"]) > 0.01
+        )
         assert relative(got, gradient(model, loss)) < 1e-10
     for fault in ("weights", "normalised", "swapped", "no supervised term"):
         wrong = gradient(model, full_graph_loss(model, batch, masks, ref, args, fault))
@@ -289,7 +349,9 @@ def test_micro_batches_and_ranks_do_not_change_the_gradient(family):
         assert torch.equal(part_masks.masked, masks.masked[2 * first : 2 * first + 4, :, :width])
         parts.append(our_gradient(model, part, part_masks, ref[2 * first : 2 * first + 4], args)[0])
     assert relative(sum(parts), want) < 1e-10
-    lost = batch_of(model, args, PAIRS[2:], 0, batch.num_tokens)  # control: a rank that numbers its pairs from 0
+    lost = batch_of(
+        model, args, PAIRS[2:], 0, batch.num_tokens
+    )  # control: a rank that numbers its pairs from 0
     assert not torch.equal(vrpo.sample_masks(lost, args).masked, part_masks.masked)
 
 
@@ -323,7 +385,13 @@ def test_activation_memory_does_not_grow_with_the_number_of_draws(family):
     for n in (2, 6):
         model, batch, masks, ref, args = case(family, mc_num=n, micro_batch_size=2)
         batch, ref = replace(batch, sample_index=batch.sample_index[:2]), ref[:2]
-        batch = replace(batch, **{name: getattr(batch, name)[:2] for name in ("input_ids", "valid_mask", "answer_mask")})
+        batch = replace(
+            batch,
+            **{
+                name: getattr(batch, name)[:2]
+                for name in ("input_ids", "valid_mask", "answer_mask")
+            },
+        )
         masks = vrpo.Masks(masks.masked[:2], masks.weights[:2])
         ours = peak_of_saved_tensors(lambda: our_gradient(model, batch, masks, ref, args))  # noqa: B023
         full = peak_of_saved_tensors(lambda: full_graph_loss(model, batch, masks, ref, args))  # noqa: B023
@@ -346,9 +414,14 @@ def test_padding_on_the_right_changes_no_bit(family):
         block_ids=model.grid(pad(batch.valid_mask, False))[1],
     )
     wide_masks = vrpo.sample_masks(wide, args)
-    assert torch.equal(wide_masks.masked[..., :-5], masks.masked) and not wide_masks.masked[..., -5:].any()
+    assert (
+        torch.equal(wide_masks.masked[..., :-5], masks.masked)
+        and not wide_masks.masked[..., -5:].any()
+    )
     got, same = our_gradient(model, wide, wide_masks, ref, args)
-    assert torch.equal(got, want) and all(torch.equal(same[name], metrics[name]) for name in metrics)
+    assert torch.equal(got, want) and all(
+        torch.equal(same[name], metrics[name]) for name in metrics
+    )
     if family == "bidirectional":
         valid = replace(wide, valid_mask=pad(batch.valid_mask, True))
         assert relative(our_gradient(model, valid, wide_masks, ref, args)[0], want) > 1e-3
@@ -363,12 +436,15 @@ def test_values_of_every_family_are_those_of_single_rows(run_ranks, family):
         letters = lambda text, *end: [*text.encode(), *end]
         end = model.eos_token_ids[0]
         pairs = [
-            (letters(prompt), letters(a, end), letters(b, end)) for prompt, a, b in (("1 2 3", "6", "1+2+3"), ("4", "5-1", "9"))
+            (letters(prompt), letters(a, end), letters(b, end))
+            for prompt, a, b in (("1 2 3", "6", "1+2+3"), ("4", "5-1", "9"))
         ]
         batch = batch_of(model, args, pairs)
         masks = vrpo.sample_masks(batch, args)
         got, other = vrpo.elbo_values(model, batch, masks, args), torch.zeros(4, 2)
-        for i, (prompt, answer) in enumerate((prompt, answer) for prompt, *answers in pairs for answer in answers):
+        for i, (prompt, answer) in enumerate(
+            (prompt, answer) for prompt, *answers in pairs for answer in answers
+        ):
             n, end_of_answer = int(batch.valid_mask[i].sum()), len(prompt) + len(answer)
             ids = torch.tensor([prompt + answer + [model.pad_token_id] * (n - end_of_answer)])
             for j in range(2):
@@ -376,9 +452,17 @@ def test_values_of_every_family_are_those_of_single_rows(run_ranks, family):
                 with torch.no_grad():
                     logps = log_probs(model, ids.where(~masked, model.mask_token_id))
                     if model.attention == "block-causal":  # every block noisy behind the clean ones
-                        logps = torch.cat([block_logps(model, ids, masked, b) for b in range(n // model.block_length)], 1)
+                        logps = torch.cat(
+                            [
+                                block_logps(model, ids, masked, b)
+                                for b in range(n // model.block_length)
+                            ],
+                            1,
+                        )
                 scored = logps[0, torch.arange(n), ids[0]]
-                assert masks.weights[i, j, end_of_answer:].sum() == 0 and masks.weights[i, j].sum() > 0
+                assert (
+                    masks.weights[i, j, end_of_answer:].sum() == 0 and masks.weights[i, j].sum() > 0
+                )
                 other[i, j] = (masks.weights[i, j, :n].float() * scored).sum()
         torch.testing.assert_close(got, other, atol=2e-4, rtol=1e-4)
         moved = replace(masks, masked=masks.masked.roll(1, 2) & batch.answer_mask[:, None])
@@ -420,7 +504,9 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
         assert torch.equal(again[1].masked, drawn[1].masked) and torch.equal(again[2], drawn[2])
         margins = []
         for number, pair in enumerate(pairs):
-            batch = replace(vrpo.make_batch([pair], number, args, model, 0, torch.device("cpu")), step=-1)
+            batch = replace(
+                vrpo.make_batch([pair], number, args, model, 0, torch.device("cpu")), step=-1
+            )
             masks = vrpo.sample_masks(batch, replace(args, mc_num=4), "held")
             elbos = []
             for side in (0, 1):
@@ -428,7 +514,9 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
                 for draw in range(4):
                     row = torch.tensor([4 * side + draw])
                     with torch.no_grad():
-                        total += vrpo.draw_elbos(model, batch, masks, row) - vrpo.draw_elbos(reference, batch, masks, row)
+                        total += vrpo.draw_elbos(model, batch, masks, row) - vrpo.draw_elbos(
+                            reference, batch, masks, row
+                        )
                 elbos.append(total.item() / 4)
             margins.append(0.2 * (elbos[0] - elbos[1]))
         assert min(margins) < 0 < max(margins)
@@ -446,7 +534,9 @@ def test_digests_know_ids_and_masks_and_not_padding():
     model, args = tiny_model(), args_of()
     batch = batch_of(model, args)
     masks = vrpo.sample_masks(batch, args)
-    digests = lambda batch, masks: vrpo.row_digests(batch.valid_mask, batch.input_ids, masks.masked, masks.weights).tolist()
+    digests = lambda batch, masks: vrpo.row_digests(
+        batch.valid_mask, batch.input_ids, masks.masked, masks.weights
+    ).tolist()
     want = digests(batch, masks)
     assert len(set(want)) == len(want) == 8
     pad = lambda value: F.pad(value, (0, 3))
@@ -454,14 +544,14 @@ def test_digests_know_ids_and_masks_and_not_padding():
     assert digests(wide, vrpo.Masks(pad(masks.masked), pad(masks.weights))) == want
     other = batch.input_ids.clone()
     other[2, 0] += 1
-    assert [a == b for a, b in zip(digests(replace(batch, input_ids=other), masks), want, strict=True)] == [
-        i != 2 for i in range(8)
-    ]
+    assert [
+        a == b for a, b in zip(digests(replace(batch, input_ids=other), masks), want, strict=True)
+    ] == [i != 2 for i in range(8)]
     flipped = masks.masked.clone()
     flipped[5, 1, 3] ^= True
-    assert [a == b for a, b in zip(digests(batch, replace(masks, masked=flipped)), want, strict=True)] == [
-        i != 5 for i in range(8)
-    ]
+    assert [
+        a == b for a, b in zip(digests(batch, replace(masks, masked=flipped)), want, strict=True)
+    ] == [i != 5 for i in range(8)]
     halved = digests(batch, replace(masks, weights=masks.weights / 2))
     assert not any(a == b for a, b in zip(halved, want, strict=True))
 
@@ -472,7 +562,11 @@ def test_the_checksum_of_weights_is_that_of_every_sharding(run_ranks, tmp_path):
     save_model(plain, tmp_path / "model", load_tokenizer("tiny-sdar"))
     name = str(tmp_path / "model")
     want = weights_checksum(plain)
-    assert weights_checksum(load_model(name, dtype=torch.float32)) == want != weights_checksum(load_model("tiny-sdar"))
+    assert (
+        weights_checksum(load_model(name, dtype=torch.float32))
+        == want
+        != weights_checksum(load_model("tiny-sdar"))
+    )
     with torch.no_grad():
         next(plain.parameters()).view(-1)[7] *= 1.01
     assert weights_checksum(plain) != want
@@ -484,7 +578,9 @@ def test_the_checksum_of_weights_is_that_of_every_sharding(run_ranks, tmp_path):
         for name, want in sums.items():
             for lora_rank in (0, 4):
                 model = meta_model(name, torch.float32)
-                model = vrpo.parallelize(add_lora(model, lora_rank, 8) if lora_rank else model, vrpo.Args())
+                model = vrpo.parallelize(
+                    add_lora(model, lora_rank, 8) if lora_rank else model, vrpo.Args()
+                )
                 assert weights_checksum(load_weights(model, "cpu")) == want
 
     for ranks in (1, 3):
@@ -501,11 +597,18 @@ def test_a_cache_knows_the_config_of_its_model(tmp_path):
         (name / "config.json").write_text(json.dumps(config | change))
         facts.append(model_facts(load_model(str(name))))
     same, named, turned = facts
-    assert same == named and turned["weights"] == same["weights"] and turned["config"] != same["config"]
+    assert (
+        same == named
+        and turned["weights"] == same["weights"]
+        and turned["config"] != same["config"]
+    )
     cache = ReferenceCache(path, same)
     cache.append(torch.zeros(2, 2), torch.arange(2))
     cache.save()
-    with pytest.raises(SystemExit, match=f"is stale: config {same['config']} there, {turned['config']} here; name another"):
+    with pytest.raises(
+        SystemExit,
+        match=f"is stale: config {same['config']} there, {turned['config']} here; name another",
+    ):
         ReferenceCache(path, turned)
 
 
@@ -528,7 +631,9 @@ def test_runs_that_share_a_cache_write_it_whole(tmp_path, monkeypatch):
     first, second = filled(1.0), filled(2.0)
     first.save()
     assert seen == [(False, True)] * 2 and [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert ReferenceCache(path, {}).values(0, 0, torch.arange(2)).tolist() == [[1.0, 1.0]] * 2  # of the last to end
+    assert (
+        ReferenceCache(path, {}).values(0, 0, torch.arange(2)).tolist() == [[1.0, 1.0]] * 2
+    )  # of the last to end
 
 
 def test_a_cache_gives_back_what_was_put_in_by_all_ranks(run_ranks, tmp_path):
@@ -546,8 +651,15 @@ def test_a_cache_gives_back_what_was_put_in_by_all_ranks(run_ranks, tmp_path):
     run_ranks(2, write)
     cache = ReferenceCache(path, {"weights": 7})
     assert len(cache) == 3 and torch.equal(cache.values(1, 1, digests[1, 1:3]), values[1, 1:3])
-    for step, first, wrong in ((0, 1, digests[1, 1:3]), (1, 0, digests[1, 1:3]), (1, 1, digests[1, 1:3] + 1)):
-        with pytest.raises(SystemExit, match=f"values.safetensors is stale: step {step + 1} has other data or masks"):
+    for step, first, wrong in (
+        (0, 1, digests[1, 1:3]),
+        (1, 0, digests[1, 1:3]),
+        (1, 1, digests[1, 1:3] + 1),
+    ):
+        with pytest.raises(
+            SystemExit,
+            match=f"values.safetensors is stale: step {step + 1} has other data or masks",
+        ):
             cache.values(step, first, wrong)
     with pytest.raises(SystemExit, match="is stale: weights 7 there, 8 here"):
         ReferenceCache(path, {"weights": 8})
@@ -571,10 +683,14 @@ RUN = {"batch_size": 4, "mc_num": 2, "micro_batch_size": 8, "save_every": 2}
 
 def steps_of(rows):
     exempt = ("time/", "speed/", "memory/")
-    return [{name: value for name, value in row.items() if not name.startswith(exempt)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(exempt)} for row in rows
+    ]
 
 
-@pytest.mark.parametrize("model, lora_rank", [("tiny-llada", 0), ("tiny-sdar", 4)], ids=["copy", "adapters off"])
+@pytest.mark.parametrize(
+    "model, lora_rank", [("tiny-llada", 0), ("tiny-sdar", 4)], ids=["copy", "adapters off"]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, imports, model, lora_rank):  # noqa: F811
     """Bit for bit: the reference is the first policy again. The first margin is 0, later ones are not."""
     flags = RUN | {"model": model, "lora_rank": lora_rank}
@@ -583,7 +699,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, imports, model, lora_r
     assert all(row["reward/margin"] != 0 and row["reward/margin_var"] > 0 for row in whole[1:])
     first = run_script("vrpo", flags, 1, tmp_path / "parts")
     (directory,) = (tmp_path / "parts").iterdir()
-    both = run_script("vrpo", flags | {"max_steps": 4, "resume": str(directory)}, 1, tmp_path / "parts")
+    both = run_script(
+        "vrpo", flags | {"max_steps": 4, "resume": str(directory)}, 1, tmp_path / "parts"
+    )
     assert len(first) == 2 and steps_of(both) == whole
 
 
@@ -593,49 +711,83 @@ CACHED = {"adapters off": {"lora_rank": 4}, "naive": {"mc_num": 1, "share_masks"
 @pytest.mark.parametrize("fields", CACHED.values(), ids=CACHED)
 def test_cached_reference_values_are_those_of_the_step(tmp_path, imports, fields):  # noqa: F811
     flags = RUN | fields | {"model": "tiny-sdar", "ref_cache": str(tmp_path / "values.safetensors")}
-    online, cached = (run_script("vrpo", flags | change, 1, tmp_path / str(change)) for change in ({"ref_cache": ""}, {}))
+    online, cached = (
+        run_script("vrpo", flags | change, 1, tmp_path / str(change))
+        for change in ({"ref_cache": ""}, {})
+    )
     assert steps_of(cached) == steps_of(online)
 
 
-def test_a_cache_is_made_extended_read_and_refused_when_stale(tmp_path, imports, monkeypatch, capfd):  # noqa: F811
+def test_a_cache_is_made_extended_read_and_refused_when_stale(
+    tmp_path, imports, monkeypatch, capfd
+):  # noqa: F811
     """The run with a cache is the run without, bit for bit: made at the start, extended on resume, read again, and by two
     ranks. What does not fit is refused before a step."""
     path = str(tmp_path / "cache/values.safetensors")
     cached = RUN | {"model": "tiny-sdar", "ref_cache": path}
-    want = steps_of(run_script("vrpo", cached | {"max_steps": 3, "ref_cache": ""}, 1, tmp_path / "online"))
+    want = steps_of(
+        run_script("vrpo", cached | {"max_steps": 3, "ref_cache": ""}, 1, tmp_path / "online")
+    )
     assert steps_of(run_script("vrpo", cached, 1, tmp_path / "made")) == want[:2]
     (directory,) = (tmp_path / "made").iterdir()
-    resumed = run_script("vrpo", cached | {"max_steps": 3, "resume": str(directory)}, 1, tmp_path / "made")
+    resumed = run_script(
+        "vrpo", cached | {"max_steps": 3, "resume": str(directory)}, 1, tmp_path / "made"
+    )
     assert steps_of(resumed) == want
     monkeypatch.setattr(ReferenceCache, "append", lambda *_: pytest.fail("computed again"))
-    for a, b in zip(want, steps_of(run_script("vrpo", cached | {"max_steps": 3}, 2, tmp_path / "two")), strict=True):
+    for a, b in zip(
+        want,
+        steps_of(run_script("vrpo", cached | {"max_steps": 3}, 2, tmp_path / "two")),
+        strict=True,
+    ):
         assert all(a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5) for name in a)
     capfd.readouterr()
     for change in ({"model": "tiny-llada"}, {"seed": 1, "max_steps": 4}, {"mc_num": 3}):
         with pytest.raises(mp.ProcessExitedException):
             run_script("vrpo", cached | change, 1, tmp_path / str(change))
         out, error = capfd.readouterr()
-        assert f"--ref-cache {path} is stale" in error.strip().splitlines()[-1] and "step 1/" not in out
+        assert (
+            f"--ref-cache {path} is stale" in error.strip().splitlines()[-1]
+            and "step 1/" not in out
+        )
 
 
 def test_one_and_four_ranks_agree_and_held_out_pairs_too(tmp_path, imports):  # noqa: F811
-    flags = RUN | {"model": "tiny-sdar", "max_steps": 2, "eval_every": 1, "eval_limit": 5, "learning_rate": 1e-2}
-    runs = [steps_of(run_script("vrpo", flags, ranks, tmp_path / f"ranks{ranks}")) for ranks in (1, 4)]
+    flags = RUN | {
+        "model": "tiny-sdar",
+        "max_steps": 2,
+        "eval_every": 1,
+        "eval_limit": 5,
+        "learning_rate": 1e-2,
+    }
+    runs = [
+        steps_of(run_script("vrpo", flags, ranks, tmp_path / f"ranks{ranks}")) for ranks in (1, 4)
+    ]
     assert [row["step"] for row in runs[0]] == [0, 1, 2, 2]
     start, first, second, end = runs[0]
     assert start["reward/test_accuracy"] == 0.5 and start["reward/test_margin"] == 0
-    assert first["reward/eval_margin"] != second["reward/eval_margin"] and end["reward/test_margin"] != 0
+    assert (
+        first["reward/eval_margin"] != second["reward/eval_margin"]
+        and end["reward/test_margin"] != 0
+    )
     for a, b in zip(*runs, strict=True):
         assert a.keys() == b.keys()
         assert all(a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5) for name in a)
 
 
 def test_held_out_pairs_that_are_asked_for_must_be_there(tmp_path, imports, capfd):  # noqa: F811
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1+1", "chosen": "2", "rejected": "2"}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(
+        json.dumps({"prompt": "1+1", "chosen": "2", "rejected": "2"}) + "\n"
+    )
     (tmp_path / "folder").mkdir()
     for name, reason in (("pairs.jsonl", "have two equal sides"), ("folder", "no such split")):
         with pytest.raises(mp.ProcessExitedException):
-            run_script("vrpo", RUN | {"eval_pairs": str(tmp_path / name), "eval_limit": 4}, 1, tmp_path / f"run {name}")
+            run_script(
+                "vrpo",
+                RUN | {"eval_pairs": str(tmp_path / name), "eval_limit": 4},
+                1,
+                tmp_path / f"run {name}",
+            )
         line = capfd.readouterr().err.strip().splitlines()[-1]
         assert f"{name} holds no pairs for validation and test: {reason}" in line
 
@@ -651,8 +803,13 @@ def test_naive_dpo_is_a_matter_of_fields(tmp_path, imports):  # noqa: F811
 
 def test_files_of_pairs_train(tmp_path, imports, capfd):  # noqa: F811
     """ultrafeedback's layout from a file; what is dropped is said."""
-    sides = lambda answer: [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}]
-    rows = [{"prompt": "1+1", "chosen": sides(str(i)), "rejected": sides("x" * i)} for i in range(1, 6)]
+    sides = lambda answer: [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": answer},
+    ]
+    rows = [
+        {"prompt": "1+1", "chosen": sides(str(i)), "rejected": sides("x" * i)} for i in range(1, 6)
+    ]
     rows.append({"prompt": "1+1", "chosen": sides("2"), "rejected": sides("2")})
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = RUN | {"data": str(tmp_path / "pairs.jsonl"), "max_steps": 1}
@@ -670,7 +827,9 @@ def test_what_the_run_is_scored_on_is_not_trained_on(tmp_path, imports, capfd): 
     asked = [task.prompt(task.load(split)[0])[-1]["content"] for split in splits] + [
         f"held out for {split}" for split in splits
     ]
-    prompts = {"train": [*asked, "0+1", "1+1", "2+1", "3+1", "4+1"]} | {split: [f"held out for {split}"] for split in splits}
+    prompts = {"train": [*asked, "0+1", "1+1", "2+1", "3+1", "4+1"]} | {
+        split: [f"held out for {split}"] for split in splits
+    }
     for split, texts in prompts.items():
         pairs = [{"prompt": text, "chosen": "1", "rejected": "2"} for text in texts]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -678,24 +837,45 @@ def test_what_the_run_is_scored_on_is_not_trained_on(tmp_path, imports, capfd): 
     rows = run_script("vrpo", flags, 1, tmp_path / "run")
     assert "reward/test_accuracy" in rows[-1]
     said = capfd.readouterr().out
-    assert "5 training pairs, " in said and "4 of 9 dropped:\n  4 ask what the run is scored on; the first: row 1, " in said
+    assert (
+        "5 training pairs, " in said
+        and "4 of 9 dropped:\n  4 ask what the run is scored on; the first: row 1, " in said
+    )
 
 
 def test_the_bench_of_variances_runs(tmp_path, imports, capfd):  # noqa: F811
     """Policy = reference: no variance with shared draws, some with draws of its own. Rows of another model stay."""
     out = tmp_path / "rows.jsonl"
-    out.write_text(json.dumps({"model": "other", "mc_num": 1, "masks_per_timestep": 1, "share_masks": True, "variance": 3.0}))
-    args = margin_variance.Args("tiny-sdar", pairs=2, repeats=3, out=str(out), figure=str(tmp_path / "variance.png"))
+    out.write_text(
+        json.dumps(
+            {
+                "model": "other",
+                "mc_num": 1,
+                "masks_per_timestep": 1,
+                "share_masks": True,
+                "variance": 3.0,
+            }
+        )
+    )
+    args = margin_variance.Args(
+        "tiny-sdar", pairs=2, repeats=3, out=str(out), figure=str(tmp_path / "variance.png")
+    )
 
     def child(rank):
         torch.set_num_threads(1)  # threads of the parent do not survive a fork
         margin_variance.main(args)
 
     mp.start_processes(child, nprocs=1, join=True, start_method="fork")
-    printed = [line.split("|")[1:-1] for line in capfd.readouterr().out.splitlines() if " / " in line][1:]
+    printed = [
+        line.split("|")[1:-1] for line in capfd.readouterr().out.splitlines() if " / " in line
+    ][1:]
     assert len(printed) == 2 * len(margin_variance.BUDGETS)
     assert all((float(row[3]) > 0) == (row[1].strip() == "its own") for row in printed)
     other, *rows = map(json.loads, out.read_text().splitlines())
     assert other["model"] == "other" and len(rows) == len(printed)
-    assert all((row["variance"] > 0) != row["share_masks"] and (row["loss_variance"] > 0) != row["share_masks"] for row in rows)
+    assert all(
+        (row["variance"] > 0) != row["share_masks"]
+        and (row["loss_variance"] > 0) != row["share_masks"]
+        for row in rows
+    )
     assert (tmp_path / "variance.png").read_bytes().startswith(b"\x89PNG")

@@ -24,7 +24,9 @@ def logps_and_slope_(logits, targets, slope=True):
     dtype, else None. logits [n, V] are overwritten. On CUDA, up to fp32, one Triton kernel.
     """
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton"):
-        from kernels.linear_logps_triton import logps_and_slope_ as fused  # not at the top: without a GPU there is no Triton
+        from kernels.linear_logps_triton import (
+            logps_and_slope_ as fused,
+        )  # not at the top: without a GPU there is no Triton
 
         return fused(logits, targets, slope)
     log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -55,8 +57,13 @@ class _LinearLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, banned_id, entropy, chunk_rows):
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        outputs = [torch.zeros(len(hidden), dtype=accumulate, device=hidden.device) for _ in range(2)]
-        slopes = [torch.empty_like(hidden) if need_hidden and wanted else None for wanted in (True, entropy)]
+        outputs = [
+            torch.zeros(len(hidden), dtype=accumulate, device=hidden.device) for _ in range(2)
+        ]
+        slopes = [
+            torch.empty_like(hidden) if need_hidden and wanted else None
+            for wanted in (True, entropy)
+        ]
         for i in range(0, len(hidden), chunk_rows):
             rows = slice(i, i + chunk_rows)
             logits = _chunk_logits(hidden[rows], weight, temperature, banned_id)
@@ -79,7 +86,11 @@ class _LinearLogps(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = grad_weight = None
         if need_hidden:
-            parts = [slope * grad[:, None] for slope, grad in zip(slopes, grads, strict=True) if slope is not None]
+            parts = [
+                slope * grad[:, None]
+                for slope, grad in zip(slopes, grads, strict=True)
+                if slope is not None
+            ]
             grad_hidden = sum(parts).to(slopes[0].dtype)
         if need_weight:
             hidden, weight, targets = ctx.saved_tensors[2:]
@@ -87,15 +98,22 @@ class _LinearLogps(torch.autograd.Function):
             for i in range(0, len(hidden), chunk_rows):
                 rows = slice(i, i + chunk_rows)
                 logits = _chunk_logits(hidden[rows], weight, temperature, banned_id)
-                scaled = [((grad[rows, None] / temperature) * hidden[rows]).to(weight.dtype) for grad in grads]
+                scaled = [
+                    ((grad[rows, None] / temperature) * hidden[rows]).to(weight.dtype)
+                    for grad in grads
+                ]
                 if entropy:
                     grad_weight += entropy_and_slope(logits)[1].to(weight.dtype).T @ scaled[1]
-                grad_weight += logps_and_slope_(logits, targets[rows])[1].to(weight.dtype).T @ scaled[0]
+                grad_weight += (
+                    logps_and_slope_(logits, targets[rows])[1].to(weight.dtype).T @ scaled[0]
+                )
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def linear_logps(hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024):
+def linear_logps(
+    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024
+):
     """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory at a time.
 
     hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal to banned_id.
@@ -104,5 +122,7 @@ def linear_logps(hidden, weight, targets, *, temperature=1.0, banned_id=None, en
     Gradients with respect to hidden and weight are exact. Memory is chunk_rows x V, and one more copy of hidden for its
     gradient, whatever N is. N = 0 keeps the graph, for ranks without scored rows.
     """
-    logps, entropies = _LinearLogps.apply(hidden, weight, targets, temperature, banned_id, entropy, chunk_rows)
+    logps, entropies = _LinearLogps.apply(
+        hidden, weight, targets, temperature, banned_id, entropy, chunk_rows
+    )
     return (logps, entropies) if entropy else logps

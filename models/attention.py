@@ -36,7 +36,9 @@ class Visibility:
     @property
     def tokens(self):
         """a tensor [B, S] on the device of the forward; None where all see all"""
-        return next((given for given in (self.block, self.valid, self.document) if given is not None), None)
+        return next(
+            (given for given in (self.block, self.valid, self.document) if given is not None), None
+        )
 
     @property
     def pattern(self):
@@ -53,7 +55,9 @@ class Visibility:
         block of a noisy token; unique on others, so that each sees itself. All patterns are thus one FlexAttention kernel.
         """
         like = self.tokens
-        block = torch.zeros_like(like, dtype=torch.int32) if self.block is None else self.block.int()
+        block = (
+            torch.zeros_like(like, dtype=torch.int32) if self.block is None else self.block.int()
+        )
         noisy = torch.zeros_like(like[0], dtype=torch.bool) if self.noisy is None else self.noisy
         valid = torch.ones_like(like, dtype=torch.bool) if self.valid is None else self.valid
         level = block.masked_fill(noisy | ~valid, NEVER)
@@ -67,7 +71,11 @@ class Visibility:
             return None
         level, limit, group = self.ranks()
         sees = (level[:, None] <= limit[:, :, None]) | (group[:, None] == group[:, :, None])
-        return sees if self.document is None else sees & (self.document[:, None] == self.document[:, :, None])
+        return (
+            sees
+            if self.document is None
+            else sees & (self.document[:, None] == self.document[:, :, None])
+        )
 
 
 def bidirectional(valid, document=None):
@@ -89,7 +97,12 @@ def two_copy(block, valid, start, document=None):
     pick = lambda values: values[:, start:] if isinstance(start, int) else values.gather(1, start)
     twice = lambda values: torch.cat([pick(values), values], 1)
     noisy = torch.arange(twice(block).shape[1], device=block.device) < pick(block).shape[1]
-    return Visibility(twice(block), None if valid.all() else twice(valid), noisy, None if document is None else twice(document))
+    return Visibility(
+        twice(block),
+        None if valid.all() else twice(valid),
+        noisy,
+        None if document is None else twice(document),
+    )
 
 
 def scored_columns(score, block, valid):
@@ -97,7 +110,9 @@ def scored_columns(score, block, valid):
 
     score, valid [B, T] bool, block [B, T] -> [B, n] int64, n >= 1, the needed ones in order
     """
-    counts = torch.zeros(len(block), int(block.max()) + 1, device=block.device).scatter_add_(1, block, score.float())
+    counts = torch.zeros(len(block), int(block.max()) + 1, device=block.device).scatter_add_(
+        1, block, score.float()
+    )
     is_needed = valid & (counts.gather(1, block) > 0)
     return (~is_needed).byte().argsort(dim=1, stable=True)[:, : max(int(is_needed.sum(1).max()), 1)]
 
@@ -121,11 +136,18 @@ def sdpa(visibility):
     """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask, or none where all see all."""
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
 
     def attend(q, k, v):
         with sdpa_kernel(order, set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
     return attend
 
@@ -136,7 +158,9 @@ def block_mask(visibility):
         return None
     level, limit, group = visibility.ranks()
     B, S = level.shape
-    visible = within = lambda b, h, q, k: (level[b, k] <= limit[b, q]) | (group[b, k] == group[b, q])
+    visible = within = lambda b, h, q, k: (
+        (level[b, k] <= limit[b, q]) | (group[b, k] == group[b, q])
+    )
     if (document := visibility.document) is not None:
         visible = lambda b, h, q, k: within(b, h, q, k) & (document[b, k] == document[b, q])
     return create_block_mask(visible, B, None, S, S, device=level.device)
@@ -151,7 +175,9 @@ def compiled_flex(dynamic):
 def flex(visibility):
     """FlexAttention."""
     mask = block_mask(visibility)
-    kernel = compiled_flex(dynamic=torch.cuda.is_available())  # its C++ for CPUs does not compile with dynamic lengths
+    kernel = compiled_flex(
+        dynamic=torch.cuda.is_available()
+    )  # its C++ for CPUs does not compile with dynamic lengths
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -164,7 +190,9 @@ def packed(visibility, kernel):
     if document is not None:
         valid = torch.ones_like(document, dtype=torch.bool) if valid is None else valid
         row = torch.arange(len(document), device=document.device)[:, None]
-        lengths = (row * (document.max() + 2) + document)[valid].unique_consecutive(return_counts=True)[1]
+        lengths = (row * (document.max() + 2) + document)[valid].unique_consecutive(
+            return_counts=True
+        )[1]
     elif valid is not None:
         lengths = valid.sum(1)
     if valid is not None:
@@ -178,7 +206,9 @@ def packed(visibility, kernel):
             every = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device)
             out = kernel(q, k, v, every, every, S, S)
         else:
-            out = kernel(*(x.index_select(0, index) for x in (q, k, v)), bounds, bounds, longest, longest)
+            out = kernel(
+                *(x.index_select(0, index) for x in (q, k, v)), bounds, bounds, longest, longest
+            )
             out = torch.zeros_like(q).index_copy(0, index, out)
         return out.unflatten(0, (B, S)).transpose(1, 2)
 
@@ -187,7 +217,9 @@ def packed(visibility, kernel):
 
 def varlen(visibility):
     """torch's own FlashAttention 2 over packed rows."""
-    by_default = "enable_gqa" not in signature(varlen_attn).parameters  # torch 2.11 takes fewer key heads without being told
+    by_default = (
+        "enable_gqa" not in signature(varlen_attn).parameters
+    )  # torch 2.11 takes fewer key heads without being told
     return packed(visibility, varlen_attn if by_default else partial(varlen_attn, enable_gqa=True))
 
 
@@ -213,10 +245,14 @@ class Backend:
 
 RAGGED, HALF = ("full", "padded", "packed"), (torch.bfloat16, torch.float16)
 BACKENDS = {
-    "sdpa": Backend(sdpa, PATTERNS, "training", (*HALF, torch.float32, torch.float64), range(1, 1 << 16)),
+    "sdpa": Backend(
+        sdpa, PATTERNS, "training", (*HALF, torch.float32, torch.float64), range(1, 1 << 16)
+    ),
     "flex": Backend(flex, PATTERNS, "only the forward pass", HALF, range(16, 257)),
     "varlen": Backend(varlen, RAGGED, "nothing", HALF, range(8, 257, 8)),
-    "flash-attn": Backend(flash_attn, RAGGED, "nothing", HALF, range(8, 257, 8), find_spec("flash_attn") is not None),
+    "flash-attn": Backend(
+        flash_attn, RAGGED, "nothing", HALF, range(8, 257, 8), find_spec("flash_attn") is not None
+    ),
 }
 
 # "auto" on CUDA: (backend, from so many tokens S a row); sdpa for shorter rows, for what BACKENDS refuses, and on CPU.
@@ -258,7 +294,9 @@ def refusal(name, pattern, device=None, head_dim=None, dtype=None, trains=False)
 
 def refuse(name, pattern, *facts):
     able = ", ".join(other for other in BACKENDS if not refusal(other, pattern, *facts))
-    raise SystemExit(f"--attention {name} {refusal(name, pattern, *facts)}; able to do {pattern} attention here: {able}")
+    raise SystemExit(
+        f"--attention {name} {refusal(name, pattern, *facts)}; able to do {pattern} attention here: {able}"
+    )
 
 
 def check_backend(name, attention, device, head_dim, trains):
@@ -293,6 +331,8 @@ def make_attend(visibility, backend="auto"):
             return compute(q, k, v)
         if backend != "auto":
             refuse(name, pattern, *facts)
-        return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so that the mask is made again in every layer
+        return sdpa(visibility)(
+            q, k, v
+        )  # fp32 on CUDA: rare, so that the mask is made again in every layer
 
     return attend

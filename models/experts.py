@@ -29,7 +29,9 @@ class Router(nn.Module):
     def _apply(self, fn, recurse=True):
         def keep(tensor):
             moved = fn(tensor)
-            return moved if moved.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(moved.device)
+            return (
+                moved if moved.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(moved.device)
+            )
 
         return super()._apply(keep, recurse)
 
@@ -41,7 +43,12 @@ class Router(nn.Module):
 def can_route(gate, groups=1):
     """Whether `route` has kernels for a Router."""
     E = len(gate.weight)
-    return gate.weight.dtype == torch.float32 and E & (E - 1) == 0 and groups & (groups - 1) == 0 and E >= 2 * groups
+    return (
+        gate.weight.dtype == torch.float32
+        and E & (E - 1) == 0
+        and groups & (groups - 1) == 0
+        and E >= 2 * groups
+    )
 
 
 def route(*args):
@@ -60,7 +67,10 @@ def expert_parts(name, shape):
     if not stem.endswith(".experts"):
         return []
     f = shape[1] // 2
-    kinds = {"gate_up": [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))], "down": [("down_proj", slice(None))]}[last]
+    kinds = {
+        "gate_up": [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))],
+        "down": [("down_proj", slice(None))],
+    }[last]
     return [(f"{stem}.{e}.{kind}.weight", e, rows) for e in range(shape[0]) for kind, rows in kinds]
 
 
@@ -82,7 +92,10 @@ class Experts(nn.Module):
             add_routing(self.sums, index, weight)
         compute = experts_grouped if self.is_grouped(x.dtype) else experts_loop
         if is_fused(x):
-            from kernels.moe_triton import MOST, experts_fused  # machines without a GPU have no Triton
+            from kernels.moe_triton import (
+                MOST,
+                experts_fused,
+            )  # machines without a GPU have no Triton
 
             if index.numel() <= MOST * len(self.down):
                 return experts_fused(x, index, weight, self.gate_up, self.down, onto)
@@ -99,7 +112,9 @@ class Experts(nn.Module):
 def experts_loop(x, index, weight, gate_up, down):
     """The plain reference: one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
-    y = torch.zeros(tokens.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    y = torch.zeros(
+        tokens.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+    )
     for e in range(len(gate_up)):
         row, place = (index == e).nonzero(as_tuple=True)
         gate, up = (tokens[row] @ gate_up[e].T).chunk(2, -1)
@@ -112,12 +127,18 @@ def experts_grouped(x, index, weight, gate_up, down):
     """The same with k copies of every token, sorted by expert: one grouped product for all experts; no sync, no atomics."""
     k, D = index.shape[-1], x.shape[-1]
     expert, order = index.flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        expert, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True
+    )
     copies = x.reshape(-1, 1, D).expand(-1, k, -1).reshape(-1, D).index_select(0, order)
     gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
     out = torch.empty_like(out).index_copy(0, order, out).view(*index.shape, D)
-    return (out * weight[..., None]).sum(-2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    return (
+        (out * weight[..., None])
+        .sum(-2, dtype=torch.promote_types(x.dtype, torch.float32))
+        .to(x.dtype)
+    )
 
 
 def routing_sums(index, weight, num_experts):
@@ -132,7 +153,11 @@ def routing_metrics(sums):
     "entropy": of the mean routing distribution (each token's weights, made to sum to 1), in nats, ln E when balanced}
     """
     load, mean = sums / sums.sum(-1, keepdim=True)
-    return {"load": load, "max_over_mean": (load.max() / load.mean()).item(), "entropy": torch.special.entr(mean).sum().item()}
+    return {
+        "load": load,
+        "max_over_mean": (load.max() / load.mean()).item(),
+        "entropy": torch.special.entr(mean).sum().item(),
+    }
 
 
 @torch.compiler.disable
@@ -147,18 +172,29 @@ def router_metrics(model):
     Over all tokens of all ranks' forwards inside: recomputed ones, padding and both copies of a two-copy pass too, so that the
     values depend a little on how rows are laid out. Collective where ranks are. A model without experts leaves it empty.
     """
-    metrics, watched = {}, {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    metrics, watched = (
+        {},
+        {name: module for name, module in model.named_modules() if isinstance(module, Experts)},
+    )
     try:
         for module in watched.values():
-            module.sums = torch.zeros(2, len(module.down), dtype=torch.float64, device=module.down.device)
+            module.sums = torch.zeros(
+                2, len(module.down), dtype=torch.float64, device=module.down.device
+            )
         yield metrics
-        totals = torch.stack([module.sums for module in watched.values()]) if watched else torch.zeros(0)
+        totals = (
+            torch.stack([module.sums for module in watched.values()]) if watched else torch.zeros(0)
+        )
     finally:
         for module in watched.values():
             module.sums = None
     if watched and dist.is_initialized():
         dist.all_reduce(totals)
-    metrics |= {name: routing_metrics(total) for name, total in zip(watched, totals.cpu(), strict=True) if total.any()}
+    metrics |= {
+        name: routing_metrics(total)
+        for name, total in zip(watched, totals.cpu(), strict=True)
+        if total.any()
+    }
 
 
 def routing_extremes(metrics):

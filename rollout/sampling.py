@@ -35,7 +35,9 @@ def keyed_uniform(*key):
     for part in key:
         if isinstance(part, str):
             if len(part.encode()) > 7:
-                raise ValueError(f"{part!r} is longer than 7 bytes: words that begin alike would be one key")
+                raise ValueError(
+                    f"{part!r} is longer than 7 bytes: words that begin alike would be one key"
+                )
             part = int.from_bytes(part.encode(), "little")
         parts.append(part if isinstance(part, torch.Tensor) else _wrap(part % 2**64))
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
@@ -44,13 +46,18 @@ def keyed_uniform(*key):
         and all(part.is_cuda and part.dtype == torch.int64 and part.dim() <= 2 for part in tensors)
         and find_spec("triton")
     ):
-        from kernels.sampling_triton import PARTS, uniform_fused  # here: machines without a GPU have no Triton
+        from kernels.sampling_triton import (
+            PARTS,
+            uniform_fused,
+        )  # here: machines without a GPU have no Triton
 
         if len(parts) <= PARTS:
             return uniform_fused(parts)
     state = 0
     for part in parts:
-        state = _splitmix64((state ^ (part if isinstance(part, torch.Tensor) else torch.tensor(part))) + GOLDEN)
+        state = _splitmix64(
+            (state ^ (part if isinstance(part, torch.Tensor) else torch.tensor(part))) + GOLDEN
+        )
     return _shift_right(state, 11).double() * 2.0**-53
 
 
@@ -67,7 +74,9 @@ def sample_categorical(logits, uniform, temperature=1.0, banned_id=None, statist
     1e-6 + 2^-23 max |logits / temperature| of an edge of its bin: the reference rounds logits / temperature to fp32.
     """
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton"):
-        from kernels.sampling_triton import sample_fused  # not at the top: machines without a GPU have no Triton
+        from kernels.sampling_triton import (
+            sample_fused,
+        )  # not at the top: machines without a GPU have no Triton
 
         draws = sample_fused(logits, uniform, temperature, banned_id)
         return draws if statistics else draws[:2]
@@ -81,15 +90,27 @@ def sample_reference(logits, uniform, temperature=1.0, banned_id=None, statistic
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if banned_id is not None:
-        logits = logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == banned_id, float("-inf"))
+        logits = logits.masked_fill(
+            torch.arange(logits.shape[-1], device=logits.device) == banned_id, float("-inf")
+        )
     if temperature == 0:
         logps = logits.log_softmax(-1)
         tokens = logps.argmax(-1)
     else:
         logps = (logits / temperature).log_softmax(-1)
         cdf = logps.double().exp().cumsum(-1)  # [N, V]
-        target = uniform[:, None] * cdf[:, -1:]  # below the total: u <= 1 - 2^-53 cannot round up to it
-        tokens = torch.searchsorted(cdf, target, right=True)[:, 0]  # the first entry above it, so its probability is not 0
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a row with NaN has no such entry; its logp is NaN
+        target = (
+            uniform[:, None] * cdf[:, -1:]
+        )  # below the total: u <= 1 - 2^-53 cannot round up to it
+        tokens = torch.searchsorted(cdf, target, right=True)[
+            :, 0
+        ]  # the first entry above it, so its probability is not 0
+        tokens = tokens.clamp(
+            max=logits.shape[-1] - 1
+        )  # a row with NaN has no such entry; its logp is NaN
     draws = tokens, logps.gather(-1, tokens[:, None])[:, 0]
-    return (*draws, logps.amax(-1).exp(), torch.special.entr(logps.exp()).sum(-1)) if statistics else draws
+    return (
+        (*draws, logps.amax(-1).exp(), torch.special.entr(logps.exp()).sum(-1))
+        if statistics
+        else draws
+    )
