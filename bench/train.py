@@ -1,24 +1,25 @@
-"""Time an online script's own `main` on random weights: seconds per phase, peak memory.
+"""Time an online script at real size with random weights: seconds per phase and peak memory.
 
-    python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random
-    python bench/train.py bgpo --model runs/sdar-random --data cd3 --gen-length 256 --max-steps 3 --eval-limit 0
+    python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random python
+    bench/train.py bgpo --model runs/sdar-random --data cd3 --gen-length 256 --max-steps 3
+    --eval-limit 0
 
-Random weights solve nothing, and groups without spread have no gradient: rewards are therefore coin flips of the completion.
-The first step warms up; the table is the mean of the others. time/estimate: the old and reference values, passes without a
-gradient; time/update: the rest of the update.
+Runs the script's own `main`. Random weights solve no problem, and groups with equal rewards have no
+gradient, so the reward is a coin flip per completion. The first step warms up; the table is the
+mean of the others. time/estimate: old and reference values (no gradient); time/update: the rest of
+the update; time/sync: handing the weights to the sampler.
 """
 
 import json
 import os
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.timing import timed
 from data.planning import stable_hash
 from evals.rewards import REWARDS
 
@@ -28,27 +29,20 @@ def coin(completion, example):
 
 
 def time_estimates(script):
-    """Put a clock around the script's frozen_estimates. -> list that gets the seconds of every step"""
+    """Time every call of the script's frozen_estimates. -> list with the seconds of each step"""
     seconds, stopwatch, frozen_estimates = [], script.Stopwatch, script.frozen_estimates
 
     def next_step():
         seconds.append(0.0)
         return stopwatch()
 
-    def timed(*args):
-        start = now()
-        values = frozen_estimates(*args)
-        seconds[-1] += now() - start
+    def timed_estimates(*args):
+        spent, values = timed(lambda: frozen_estimates(*args))
+        seconds[-1] += spent
         return values
 
-    script.Stopwatch, script.frozen_estimates = next_step, timed
+    script.Stopwatch, script.frozen_estimates = next_step, timed_estimates
     return seconds
-
-
-def now():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def main():
@@ -64,13 +58,10 @@ def main():
     rows = [row for row in rows if "loss/total" in row]
     for row, seconds in zip(rows, estimates, strict=True):
         row |= {"time/estimate": seconds, "time/update": row["time/update"] - seconds}
-    rows = rows[1:]
-    keys = [
-        key
-        for key in rows[0]
-        if key.startswith(("time/", "speed/", "memory/", "completion/length"))
-    ]
-    print(json.dumps({key: round(sum(row[key] for row in rows) / len(rows), 3) for key in keys}))
+    shown = ("time/", "speed/", "memory/", "completion/length")
+    keys = [key for key in rows[1] if key.startswith(shown)]
+    means = {key: sum(row[key] for row in rows[1:]) / len(rows[1:]) for key in keys}
+    print(json.dumps({key: round(value, 3) for key, value in means.items()}))
 
 
 if __name__ == "__main__":
