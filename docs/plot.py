@@ -1,255 +1,130 @@
-"""Redraw the figures and tables of the doc pages from the runs kept in docs/curves: `python docs/plot.py`.
+"""Redraw the figures and tables of the docs from the runs kept in docs/curves: `python
+docs/plot.py`.
 
-docs/curves/<method>/<name>.jsonl holds the rows of a run's metrics.jsonl that have a score, reward or loss, without the clock.
-docs/curves/comparison/<size>.jsonl holds one run a line, written by bench/curves.py. To keep a run of the first kind:
-
-    python docs/plot.py RUN_DIR bgpo tiny-seed0
+docs/curves/<method>/<name>.jsonl is the metrics.jsonl of a run (here without the timings), and
+docs/curves/comparison/<size>.jsonl holds one run per line, written by bench/curves.py.
 """
 
 import json
 import re
-import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
+from matplotlib.figure import Figure
+
 FOLDER = Path(__file__).parent / "curves"
-KEPT = ("eval/", "test/", "reward/", "completion/", "optim/grad_norm", "policy/", "loss/")
+# title: metrics in training (smoothed line), on the validation split (dots), on the test split
+PANELS = {
+    "pairs ranked right": ("reward/accuracy", "reward/eval_accuracy", "reward/test_accuracy"),
+    "reward in training": ("reward/mean", "", ""),
+    "loss in training, nats": ("loss/total", "", ""),
+    "problems solved, held out": ("", "eval/.*", "test/.*"),
+}
+COMPARED = (("countdown", "rollouts"), ("countdown", "seconds"), ("sudoku", "rollouts"))
+HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
+|---|---|---|---|---|---|---|
+"""
 
 
-def keep(run_dir, method, name):
-    rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    rows = [
-        {"step": row["step"]} | {key: value for key, value in row.items() if key.startswith(KEPT)}
-        for row in rows
-    ]
-    rounded = [{key: round(value, 5) for key, value in row.items()} for row in rows if len(row) > 1]
-    (FOLDER / method).mkdir(parents=True, exist_ok=True)
-    (FOLDER / method / f"{name}.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rounded)
-    )
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def smooth(values, window=5):
-    return [
-        sum(values[max(0, i - window) : i + window + 1])
-        / len(values[max(0, i - window) : i + window + 1])
-        for i in range(len(values))
-    ]
+def finish(figure, name):
+    for axes in figure.axes:
+        if "loss" not in axes.get_title():
+            axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.grid(alpha=0.25)
+        axes.set(xlim=(0, None), ylim=(0, None), visible=axes.has_data())
+    figure.savefig(FOLDER / f"{name}.png", dpi=110)
 
 
 def draw(folder):
-    """folder: curves/<method> -> curves/<method>.png: training reward, and scores on held-out problems.
-
-    Of preference runs, which have no reward, the share of pairs ranked right: in training, and of held-out pairs. Of
-    supervised runs the loss alone.
-    """
-    from matplotlib.figure import Figure
-
-    runs = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted(folder.glob("*.jsonl"))
-    }
-    if not any(key.startswith("reward/") for rows in runs.values() for row in rows for key in row):
-        return draw_losses(folder, runs)
-    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
-    reward, score = figure.subplots(1, 2)
-    preferences = any("reward/accuracy" in row for rows in runs.values() for row in rows)
-    for number, (name, rows) in enumerate(runs.items()):
-        color, key = f"C{number}", "reward/accuracy" if preferences else "reward/mean"
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        if points:
-            steps, values = zip(*points, strict=True)
-            style = {"alpha": 0.35, "lw": 1} if preferences else {"label": name}
-            reward.plot(steps, smooth(values), color=color, **style)
-        for prefix, style, split in (("eval", ".-", "validation"), ("test", "*", "test")):
-            size = {"color": color, "markersize": 10 if style == "*" else 6}
-            points = [
-                (row["step"], row[key])
-                for row in rows
-                for key in row
-                if key.startswith(f"{prefix}/")
-            ]
-            if points:
-                label = {} if preferences else {"label": f"{name}, {split}"}
-                score.plot(*zip(*points, strict=True), style, **size, **label)
-            points = [
-                (row["step"], row[f"reward/{prefix}_accuracy"])
-                for row in rows
-                if f"reward/{prefix}_accuracy" in row
-            ]
-            if points:
-                reward.plot(
-                    *zip(*points, strict=True),
-                    style,
-                    **size,
-                    label=name if split == "validation" else None,
-                )
-    titles = ["reward in training (mean over 11 steps)", "problems solved, held out"]
-    if preferences:
-        titles[0] = "pairs ranked right (faint: in training)"
-    for axes, title in zip((reward, score), titles, strict=True):
-        axes.set(
-            title=title, xlabel="training step" if preferences else "rollout step", ylim=(0, None)
-        )
-        axes.yaxis.set_major_formatter("{x:.0%}")
-        axes.grid(alpha=0.25)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
-    reward.set_ylim(0.4 if preferences else 0, None)
-    figure.suptitle(
-        f"{folder.name} (dots: validation, stars: test)" if preferences else folder.name,
-        fontweight="bold",
-    )
-    figure.savefig(folder.with_suffix(".png"), dpi=110)
-
-
-def draw_losses(folder, runs):
-    """runs: {name: rows} -> curves/<method>.png: the loss of every step, faint, and its mean over 21 steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for number, (name, rows) in enumerate(runs.items()):
-        steps, losses = zip(
-            *((row["step"], row["loss/total"]) for row in rows if "loss/total" in row), strict=True
-        )
-        axes.plot(steps, losses, color=f"C{number}", alpha=0.3, lw=0.8)
-        axes.plot(steps, smooth(losses, 10), color=f"C{number}", label=name)
-    axes.set(
-        title="loss in training (mean over 21 steps)",
-        xlabel="training step",
-        ylabel="nats",
-        ylim=(0, None),
-    )
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(folder.name, fontweight="bold")
-    figure.savefig(folder.with_suffix(".png"), dpi=110)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the comparison of methods
-
-METHODS = ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo")
-FAMILIES = {"sdar": "SDAR", "llada": "LLaDA"}
-PANELS = (("countdown", "rollouts"), ("countdown", "seconds"), ("sudoku", "rollouts"))
+    """curves/<method>.png: what the runs of a method learned, in training and held out."""
+    runs = {path.stem: read(path) for path in sorted(folder.glob("*.jsonl"))}
+    keys = {key for rows in runs.values() for row in rows for key in row}
+    # One panel of training: a preference run also logs a loss, an online run both others.
+    training = [title for title, patterns in PANELS.items() if patterns[0] in keys][:1]
+    titles = training + ["problems solved, held out"] * any(k.startswith("eval/") for k in keys)
+    figure = Figure((4.75 * len(titles), 3.8), layout="constrained")
+    for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
+        axes.set(title=title, xlabel="step")
+        for color, (name, rows) in enumerate(runs.items()):
+            axes.plot([], [], f"C{color}", label=name)
+            for style, pattern in zip(("-", ".-", "*"), PANELS[title], strict=True):
+                points = [
+                    (row["step"], row[k]) for row in rows for k in row if re.fullmatch(pattern, k)
+                ]
+                steps, values = np.array(points).reshape(-1, 2).T
+                if style == "-" and points:
+                    steps, values = steps[5:-5], np.convolve(values, np.ones(11) / 11, "valid")
+                axes.plot(steps, values, style, color=f"C{color}", markersize=8)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{folder.name}\n(lines: mean over 11 steps; dots: validation; stars: test)")
+    finish(figure, folder.name)
 
 
 def comparison(size):
-    """{(family, task, method): runs} of a comparison file, in the order of METHODS."""
-    runs = [
-        json.loads(line) for line in (FOLDER / f"comparison/{size}.jsonl").read_text().splitlines()
-    ]
+    """-> {(family, task, method): runs}"""
     grouped = defaultdict(list)
-    for run in sorted(runs, key=lambda run: METHODS.index(run["method"])):
+    order = lambda run: (run["family"] != "sdar", run["task"])
+    for run in sorted(read(FOLDER / f"comparison/{size}.jsonl"), key=order):
         grouped[run["family"], run["task"], run["method"]].append(run)
     return grouped
 
 
 def draw_comparison(size):
-    """Validation score against rollouts and against seconds: mean over seeds, and their range; stars: test score at the end."""
-    from matplotlib.figure import Figure
-
-    grouped = comparison(size)
-    families = [family for family in FAMILIES if any(key[0] == family for key in grouped)]
-    panels = [panel for panel in PANELS if any(key[1] == panel[0] for key in grouped)]
-    figure = Figure(figsize=(4 * len(panels), 0.5 + 3.4 * len(families)), layout="constrained")
-    axes_of = figure.subplots(len(families), len(panels), squeeze=False, sharey="row")
-    for row, family in enumerate(families):
-        for axes, (task, against) in zip(axes_of[row], panels, strict=True):
-            for method in METHODS:
-                runs = grouped.get((family, task, method), [])
-                if not runs or against == "seconds" and runs[0]["seconds_per_step"] is None:
-                    continue
-                unit = (
-                    runs[0]["rollouts_per_step"]
-                    if against == "rollouts"
-                    else runs[0]["seconds_per_step"]
-                )
-                steps = [step * unit for step, _ in runs[0]["validation"]]
-                scores = list(
-                    zip(*[[score for _, score in run["validation"]] for run in runs], strict=True)
-                )
-                color = f"C{METHODS.index(method)}"
-                axes.plot(
-                    steps, [statistics.mean(at) for at in scores], ".-", color=color, label=method
-                )
-                axes.fill_between(
-                    steps,
-                    [min(at) for at in scores],
-                    [max(at) for at in scores],
-                    color=color,
-                    alpha=0.12,
-                    lw=0,
-                )
-                axes.plot(
-                    steps[-1:],
-                    [statistics.mean(run["test"][1] for run in runs)],
-                    "*",
-                    color=color,
-                    markersize=11,
-                )
-            seeds = max(
-                (len(runs) for key, runs in grouped.items() if key[:2] == (family, task)), default=0
-            )
-            title = f"{FAMILIES[family]}: {task}, {seeds} seed{'s' if seeds > 1 else ''}"
-            axes.set(
-                title=title,
-                xlabel="rollouts" if against == "rollouts" else "seconds, evaluations left out",
-                xlim=(0, None),
-            )
-            axes.yaxis.set_major_formatter("{x:.0%}")
-            axes.yaxis.set_tick_params(labelleft=True)
-            axes.grid(alpha=0.25)
-            axes.set_visible(axes.has_data())  # not timed, or a task that this family did not do
-        axes_of[row][0].set_ylabel("solved, greedy")
-    drawn = [
-        dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) for axes in figure.axes
-    ]
-    lines = {
-        method: handles[method] for method in METHODS for handles in drawn if method in handles
-    }
-    figure.legend(
-        lines.values(), lines.keys(), loc="outside lower center", ncols=len(METHODS), frameon=False
-    )
-    figure.savefig(FOLDER / f"comparison-{size}.png", dpi=110)
+    """Validation score against rollouts and seconds: mean and range over seeds; stars: test."""
+    grouped, lines = comparison(size), {}
+    families, methods = ("sdar", "llada"), list(dict.fromkeys(key[2] for key in grouped))
+    panels = COMPARED if size == "small" else COMPARED[:2]
+    figure = Figure((4 * len(panels), 7.3), layout="constrained")
+    grid = figure.subplots(2, len(panels), sharey="row")
+    for (family, task, method), runs in grouped.items():
+        for axes, (shown, unit) in zip(grid[families.index(family)], panels, strict=True):
+            if shown != task or not (scale := runs[0][f"{unit}_per_step"]):
+                continue
+            steps = [step * scale for step, _ in runs[0]["validation"]]
+            scores = np.array([[score for _, score in run["validation"]] for run in runs])
+            color = f"C{methods.index(method)}"
+            (lines[method],) = axes.plot(steps, scores.mean(0), ".-", color=color)
+            axes.fill_between(steps, scores.min(0), scores.max(0), color=color, alpha=0.12, lw=0)
+            test = np.mean([run["test"][1] for run in runs])
+            axes.plot(steps[-1], test, "*", color=color, markersize=11)
+            axes.set(title=f"{family}: {task}, seeds: {len(runs)}", xlabel=unit, ylabel="solved")
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=6, frameon=False)
+    finish(figure, f"comparison-{size}")
 
 
 def comparison_table(size):
-    """Markdown: test scores before and after, seed by seed."""
-    lines = [
-        "| model | task | method | rate | test before | after, seed by seed | s a step |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (family, task, method), runs in sorted(
-        comparison(size).items(), key=lambda item: (item[0][0] != "sdar", item[0][1])
-    ):
-        after = ", ".join(
-            f"{run['test'][1]:.1%}" for run in sorted(runs, key=lambda run: run["seed"])
-        )
-        seconds = (
-            "" if runs[0]["seconds_per_step"] is None else f"{runs[0]['seconds_per_step']:.2f}"
-        )
-        rate, before = f"{runs[0]['rate']:g}", f"{runs[0]['test'][0]:.1%}"
-        lines.append(f"| {family} | {task} | {method} | {rate} | {before} | {after} | {seconds} |")
-    return "\n".join(lines)
+    """-> Markdown: test scores before and after"""
+    table = HEAD
+    for names, runs in comparison(size).items():
+        after = [run["test"][1] for run in sorted(runs, key=lambda run: run["seed"])]
+        rate, test, seconds = (runs[0][key] for key in ("rate", "test", "seconds_per_step"))
+        seconds = "" if seconds is None else f"{seconds:.2f}"
+        cells = [
+            *names,
+            f"{rate:g}",
+            f"{test[0]:.1%}",
+            ", ".join(f"{score:.1%}" for score in after),
+        ]
+        table += f"| {' | '.join([*cells, seconds])} |\n"
+    return table
 
 
 def with_tables(text):
-    """docs/curves.md with its generated tables made anew."""
+    """docs/curves.md with its generated tables made anew"""
     marks = re.compile(r"(<!-- comparison (\w+): [^>]*-->\n).*?(<!-- /comparison -->)", re.S)
-    return marks.sub(lambda mark: f"{mark[1]}{comparison_table(mark[2])}\n{mark[3]}", text)
+    return marks.sub(lambda mark: f"{mark[1]}{comparison_table(mark[2])}{mark[3]}", text)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        keep(*sys.argv[1:])
-    for folder in sorted(
-        path for path in FOLDER.iterdir() if path.is_dir() and path.name != "comparison"
-    ):
-        draw(folder)
-    for file in sorted((FOLDER / "comparison").glob("*.jsonl")):
-        draw_comparison(file.stem)
+    for file in FOLDER.glob("*/*.jsonl"):
+        if file.parent.name == "comparison":
+            draw_comparison(file.stem)
+        else:
+            draw(file.parent)
     page = Path(__file__).with_name("curves.md")
     page.write_text(with_tables(page.read_text()))
