@@ -1,33 +1,30 @@
 """Learning curves of the online methods, all runs of a family from one SFT checkpoint.
 
-    python bench/curves.py --size tiny --jobs 2      # shipped models (0.5 million parameters), CPU,
-    countdown python bench/curves.py --size small --jobs 8     # 6 million parameters, GPUs,
-    countdown and sudoku python bench/curves.py --size tiny --keep        # finished runs ->
-    docs/curves/comparison, for docs/plot.py
+    python bench/curves.py --size tiny --jobs 2      # shipped models (0.5 million parameters), CPU
+    python bench/curves.py --size small --jobs 8     # 6 million parameters, GPUs, sudoku too
+    python bench/curves.py --size tiny --keep        # finished runs -> docs/curves/comparison
 
 Stages, in this order; each skips what an earlier call has finished:
 
-    sft     algos/sft.py trains each family's model on countdown `small` and sudoku `sudoku4`, 4
-    rows to 1. The first save
-            that greedily solves --start of the validation problems of both tasks starts all runs of
-            the family. The shipped models were trained on countdown already.
+    sft     algos/sft.py trains each family's model on countdown `small` and sudoku `sudoku4`,
+            4 rows to 1. The first save that greedily solves --start of the validation problems of
+            both tasks starts all runs of the family. The shipped models are trained already.
     rates   every method on countdown at every learning rate, seed 1000. The best last validation
-    score wins. runs    countdown with seeds 0, 1, 2 and sudoku with seed 0 at that rate. The
-    scripts score the test split before and
-            after; nothing is chosen by it.
+            score wins.
+    runs    countdown with seeds 0, 1, 2 and sudoku with seed 0 at that rate. The scripts score the
+            test split before and after; nothing is chosen by it.
     time    a few steps of every method, one run per machine or GPU: seconds per step without
-    competition.
+            competition.
 
 Runs on one GPU take turns unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d`
 before, `echo quit | nvidia-cuda-mps-control` after (docs/curves.md has the gain).
 
 All methods get the same rollouts, optimizer (SHARED) and --passes forward-backward passes per
 completion. Each spends them its own way (METHODS): updates per rollout, draws of a bound, or
-denoising steps. Everything else is the method's default.
+denoising steps. Everything else is the method's default. docs/plot.py draws the kept runs.
 """
 
 import json
-import math
 import os
 import random
 import shutil
@@ -133,7 +130,7 @@ class Curves:
     """The directory of a comparison and its stages."""
 
     def __init__(self, args, device):
-        self.args, self.device, self.root = args, device, Path(args.out, args.size)
+        self.args, self.device, self.root = args, device, Path(args.out, args.size).resolve()
         self.root.mkdir(parents=True, exist_ok=True)
         self.settings = {name: value for name, value in asdict(args).items() if name not in FREE}
         text, file = json.dumps(self.settings), self.root / "settings.json"
@@ -162,7 +159,7 @@ class Curves:
         return f"{' '.join(command)}: exit {code}\n{text}" if code else ""
 
     def at_once(self, work, items, jobs):
-        """work(item) for all items, `jobs` at a time; a failure is raised after the others ended."""
+        """work(item) for all items, `jobs` at a time; the first error is raised at the end."""
         self.gpus, gpus = SimpleQueue(), visible_gpus()
         for job in range(jobs):
             self.gpus.put(gpus[job % len(gpus)])
@@ -191,10 +188,7 @@ class Curves:
         flags = {"config": folder / "config", "out": folder / "init"}
         flags["tokenizer"] = ROOT / f"models/tiny-{family}"
         subprocess.run(command_of("models/random_init.py", flags), check=True)
-        flags = SFT | {
-            "model": folder.resolve() / "init",
-            "data": self.root.resolve() / "sft.jsonl",
-        }
+        flags = SFT | {"model": folder / "init", "data": self.root / "sft.jsonl"}
         flags |= {"max_steps": args.sft_steps, "learning_rate": args.sft_learning_rate}
         if error := self.call("sft", folder / "run", flags | {"eos_tail": 8}):
             raise SystemExit(error)
@@ -215,7 +209,7 @@ class Curves:
             )
         shutil.copytree(saves[first], folder / "chosen", dirs_exist_ok=True)
         os.replace(folder / "chosen", self.start(family))
-        print(f"{family} starts from {saves[first].name}; tried {tried}", flush=True)
+        print(f"{family} starts from {saves[first].name}; tried {tried}")
 
     def validate(self, checkpoint):
         """-> {task: share of validation problems solved greedily}, scored as the scripts do"""
@@ -247,7 +241,7 @@ class Curves:
         # One pass of SDAR's two copies replays a denoising step of all blocks.
         forwards = STEPS_PER_BLOCK * (1 if run.family == "sdar" else blocks)
         flags = SHARED | METHODS[run.method](args.passes, forwards)
-        flags |= {"model": self.start(run.family).resolve(), "task": run.task, "seed": run.seed}
+        flags |= {"model": self.start(run.family), "task": run.task, "seed": run.seed}
         flags |= {"gen_length": TASKS[run.task], "learning_rate": run.rate}
         for name in ("prompts_per_step", "max_steps", "eval_every", "eval_limit"):
             flags[name] = getattr(args, name)
@@ -260,7 +254,7 @@ class Curves:
             if run.stage != "rates":
                 raise SystemExit(error)
             (self.folder(run) / "failed").write_text(error)  # a diverging rate is a bad rate
-        print(run.stage, run.name, *values(self.rows(run), f"test/{run.task}"), flush=True)
+        print(run.stage, run.name)
 
     def tries(self, pair):
         return [Run(*pair, "countdown", RATE_SEED, rate, "rates") for rate in self.args.rates]
@@ -339,12 +333,14 @@ def visible_gpus():
 
 
 def sft_rows(task, count):
-    """`count` chat rows of the train split; problems repeat with other answers if too few"""
-    problems = task.load("train")
-    turn = lambda problem, draw: {"role": "assistant", "content": task.answer(problem, draw)}
-    draws = range(math.ceil(count / len(problems)))
-    every = ([*task.prompt(p), turn(p, draw)] for draw in draws for p in problems)
-    return [{"messages": messages} for _, messages in zip(range(count), every)]  # noqa: B905
+    """-> chat rows of the train split; where it has too few problems, again with other answers"""
+    problems, rows = task.load("train"), []
+    for i in range(count):
+        problem = problems[i % len(problems)]
+        answer = task.answer(problem, i // len(problems))
+        turn = {"role": "assistant", "content": answer}
+        rows.append({"messages": [*task.prompt(problem), turn]})
+    return rows
 
 
 def main(args):

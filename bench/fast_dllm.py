@@ -38,11 +38,9 @@ class FastDLLM:
         sizes.init_device = "meta"
         self.efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
         self.model = code.LLaDAModelLM(config, code.LLaDAModel(sizes, init_params=False))
-        # The constructor turns efficient attention off for the whole process: leave it on for others.
+        # The constructor turned efficient attention off for the whole process.
         torch.backends.cuda.enable_mem_efficient_sdp(self.efficient)
         self.model.load_state_dict(dict(export_weights(model)), strict=False, assign=True)
-        if missing := [name for name, value in self.model.named_parameters() if value.is_meta]:
-            raise RuntimeError(f"no weights for {missing[:5]}")
         self.model.eval().requires_grad_(False).register_forward_pre_hook(self._count)
         mask = torch.tensor([model.mask_token_id], device=self.device)
         ban = lambda module, args, logits: logits.index_fill_(-1, mask, -torch.inf)

@@ -1,9 +1,8 @@
 """Compare samplers on one model: the fast and the plain engine, lmdeploy, and Fast-dLLM's own code.
 
-    python models/random_init.py --config DIR --tokenizer DIR --out /dev/shm/sdar --device cuda
-    python bench/rollout.py --model /dev/shm/sdar --rows 1 16 128 --samplers ours plain lmdeploy
-    python bench/rollout.py --model /dev/shm/llada --cache none dual --samplers ours Fast-dLLM
-    --peer FAST_DLLM/llada
+    python models/random_init.py --config DIR --tokenizer DIR --out DIR2 --device cuda
+    python bench/rollout.py --model DIR2 --rows 1 16 128 --samplers ours plain lmdeploy
+    python bench/rollout.py --model DIR2 --cache none dual --samplers ours Fast-dLLM --peer llada/
 
 Prints one JSON line per measurement and one per ratio. All samplers get the same weights and
 prompts. tokens_per_s counts completion tokens up to and including the first EOS, over the seconds

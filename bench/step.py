@@ -1,16 +1,14 @@
-"""Time loading, a forward pass and one training step of a model at real size, next to the official
-LLaDA code.
+"""Time loading, a forward pass and a training step at real size, next to the official LLaDA code.
 
-    python models/random_init.py --config DIR --out /dev/shm/llada --device cuda python
-    bench/step.py --model /dev/shm/llada --lora-rank 128 --rows 16 --micro-batch-size 8 --compile
-    --peer PEER_DIR
+    python models/random_init.py --config DIR --out /dev/shm/llada --device cuda
+    python bench/step.py --model /dev/shm/llada --compile --peer PEER_DIR
 
 Our step is the update of algos/sft.py: its `parallelize`, add_lora, load_weights, model.logps,
 clipping and AdamW. One JSON line per measurement; seconds are medians of synchronised steps, rates
-count input tokens (rows x length), memory is torch's peak.
+count input tokens (rows x length), peak_gib is torch's peak allocation.
 
 FLOPs are those of the mathematics: no recomputation, no masked attention scores. Over the weight
-matrices M,
+matrices M of the blocks and the head,
     forward  = sum over M of 2 |M| n + sum over layers of 4 W A
     backward = sum over M of 2 |M| n (1 + t) + sum over layers of 8 W A
 n: tokens multiplied by M (scored ones for the head; tokens x k / E for stacked experts; two per
@@ -70,15 +68,15 @@ class Args:
 
 
 def median(function, steps):
-    """-> median seconds of `steps` calls after two, first value, first seconds"""
+    """-> median seconds of `steps` calls after two, first value"""
     runs = [timed(function) for _ in range(steps + 2)]
-    return statistics.median(seconds for seconds, _ in runs[2:]), runs[0][1], runs[0][0]
+    return statistics.median(seconds for seconds, _ in runs[2:]), runs[0][1]
 
 
 def matmul_rate(device):
     n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds, *_ = median(lambda: [a @ b for _ in range(20)] and None, 3)
+    seconds, _ = median(lambda: [a @ b for _ in range(20)] and None, 3)
     return {"tflops": 2 * n**3 * 20 / seconds / 1e12}
 
 
@@ -105,10 +103,9 @@ def flops(model, args, scored, backward):
 
 def rates(run, args, work=None, matmul=None):
     """run: of `median` -> facts of a line; tokens/s count all ranks, TFLOP/s one"""
-    seconds, value, first_s = run
+    seconds, value = run
     tokens = args.rows * args.length * dist.get_world_size()
-    facts = {"seconds": seconds, "tokens_per_s": tokens / seconds}
-    facts |= {"first_value": value, "first_s": first_s}
+    facts = {"seconds": seconds, "tokens_per_s": tokens / seconds, "first_value": value}
     if work:
         tflops = work / seconds / 1e12
         facts |= {"tflops": tflops, "share_of_matmul": tflops / matmul}
@@ -206,8 +203,6 @@ def official_step(args, device, adapters):
     for path in sorted(directory.glob("*.safetensors")):
         weights = {name: value.bfloat16() for name, value in load_file(path, str(device)).items()}
         model.load_state_dict(weights, strict=False, assign=True)
-    if missing := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise RuntimeError(f"no weights for {missing[:5]}")
     torch.backends.cuda.enable_mem_efficient_sdp(True)  # the official constructor turns it off
     targets = list(meta_model(args.model).lora_targets)
     head = ["model.transformer.ff_out"]  # has the name of a block's layer
@@ -233,16 +228,16 @@ def main(args):
     args.model = str(resolve(args.model))
     names = ("lora_rank", "rows", "length", "micro_batch_size", "attention", "compile")
     setting = {name: getattr(args, name) for name in names}
-    report = Report(args.out, model=Path(args.model).name, ranks=dist.get_world_size())
+    report = Report(args.out, model=Path(args.model).name, ranks=dist.get_world_size(), **setting)
     matmul = report.measure(matmul_rate, device, what="matmul").get("tflops")
     official, made = [], []
     for kind in ("fp32", "bf16") if args.peer else ():
         facts = {"what": "official step", "adapters": kind}
         official.append((kind, report.measure(official_step, args, device, kind, **facts)))
-    report.measure(load, args, device, made, what="load", **setting)
+    report.measure(load, args, device, made, what="load")
     batch = make_batch(args, made[0].mask_token_id, device)
-    report.measure(our_forward, made[0], batch, args, matmul, what="forward", **setting)
-    ours = report.measure(our_step, made[0], batch, args, matmul, what="step", **setting)
+    report.measure(our_forward, made[0], batch, args, matmul, what="forward")
+    ours = report.measure(our_step, made[0], batch, args, matmul, what="step")
     for kind, peer in official:
         keys = [key for key in ("tokens_per_s", "peak_gib") if key in ours and key in peer]
         ratios = {key: ours[key] / peer[key] for key in keys}

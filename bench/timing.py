@@ -1,6 +1,4 @@
-"""What the benchmarks share: a clock that waits for the GPU, and a report of one JSON line per
-measurement.
-"""
+"""A clock that waits for the GPU, and a report of one JSON line per measurement."""
 
 import gc
 import json

@@ -1,8 +1,7 @@
 """Time an online script at real size with random weights: seconds per phase and peak memory.
 
-    python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random python
-    bench/train.py bgpo --model runs/sdar-random --data cd3 --gen-length 256 --max-steps 3
-    --eval-limit 0
+    python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random
+    python bench/train.py bgpo --model runs/sdar-random --data cd3 --max-steps 3 --eval-limit 0
 
 Runs the script's own `main`. Random weights solve no problem, and groups with equal rewards have no
 gradient, so the reward is a coin flip per completion. The first step warms up; the table is the
