@@ -63,7 +63,7 @@ def measure(pattern, B, T, document, backend):
 
     def both(attend, q, k, v, grad):
         out = attend(0, q, k, v)
-        return out, *torch.autograd.grad(out, (q, k, v), grad)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, *got = both(attend, q, k, v, grad)
