@@ -254,7 +254,7 @@ class Curves:
             if run.stage != "rates":
                 raise SystemExit(error)
             (self.folder(run) / "failed").write_text(error)  # a diverging rate is a bad rate
-        print(run.stage, run.name)
+        print(run)
 
     def tries(self, pair):
         return [Run(*pair, "countdown", RATE_SEED, rate, "rates") for rate in self.args.rates]

@@ -99,8 +99,8 @@ def measure(engine, rows, length, mask_token_id, settings, args):
     runs = [timed(lambda seed=seed: roll(seed)) for seed in range(1, args.repeats + 1)]
     seconds, trace = min(runs, key=lambda run: run[0])
     tokens = int(trace.completion_mask.sum())
-    facts = {"tokens_per_s": tokens / seconds, "seconds": seconds, "first_s": first_s}
-    facts["tokens"] = tokens
+    facts = {"tokens_per_s": tokens / seconds, "tokens": tokens}
+    facts |= {"seconds": seconds, "first_s": first_s}
     total = 0 if trace.num_forwards is None else int(trace.num_forwards.sum())
     if total > 0:  # lmdeploy cannot count them under every rule
         facts |= {"forwards": total / rows, "tokens_per_forward": tokens / total}
