@@ -375,7 +375,7 @@ def draw_curves(run_dir):
             if re.fullmatch(left, key):
                 draw_line(axes, key, *data[key])
         legend = {"bbox_to_anchor": (0, 1, 1, 0), "borderaxespad": 0, "frameon": False}
-        axes.legend(loc="lower left", ncols=2, fontsize=8, **legend)
+        axes.legend(loc="lower left", ncols=4, fontsize=8, **legend)
         if right in data:
             twin = axes.twinx()
             draw_line(twin, f"{right}, right axis", *data[right], color="tab:orange")

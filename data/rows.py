@@ -4,6 +4,7 @@ import csv
 import errno
 import gzip
 import json
+import tempfile
 import zlib
 from itertools import islice
 from pathlib import Path
@@ -73,7 +74,15 @@ def _load_hub(*name, split):
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS):
             raise
-        return datasets.load_dataset(*name, split=split, streaming=True)  # no cache can be written
+        return _stream(*name, split=split)  # no cache can be written
+
+
+def _stream(*name, **options):
+    """A data set that needs no writable home: what `datasets` writes goes to a temporary folder."""
+    import datasets
+
+    with tempfile.TemporaryDirectory() as folder:
+        return datasets.load_dataset(*name, **options, streaming=True, cache_dir=folder)
 
 
 def _python_rows(dataset):
@@ -133,11 +142,8 @@ def read_csv(path):
 
 def read_parquet(path):
     """Rows of a parquet file; streamed, so that no copy is written to a cache."""
-    import datasets
-
-    options = {"data_files": str(path), "split": "train", "streaming": True}
     try:
-        yield from _python_rows(datasets.load_dataset("parquet", **options))
+        yield from _python_rows(_stream("parquet", data_files=str(path), split="train"))
     except Exception as error:  # several kinds, of pyarrow and of datasets
         problem = "is no parquet file, or a truncated or damaged one"
         raise SystemExit(f"{path} {problem}: {one_line(error)}") from error

@@ -1,4 +1,7 @@
-"""What a killed run needs to go on, bit for bit: parameters, optimizer moments, the step. All else is keyed by the step."""
+"""What a killed run needs to go on, bit for bit: parameters, optimizer moments, the step.
+
+All else is keyed by the step.
+"""
 
 import json
 import shutil
@@ -9,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from models import save_model, source_of
 from models.atomic import AtomicDirectory
-from models.checkpoint import save_model, source_of
 from models.lora import has_lora, save_adapter
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
@@ -26,7 +29,9 @@ class Saves:
     """
 
     def __init__(self, run_dir, model, optimizer, tokenizer, base, keep, scores=()):
-        """base: --model of the run; keep: how many of the newest saves stay (0: all); scores: [(step, validation score)]."""
+        """base: --model of the run. keep: how many of the newest saves stay (0: all). scores:
+        [(step, validation score)] so far.
+        """
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
         self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
         self.base, self.keep, self.also = source_of(base), keep, None
@@ -36,7 +41,7 @@ class Saves:
 
     @staticmethod
     def load(run_dir, model, optimizer):
-        """Fill model and optimizer from the newest complete state and delete weights saved after it. -> its step"""
+        """Fill both from the newest complete state, delete weights saved after it. -> its step"""
         step = load_state(newest_state(Path(run_dir) / "resume"), model, optimizer)
         if dist.get_rank() == 0:
             for path in (Path(run_dir) / "checkpoints").glob("step-*"):
@@ -46,13 +51,19 @@ class Saves:
         return step
 
     def include(self, model, step):
-        """Save a second model that changes, a moving reference, with every state; step > 0: load it from that state."""
+        """Save a second model that changes, a moving reference, with every state.
+
+        step: > 0 in a resumed run; the model is then loaded from that step's state.
+        """
         self.also = model
         if step:
             load_parts(self.resume / f"step-{step:06d}", {"also": model.state_dict()})
 
     def after_step(self, step, score=None, weights=False, state=False):
-        """Save weights and state as asked, and the weights also when `score` (validation; None: not evaluated) is the best."""
+        """Save weights and state as asked, and the weights also when `score` is the best so far.
+
+        score: on validation problems; None: not evaluated.
+        """
         is_best = score is not None and (self.best is None or score > self.best[1])
         if weights or is_best:
             self.newest = self.checkpoints / f"step-{step:06d}"
@@ -82,9 +93,10 @@ class Saves:
 
 
 def save_state(directory, model, optimizer, step, keep, also=None):
-    """Save into directory/step-<step>, then delete all but the newest `keep` states (0 keeps all). Collective over all ranks.
+    """Save into directory/step-<step>, then delete all but the newest `keep` states. Collective.
 
-    also: a second model whose parameters belong to the state. The state takes its name only when all of it is on disk.
+    keep: 0 keeps all. also: a second model whose parameters belong to the state. The state takes
+    its name only when all of it is on disk.
     """
     save = AtomicDirectory(Path(directory) / f"step-{step:06d}")
     dist.barrier()  # rank 0 has made the folder
@@ -111,7 +123,10 @@ def newest_state(directory):
 
 
 def load_state(state, model, optimizer):
-    """Fill model and optimizer from a state directory. -> the step. Collective. SystemExit on another world size or model."""
+    """Fill model and optimizer from a state directory. -> the step. Collective.
+
+    SystemExit on another world size or model.
+    """
     facts, world_size = json.loads((state / "facts.json").read_text()), dist.get_world_size()
     if facts["world_size"] != world_size:
         raise SystemExit(
@@ -145,7 +160,7 @@ def load_parts(state, parts):
 
 
 def first_cause(error):
-    """A CheckpointException holds one (exception, stack) per failed rank. -> the first, as one line"""
+    """A CheckpointException has one (exception, stack) per failed rank. -> the first, as a line"""
     rank, (cause, _) = next(iter(error.failures.items()))
     text = str(cause).splitlines()[0]
     if "unexpected pos" in text:  # all that torch's writer says when a write was cut short
@@ -154,7 +169,7 @@ def first_cause(error):
 
 
 def prune(directory, keep, spare=()):
-    """Delete all but the newest `keep` of directory/step-* (0 keeps all), and those named in spare. Rank 0 acts."""
+    """Delete all but the newest `keep` (0: all) of directory/step-* and those named in spare."""
     if keep and dist.get_rank() == 0:
         for old in sorted(Path(directory).glob("step-*"))[:-keep]:
             if old.name not in spare:
