@@ -192,10 +192,17 @@ class Numbers:
 
 
 NAN = float("nan")
-TOO_SMALL = [("max_steps", 0, "at least 1"), ("steps", -1, "at least 0"), ("beta", -0.1, "at least 0"),
-             ("beta", NAN, "at least 0"), ("temperature", 0.0, "above 0: [^\n]+"),
-             ("temperature", NAN, "above 0: [^\n]+"), ("max_grad_norm", 0.0, "above 0: [^\n]+"),
-             ("betas", (0.9, 1.0), "at least 0 and below 1")]  # fmt: skip
+ABOVE = "above 0: [^\n]+"
+TOO_SMALL = [
+    ("max_steps", 0, "at least 1"),
+    ("steps", -1, "at least 0"),
+    ("beta", -0.1, "at least 0"),
+    ("beta", NAN, "at least 0"),
+    ("temperature", 0.0, ABOVE),
+    ("temperature", NAN, ABOVE),
+    ("max_grad_norm", 0.0, ABOVE),
+    ("betas", (0.9, 1.0), "at least 0 and below 1"),
+]
 
 
 @pytest.mark.parametrize("name, value, words", TOO_SMALL)

@@ -1,11 +1,9 @@
 """Supervised rows: ids of prompts and answers, what is left out and why, streams, ranks."""
 
-import io
 import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +14,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from data import tokens
-from data.sft import conversation, encode, gold_answers, training_rows
+from data.sft import conversation, encode, training_rows
 from data.stream import ShuffledStream
 from data.tokens import Dropped, TokenRows
 from evals import load_task
@@ -193,7 +190,7 @@ SDAR = "SDAR-8B-Chat", "SDAR-30B-A3B-Chat"
 FAMILIES = {
     **dict.fromkeys(SDAR, (151645, "<|im_end|>", r"<think>\n\n</think>\n\n|\n$")),
     "Dream-v0-Instruct-7B": (151645, "<|im_end|>", r"\n$"),
-    "LLaDA-8B-Instruct": (126348, "<|eot_id|>", r"<.start_header_id.>assistant<.end_header_id.>\n\n$"),
+    "LLaDA-8B-Instruct": (126348, "<|eot_id|>", r"<.start_header_id.>assistant<.*>\s+$"),
     "LLaDA2.0-mini": (156894, "<|role_end|>", "$"),
 }  # fmt: skip
 
@@ -224,8 +221,8 @@ def official_tokenizer(name, directory):
 @needs_hf
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(name, tmp_path):
-    """On real rows, and with history: prompt + answer = the rendered dialogue, but for what FAMILIES
-    takes away: SDAR's empty think block, the newline after a turn, LLaDA's header of a next turn."""
+    """On real rows, and with history, but for what FAMILIES takes away: SDAR's empty think block,
+    the newline after a turn, LLaDA's header of a next turn."""
     turn_end, text, surplus = FAMILIES[name]
     tokenizer = official_tokenizer(name, tmp_path / name)
     model = build_model(json.loads((Path(HF) / name / "config.json").read_text()))
@@ -246,13 +243,6 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
             assert prompt + answer == tokenizer(whole, add_special_tokens=False)["input_ids"]
         assert prompt == prompt_ids(tokenizer, given["prompt"]) and answer[-1] == own_id
         assert own_id not in answer[:-1] and model.mask_token_id not in answer
-
-
-@needs_files
-@pytest.mark.parametrize("task, file", [("gsm8k", "gsm8k"), ("math500", "math")])
-def test_dares_rows_without_worked_solutions_are_refused(task, file):
-    with pytest.raises(SystemExit, match=f"{task}: these rows have no worked solutions"):
-        list(gold_answers(load_task(task), f"{FILES}/dare/train_{file}_1.parquet"))
 
 
 @needs_files
@@ -337,29 +327,3 @@ def rank_reads(rank, world_size):
 
 def test_one_rank_tokenises_for_all_and_its_errors_end_all(run_ranks):
     run_ranks(2, rank_reads)
-
-
-def test_rows_are_never_in_memory_as_text_as_a_whole(monkeypatch):
-    alive, most = [0], [0]
-
-    class Text(str):
-        def __new__(cls, text):
-            alive[0] += 1
-            most[0] = max(most[0], alive[0])
-            return super().__new__(cls, text)
-
-        def __del__(self):
-            alive[0] -= 1
-
-    monkeypatch.setattr(tokens, "CHUNK", 50)
-    rows = ({"prompt": turns("a"), "response": Text("b")} for _ in range(500))
-    assert len(ids(rows)) == 500 and most[0] <= 101
-
-
-def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch):
-    for is_terminal in (True, False):
-        screen = io.StringIO()
-        screen.isatty = lambda value=is_terminal: value
-        monkeypatch.setattr(sys, "stderr", screen)
-        assert len(ids([row("a", "b")])) == 1
-        assert ("tokenising" in screen.getvalue()) == is_terminal == bool(screen.getvalue())
