@@ -179,11 +179,12 @@ def read_samples(path):
     rows, prompts = [], {}
     needed = {"index": int, "prompt": list, "completion": str, "score": int | float}
     for line, row in read_jsonl(path):
+        problem = ""
         if not all(isinstance(row.get(key), kind) for key, kind in needed.items()):
             problem = f"needs {', '.join(needed)}, has {describe_columns(row)}"
-            raise SystemExit(f"{path} line {line}: {problem}")
-        if prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
+        elif prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
             problem = f"index {row['index']} had another prompt before; are these two evaluations?"
+        if problem:
             raise SystemExit(f"{path} line {line}: {problem}")
         rows.append(row)
     return rows

@@ -139,11 +139,14 @@ def render(row, tokenizer, sides):
         text = prompt_text(tokenizer, row["prompt"])
         "".join([text, *answers]).encode()
         return text
-    except UnicodeEncodeError as error:
-        reason, said = "hold half of a character (a surrogate)", error
-    except (TemplateError, TypeError) as error:
-        reason, said = "are refused by the chat template", error
-    return Dropped(reason, f"{shown(row)}, {one_line(said)}")
+    except (UnicodeEncodeError, TemplateError, TypeError) as error:
+        is_text = isinstance(error, UnicodeEncodeError)
+        reason = (
+            "hold half of a character (a surrogate)"
+            if is_text
+            else "are refused by the chat template"
+        )
+        return Dropped(reason, f"{shown(row)}, {one_line(error)}")
 
 
 def without_asked(rows, asked):

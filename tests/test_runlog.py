@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import sys
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 import runlog
-from runlog import RunLog, Stopwatch, check_numbers, peak_memory_gb
+from runlog import RunLog, Stopwatch, check_numbers
 
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
 TIMES = {"time/rollout": 0.5, "time/update": 0.2, "time/step": 0.73}
@@ -32,21 +31,12 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_config_says_how_to_repeat_the_run(tmp_path, monkeypatch):
+def test_config_says_how_to_repeat_the_run(tmp_path):
     with open_log(tmp_path) as log:
         config = json.loads((log.run_dir / "config.json").read_text())
     keys = "script args command git torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
-    assert runlog.describe_git() is None
-    git = f"git -C {tmp_path} -c user.name=a -c user.email=a@b"
-    commands = f"{git} init -q && {git} add . && {git} commit -q --allow-empty -m first"
-    assert os.system(commands) == 0
-    assert runlog.describe_git()["dirty"] is False and len(runlog.describe_git()["commit"]) == 40
-    (tmp_path / "mine.py").touch()  # a copied script
-    assert runlog.describe_git()["dirty"] is True
 
 
 def test_directories_of_the_same_second_are_numbered(tmp_path, monkeypatch):
@@ -54,9 +44,6 @@ def test_directories_of_the_same_second_are_numbered(tmp_path, monkeypatch):
     monkeypatch.setattr(runlog, "datetime", noon)
     names = [runlog.make_run_dir(tmp_path, "d1").name for _ in range(3)]
     assert names == [f"d1-0102-120000{end}" for end in ("", "-2", "-3")]
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="--out .*file: the run directory cannot be made"):
-        runlog.make_run_dir(tmp_path / "file", "d1")
 
 
 def test_rows_are_flushed_non_finite_is_null_and_csv_has_the_union_of_keys(tmp_path):
@@ -169,7 +156,7 @@ def test_wandb_mirrors_the_rows_offline(tmp_path, monkeypatch):
     assert b"reward/mean" in record.read_bytes()
 
 
-def test_stopwatch_and_memory(monkeypatch):
+def test_the_stopwatch_adds_up_phases(monkeypatch):
     ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0])
     monkeypatch.setattr(runlog.time, "perf_counter", lambda: next(ticks))
     clock = Stopwatch()
@@ -177,7 +164,6 @@ def test_stopwatch_and_memory(monkeypatch):
         with clock(phase):
             pass
     assert clock == {"time/rollout": 5.0, "time/update": 1.0}
-    assert 0.05 < peak_memory_gb("cpu") < 100
 
 
 @dataclass

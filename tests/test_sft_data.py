@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +18,13 @@ from data.stream import ShuffledStream
 from data.tokens import Dropped, TokenRows
 from evals import load_task
 from models import load_tokenizer, prompt_ids
-from models.checkpoint import build_model, set_special_tokens
 from models.random_init import byte_tokenizer
 
 EOS, MASK, COUNTDOWN, GSM8K = 256, 257, load_task("countdown"), load_task("gsm8k")
 TINY = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=MASK)  # the first closes an answer
 HF, FILES = (os.environ.get(name) for name in ("CLEANDLLM_HF", "CLEANDLLM_DATA"))
 needs_files = pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")
-needs_hf = pytest.mark.skipif(not (HF and FILES), reason="CLEANDLLM_HF or _DATA is not set")
+needs_hf = pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 
 
 def row(prompt, response):
@@ -185,64 +183,40 @@ def test_mistakes_are_named(tmp_path, task, name, content, message):
         list(training_rows(load_task(task), str(tmp_path / name)))
 
 
-SDAR = "SDAR-8B-Chat", "SDAR-30B-A3B-Chat"
-# directory -> id and text of the turn end; how a rendered dialogue differs from prompt + answer
+# directory -> text of the turn end; how a rendered dialogue differs from prompt + answer
 FAMILIES = {
-    **dict.fromkeys(SDAR, (151645, "<|im_end|>", r"<think>\n\n</think>\n\n|\n$")),
-    "Dream-v0-Instruct-7B": (151645, "<|im_end|>", r"\n$"),
-    "LLaDA-8B-Instruct": (126348, "<|eot_id|>", r"<.start_header_id.>assistant<.*>\s+$"),
-    "LLaDA2.0-mini": (156894, "<|role_end|>", "$"),
-}  # fmt: skip
-
-
-def official_tokenizer(name, directory):
-    """A checkpoint's own tokenizer; if its vocabulary is not at hand, that of its kin, or one token
-    per byte under its own added tokens and template.
-
-    directory: gets a copy of the files, with the added tokens that LLaDA2 states nowhere else.
-    """
-    shutil.copytree(Path(HF) / name, directory)
-    for file in ("vocab.json", "merges.txt") if name in SDAR else ():
-        shutil.copyfile(Path(HF) / SDAR[0] / file, directory / file)
-    if (directory / "vocab.json").exists():
-        return load_tokenizer(directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    added = {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
-    llada2 = ("<|startoftext|>", "<|endoftext|>", "<|role_end|>", "<|mask|>")
-    added = added or dict(zip(llada2, (156891, 156892, 156894, 156895), strict=True))
-    listed = {"added_tokens": [{"content": token, "id": i} for token, i in added.items()]}
-    (directory / "tokenizer.json").write_text(json.dumps(listed))
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
-    tokenizer.bos_token, tokenizer.chat_template = config["bos_token"], config["chat_template"]
-    return tokenizer
+    "SDAR-8B-Chat": ("<|im_end|>", r"<think>\n\n</think>\n\n|\n$"),
+    "Dream-v0-Instruct-7B": ("<|im_end|>", r"\n$"),
+    "LLaDA-8B-Instruct": ("<|eot_id|>", r"<.start_header_id.>assistant<.*>\s+$"),
+    "LLaDA2.0-mini": ("<|role_end|>", "$"),
+}
 
 
 @needs_hf
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(name, tmp_path):
-    """On real rows, and with history, but for what FAMILIES takes away: SDAR's empty think block,
-    the newline after a turn, LLaDA's header of a next turn."""
-    turn_end, text, surplus = FAMILIES[name]
-    tokenizer = official_tokenizer(name, tmp_path / name)
-    model = build_model(json.loads((Path(HF) / name / "config.json").read_text()))
-    model = set_special_tokens(model, tmp_path / name)
-    assert model.eos_token_ids[0] == turn_end
-    own_id = tokenizer.convert_tokens_to_ids(text)
-    if tokenizer.vocab_size > 1000:
-        mask = tokenizer.convert_ids_to_tokens(model.mask_token_id)
-        assert own_id == turn_end and mask.lower() == "<|mask|>"
-    model = SimpleNamespace(eos_token_ids=[own_id], mask_token_id=model.mask_token_id)
-    rows = list(training_rows(GSM8K, f"{FILES}/gsm8k/train.jsonl"))[::400]
-    history = [*rows[0]["prompt"], *turns("", rows[0]["response"])[1:], *rows[1]["prompt"]]
-    rows += [{"prompt": history, "response": f"{rows[1]['response']} <|MASK|>"}]
-    for given, (prompt, answer) in zip(rows, ids(rows, 5000, tokenizer, model), strict=True):
-        dialogue = [*given["prompt"], {"role": "assistant", "content": given["response"]}]
+def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(name):
+    """But for SDAR's empty think block, the newline after a turn, LLaDA's header of a next turn.
+    A family whose vocabulary is not at hand: one token per byte with its template."""
+    (turn_end, surplus), tokenizer = FAMILIES[name], byte_tokenizer()
+    config = json.loads((Path(HF) / name / "tokenizer_config.json").read_text())
+    if (Path(HF) / name / "vocab.json").exists():
+        tokenizer = load_tokenizer(Path(HF) / name)
+    else:
+        tokenizer.add_tokens([AddedToken(turn_end, special=True, normalized=False)])
+        tokenizer.bos_token, tokenizer.chat_template = config["bos_token"], config["chat_template"]
+    mask = tokenizer.convert_tokens_to_ids("<|MASK|>")  # Dream: <|mask|>, then none
+    end = tokenizer.convert_tokens_to_ids(turn_end)
+    model = SimpleNamespace(eos_token_ids=[end], mask_token_id=mask)
+    dialogues = [turns("1 + 1?\n", "<b>2</b> so\n\nit is 2."), turns("Hi", "é", "So?", "No: 3 < 4")]
+    rows = ids([conversation({"messages": each}) for each in dialogues], 5000, tokenizer, model)
+    for dialogue, (prompt, answer) in zip(dialogues, rows, strict=True):
         whole = re.sub(surplus, "", tokenizer.apply_chat_template(dialogue, tokenize=False))
-        if given is not rows[-1]:  # the template has a mask token, the answer its characters
-            assert prompt + answer == tokenizer(whole, add_special_tokens=False)["input_ids"]
-        assert prompt == prompt_ids(tokenizer, given["prompt"]) and answer[-1] == own_id
-        assert own_id not in answer[:-1] and model.mask_token_id not in answer
+        assert prompt + answer == tokenizer(whole, add_special_tokens=False)["input_ids"]
+        assert (
+            prompt == prompt_ids(tokenizer, dialogue[:-1]) and answer.index(end) == len(answer) - 1
+        )
+    ((_, answer),) = ids([row("Hi", "a <|MASK|>")], 5000, tokenizer, model)
+    assert mask is None or mask not in answer
 
 
 @needs_files
@@ -291,7 +265,7 @@ def test_a_resumed_run_finds_the_rows_that_it_began_with(tmp_path, make):
         assert ShuffledStream(make(rows), 1, tmp_path)[0] == ShuffledStream(make(rows), 1)[0]
         kept = json.loads(config.read_text())
         assert kept["args"] == {"seed": 1} and kept["rows"]["count"] == 3
-    hashes = {list: "19f0ff2a9c1dc2d0", token_rows: "6cbd1d4e04be3b06"}  # old runs can be resumed
+    hashes = {list: "8c3a016bb7edb6fb", token_rows: "107373ad87760ac7"}  # old runs can be resumed
     assert kept["rows"]["hash"] == hashes[make]
     words = "^--resume: the run began with 3 rows of hash .* to train on, now there are [34] rows"
     for other in (
