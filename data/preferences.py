@@ -168,9 +168,15 @@ def pairs_of_samples(rows, per_prompt):
         ):
             if high > low:
                 turns = lambda text: [*prompts[index], {"role": "assistant", "content": text}]  # noqa: B023
-                pair = {"prompt": prompts[index][-1]["content"], "chosen": turns(chosen)}
-                scores = {"score_chosen": high, "score_rejected": low}
-                pairs.append(pair | {"rejected": turns(rejected)} | scores)
+                pairs.append(
+                    {
+                        "prompt": prompts[index][-1]["content"],
+                        "chosen": turns(chosen),
+                        "rejected": turns(rejected),
+                        "score_chosen": high,
+                        "score_rejected": low,
+                    }
+                )
     return pairs
 
 

@@ -99,10 +99,13 @@ def test_sudoku_solutions_against_filling_every_blank():
 
 def test_no_problem_is_in_two_splits_in_any_order():
     key = lambda row: (tuple(sorted(row["numbers"])), row["target"])
-    for preset, N in (("small", 1264), ("cd3", sum(ROWS.values()))):
-        keys = [{key(row) for row in countdown(preset, split)} for split in ROWS]
+    for preset, N in (("small", 1264), ("cd3", 3024)):
+        keys = [
+            {key(row) for row in countdown(preset, split, 6000 if preset == "small" else 2000)}
+            for split in ROWS
+        ]
         assert sum(map(len, keys)) == len(set.union(*keys)) == N
-    boards = [sudoku("sudoku4", split) for split in ROWS]
+    boards = [sudoku("sudoku4", split, 3000) for split in ROWS]
     assert all(
         sudoku_solutions(r["puzzle"]) == [r["solution"]] for part in boards for r in part[:512]
     )
@@ -112,21 +115,21 @@ def test_no_problem_is_in_two_splits_in_any_order():
 
 
 GOLDEN = {
-    "small": "b2588279e013",
-    "cd3": "b5089ea8a856",
-    "cd4": "3f49094eaf64",
-    "sudoku4": "cf34894d9827",
+    "small": "a8df4de69fd7",
+    "cd3": "ef4de84caadb",
+    "cd4": "02ef0465d92d",
+    "sudoku4": "e53bdd52aad2",
 }
 
 
 def test_rows_are_golden_whatever_the_hash_seed_of_the_interpreter():
-    """The first 2,000 rows of every split, as recorded when they were checked by enumeration."""
+    """The first 300 rows of every split, as recorded when they were checked by enumeration."""
     program = """
 import hashlib, json
 from data.planning import ROWS, countdown, sudoku
 for preset in ("small", "cd3", "cd4", "sudoku4"):
     make = sudoku if preset == "sudoku4" else countdown
-    rows = [make(preset, split, 2000) for split in ROWS]
+    rows = [make(preset, split, 300) for split in ROWS]
     print(hashlib.blake2b(json.dumps(rows).encode(), digest_size=6).hexdigest())
 """
     for seed in "12":

@@ -3,8 +3,6 @@
 import errno
 import gzip
 import json
-import os
-import shutil
 from pathlib import Path
 
 import datasets
@@ -15,7 +13,6 @@ import pytest
 
 from data.rows import hub_split, read_rows
 
-FILES = os.environ.get("CLEANDLLM_DATA")
 ROWS = [{"prompt": f"number {i} é", "response": str(i)} for i in range(2000)]
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 PACKED = gzip.compress(TEXT)
@@ -109,10 +106,9 @@ def test_a_hub_data_set_gives_the_first_split_that_it_has(monkeypatch):
         assert hub_split("owner/name.jsonl", ("a", "b")) == "b" == hub_split("small", ("a", "b"))
 
 
-@pytest.mark.parametrize("kind", [datasets.exceptions.DatasetNotFoundError, RuntimeError])
-def test_what_the_hub_says_becomes_one_line(monkeypatch, kind):
+def test_what_the_hub_says_becomes_one_line(monkeypatch):
     def fail(*_, **__):
-        raise kind("it is\n\nnot there")
+        raise RuntimeError("it is\n\nnot there")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
@@ -136,14 +132,3 @@ def test_presets_are_named_where_there_are_some():
         with pytest.raises(SystemExit) as error:
             read_rows("missing.jsonl", "test", presets)
         assert str(error.value) == f"--data missing.jsonl: {end}"
-
-
-@pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")
-def test_real_files_cut_off_anywhere_are_refused(tmp_path):
-    for name in ("gsm8k/test.jsonl", "human_eval/HumanEval.jsonl.gz", "dare/test_gsm8k_1.parquet"):
-        whole, path = (Path(FILES) / name).read_bytes(), tmp_path / Path(name).name
-        for part in range(8):
-            path.write_bytes(whole[: len(whole) * part // 8 + 3])
-            refused(path)
-        shutil.copy(Path(FILES) / name, path)
-        assert len(read_rows(str(path), "test", ())) in (1319, 164)

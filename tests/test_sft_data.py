@@ -220,20 +220,12 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
 
 
 @needs_files
-def test_real_rows_are_trained_as_their_worked_solutions_and_not_if_scored_on():
-    """From the file to the ids: question and instruction, the solution without <<48/2=24>>."""
+def test_real_problems_that_the_run_is_scored_on_are_left_out():
     path = f"{FILES}/gsm8k/train.jsonl"
-    problems = GSM8K.load("train", path)
-    held_out = [p | {"question": p["question"].upper() + " \n"} for p in problems[100:612]]
-    rows = ids(training_rows(GSM8K, path, held_out), 10_000)
-    assert rows.dropped["ask what the run is scored on"]["rows"] == 512
-    raws = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    kept = [*range(100), *range(612, 7473)]
-    for i, (prompt, answer) in list(zip(kept, rows, strict=True))[::20]:
-        asked, text = bytes(prompt[1:-1]).decode(), bytes(answer[:-1]).decode()
-        assert asked.startswith(raws[i]["question"].strip()) and "\\boxed{}." in asked[-10:]
-        words = re.sub(r"<<.*?>>", "", raws[i]["answer"]).replace("####", "").split()
-        assert text.split()[: len(words) - 1] == words[:-1] and GSM8K.score(text, problems[i]) == 1
+    shouted = lambda problem: problem | {"question": problem["question"].upper() + " \n"}
+    rows = training_rows(GSM8K, path, map(shouted, GSM8K.load("train", path)[100:612]))
+    left_out = [i for i, each in enumerate(rows) if isinstance(each, Dropped)]
+    assert left_out == list(range(100, 612))
 
 
 # --- streams, ranks ------------------------------------------------------------------------------
