@@ -1,78 +1,55 @@
 """Rows of a .jsonl (or .jsonl.gz), .csv or .parquet file, or of a hub data set, as plain dicts."""
 
 import csv
+import errno
 import gzip
 import json
+import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 BATCH = 1024  # rows of a parquet file or a hub data set that are Python values at a time
 
 
-class Rows:
-    """Rows that are made anew whenever they are gone through, so that a large data set is never in memory as a whole."""
+def open_rows(path, split, presets, config=None):
+    """-> rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name").
 
-    def __init__(self, make: Callable[[], Iterator[dict]]):
-        self.make = make
-
-    def __iter__(self) -> Iterator[dict]:
-        return self.make()
-
-
-def open_rows(path: str, split: str, presets: Iterable[str], config: str | None = None) -> Rows:
-    """Rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name").
-
-    A file has no splits: it gives the same rows for every one. csv cells stay text, so leading zeros live. config: the part
-    of a hub data set that has several.
-    SystemExit where `path` is neither, with the names of `presets` that the task knows; and, when they are gone through, where
-    the file is cut off, not UTF-8 or damaged in another way, with the line for text.
+    A file has no splits: it gives the same rows for every one. csv cells stay text, so that leading
+    zeros survive. config: the part of a hub data set that has several.
+    SystemExit if `path` is neither, with the names of `presets` that the task knows; and, while
+    rows are read, if the file is cut off, not UTF-8 or damaged, with the line number for text.
     """
     file = Path(path)
     if file.is_file() and file.suffix in READERS:
-        return Rows(lambda: READERS[file.suffix](file))
+        return READERS[file.suffix](file)
     if is_hub_id(path):
-        import datasets  # seconds to import, and only needed here
-
         try:
-            dataset = datasets.load_dataset(
-                path, *([config] if config else []), split=split
-            ).with_format("arrow")
-        except (
-            Exception
-        ) as error:  # no such id or split, no network, bad files, a set with a script
+            return _python_rows(_load_hub(path, *([config] if config else []), split=split))
+        except Exception as error:  # no such id or split, no network, bad files, a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
-        return Rows(lambda: (row for batch in dataset.iter(BATCH) for row in batch.to_pylist()))
     problem = "no such preset or file" if presets else "no such file"
     if file.exists():
         problem = f"a file must end in {', '.join(READERS)}"
-    raise SystemExit(
-        f"--data {path}: {problem}" + (f"; presets: {', '.join(presets)}" if presets else "")
-    )
+    known = f"; presets: {', '.join(presets)}" if presets else ""
+    raise SystemExit(f"--data {path}: {problem}{known}")
 
 
-def read_rows(
-    path: str,
-    split: str,
-    presets: Iterable[str],
-    limit: int | None = None,
-    config: str | None = None,
-) -> list[dict]:
+def read_rows(path, split, presets, limit=None, config=None):
     """`open_rows` as a list: at most `limit` rows, the first."""
     return list(islice(open_rows(path, split, presets, config), limit))
 
 
-def is_hub_id(path: str) -> bool:
+def is_hub_id(path):
     return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
 
 
-def hub_splits(path: str) -> list[str]:
-    """Names of the splits of a hub data set; none for a file, and where the hub does not tell."""
+def hub_splits(path):
+    """Names of the splits of a hub data set; none for a file, and if the hub does not answer."""
     if not is_hub_id(path):
         return []
-    import datasets  # seconds to import, and only needed here
+    import datasets  # slow to import, and needed only for hub data sets and parquet files
 
     try:
         return datasets.get_dataset_split_names(path)
@@ -80,19 +57,44 @@ def hub_splits(path: str) -> list[str]:
         return []
 
 
-def hub_split(path: str, names: Sequence[str]) -> str:
-    """The first of `names` that is one of `hub_splits`; where none is, the last.
+def hub_split(path, names):
+    """The first of `names` that is one of `hub_splits`; if none is, the last.
 
-    Data sets with several trainings name their splits: train_sft and train_prefs of ultrachat and ultrafeedback.
+    Data sets for several trainings name their splits: ultrachat has train_sft.
     """
     found = hub_splits(path)
     return next((name for name in names if name in found), names[-1])
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """(line number from 1, object) of every line that is not empty, from UTF-8 text, gzipped if the name ends in .gz.
+def _load_hub(*name, split):
+    import datasets
 
-    SystemExit names the line that is no JSON object or no UTF-8, and a file that is cut off or cannot be read.
+    try:
+        return datasets.load_dataset(*name, split=split)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        return _stream(*name, split=split)  # no cache can be written
+
+
+def _stream(*name, **options):
+    """A data set that needs no writable home: what `datasets` writes goes to a temporary folder."""
+    import datasets
+
+    with tempfile.TemporaryDirectory() as folder:
+        return datasets.load_dataset(*name, **options, streaming=True, cache_dir=folder)
+
+
+def _python_rows(dataset):
+    """Rows of a datasets.Dataset or IterableDataset as plain Python values."""
+    batches = dataset.with_format("arrow").iter(BATCH)
+    return (row for batch in batches for row in batch.to_pylist())
+
+
+def read_jsonl(path):
+    """(line number from 1, object) of every line that is not empty; text is UTF-8, .gz unpacked.
+
+    SystemExit names the line that is no JSON object or not UTF-8, and a file that is cut off.
     """
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file")
@@ -103,71 +105,59 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
                 if raw.strip():
                     yield line, _json_object(raw, f"{path} line {line}")
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors among them
-        raise SystemExit(
-            f"{path} cannot be read behind line {line}, it is cut off or damaged: {one_line(error)}"
-        ) from error
+        where = f"{path} cannot be read after line {line}, it is cut off or damaged"
+        raise SystemExit(f"{where}: {one_line(error)}") from error
 
 
-def _json_object(raw: bytes, where: str) -> dict:
+def _json_object(raw, where):
     """One line of a .jsonl file -> its object."""
-    cut = (
-        ""
-        if raw.endswith(b"\n")
-        else ", and the file ends there without a line end: is it cut off?"
-    )
+    cut = "" if raw.endswith(b"\n") else ", and the last line has no line end: is it cut off?"
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise SystemExit(
-            f"{where}: not UTF-8 (byte {error.start + 1} of the line: {error.reason}){cut}"
-        ) from error
+        problem = f"not UTF-8 (byte {error.start + 1} of the line: {error.reason})"
+        raise SystemExit(f"{where}: {problem}{cut}") from error
     except (ValueError, RecursionError) as error:
-        raise SystemExit(
-            f"{where}: not JSON ({getattr(error, 'msg', one_line(error))}){cut}"
-        ) from error
+        problem = getattr(error, "msg", one_line(error))
+        raise SystemExit(f"{where}: not JSON ({problem}){cut}") from error
     if not isinstance(row, dict):
         raise SystemExit(f"{where}: a JSON object is needed, not {type(row).__name__}")
     return row
 
 
-def read_csv(path: Path) -> Iterator[dict]:
-    """Rows of a csv with a header; every value is text. SystemExit on more cells than the header has, or an open quote."""
+def read_csv(path):
+    """Rows of a csv with a header, as text. SystemExit on surplus cells or an open quote."""
     line = 0
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             for row in (reader := csv.DictReader(file, strict=True)):
-                if None in row:  # else an answer would be cut at its first comma
-                    raise csv.Error(
-                        "the next row has more cells than the header: text with a comma needs quotes"
-                    )
+                if None in row:  # otherwise an answer would be cut at its first comma
+                    more = "the next row has more cells than the header"
+                    raise csv.Error(f"{more}: text with a comma needs quotes")
                 yield row
                 line = reader.line_num
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SystemExit(f"{path} cannot be read behind line {line}: {one_line(error)}") from error
+        raise SystemExit(f"{path} cannot be read after line {line}: {one_line(error)}") from error
 
 
-def read_parquet(path: Path) -> Iterator[dict]:
-    """Rows of a parquet file as plain Python values."""
-    import pyarrow.parquet  # a second to import, and only needed here
-
+def read_parquet(path):
+    """Rows of a parquet file; streamed, so that no copy is written to a cache."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise SystemExit(
-            f"{path} is no parquet file, or a truncated or damaged one: {one_line(error)}"
-        ) from error
+        yield from _python_rows(_stream("parquet", data_files=str(path), split="train"))
+    except Exception as error:  # several kinds, of pyarrow and of datasets
+        problem = "is no parquet file, or a truncated or damaged one"
+        raise SystemExit(f"{path} {problem}: {one_line(error)}") from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[dict]:
-    return (row for _, row in read_jsonl(path))
+READERS = {
+    ".jsonl": lambda path: (row for _, row in read_jsonl(path)),
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+READERS[".gz"] = READERS[".jsonl"]
 
 
-READERS = {".jsonl": _jsonl_rows, ".csv": read_csv, ".parquet": read_parquet, ".gz": _jsonl_rows}
-
-
-def describe_columns(row: dict) -> str:
+def describe_columns(row):
     """Column names of a row for an error message, those of a struct column as `outer.inner`."""
     names = []
     for name, value in row.items():
@@ -175,6 +165,6 @@ def describe_columns(row: dict) -> str:
     return ", ".join(names)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error):
     """What an error says, on one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,310 +1,181 @@
-"""Tokenised rows: flat arrays, what was left out and why, and a cache on disk under a key of everything that they depend on.
+"""From rows of text to token ids. Rank 0 reads and tokenises; every rank receives the result.
 
-A cache entry is one .safetensors file in $CLEANDLLM_CACHE, by default ~/.cache/cleandllm (of $XDG_CACHE_HOME where that is
-set). It appears under its name complete, is checked as it is read, and may be deleted at any time.
+A row is {"prompt": messages, "response": text}, or a pair, {"prompt", "chosen", "rejected"}. A row
+that is left out is a Dropped; rows are never cut.
 """
 
-import fcntl
-import hashlib
-import inspect
-import json
-import os
-import sys
-import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
-from itertools import islice
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
-import safetensors.torch
-import tokenizers
+import numpy as np
 import torch
-import torch.distributed as dist
-import transformers
+from jinja2 import TemplateError
 from tqdm import tqdm
 
-from data.rows import one_line
-from models import checkpoint
+from data.rows import describe_columns, one_line
+from models.atomic import from_first_rank
+from models.checkpoint import prompt_text
 
-CHUNK = (
-    1024  # rows tokenised in one call: enough for all cores, and little memory beside the result
-)
+CHUNK = 1024  # rows per tokenizer call: keeps all cores busy, and little text in memory
 
 
 class Dropped(NamedTuple):
-    """What stands for a row that is left out."""
+    """A row that is left out."""
 
     reason: str  # rows are counted by it
-    detail: str  # shown of the first row with this reason
+    detail: str  # shown for the first row with this reason
 
 
 class TokenRows(Sequence):
-    """Rows of token ids: rows[i] -> tuple of lists of int, one per part (prompt and answer; or prompt, chosen, rejected).
+    """rows[i] -> tuple of lists of ids, one per part: prompt, answer; or prompt, chosen, rejected.
 
-    The ids lie in one int32 array, mapped from the cache like `ends`: the processes of a machine share one copy of them.
+    tokens: [total] int32. bounds: [rows * parts + 1] int64, where parts begin and end in tokens.
+    dropped: {reason: {"rows": count, "first": text}}. Lists of Python ints would take ten times
+    the memory of these arrays.
     """
 
-    def __init__(self, tokens, ends, parts, dropped):
-        """tokens [total] int32; ends [rows * parts] int64: where each part ends; dropped: {reason: {"rows", "first"}}"""
-        self.tokens, self.ends, self.parts, self.dropped = tokens, ends, parts, dropped
+    def __init__(self, tokens, bounds, parts, dropped):
+        self.tokens, self.bounds, self.parts, self.dropped = tokens, bounds, parts, dropped
+        self.num_dropped = sum(count["rows"] for count in dropped.values())
+        self.reasons = [
+            f"{count['rows']:,} {reason}; the first: {count['first']}"
+            for reason, count in dropped.items()
+        ]
 
     def __len__(self):
-        return len(self.ends) // self.parts
+        return (len(self.bounds) - 1) // self.parts
 
     def __getitem__(self, i):
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        first = i % len(self) * self.parts
-        ends = self.ends[first : first + self.parts].tolist()
-        starts = [int(self.ends[first - 1]) if first else 0, *ends[:-1]]
-        return tuple(self.tokens[a:b].tolist() for a, b in zip(starts, ends, strict=True))
-
-    @property
-    def lengths(self):
-        """[rows, parts] int64: tokens of every part"""
-        return self.ends.diff(prepend=self.ends.new_zeros(1)).view(-1, self.parts)
-
-    @property
-    def num_dropped(self):
-        return sum(counted["rows"] for counted in self.dropped.values())
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        bounds = self.bounds[i * self.parts : (i + 1) * self.parts + 1].tolist()
+        return tuple(self.tokens[a:b].tolist() for a, b in pairwise(bounds))
 
     def report(self, name):
-        """Lines that say what is there and, for each reason, how many rows were dropped and which was the first."""
-        total, N = len(self) + self.num_dropped, len(self)
-        longest = f", the longest has {self.lengths.sum(1).max()}" if N else ""
+        """-> lines: the number of rows, and how many were dropped for each reason."""
+        lengths, N = self.bounds[:: self.parts].diff(), len(self)
+        longest = f", the longest has {lengths.max()}" if N else ""
+        lost = f"{self.num_dropped:,} of {N + self.num_dropped:,} dropped:"
         what = f"{N:,} {name}, {len(self.tokens):,} tokens{longest}"
-        lines = [
-            f"  {counted['rows']:,} {reason}; the first: {counted['first']}"
-            for reason, counted in self.dropped.items()
-        ]
-        return "\n".join(
-            [
-                f"{what}; {f'{self.num_dropped:,} of {total:,} dropped:' if lines else 'none dropped'}",
-                *lines,
-            ]
-        )
+        return "\n  ".join([f"{what}; {lost if self.reasons else 'none dropped'}", *self.reasons])
 
     def at_least(self, batch_size):
-        """-> self; SystemExit if there is no row, or not enough for one step, with what became of the others."""
-        N, few = len(self), f", fewer than --batch-size {batch_size}"
-        if N >= max(batch_size, 1):
+        """-> self; SystemExit if there is no row, or not enough for one step, with the reasons."""
+        if len(self) >= max(batch_size, 1):
             return self
-        reasons = [
-            f"{counted['rows']} {reason} (the first: {counted['first']})"
-            for reason, counted in self.dropped.items()
-        ]
-        what = f"--data holds {N or 'no'} rows to train on{few if N else ''}"
-        raise SystemExit(
-            f"{what}; {self.num_dropped} were dropped{': ' if reasons else ''}{'; '.join(reasons)}"
-        )
+        few = f", fewer than --batch-size {batch_size}" if len(self) else ""
+        lost = ": ".join([f"{self.num_dropped} were dropped", *self.reasons])
+        raise SystemExit(f"--data holds {len(self) or 'no'} rows to train on{few}; {lost}")
 
 
-def token_rows(
-    rows, tokenizer, encode: Callable, parts: int, settings: dict, use_cache: bool = True
-) -> TokenRows:
-    """Tokenise rows, or take them from the cache.
+def token_rows(rows, tokenizer, model, max_length, sides):
+    """Tokenise rows on rank 0. -> TokenRows on every rank. Collective; other ranks read no row.
 
-    rows: gone through twice, by rank 0 for their hash and by the rank that tokenises them; never in memory as a whole where
-    they are data.rows.Rows. encode(rows, tokenizer, **settings) -> for every row a tuple of `parts` lists of ids, or Dropped.
-    It gets up to CHUNK rows at a time and depends on nothing else. rows and settings: values that JSON can hold.
-
-    The key of the cache is a hash of the rows, of the settings, of the tokenizer's files with its chat template, and of the
-    code of `encode` and of the library that tokenises. Ranks and runs that need the same entry wait for the one that makes it;
-    whoever gets no lock, or cannot write, tokenises for itself. SystemExit where the rows are not those of the hash.
+    model: with eos_token_ids, the first of which closes an answer, and mask_token_id. sides: keys
+    of the answers. A SystemExit raised by `rows` ends all ranks.
     """
-    is_first = is_first_rank()
-    if not use_cache:
-        return _build(rows, tokenizer, encode, parts, settings, is_first)
-    digest, total = _of_first_rank(lambda: _digest(rows))
-    path = cache_directory() / f"{content_key(digest, tokenizer, encode, settings)}.safetensors"
-    if (found := _load(path, parts)) is not None:
-        return found
-    with _locked(path) as problem:
-        if (
-            not problem and (found := _load(path, parts)) is not None
-        ):  # another process made it meanwhile
-            return found
-        if path.exists():
-            print(f"{path} is damaged: its rows are tokenised again", file=sys.stderr)
-        check = hashlib.blake2b(digest_size=16)
-        made = _build(
-            _hashed(rows, check), tokenizer, encode, parts, settings, is_first or not problem, total
-        )
-        if check.hexdigest() != digest:
-            raise SystemExit(
-                "--data has other rows than a moment ago, or than on rank 0: start again when it is whole"
-            )
-        problem = problem or _save(made, path)
-        if problem and is_first:
-            print(f"tokenised rows are not kept in {path.parent} ({problem})", file=sys.stderr)
-    return made if problem else _load(path, parts) or made
+
+    def tokenise():
+        tokens, bounds, dropped = array("i"), array("q", [0]), {}
+        source = iter(tqdm(rows, "tokenising", unit=" rows", leave=False, disable=None))
+        chunks = iter(lambda: list(islice(source, CHUNK)), [])
+        encoded = (encode_rows(chunk, tokenizer, model, max_length, sides) for chunk in chunks)
+        for number, row in enumerate(chain.from_iterable(encoded), 1):
+            if isinstance(row, Dropped):
+                count = {"rows": 0, "first": f"row {number}, {row.detail}"}
+                dropped.setdefault(row.reason, count)["rows"] += 1
+                continue
+            for part in row:
+                tokens.extend(part)
+                bounds.append(len(tokens))
+        tokens, bounds = (torch.from_numpy(np.array(values)) for values in (tokens, bounds))
+        return TokenRows(tokens, bounds, 1 + len(sides), dropped)
+
+    return from_first_rank(tokenise)
 
 
-def is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def encode_rows(rows, tokenizer, model, max_length, sides):
+    """-> for each row a tuple of ids (prompt, then each side with the end of turn) or Dropped.
+
+    The prompt is rendered by the chat template up to where the answer starts, and the answer's ids
+    follow. Rendering the finished dialogue would be wrong: SDAR's template puts an empty think
+    block before the last answer. In an answer, what looks like a special token (<|MASK|>) stays
+    ordinary text. In a prompt it becomes that token, as in a rollout, and the row is dropped: a
+    mask in clean text would never be revealed.
+    """
+    encoded = [render(row, tokenizer, sides) for row in rows]
+    kept = [i for i, text in enumerate(encoded) if isinstance(text, str)]
+    if not kept:
+        return encoded
+    answers = [rows[i][side] for i in kept for side in sides]
+    prompts = tokenizer([encoded[i] for i in kept], add_special_tokens=False)["input_ids"]
+    answers = tokenizer(answers, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    answers = iter(answers)
+    for i, prompt in zip(kept, prompts, strict=True):
+        ids = [next(answers) for _ in sides]
+        length = len(prompt) + max(map(len, ids)) + 1
+        if len(ids) == 2 and ids[0] == ids[1]:
+            encoded[i] = Dropped("have two equal sides", shown(rows[i]))
+        elif any(model.mask_token_id in part for part in [prompt, *ids]):
+            encoded[i] = Dropped("hold a mask token", shown(rows[i]))
+        elif length > max_length:
+            why = f"exceed --max-length {max_length}"
+            encoded[i] = Dropped(why, f"{length} tokens: {shown(rows[i])}")
+        else:
+            encoded[i] = prompt, *(part + model.eos_token_ids[:1] for part in ids)
+    return encoded
 
 
-def progress(total, what, is_shown=True):
-    """A bar on stderr that goes when it is done; none where that is no terminal, nor where not is_shown."""
-    return tqdm(
-        total=total, desc=what, unit=" rows", leave=False, disable=None if is_shown else True
-    )
-
-
-def cache_directory() -> Path:
-    own = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+def render(row, tokenizer, sides):
+    """-> the prompt of a row as text, or Dropped."""
+    if isinstance(row, Dropped):
+        return row
+    answers = [row[side] for side in sides]
+    if not all(map(str.strip, answers)):
+        return Dropped("have an empty answer", shown(row))
     try:
-        return Path(os.environ.get("CLEANDLLM_CACHE") or Path(own) / "cleandllm").expanduser()
-    except RuntimeError as error:  # a user without a home
-        raise SystemExit(
-            f"{one_line(error)} Tokenised rows need a place: set CLEANDLLM_CACHE, or --no-token-cache"
-        ) from error
+        text = prompt_text(tokenizer, row["prompt"])
+        "".join([text, *answers]).encode()
+        return text
+    except (UnicodeEncodeError, TemplateError, TypeError) as error:
+        is_text = isinstance(error, UnicodeEncodeError)
+        reason = (
+            "hold half of a character (a surrogate)"
+            if is_text
+            else "are refused by the chat template"
+        )
+        return Dropped(reason, f"{shown(row)}, {one_line(error)}")
 
 
-def _of_first_rank(make):
-    """make() of rank 0, on every rank; a SystemExit of it too."""
-    if not dist.is_initialized():
-        return make()
-    found = [None, None]
-    if is_first_rank():
-        try:
-            found[0] = make()
-        except SystemExit as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise SystemExit(found[1])
-    return found[0]
-
-
-def _digest(rows) -> tuple[str, int]:
-    """-> hash of rows, their number"""
-    key, total = hashlib.blake2b(digest_size=16), 0
-    with progress(None, "reading") as bar:
-        for _ in _hashed(rows, key):
-            total += 1
-            bar.update()
-    return key.hexdigest(), total
-
-
-def _hashed(rows, key):
-    """The rows, each of them put into the hash `key` as it goes by."""
+def without_asked(rows, asked):
+    """Drop rows that ask one of the prompts `asked`, those that the run is scored on."""
+    asked = set(map(question, asked))
     for row in rows:
-        key.update(b"\n" + json.dumps(row, sort_keys=True, default=repr).encode())
+        if not isinstance(row, Dropped) and question(row["prompt"]) in asked:
+            row = Dropped("ask what the run is scored on", shown(row))
         yield row
 
 
-def content_key(digest, tokenizer, encode, settings) -> str:
-    """Hash of all that the tokens depend on, of the rows their `digest`; equal in every process and on every machine."""
-    key = hashlib.blake2b(digest_size=16)
-    for code in (inspect.getmodule(encode), sys.modules[__name__], checkpoint.prompt_text):
-        key.update(inspect.getsource(code).encode())
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # the files, because a tokenizer may have been changed since it was loaded
-        tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            key.update(
-                f"\n{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes()
-            )
-    key.update(
-        json.dumps(
-            [transformers.__version__, tokenizers.__version__, settings], sort_keys=True
-        ).encode()
-    )
-    key.update(digest.encode())
-    return key.hexdigest()
+def question(messages):
+    """What two prompts share if they ask the same: the last turn but for case and white space."""
+    return " ".join(messages[-1]["content"].split()).casefold()
 
 
-def _build(rows, tokenizer, encode, parts, settings, is_shown, total=None) -> TokenRows:
-    tokens, lengths, dropped, seen = array("i"), array("q"), {}, 0
-    rows = iter(rows)
-    with progress(total, "tokenising", is_shown) as bar:
-        while chunk := list(islice(rows, CHUNK)):
-            for number, row in enumerate(encode(chunk, tokenizer, **settings), seen + 1):
-                if isinstance(row, Dropped):
-                    counted = dropped.setdefault(
-                        row.reason, {"rows": 0, "first": f"row {number}, {row.detail}"}
-                    )
-                    counted["rows"] += 1
-                    continue
-                for part in row:
-                    tokens.extend(part)
-                lengths.extend(map(len, row))
-            seen += len(chunk)
-            bar.update(len(chunk))
-    tensor = lambda values, dtype: (
-        torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
-    )
-    return TokenRows(
-        tensor(tokens, torch.int32), tensor(lengths, torch.int64).cumsum(0), parts, dropped
-    )
-
-
-def _checksum(tensors: Iterable[torch.Tensor], about: str) -> str:
-    check = hashlib.blake2b(about.encode(), digest_size=16)
-    for tensor in tensors:
-        check.update(tensor.numpy().data)
-    return check.hexdigest()
-
-
-def _load(path, parts) -> TokenRows | None:
-    """An entry of the cache; None where there is none, or a damaged one."""
+def is_dialogue(messages):
+    """Whether a value is a list of turns, at least one, each with role and content as text."""
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            tensors, about = [file.get_tensor(name) for name in ("tokens", "ends")], file.metadata()
-        if about["checksum"] == _checksum(tensors, about["dropped"]):
-            return TokenRows(*tensors, parts, json.loads(about["dropped"]))
-    except (OSError, safetensors.SafetensorError, LookupError, TypeError, ValueError):
-        return None
+        texts = [turn[key] for turn in messages for key in ("role", "content")]
+        return bool(texts) and all(isinstance(text, str) for text in texts)
+    except (TypeError, LookupError):
+        return False
 
 
-def _save(rows: TokenRows, path) -> str:
-    """Write an entry of the cache: the whole file or nothing. -> what went wrong, "" where nothing did"""
-    tensors, dropped = {"tokens": rows.tokens, "ends": rows.ends}, json.dumps(rows.dropped)
-    try:
-        for left in path.parent.glob(
-            f".{path.stem}.*.tmp"
-        ):  # of a process that was killed, the lock is ours
-            left.unlink(missing_ok=True)
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-        try:
-            about = {"dropped": dropped, "checksum": _checksum(tensors.values(), dropped)}
-            safetensors.torch.save_file(tensors, temporary, about)
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)  # safetensors writes for its owner alone
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except (OSError, safetensors.SafetensorError) as error:
-        return one_line(error)
-    return ""
+def unreadable(row, reason):
+    return Dropped(reason, f"with {describe_columns(row)}: {str(row)[:120]}")
 
 
-@contextmanager
-def _locked(path):
-    """Hold the lock of a cache entry, which the system takes back from a process that dies. -> why there is none, else "" """
-    name, lock, problem = path.with_suffix(".lock"), None, ""
-    try:
-        name.parent.mkdir(parents=True, exist_ok=True)
-        while lock is None:
-            lock = open(name, "w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (
-                name.exists() and os.path.samestat(os.fstat(lock.fileno()), name.stat())
-            ):  # removed by who had it before
-                lock = lock.close()
-    except OSError as error:  # a folder that is read-only, a file system without locks
-        problem = one_line(error)
-    try:
-        yield problem
-    finally:
-        if lock and not problem:
-            name.unlink(missing_ok=True)
-        if lock:
-            lock.close()
+def shown(row):
+    texts = [repr(text[:60]) for key, text in row.items() if key != "prompt"]
+    return f"{row['prompt'][-1]['content'][:60]!r} -> {' rather than '.join(texts)}"
