@@ -8,14 +8,15 @@ import torch.distributed as dist
 
 
 class AtomicDirectory:
-    """Build `directory` in a hidden neighbour, then rename it. All ranks construct it; rank 0 acts for all.
+    """Build `directory` in a hidden neighbour, then rename it. All ranks construct it, rank 0 writes.
 
         save = AtomicDirectory(directory)
-        save.attempt(write_something, save.folder / "file")     # rank 0; after a failure nothing more is attempted
-        save.finish()                                           # all ranks: renamed, or SystemExit everywhere
+        save.attempt(write_something, save.folder / "file")   # rank 0; does nothing after a failure
+        save.finish()                                         # all ranks: rename, or SystemExit
 
-    A failure is kept until `finish`, because ranks may have collectives left in between: leaving early would hang the others.
-    A killed process or a full disk leaves what was there before.
+    `finish` reports a failure, and not the place where it happens, because ranks may have collectives
+    left in between: a rank that left early would hang the others. A killed process or a full disk
+    leaves earlier directories untouched.
     """
 
     def __init__(self, directory):
@@ -34,18 +35,18 @@ class AtomicDirectory:
         if self.is_active:
             try:
                 action(*args)
-            except Exception as error:  # tokenizers raises plain Exception for a full disk; whatever it is, finish reports it
+            except Exception as error:  # any: tokenizers raises plain Exception for a full disk
                 self.error = error
 
     def finish(self):
         self.attempt(self._publish)
         if self.error and self.is_writer:
             shutil.rmtree(self.folder, ignore_errors=True)
-        message = [
-            f"could not save {self.directory}: {self.error}; earlier saves are untouched"
-            if self.error
-            else None
-        ]
+        message = [None]
+        if self.error:
+            message = [
+                f"could not save {self.directory}: {self.error}; earlier saves are untouched"
+            ]
         if dist.is_initialized():
             dist.broadcast_object_list(message, src=0)
         if message[0]:
@@ -62,7 +63,9 @@ class AtomicDirectory:
         os.umask(umask)
         for path in [*self.folder.rglob("*"), self.folder]:
             if path.is_file():
-                path.chmod(0o666 & ~umask)  # safetensors writes for its owner alone
+                path.chmod(
+                    0o666 & ~umask
+                )  # safetensors writes files that only their owner can read
             sync_to_disk(path)
         os.rename(self.folder, self.directory)
         sync_to_disk(self.directory.parent)
