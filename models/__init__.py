@@ -1,4 +1,6 @@
-"""Model families of diffusion language models, one file each; models/names.py lists the checkpoints."""
+"""Model families of diffusion language models, one file each; models/names.py lists the
+checkpoints.
+"""
 
 from models.checkpoint import (
     export_weights,
@@ -12,5 +14,8 @@ from models.checkpoint import (
 from models.lora import adapters_off, add_lora, export_adapter, save_adapter
 from models.names import MODELS, source_of
 
-__all__ = """MODELS adapters_off add_lora export_adapter export_weights load_model load_tokenizer
-load_weights meta_model prompt_ids save_adapter save_model source_of""".split()
+__all__ = [
+    "MODELS", "adapters_off", "add_lora", "export_adapter", "export_weights", "load_model",
+    "load_tokenizer", "load_weights", "meta_model", "prompt_ids", "save_adapter", "save_model",
+    "source_of",
+]  # fmt: skip

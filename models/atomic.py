@@ -8,15 +8,16 @@ import torch.distributed as dist
 
 
 class AtomicDirectory:
-    """Build `directory` in a hidden neighbour, then rename it. All ranks construct it, rank 0 writes.
+    """Build `directory` in a hidden neighbour, then rename it. All ranks construct it, rank 0
+    writes.
 
         save = AtomicDirectory(directory)
         save.attempt(write_something, save.folder / "file")   # rank 0; does nothing after a failure
         save.finish()                                         # all ranks: rename, or SystemExit
 
-    `finish` reports a failure, and not the place where it happens, because ranks may have collectives
-    left in between: a rank that left early would hang the others. A killed process or a full disk
-    leaves earlier directories untouched.
+    `finish` reports a failure, and not the place where it happens, because ranks may have
+    collectives left in between: a rank that left early would hang the others. A killed process or a
+    full disk leaves earlier directories untouched.
     """
 
     def __init__(self, directory):

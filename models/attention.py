@@ -23,11 +23,11 @@ class Visibility:
     """Which of S tokens sees which, for every family. Padding sees itself; nothing else sees it.
 
     block [B, S] int64: number of each token's block, counted from the start of its row; None: every
-    token sees every valid one. valid [B, S] bool: False on padding; None: no padding. noisy [S] bool:
-    marks the noisy copy in a pass over [noisy | clean]. A noisy token sees the noisy tokens of its own
-    block and the clean ones of earlier blocks; a clean token sees clean ones up to its own block.
-    document [B, S] int64: in a packed row the document of each token, which sees no other document;
-    None: a row is one document.
+    token sees every valid one. valid [B, S] bool: False on padding; None: no padding. noisy [S]
+    bool: marks the noisy copy in a pass over [noisy | clean]. A noisy token sees the noisy tokens
+    of its own block and the clean ones of earlier blocks; a clean token sees clean ones up to its
+    own block. document [B, S] int64: in a packed row the document of each token, which sees no
+    other document; None: a row is one document.
     """
 
     block: torch.Tensor | None = None
@@ -54,8 +54,8 @@ class Visibility:
 
         A query sees keys whose level is at most its limit or whose group is its own, so that one
         FlexAttention kernel serves all patterns. level: the block of a clean token, out of reach on
-        others. limit: the last block whose clean tokens are seen. group: the block of a noisy token;
-        unique on others, so each sees itself.
+        others. limit: the last block whose clean tokens are seen. group: the block of a noisy
+        token; unique on others, so each sees itself.
         """
         like = self.tokens
         block = (
@@ -92,18 +92,16 @@ def block_causal(block, valid, document=None):
 
 
 def two_copy(block, valid, start, document=None):
-    """Visibility of the pass over [noisy | clean], which denoises every block given clean earlier ones.
+    """Visibility of the pass over [noisy | clean], which denoises every block given clean earlier
+    ones.
 
-    block, valid, document [B, T]. start: the noisy copy holds columns start..T-1, S = T - start + T;
-    or a tensor [B, n] of the n columns of each row that it holds, S = n + T.
+    block, valid, document [B, T]. start: the noisy copy holds columns start..T-1, S = T - start +
+    T; or a tensor [B, n] of the n columns of each row that it holds, S = n + T.
     """
     pick = lambda x: x[:, start:] if isinstance(start, int) else x.gather(1, start)
-    twice = lambda x: torch.cat([pick(x), x], 1)
+    twice = lambda x: None if x is None else torch.cat([pick(x), x], 1)
     noisy = torch.arange(twice(block).shape[1], device=block.device) < pick(block).shape[1]
-    both_valid, both_documents = None if valid.all() else twice(valid), document
-    if document is not None:
-        both_documents = twice(document)
-    return Visibility(twice(block), both_valid, noisy, both_documents)
+    return Visibility(twice(block), twice(None if valid.all() else valid), noisy, twice(document))
 
 
 def scored_columns(score, block, valid):
@@ -120,7 +118,8 @@ def scored_columns(score, block, valid):
 
 
 def positions(valid, document=None):
-    """valid [B, T] bool, document [B, T] or None -> [B, T] int64: valid tokens of the document before each.
+    """valid [B, T] bool, document [B, T] or None -> [B, T] int64: valid tokens of the document
+    before each.
 
     Padding repeats the number of the token before it, 0 at the start. Documents are contiguous.
     """
@@ -131,7 +130,8 @@ def positions(valid, document=None):
     return (count - 1).clamp(min=0)
 
 
-# --- backends: Visibility -> attend(q, k, v). Masks are made once per forward, not per layer -------
+# --- backends: Visibility -> attend(q, k, v). Masks are made once per forward, not per layer
+# -------
 
 
 def sdpa(visibility):
@@ -178,7 +178,8 @@ def flex(visibility):
 
 
 def packed(visibility, kernel):
-    """kernel(q, k, v, cu_q, cu_k, max_q, max_k) gets the N valid tokens alone, [N, H, h], row by row.
+    """kernel(q, k, v, cu_q, cu_k, max_q, max_k) gets the N valid tokens alone, [N, H, h], row by
+    row.
 
     Padding gives 0. Each document of a row is a sequence of its own.
     """
@@ -247,15 +248,15 @@ BACKENDS = {
 }
 
 # "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
-# and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128 over
-# 8; full and padded over 32), forward + backward in ms a layer. Flex also takes 7 to 8 ms a forward
-# to make its BlockMask (11 to 14 with documents).
+# and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128
+# over 8; full and padded over 32), forward + backward in ms a layer. Flex also takes 7 to 8 ms a
+# forward to make its BlockMask (11 to 14 with documents).
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
 #   two-copy B16            S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
-# Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within a
-# document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
+# Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
+# a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
 # about 1150.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
@@ -297,8 +298,8 @@ def refuse(name, pattern, *facts):
 def check_backend(name, attention, device, head_dim, trains):
     """Refuse at start-up, in one line, a backend that cannot serve this model on this device.
 
-    attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only at
-    the first forward.
+    attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only
+    at the first forward.
     """
     for pattern in PATTERNS[:3] if attention == "bidirectional" else PATTERNS[3:]:
         facts = pattern, device, head_dim, None, trains

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from jinja2 import TemplateSyntaxError
 from safetensors.torch import save_file
 
@@ -29,7 +30,8 @@ SHARD_BYTES = 4 * 2**30
 
 
 def meta_model(name_or_dir, dtype=torch.float32):
-    """A key of MODELS or a directory in HF layout -> the model on the meta device, for `load_weights`.
+    """A key of MODELS or a directory in HF layout -> the model on the meta device, for
+    `load_weights`.
 
     add_lora and FSDP2 come in between: they need no weights. The model carries mask_token_id,
     pad_token_id, eos_token_ids (every id that ends a completion) and its config. Parameters are of
@@ -48,7 +50,8 @@ def meta_model(name_or_dir, dtype=torch.float32):
 
 
 def load_weights(model, device):
-    """Allocate a meta_model on `device` and read its weights; sharded, each rank reads its own rows.
+    """Allocate a meta_model on `device` and read its weights; sharded, each rank reads its own
+    rows.
 
     Merges the adapters of a LoRA directory and initialises those of add_lora. SystemExit, before
     anything is read, for an attention_backend that cannot serve the model on `device`. -> the model
@@ -68,7 +71,8 @@ def load_weights(model, device):
 
 
 def load_model(name_or_dir, device="cpu", dtype=torch.float32):
-    """A key of MODELS or a directory in HF layout -> model on `device`, parameters in `dtype`, not sharded.
+    """A key of MODELS or a directory in HF layout -> model on `device`, parameters in `dtype`, not
+    sharded.
 
     A directory with a LoRA adapter in peft's format loads merged into its base model.
     """
@@ -76,21 +80,17 @@ def load_model(name_or_dir, device="cpu", dtype=torch.float32):
 
 
 def special_tokens(directory):
-    """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer."""
+    """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
     table = {}
-    for file in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
-        content = read_json(directory / file) if (directory / file).is_file() else {}
+    for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
+        content = read_json(path) if path.is_file() else {}
         try:
-            if file == "tokenizer.json":
-                table |= {t["content"]: t["id"] for t in content.get("added_tokens", [])}
-            elif file == "tokenizer_config.json":
-                decoder = content.get("added_tokens_decoder", {})
-                table |= {token["content"]: int(i) for i, token in decoder.items()}
-            else:
-                table |= content
+            table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+            decoder = content.get("added_tokens_decoder", {})
+            table |= {token["content"]: int(i) for i, token in decoder.items()}
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            damage = f"its added tokens are damaged ({error!r}); copy it again"
-            raise SystemExit(f"{directory / file}: {damage}") from error
+            problem = f"its added tokens are damaged ({error!r}); copy it again"
+            raise SystemExit(f"{path}: {problem}") from error
     return table
 
 
@@ -181,13 +181,14 @@ def prompt_ids(tokenizer, messages):
 
 
 def export_weights(model, dtype=None, merge_lora=True):
-    """Yield (official name, full tensor on the model's device), one at a time; dtype None keeps each tensor's own.
+    """Yield (official name, full tensor on the model's device), one at a time; dtype None keeps
+    each tensor's own.
 
-    Buffers always keep theirs: bf16 would lose small steps of an expert bias.
-    merge_lora: add each adapter to its weight, in fp32 and from the frozen base, never from an earlier
-    merge; False leaves the base as it is. Rounding a merged weight to bf16 loses early updates;
-    export_adapter hands adapters over unmerged instead.
-    Collective: with FSDP2 every rank must walk all of it, because gathering a tensor takes all ranks.
+    Buffers always keep theirs: bf16 would lose small steps of an expert bias. merge_lora: add each
+    adapter to its weight, in fp32 and from the frozen base, never from an earlier merge; False
+    leaves the base as it is. Rounding a merged weight to bf16 loses early updates; export_adapter
+    hands adapters over unmerged instead. Collective: with FSDP2 every rank must walk all of it,
+    because gathering a tensor takes all ranks.
     """
     adapters = adapter_tensors(model) if merge_lora and has_lora(model) else {}
     buffers = dict(model.named_buffers())
@@ -207,12 +208,18 @@ def save_model(model, directory, tokenizer):
     """Write a checkpoint that load_model and the official code read. Collective; rank 0 writes.
 
     Tensors take the dtype that config.json names, expert biases stay fp32; adapters are merged.
-    tokenizer: None writes no tokenizer files. SystemExit if the directory exists already or cannot be
-    written: then nothing appears under its name.
+    tokenizer: None writes no tokenizer files. SystemExit if the directory exists already or cannot
+    be written: then nothing appears under its name.
     """
     save, config = AtomicDirectory(directory), model.checkpoint_config
     dtype = stored_dtype(config)
-    shards, pending, total = plan_shards(model, dtype), {}, 0
+    plan = split_state_dict_into_shards_factory(
+        tensor_shapes(model),
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
+    shards, pending, total = plan.tensor_to_filename, {}, 0
     tensors_in = Counter(shards.values())
     for name, tensor in export_weights(model, dtype):
         total += tensor.nbytes
@@ -233,21 +240,3 @@ def save_model(model, directory, tokenizer):
     if tokenizer:
         save.attempt(tokenizer.save_pretrained, save.folder)
     save.finish()
-
-
-def plan_shards(model, dtype):
-    """{tensor name: file name}: tensors in order, up to SHARD_BYTES a file"""
-    groups, size = [[]], 0
-    for name, shape in tensor_shapes(model).items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + nbytes > SHARD_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += nbytes
-    if len(groups) == 1:
-        return dict.fromkeys(groups[0], "model.safetensors")
-    shards = {}
-    for number, names in enumerate(groups, 1):
-        shards |= dict.fromkeys(names, f"model-{number:05d}-of-{len(groups):05d}.safetensors")
-    return shards

@@ -85,6 +85,14 @@ def read_config(cls, raw, fixed, no_effect=()):
     return cls(**{name: raw[name] for name in own if name in raw})
 
 
+def refuse_odd_sizes(config, *names):
+    """SystemExit unless each of the named sizes is a multiple of the next."""
+    sizes = [getattr(config, name) for name in names]
+    if any(size % below for size, below in zip(sizes, sizes[1:], strict=False)):
+        given = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
+        raise SystemExit(f"config.json has {given}: each must be a multiple of the next")
+
+
 def stored_dtype(raw):
     """raw: content of config.json -> dtype of its weights. SystemExit if it is no floating dtype."""
     name = raw.get("torch_dtype") or raw.get("dtype") or "float32"

@@ -1,12 +1,12 @@
 """Dream (DreamLM/Dream, arXiv 2508.15487): Qwen2.5 made bidirectional.
 
-A masked diffusion language model: every token sees every other, without causal mask or blocks. Dream
-started from an autoregressive model and kept its alignment: the hidden state of token i - 1 predicts
-token i, and that of the first token predicts the first token too. `align` applies this shift, so row
-i of `logits` and `logps` is about token i. Module and parameter names are the official ones, so
-safetensors files need no table of names. The official code keeps the embedding of the padding token,
-which also ends a text, out of training (padding_idx); here it learns. `grid`, `logits` and `logps`
-are in models/scoring.py.
+A masked diffusion language model: every token sees every other, without causal mask or blocks.
+Dream started from an autoregressive model and kept its alignment: the hidden state of token i - 1
+predicts token i, and that of the first token predicts the first token too. `align` applies this
+shift, so row i of `logits` and `logps` is about token i. Module and parameter names are the
+official ones, so safetensors files need no table of names. The official code keeps the embedding of
+the padding token, which also ends a text, out of training (padding_idx); here it learns. `grid`,
+`logits` and `logps` are in models/scoring.py.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.config import Keys, Objective, read_config
-from models.layers import MLP, RMSNorm, rope_tables, rotate
+from models.config import Keys, Objective, read_config, refuse_odd_sizes
+from models.layers import MLP, Block, RMSNorm, decoder, rotate
 from models.scoring import Bidirectional
 
 
@@ -44,11 +44,7 @@ class Config(Keys):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
         fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "use_sliding_window": False}
         config = read_config(cls, raw, fixed | {"rope_scaling": None})
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        d, heads, kv_heads = (getattr(config, name) for name in names)
-        if d % heads or heads % kv_heads:
-            sizes = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
-            raise SystemExit(f"config.json has {sizes}: each must be a multiple of the next")
+        refuse_odd_sizes(config, *("hidden_size", "num_attention_heads", "num_key_value_heads"))
         return config
 
 
@@ -56,30 +52,17 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        D, kv_size = config.hidden_size, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(D, D)
+        self.k_proj = nn.Linear(D, kv_size)
+        self.v_proj = nn.Linear(D, kv_size)
+        self.o_proj = nn.Linear(D, D, bias=False)
 
     def forward(self, x, cos, sin, attend):
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # -> [B, H, T, h]
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
-
-    def forward(self, x, cos, sin, attend):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Dream(Bidirectional):
@@ -93,30 +76,24 @@ class Dream(Bidirectional):
 
     def __init__(self, config):
         super().__init__(config, config.block_length)
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.model.layers = nn.ModuleList(blocks)
-        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        mlp = lambda: MLP(config.hidden_size, config.intermediate_size)
+        block = lambda layer: Block(config, Attention(config, layer), mlp(), RMSNorm)
+        self.model = decoder(config, block)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, head_dim]"""
-        frequency = lambda exponent: 1 / self.config.rope_theta**exponent
-        return rope_tables(position_ids, self.config.head_dim, frequency, dtype)
 
     def hidden(self, input_ids, position_ids, attend):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed, not shifted
 
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k
-        rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
+        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.embed_tokens(input_ids)
-        x = self.run_layers(x, *self.rope(position_ids, x.dtype), attend)
+        x = self.run_layers(x, position_ids, attend)
         return self.model.norm(x)
 
     def align(self, hidden, valid_mask, document_ids=None):
-        """The shift: hidden [B, T, D], valid_mask [B, T] bool -> [B, T, D] whose row i predicts token i
+        """The shift: hidden [B, T, D], valid_mask [B, T] bool -> [B, T, D] whose row i predicts
+        token i
 
         Row i is the hidden state of the last valid token before i. The first valid token of a row,
         or of a document in a packed row, keeps its own. To align only some columns, pass the column

@@ -1,4 +1,5 @@
-"""Mixture of experts: a router that stays in fp32, and stacked experts computed by grouped products.
+"""Mixture of experts: a router that stays in fp32, and stacked experts computed by grouped
+products.
 
 On disk every expert has its own official tensors (`experts.3.gate_proj.weight`); in memory they are
 stacked, [E, out, in].
@@ -40,7 +41,8 @@ class Router(nn.Module):
 
 
 def expert_parts(name, shape):
-    """The official tensors inside a stacked one: `experts.gate_up` [E, 2f, D], `experts.down` [E, D, f].
+    """The official tensors inside a stacked one: `experts.gate_up` [E, 2f, D], `experts.down` [E,
+    D, f].
 
     -> [(official name, expert, rows of that expert's matrix)], [] for the name of any other tensor
     """
@@ -109,26 +111,14 @@ def experts_grouped(x, index, weight, gate_up, down):
     return (out * weight[..., None]).sum(-2, dtype=accumulate).to(x.dtype)
 
 
-def routing_sums(index, weight, num_experts):
-    """index, weight [..., k] -> [2, E] fp64, additive over batches
-
-    Row 0 counts the tokens of each expert, row 1 sums the share of weight they gave it.
-    """
-    share = weight.double() / weight.double().sum(-1, keepdim=True)
-    values = torch.stack([torch.ones_like(share), share]).flatten(1)
-    return values.new_zeros(2, num_experts).index_add(1, index.flatten(), values)
-
-
 def routing_metrics(sums):
-    """sums: of `routing_sums` -> {"load", "max_over_mean", "entropy"}
+    """sums: of `add_routing` -> {"max_over_mean", "entropy"}
 
-    load [E]: each expert's share of all assignments. max_over_mean: of the load, 1 when balanced.
-    entropy: of the mean routing distribution (each token's weights, made to sum to 1), in nats; ln E
-    when balanced.
+    max_over_mean: of the experts' shares of all assignments, 1 when balanced. entropy: of the mean
+    routing distribution (each token's weights, made to sum to 1), in nats; ln E when balanced.
     """
     load, mean = sums / sums.sum(-1, keepdim=True)
     return {
-        "load": load,
         "max_over_mean": (load.max() / load.mean()).item(),
         "entropy": torch.special.entr(mean).sum().item(),
     }
@@ -136,7 +126,13 @@ def routing_metrics(sums):
 
 @torch.compiler.disable
 def add_routing(sums, index, weight):
-    sums += routing_sums(index, weight.detach(), sums.shape[1])
+    """sums [2, E] fp64; index, weight [..., k]: add to row 0 the tokens of each expert, to row 1
+    the share of weight that they gave it.
+    """
+    share = weight.detach().double()
+    share = share / share.sum(-1, keepdim=True)
+    values = torch.stack([torch.ones_like(share), share]).flatten(1)
+    sums.index_add_(1, index.flatten(), values)
 
 
 @contextmanager

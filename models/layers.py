@@ -31,8 +31,8 @@ class RMSNorm(nn.Module):
 def rope_tables(position_ids, size, frequency, dtype):
     """position_ids [B, T] -> cos, sin [B, 1, T, size]
 
-    frequency: maps exponents 2 j / size [size / 2] fp32 to radians a position. Angles are computed in
-    fp32 from integers, so no cast rounds them.
+    frequency: maps exponents 2 j / size [size / 2] fp32 to radians a position. Angles are computed
+    in fp32 from integers, so no cast rounds them.
     """
     exponent = torch.arange(0, size, 2, device=position_ids.device).float() / size
     angle = position_ids[:, None, :, None].float() * frequency(exponent)  # [B, 1, T, size / 2]
@@ -51,6 +51,34 @@ def rotate(x, cos, sin):
         return torch.cat([rotate(turned, cos, sin), kept], -1)
     a, b = x.chunk(2, -1)
     return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
+
+
+class Block(nn.Module):
+    """A decoder layer of Dream, SDAR and LLaDA2: attention, then an MLP or experts, norms before
+    both.
+
+    name: of the attention module, which differs between families
+    """
+
+    def __init__(self, config, attention, mlp, norm, name="self_attn"):
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.add_module(name, attention)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp, self.name = mlp, name
+
+    def forward(self, x, cos, sin, attend):
+        x = x + getattr(self, self.name)(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def decoder(config, block, norm=RMSNorm, embedding="embed_tokens"):
+    """Embedding, layers and final norm, named as in Hugging Face's decoders; block: layer -> Block"""
+    model = nn.Module()
+    model.add_module(embedding, nn.Embedding(config.vocab_size, config.hidden_size))
+    model.layers = nn.ModuleList(map(block, range(config.num_hidden_layers)))
+    model.norm = norm(config.hidden_size, config.rms_norm_eps)
+    return model
 
 
 class MLP(nn.Module):

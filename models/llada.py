@@ -1,10 +1,10 @@
 """LLaDA (ML-GSAI/LLaDA, arXiv 2502.09992; 1.5: 2505.19223): a bidirectional LLaMA.
 
 A masked diffusion language model: every token sees every other, without causal mask or blocks.
-Logits at position i are about token i: there is no shift. Module and parameter names are the official
-ones, so safetensors files need no table of names. In a block `ff_proj` is the gate, `up_proj` the up
-and `ff_out` the down projection; `model.transformer.ff_out` is the head. `grid`, `logits` and `logps`
-are in models/scoring.py.
+Logits at position i are about token i: there is no shift. Module and parameter names are the
+official ones, so safetensors files need no table of names. In a block `ff_proj` is the gate,
+`up_proj` the up and `ff_out` the down projection; `model.transformer.ff_out` is the head. `grid`,
+`logits` and `logps` are in models/scoring.py.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.config import Keys, Objective, read_config
-from models.layers import RMSNorm, rope_tables, rotate
+from models.config import Keys, Objective, read_config, refuse_odd_sizes
+from models.layers import RMSNorm, rotate
 from models.scoring import Bidirectional
 
 
@@ -56,11 +56,7 @@ class Config(Keys):
             "precision vocab_size"
         )
         config = read_config(cls, raw, fixed, no_effect.split())
-        names = ("d_model", "n_heads", "n_kv_heads")
-        d, heads, kv_heads = (getattr(config, name) for name in names)
-        if d % heads or heads % kv_heads:
-            sizes = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
-            raise SystemExit(f"config.json has {sizes}: each must be a multiple of the next")
+        refuse_odd_sizes(config, *("d_model", "n_heads", "n_kv_heads"))
         return config
 
 
@@ -93,6 +89,7 @@ class Block(nn.Module):
 class LLaDA(Bidirectional):
     """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
 
+    rope_dtype = torch.float32
     turn_end = "<|eot_id|>"  # ends an answer
     # ML-GSAI/LLaDA, GUIDELINES.md
     objective = Objective(1e-3, 1.0, weight="1/t", mean="answers", tail="drawn")
@@ -117,17 +114,12 @@ class LLaDA(Bidirectional):
     def lm_head(self):
         return self.model.transformer.ff_out
 
-    def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, head_dim], always fp32: LLaDA rotates in fp32"""
-        frequency = lambda exponent: 1 / self.config.rope_theta**exponent
-        return rope_tables(position_ids, self.config.head_dim, frequency, torch.float32)
-
     def hidden(self, input_ids, position_ids, attend):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
 
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k
-        rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
+        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.transformer.wte(input_ids)
-        x = self.run_layers(x, *self.rope(position_ids, x.dtype), attend)
+        x = self.run_layers(x, position_ids, attend)
         return self.model.transformer.ln_f(x)

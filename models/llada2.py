@@ -2,9 +2,9 @@
 
 As in SDAR a token sees every token of its own block of `block_length` positions and of the blocks
 before it, and logits at position i are about token i. Different from SDAR: queries, keys and values
-come from one projection; rotary embedding covers the first `partial_rotary_factor` of each head; the
-first `first_k_dense_replace` blocks are dense; in the others a sigmoid router with a balancing bias
-picks groups of experts first, and there is a shared expert. 2.0 and 2.1 differ in training and
+come from one projection; rotary embedding covers the first `partial_rotary_factor` of each head;
+the first `first_k_dense_replace` blocks are dense; in the others a sigmoid router with a balancing
+bias picks groups of experts first, and there is a shared expert. 2.0 and 2.1 differ in training and
 decoding, not in the forward. Module and parameter names are the official ones. Unlike there the
 embedding has no padding_idx: the padding token also ends the text, so its row is trained.
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 from models.config import Keys, Objective, read_config
 from models.experts import Experts, Router
-from models.layers import MLP, rope_tables, rotate
+from models.layers import MLP, Block, decoder, rotate
 from models.layers import RMSNorm as AnyRMSNorm
 from models.scoring import BlockCausal
 
@@ -126,20 +126,6 @@ class MoE(nn.Module):
         return self.experts(x, *self.route(x)) + self.shared_experts(x)
 
 
-class Block(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        is_dense = layer < config.first_k_dense_replace
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
-
-    def forward(self, x, cos, sin, attend):
-        x = x + self.attention(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class LLaDA2(BlockCausal):
     """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
 
@@ -155,30 +141,22 @@ class LLaDA2(BlockCausal):
 
     def __init__(self, config):
         super().__init__(config, config.block_size)
-        self.model = nn.Module()
-        self.model.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.model.layers = nn.ModuleList(blocks)
-        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = decoder(config, self.block, RMSNorm, "word_embeddings")
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    @property
-    def fp32_modules(self):
-        return [layer.mlp.gate for layer in self.layers if isinstance(layer.mlp, MoE)]
-
-    def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, rotary_dim]"""
-        frequency = lambda exponent: 1 / self.config.rope_theta**exponent
-        return rope_tables(position_ids, self.config.rotary_dim, frequency, dtype)
+    def block(self, layer):
+        config, is_dense = self.config, layer < self.config.first_k_dense_replace
+        mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
+        return Block(config, Attention(config, layer), mlp, RMSNorm, "attention")
 
     def hidden(self, input_ids, position_ids, attend):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
 
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k
-        rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
+        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.word_embeddings(input_ids)
-        x = self.run_layers(x, *self.rope(position_ids, x.dtype), attend)
+        x = self.run_layers(x, position_ids, attend)
         return self.model.norm(x)
 
     def head(self, hidden):

@@ -25,12 +25,13 @@ from models.tensors import (
 
 
 def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
-    """Freeze the model and put adapters of this rank on its linear layers, in place; no dropout. -> the model
+    """Freeze the model and put adapters of this rank on its linear layers, in place; no dropout. ->
+    the model
 
-    targets: last parts of module names; empty: model.lora_targets, every linear layer of a block. The
-    scale is alpha / rank. A is drawn from a generator keyed by seed, the same on every rank; B is 0,
-    so the model's outputs do not change yet. dtype: fp32 for training; an engine takes its own dtype.
-    SystemExit names a target that matches nothing.
+    targets: last parts of module names; empty: model.lora_targets, every linear layer of a block.
+    The scale is alpha / rank. A is drawn from a generator keyed by seed, the same on every rank; B
+    is 0, so the model's outputs do not change yet. dtype: fp32 for training; an engine takes its
+    own dtype. SystemExit names a target that matches nothing.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -115,7 +116,8 @@ def adapters_off(model):
 
 
 def save_adapter(model, directory, base, tokenizer):
-    """Write the adapters in peft's format, for PeftModel.from_pretrained and for --model. Collective.
+    """Write the adapters in peft's format, for PeftModel.from_pretrained and for --model.
+    Collective.
 
     base: the run's --model, as a hub id or an absolute directory: base_model_name_or_path. The
     directory appears under its name only when complete, as with save_model.

@@ -5,8 +5,8 @@ from pathlib import Path
 from models.tensors import read_json
 from models.tiny import TINY_CONFIGS
 
-# --model NAME -> hub id, directory in the repository, or "random:" and a key of TINY_CONFIGS: a model
-# with random weights, built in the process
+# --model NAME -> hub id, directory in the repository, or "random:" and a key of TINY_CONFIGS: a
+# model with random weights, built in the process
 MODELS = {
     "tiny-sdar": str(Path(__file__).parent / "tiny-sdar"),
     "tiny-llada": str(Path(__file__).parent / "tiny-llada"),

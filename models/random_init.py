@@ -1,4 +1,5 @@
-"""Write a checkpoint with random weights: to train a tiny model from, or to measure without a download.
+"""Write a checkpoint with random weights: to train a tiny model from, or to measure without a
+download.
 
 python models/random_init.py --config tiny-llada --out runs/tiny-init    # byte tokenizer
 python models/random_init.py --config small-sdar --tokenizer DIR --out runs/small  # 51 M parameters
@@ -30,7 +31,9 @@ SMALL_CONFIGS = {
 
 
 def with_vocabulary(config, name_or_dir):
-    """A tiny or small config.json with another checkpoint's vocabulary: rows, mask, end and padding ids."""
+    """A tiny or small config.json with another checkpoint's vocabulary: rows, mask, end and padding
+    ids.
+    """
     model = meta_model(name_or_dir)
     sizes = [key for key in ("vocab_size", "embedding_size") if key in config]
     return (
@@ -51,7 +54,9 @@ class Args:
     config: str = "tiny-sdar"
     """key of TINY_CONFIGS or SMALL_CONFIGS, or a directory whose config.json to follow"""
     tokenizer: str = ""
-    """model directory whose tokenizer to copy, and for keys of --config its vocabulary; empty: bytes"""
+    """model directory whose tokenizer to copy, and for keys of --config its vocabulary; empty:
+    bytes
+    """
     seed: int = 0
     """of the weights"""
     device: str = "cpu"

@@ -2,8 +2,9 @@
 
 A block diffusion language model: a token sees every token of its own block of `block_length`
 positions and of the blocks before it. The grid of blocks starts at position 0 of the prompt. Logits
-at position i are about token i: there is no shift. Module and parameter names are the official ones,
-so safetensors files need no table of names. `grid`, `logits` and `logps` are in models/scoring.py.
+at position i are about token i: there is no shift. Module and parameter names are the official
+ones, so safetensors files need no table of names. `grid`, `logits` and `logps` are in
+models/scoring.py.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 
 from models.config import Keys, Objective, read_config
 from models.experts import Experts, Router
-from models.layers import MLP, rope_tables, rotate
+from models.layers import MLP, Block, decoder, rotate
 from models.layers import RMSNorm as AnyRMSNorm
 from models.scoring import BlockCausal
 
@@ -71,14 +72,14 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        D, h = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
+        self.q_proj = nn.Linear(D, q_size, bias=False)
+        self.k_proj = nn.Linear(D, kv_size, bias=False)
+        self.v_proj = nn.Linear(D, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, D, bias=False)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps)
+        self.k_norm = RMSNorm(h, config.rms_norm_eps)
 
     def forward(self, x, cos, sin, attend):
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # -> [B, H, T, h]
@@ -105,21 +106,6 @@ class MoE(nn.Module):
         return self.experts(x, *self.route(x))
 
 
-class Block(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = (
-            MoE(config) if config.num_experts else MLP(config.hidden_size, config.intermediate_size)
-        )
-
-    def forward(self, x, cos, sin, attend):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class SDAR(BlockCausal):
     """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
 
@@ -130,30 +116,27 @@ class SDAR(BlockCausal):
         super().__init__(config, config.block_size)
         mlp = () if config.num_experts else ("gate_proj", "up_proj", "down_proj")
         self.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", *mlp)
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.model.layers = nn.ModuleList(blocks)
-        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = decoder(config, self.block, RMSNorm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    @property
-    def fp32_modules(self):
-        return [layer.mlp.gate for layer in self.layers if self.config.num_experts]
+    def block(self, layer):
+        config = self.config
+        mlp = (
+            MoE(config) if config.num_experts else MLP(config.hidden_size, config.intermediate_size)
+        )
+        return Block(config, Attention(config, layer), mlp, RMSNorm)
 
-    def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, head_dim]"""
-        frequency = lambda exponent: self.config.rope_theta**-exponent
-        return rope_tables(position_ids, self.config.head_dim, frequency, dtype)
+    def frequency(self, exponent):
+        return self.config.rope_theta**-exponent
 
     def hidden(self, input_ids, position_ids, attend):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
 
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and k
-        rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
+        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.embed_tokens(input_ids)
-        x = self.run_layers(x, *self.rope(position_ids, x.dtype), attend)
+        x = self.run_layers(x, position_ids, attend)
         return self.model.norm(x)

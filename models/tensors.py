@@ -55,7 +55,8 @@ def materialize(model, device):
 
 
 def tensor_parts(model):
-    """Where every official tensor lies in the model: {official name: (model tensor, index into it)}.
+    """Where every official tensor lies in the model: {official name: (model tensor, index into
+    it)}.
 
     The index is () for a whole tensor and (expert, rows) in stacked experts. Adapters are left out.
     A tied head is listed once, as the embedding, as in official files.

@@ -1,34 +1,19 @@
 """Random weights, the byte tokenizer, and the configurations of the tiny models."""
 
+import json
 import math
+from pathlib import Path
 
 import torch
 
 from models.tensors import build_model, local_rows, materialize
 
-# ids 256 to 259, after the 256 bytes
-SPECIAL_TOKENS = ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TINY_SDAR, TINY_LLADA = (
+    json.loads((Path(__file__).parent / name / "config.json").read_text())
+    for name in ("tiny-sdar", "tiny-llada")
 )
-SHARED = dict(
-    vocab_size=264, mask_token_id=257, eos_token_id=256, pad_token_id=256, torch_dtype="float32"
-)
-TINY = SHARED | dict(
-    hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, hidden_act="silu", rms_norm_eps=1e-06, rope_theta=10000,
-    tie_word_embeddings=False, max_position_embeddings=4096,
-)  # fmt: skip
-TINY_SDAR = dict(architectures=["SDARForCausalLM"], model_type="sdar", block_size=4) | TINY
-TINY_LLADA = SHARED | dict(
-    architectures=["LLaDAModelLM"], model_type="llada", embedding_size=264, d_model=96,
-    mlp_hidden_size=256, n_layers=4, n_heads=4, n_kv_heads=4, rms_norm_eps=1e-5, rope_theta=10000.0,
-    activation_type="silu", block_type="llama", layer_norm_type="rms", rope=True,
-    rope_full_precision=True, weight_tying=False, max_sequence_length=4096, block_length=4,
-)  # fmt: skip
-TINY_DREAM = dict(architectures=["DreamModel"], model_type="Dream", block_length=4) | TINY
+TINY = {key: value for key, value in TINY_SDAR.items() if key != "block_size"}
+TINY_DREAM = TINY | dict(architectures=["DreamModel"], model_type="Dream", block_length=4)
 del TINY_DREAM["head_dim"]  # Dream's is hidden_size / heads
 MIXTURE = dict(
     num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
@@ -52,34 +37,21 @@ TINY_CONFIGS = {
 
 
 def byte_tokenizer():
-    """One token a byte plus SPECIAL_TOKENS: an ordinary fast tokenizer that AutoTokenizer loads."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """One token a byte, then <|endoftext|>, <|MASK|>, <|user|> and <|assistant|>: ids 256 to 259"""
     from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocab = {
-        char: byte for byte, char in bytes_to_unicode().items()
-    }  # GPT-2's printable characters
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    end, mask = SPECIAL_TOKENS[:2]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=end, pad_token=end, mask_token=mask
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return PreTrainedTokenizerFast.from_pretrained(Path(__file__).parent / "tiny-sdar")
 
 
 @torch.no_grad()
 def random_weights(model, seed=0):
-    """Fill a materialised model: matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1, biases 0.
+    """Fill a materialised model: matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2),
+    norms 1, biases 0.
 
     Values depend on the seed and the order of the tensors; a rank of a sharded model draws all and
     keeps its own rows. -> the model
     """
-    generators = {}
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     for name, value in model.state_dict().items():
         if ".lora_" in name:  # adapters do not change the weights under them
             continue
@@ -89,8 +61,6 @@ def random_weights(model, seed=0):
             continue
         is_end = value.shape[0] == model.lm_head.weight.shape[0]  # embedding or head
         std = 0.02 if is_end else math.sqrt(0.5 / value.shape[-1])
-        fresh = torch.Generator(value.device).manual_seed(seed)
-        generator = generators.setdefault(value.device, fresh)
         full = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         full.normal_(0.0, std, generator=generator)
         local.copy_(full[rows.start : rows.stop])

@@ -44,7 +44,9 @@ def save_state(directory, model, optimizer, step, keep, also=None):
 
 
 def first_cause(error):
-    """CheckpointException, which holds one (exception, stack) per failed rank -> the first, in one line"""
+    """CheckpointException, which holds one (exception, stack) per failed rank -> the first, in one
+    line
+    """
     rank, (cause, _) = next(iter(error.failures.items()))
     text = str(cause).splitlines()[0]
     if "unexpected pos" in text:  # all that torch's writer says when a write was cut short
@@ -83,7 +85,9 @@ class Saves:
 
     @staticmethod
     def load(run_dir, model, optimizer):
-        """Fill model and optimizer from the newest complete state; delete weights saved after it. -> its step"""
+        """Fill model and optimizer from the newest complete state; delete weights saved after it.
+        -> its step
+        """
         step = load_state(newest_state(Path(run_dir) / "resume"), model, optimizer)
         if dist.get_rank() == 0:
             for path in (Path(run_dir) / "checkpoints").glob("step-*"):
@@ -167,8 +171,8 @@ def load_state(state, model, optimizer):
     if extra := sorted(name for name in held if name.startswith("model.") and name not in own):
         also = f"it also holds {', '.join(extra[:3])}"
         raise SystemExit(f"--resume: {state} does not fit this model: {also}")
-    read_state(state, {"model": parameters, "optimizer": moments}, "does not fit this model")
-    set_state_dict(
-        model, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=OPTIONS
-    )
+    loaded = {"model": parameters, "optimizer": moments}
+    read_state(state, loaded, "does not fit this model")
+    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+    set_state_dict(model, optimizer, **parts, options=OPTIONS)
     return facts["step"]

@@ -97,15 +97,6 @@ def dense_by_loops(pattern, valid, N, start):
     return mask
 
 
-def test_three_blocks_of_four_see_192_of_576_pairs():
-    """Each token of the noisy copy, and of the clean one, sees 4, 8 and 12 (CJ-GRPO's and BGPO's forward of SDAR)."""
-    seen = visibility_of("two-copy", torch.ones(1, 12, dtype=torch.bool)).dense().view(24, 24)
-    assert (
-        seen.sum(1).tolist() == 2 * [number for number in (4, 8, 12) for _ in range(4)]
-        and seen.sum() == 192
-    )
-
-
 MASKED = (*PATTERNS[1:], "packed block-causal", "packed two-copy")
 GRIDS = [(pattern, padding, T, N) for pattern in MASKED for padding in (None, "left", "right", "middle")
          for T, N in ((12, 4), (11, 4), (3, 4), (7, 1)) if padding or pattern != "padded"]  # fmt: skip
@@ -127,13 +118,6 @@ def test_dense_is_the_definition(pattern, padding, T, N):
         )  # rows do differ: a mask shared by the batch would fail
 
 
-def test_full_rows_have_no_mask():
-    """'Full rows need no mask at all.'"""
-    assert bidirectional(torch.ones(2, 5, dtype=torch.bool)).dense() is None
-    assert block_mask(bidirectional(torch.ones(2, 5, dtype=torch.bool))) is None
-    assert bidirectional(torch.ones(2, 5, dtype=torch.bool)).pattern == "full"
-
-
 def test_positions_by_loops():
     """Number of valid tokens of its document before each; padding repeats the last."""
     for side in ("left", "middle", "right", None):
@@ -150,22 +134,6 @@ def test_positions_by_loops():
                     for t in range(11)
                 ]
                 assert got[b].tolist() == [max(n, 0) for n in before]
-
-
-@pytest.mark.parametrize("leak", ["own clean block", "next clean block", "padding"])
-def test_the_loops_see_leaks(leak, monkeypatch):
-    """Negative control: limits and levels that are off by one block, and padding with a level, are not the definition."""
-    valid = valid_rows(11, "left")
-    visibility = visibility_of("two-copy", valid)
-    level, limit, group = visibility.ranks()
-    if leak == "own clean block":
-        limit = limit + visibility.noisy.int()
-    elif leak == "next clean block":
-        limit = limit + (~visibility.noisy).int()
-    else:
-        level = torch.where(visibility.noisy | visibility.valid, level, 0)
-    monkeypatch.setattr(attention.Visibility, "ranks", lambda self: (level, limit, group))
-    assert not torch.equal(visibility.dense(), dense_by_loops("two-copy", valid, 4, 0))
 
 
 @pytest.mark.parametrize("pattern, padding, T, N", [grid for grid in GRIDS if grid[2] == 11])
@@ -278,15 +246,6 @@ def test_output_and_gradients_are_those_of_plain_softmax(on_cpu, backend, patter
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("pattern, padding", CASES)
-def test_sdpa_gradcheck(pattern, padding):
-    valid = valid_rows(5, padding)
-    visibility = visibility_of(pattern, valid, 2, 2)
-    q, k, v = tensors(visibility, valid, H=2, K=1, h=2)
-    attend = make_attend(visibility, "sdpa")
-    assert torch.autograd.gradcheck(lambda *qkv: attend(0, *qkv), (q, k, v))
-
-
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 def test_padding_never_attends(on_cpu, backend):
     """What stands at padding changes no other output; a row of padding alone is finite too."""
@@ -307,27 +266,6 @@ def test_padding_never_attends(on_cpu, backend):
     assert not torch.equal(
         softmax_attention(None, q, k, v), softmax_attention(None, q, k + away, v + away)
     )  # the control
-
-
-@pytest.mark.parametrize("wrong", ["bounds", "order", "padding kept"])
-def test_the_comparison_sees_wrong_packing(wrong):
-    """Negative controls of the packed path."""
-    valid = valid_rows(9, "left")
-    visibility = bidirectional(valid)
-    q, k, v = tensors(visibility, valid)
-
-    def kernel(q, k, v, cu_q, cu_k, max_q, max_k):
-        if wrong == "bounds":
-            cu_q = cu_k = torch.tensor([0, 8, *cu_q[2:].tolist()], dtype=torch.int32)
-            max_q = max_k = int(cu_q.diff().max())
-        out = by_rows(q, k, v, cu_q, cu_k, max_q, max_k)
-        return out.flip(0) if wrong == "order" else out
-
-    right = packed(
-        replace(visibility, valid=None) if wrong == "padding kept" else visibility, kernel
-    )(q, k, v)
-    error = (right - softmax_attention(visibility.dense(), q, k, v)) * valid[:, None, :, None]
-    assert error.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("takes_gqa", [False, True])
@@ -465,14 +403,6 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.full
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
-def test_compiled_flex_on_cpu():
-    torch._dynamo.reset()
-    check_flex("two-copy", 3, 200)
-    torch._dynamo.reset()
-
-
 # --- the table ----------------------------------------------------------------------------------------------------------------
 
 
@@ -480,47 +410,6 @@ def refused(*words):
     return pytest.raises(
         SystemExit, match="^--attention " + "".join(f"(?=.*{word})" for word in words) + ".*$"
     )
-
-
-@pytest.mark.parametrize("pattern", ["block-causal", "two-copy"])
-@pytest.mark.parametrize("backend", ["varlen", "flash-attn"])
-def test_packed_backends_refuse_blocks_by_name(on_cpu, backend, pattern):
-    visibility = visibility_of(pattern, valid_rows(9, "left"))
-    with refused(backend, pattern, "here: sdpa$"):
-        make_attend(visibility, backend)(0, *tensors(visibility, valid_rows(9, "left")))
-
-
-def test_an_absent_package_and_an_unknown_name_are_refused(monkeypatch):
-    visibility = bidirectional(valid_rows(9, "left"))
-    qkv = tensors(visibility, valid_rows(9, "left"), h=16)
-    monkeypatch.setitem(BACKENDS, "flash-attn", replace(BACKENDS["flash-attn"], installed=False))
-    with refused("flash-attn", "not installed", "padded attention here: sdpa$"):
-        make_attend(visibility, "flash-attn")(0, *qkv)
-    with refused("flashy", "unknown", "padded attention here: sdpa, flex$"):
-        make_attend(visibility, "flashy")(0, *(x.detach() for x in qkv))
-
-
-@pytest.mark.parametrize(
-    "backend, words", [("varlen", "nothing on cpu"), ("flex", "only the forward pass on cpu")]
-)
-@pytest.mark.parametrize("padding, pattern", [(None, "full"), ("left", "padded")])
-def test_what_a_cpu_cannot_do_is_refused(backend, words, padding, pattern):
-    valid = valid_rows(9, padding)
-    qkv = tensors(bidirectional(valid), valid, h=16)
-    with refused(backend, words, f"{pattern} attention here: sdpa$"):
-        make_attend(bidirectional(valid), backend)(0, *qkv)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_table_on_cuda(on_cpu, name):
-    """bf16 heads of 128 run on all backends, fp32 and heads of 2 on sdpa alone."""
-    pattern = BACKENDS[name].patterns[-1]
-    assert attention.refusal(name, pattern, "cuda", 128, torch.bfloat16, True) is None
-    for facts, words in ((128, torch.float32), "float32"), ((2, torch.bfloat16), "no heads of 2;"):
-        assert (attention.refusal(name, pattern, "cuda", *facts, True) is None) == (name == "sdpa")
-        if name != "sdpa":
-            with refused(name, words, pattern, "sdpa$"):
-                attention.refuse(name, pattern, "cuda", *facts, True)
 
 
 @pytest.mark.parametrize(
@@ -600,13 +489,3 @@ def test_auto_on_cuda_follows_the_table(monkeypatch, pattern):
         )
         make_attend(types.SimpleNamespace(pattern=pattern, tokens=tokens))
     assert taken == (["sdpa"] * 4 if pattern == "full" else ["sdpa", "flex", "flex", "sdpa"])
-
-
-def test_auto_names_backends_that_can():
-    assert AUTO.keys() == set(PATTERNS)
-    for pattern, (name, shortest) in AUTO.items():
-        assert pattern in BACKENDS[name].patterns and shortest >= 0
-
-
-def test_flash_attn_is_optional():
-    assert BACKENDS["flash-attn"].installed == (importlib.util.find_spec("flash_attn") is not None)

@@ -1,4 +1,4 @@
-"""models/experts.py: experts against a loop over tokens in fp64, router in fp32 whatever happens to the model, router metrics."""
+"""models/experts.py and the routers of model files: against loops over tokens, in fp32 throughout."""
 
 import copy
 import math
@@ -9,9 +9,10 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models import experts as moe
+from models import llada2
 from models.experts import (
     Experts,
     Router,
@@ -22,7 +23,7 @@ from models.experts import (
     routing_metrics,
     routing_sums,
 )
-from models.random_init import TINY_LLADA2, TINY_SDAR_MOE, random_model
+from models.tiny import TINY_LLADA2, TINY_SDAR_MOE, random_model
 
 # leading sizes, experts, D, f, k, experts in use
 SIZES = [
@@ -96,24 +97,6 @@ def test_experts_and_their_gradients_are_those_of_the_definition(compute, dtype,
     assert not grad_gate_up[idle].any() and not grad_down[idle].any()
 
 
-def test_the_comparison_sees_swapped_weights_and_experts():
-    """Negative controls of the test above."""
-    x, index, weight, gate_up, down = case(*SIZES[0])
-    want = token_by_token(x, index, weight, gate_up, down)
-    far = lambda *values: (
-        (experts_grouped(*(v.float() if v.is_floating_point() else v for v in values)) - want)
-        .abs()
-        .max()
-        > 0.1
-    )
-    assert not far(x, index, weight, gate_up, down)
-    assert far(x, index, weight.flip(-1), gate_up, down) and far(
-        x, index.flip(-1), weight, gate_up, down
-    )
-    assert far(x, index, weight, gate_up.roll(gate_up.shape[1] // 2, 1), down)  # up and gate
-    assert far(x, index, weight, gate_up, down.roll(1, 0))
-
-
 def test_weighted_outputs_are_summed_in_fp32():
     """bf16: one large and many small contributions, which a sum in bf16 would lose."""
     E, D = 64, 8
@@ -165,13 +148,56 @@ def test_grouped_products_are_used_where_they_work(monkeypatch, dtype, D, f, wan
     )
 
 
-def test_grouped_experts_compile_as_one_graph():
-    values = [v.bfloat16() if v.is_floating_point() else v for v in case(*SIZES[0])]
-    compiled = torch.compile(experts_grouped, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(*values), experts_grouped(*values))
+# --- the routers --------------------------------------------------------------------------------
 
 
-# --- the router --------------------------------------------------------------------------------------------------------------
+def moe_of(bias, scores):
+    """LLaDA2's MoE whose router gives token t the sigmoid scores scores[t], by one-hot inputs"""
+    sizes = {"hidden_size": len(scores), "num_experts": len(bias), "num_experts_per_tok": 4}
+    layer = llada2.MoE(llada2.Config.from_dict(TINY_LLADA2 | sizes))
+    layer.gate.weight.data = torch.logit(scores).T.contiguous()
+    layer.gate.expert_bias.copy_(bias)
+    return layer, torch.eye(len(scores))
+
+
+@pytest.mark.parametrize(
+    "shift", [0.0, -2.0]
+)  # all biased scores below 0: closed experts are not 0
+def test_routing_of_llada2_against_loops(shift):
+    """A group counts as the sum of its best two; the bias chooses and does not weigh."""
+    g = torch.Generator().manual_seed(0)
+    scores, bias = torch.rand(50, 16, generator=g) * 0.98 + 0.01, torch.randn(16, generator=g) * 0.2
+    layer, x = moe_of(bias + shift, scores)
+    index, weight = layer.route(x)
+    for t, row in enumerate(scores):
+        biased = (row + bias + shift).tolist()
+        strength = lambda group, biased=biased: sum(sorted(biased[4 * group : 4 * group + 4])[-2:])
+        groups = sorted(range(4), key=strength)[-2:]
+        chosen = sorted((e for e in range(16) if e // 4 in groups), key=lambda e: biased[e])[-4:]
+        assert sorted(index[t].tolist()) == sorted(chosen)
+        torch.testing.assert_close(weight[t], row[index[t]] / row[chosen].sum() * 2.5)
+
+
+def test_ties_give_distinct_experts_of_open_groups():
+    layer, x = moe_of(torch.zeros(16), torch.full((5, 16), 0.5))
+    index, weight = layer.route(x)
+    for row in index.tolist():
+        assert len(set(row)) == 4 and len({e // 4 for e in row}) <= 2
+    assert (index == index[0]).all() and torch.equal(layer.route(x[2:3])[0][0], index[0])
+    torch.testing.assert_close(weight, torch.full((5, 4), 2.5 / 4))
+
+
+@torch.no_grad()
+def test_sdar_chooses_experts_by_unrounded_scores():
+    """bf16 activations: 5.0 and 5.001, which bf16 cannot tell apart, in either order."""
+    block = random_model(TINY_SDAR_MOE, dtype=torch.bfloat16).layers[0].mlp
+    x = torch.zeros(1, 96, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    for best in range(2):
+        block.gate.weight.zero_()
+        block.gate.weight[:2, 0] = torch.tensor([5.0, 5.001] if best else [5.001, 5.0])
+        index, weight = block.route(x)
+        assert index[0].tolist() == [best, 1 - best] and weight.dtype == torch.bfloat16
 
 
 def filled_router(E=8, D=16):
@@ -205,25 +231,6 @@ def test_the_router_stays_fp32():
     assert {value.device.type for value in empty.state_dict().values()} == {"meta"}
     for value in empty.to_empty(device="cpu").state_dict().values():
         assert value.dtype == torch.float32 and value.device.type == "cpu"
-
-
-def test_scores_are_fp32_products_of_unrounded_weights():
-    router, x = (
-        filled_router().bfloat16(),
-        torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16(),
-    )
-    scores = router(x)
-    assert scores.dtype == torch.float32 and torch.equal(scores, x.float() @ router.weight.T)
-    assert not torch.equal(scores, (x @ router.weight.bfloat16().T).float())  # negative control
-
-
-def test_the_expert_bias_is_in_the_checkpoint_and_gets_no_gradient():
-    router = filled_router()
-    assert set(router.state_dict()) == {"weight", "expert_bias"} and set(
-        dict(router.named_parameters())
-    ) == {"weight"}
-    assert not router.expert_bias.requires_grad
-    assert set(Router(8, 16).state_dict()) == {"weight"}
 
 
 def _sharded_router(rank, world_size):
@@ -273,16 +280,6 @@ def test_metrics_by_hand():
     assert metrics["max_over_mean"] == pytest.approx(2)
     mean = [1.5 / 3, 1.25 / 3, 0.25 / 3]
     assert metrics["entropy"] == pytest.approx(-sum(p * math.log(p) for p in mean))
-
-
-def test_metrics_of_balanced_and_collapsed_routing():
-    """'1 when balanced', 'ln E when balanced'; one expert alone: load E times the mean, entropy 0."""
-    balanced = routing_metrics(
-        routing_sums(torch.arange(8).view(4, 2), torch.full((4, 2), 1.25), 8)
-    )
-    assert (balanced["max_over_mean"], balanced["entropy"]) == pytest.approx((1, math.log(8)))
-    collapsed = routing_metrics(routing_sums(torch.full((4, 1), 5), torch.ones(4, 1), 8))
-    assert (collapsed["max_over_mean"], collapsed["entropy"]) == pytest.approx((8, 0))
 
 
 @pytest.mark.parametrize("config", [TINY_SDAR_MOE, TINY_LLADA2], ids=["sdar-moe", "llada2"])
@@ -357,52 +354,3 @@ def _watched_ranks(rank, world_size):
 def test_metrics_are_those_of_all_ranks(run_ranks):
     """Two ranks with a row each: the load of both rows, on both ranks."""
     run_ranks(2, _watched_ranks)
-
-
-def test_a_log_gets_the_worst_layer():
-    layers = {
-        "a": {"max_over_mean": 1.5, "entropy": 2.0},
-        "b": {"max_over_mean": 3.0, "entropy": 1.0},
-    }
-    assert (
-        routing_extremes(layers) == {"router/max_over_mean": 3.0, "router/entropy": 1.0}
-        and routing_extremes({}) == {}
-    )
-
-
-@pytest.mark.parametrize(
-    "config, pieces", [(TINY_SDAR_MOE, 4), (TINY_LLADA2, 6)], ids=["sdar-moe", "llada2"]
-)
-def test_a_compiled_block_breaks_at_the_sharded_router_alone(run_ranks, config, pieces):
-    """FSDP2's hooks of the router's own group end a graph. Before it attention and norms are one, behind it both products
-    with all around them are. LLaDA2's two blocks differ, and its `route` is a function of its own.
-    """
-
-    def body(rank, world_size):
-        graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        model, mesh = random_model(config), init_device_mesh("cpu", (1,))
-        for module in model.fp32_modules:
-            fully_shard(module, mesh=mesh)
-        for layer in model.layers:
-            layer.compile(backend=graphs)
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        register_fsdp_forward_method(model, "logits")
-        model.logits(torch.arange(40).view(2, 20)).sum().backward()
-        calls = [
-            [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-            for graph in graphs.graphs
-        ]
-        assert len(calls) <= pieces
-        products = [sum("grouped_mm" in call for call in graph) for graph in calls]
-        assert sorted(products)[-2:] == [0, 2], products
-        assert all(
-            any("scaled_dot_product" in call for call in graph)
-            for graph in calls
-            if len(graph) > 40
-        )
-
-    run_ranks(1, body)
