@@ -12,7 +12,7 @@ from types import MethodType, ModuleType, SimpleNamespace
 
 import torch
 
-from models.checkpoint import tensor_names
+from models.tensors import tensor_names
 
 ONE_ROW = {
     "llada": {

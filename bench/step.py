@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.sft import parallelize, setup_distributed
 from models import add_lora, load_weights, meta_model
-from models.checkpoint import read_json, resolve, tensor_files
+from models.names import resolve
+from models.tensors import read_json, tensor_files
 
 # The projection behind attention, by family: it has heads x head size inputs.
 ATTENTION_OUTPUT = ("o_proj", "attn_out", "dense")

@@ -45,8 +45,8 @@ FAMILIES = {
     "Dream": QWEN,
     "SDAR": QWEN._replace(head_norms="self_attn.q_norm self_attn.k_norm"),
     "LLaDA2": Names(
-        "model.word_embeddings", "model.norm", *NORMS, "attention.query_key_value", "attention.dense",
-        "attention.query_layernorm attention.key_layernorm",
+        "model.word_embeddings", "model.norm", *NORMS, "attention.query_key_value",
+        "attention.dense", "attention.query_layernorm attention.key_layernorm",
     ),
     "LLaDA": Names(
         "model.transformer.wte", "model.transformer.ln_f", "attn_norm", "ff_norm",

@@ -52,7 +52,7 @@ def _route_kernel(
         chosen = tl.where(j == n, expert.to(tl.int64), chosen)
         shares = tl.where(j == n, tl.sum(tl.where(e == expert, share, 0.0), 0), shares)
         choice = tl.where(e == expert, float("-inf"), choice)
-    shares = shares / (tl.sum(shares, 0) + (1e-20 if SIGMOID else 0.0)) * scale
+    shares = shares / (tl.sum(shares, 0) + 1e-20) * scale
     tl.store(index + token * k + j, chosen, mask=j < k)
     tl.store(weight + token * k + j, shares.to(weight.dtype.element_ty), mask=j < k)
 
@@ -66,7 +66,7 @@ def route(scores, k, dtype, bias=None, groups=1, open_groups=1, scale=1.0):
     index = torch.empty(*lead, k, dtype=torch.int64, device=scores.device)
     share = torch.empty(index.shape, dtype=dtype, device=scores.device)
     _route_kernel[(index.numel() // k,)](
-        scores, scores if bias is None else bias, index, share, k, float(scale), E=E,
+        scores, scores if bias is None else bias, index, share, k, scale, E=E,
         K=triton.next_power_of_2(k), SIGMOID=bias is not None, GROUPS=groups, OPEN=open_groups,
         num_warps=1, **early(scores),
     )  # fmt: skip
@@ -146,7 +146,8 @@ def _product_kernel(
     else:
         for first in tl.range(lane * BLOCK_M, count, LANES * BLOCK_M):
             _multiply(
-                x, rows, bucket, out, first, count, n, N, k, D, GATED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+                x, rows, bucket, out, first, count, n, N, k, D, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
+                STAGES,
             )  # fmt: skip
 
 
@@ -177,7 +178,8 @@ def _product(x, weights, counts, buckets, out, k, gated, config):
     lanes = min(triton.cdiv(M, block_m), 8)
     _product_kernel[(triton.cdiv(N, block_n), len(weights), lanes)](
         x, weights, counts, buckets, out, M, N, k, D=x.shape[-1], GATED=gated, LANES=lanes, FEW=few,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps, **early(x),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps,
+        **early(x),
     )  # fmt: skip
 
 

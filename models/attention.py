@@ -8,7 +8,8 @@ from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend as kind
+from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -38,8 +39,13 @@ class Visibility:
     @property
     def tokens(self):
         """A tensor [B, S] on the device of the forward; None where all tokens see all."""
-        given = (self.block, self.valid, self.document)
-        return next((tensor for tensor in given if tensor is not None), None)
+        return (
+            self.block
+            if self.block is not None
+            else self.valid
+            if self.document is None
+            else self.document
+        )
 
     @property
     def pattern(self):
@@ -58,11 +64,8 @@ class Visibility:
         token; unique on others, so each sees itself.
         """
         like = self.tokens
-        block = (
-            like.new_zeros(like.shape, dtype=torch.int32)
-            if self.block is None
-            else self.block.int()
-        )
+        block = torch.zeros_like(like) if self.block is None else self.block
+        block = block.int()
         noisy = torch.zeros_like(like[0], dtype=torch.bool) if self.noisy is None else self.noisy
         valid = torch.ones_like(like, dtype=torch.bool) if self.valid is None else self.valid
         level = block.masked_fill(noisy | ~valid, NEVER)
@@ -138,8 +141,7 @@ def sdpa(visibility):
     """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask where one is needed."""
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
-    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-    order = [getattr(SDPBackend, name) for name in names]
+    order = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION, kind.MATH]
 
     def attend(q, k, v):
         with sdpa_kernel(order, set_priority=True):
@@ -164,16 +166,15 @@ def block_mask(visibility):
 
 
 @cache
-def compiled_flex(dynamic):
-    """dynamic: one kernel for all lengths. fullgraph: uncompiled it would hold all scores."""
+def compiled_flex():
+    """fullgraph: uncompiled it would hold all scores. dynamic: one kernel for all lengths."""
+    dynamic = torch.cuda.is_available()  # its C++ for CPUs does not compile with dynamic lengths
     return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def flex(visibility):
     """FlexAttention."""
-    mask = block_mask(visibility)
-    # Its C++ for CPUs does not compile with dynamic lengths.
-    kernel = compiled_flex(dynamic=torch.cuda.is_available())
+    mask, kernel = block_mask(visibility), compiled_flex()
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -101,14 +101,12 @@ def set_special_tokens(model, directory=None):
     config.json, else from the model file. A single end id is preceded by the family's turn end.
     SystemExit for an id outside the vocabulary of the model.
     """
-    generation = directory and directory / "generation_config.json"
-    facts = dict(model.checkpoint_config)
-    if generation and generation.is_file():
+    facts, named = dict(model.checkpoint_config), special_tokens(directory) if directory else {}
+    if directory and (generation := directory / "generation_config.json").is_file():
         facts |= read_json(generation)
     facts = {key: value for key, value in facts.items() if value is not None}
-    eos = facts.get("eos_token_id", getattr(model, "eos_token_id", None))
-    named = special_tokens(directory) if directory else {}
-    if eos is None or eos == []:
+    eos = facts.get("eos_token_id", getattr(model, "eos_token_id", []))
+    if eos == []:
         files = "neither generation_config.json nor config.json"
         raise SystemExit(f"{directory}: {files} states eos_token_id")
     if named and model.mask_token_id not in named.values():
@@ -138,10 +136,6 @@ def load_tokenizer(name_or_dir):
     if random_config(name_or_dir):
         return byte_tokenizer()
     directory = resolve(name_or_dir)
-    files = ("tokenizer.json", "vocab.json", "tokenizer.model")
-    if not any((directory / name).is_file() for name in files):
-        copy = "copy the tokenizer files of the model into it"
-        raise SystemExit(f"{directory} holds no tokenizer: {copy}")
     facts = {}  # read_json names a damaged file, which transformers would not
     for name in ("tokenizer", "vocab", "tokenizer_config"):
         facts = read_json(path) if (path := directory / f"{name}.json").is_file() else {}
@@ -196,7 +190,7 @@ def export_weights(model, dtype=None, merge_lora=True):
     for name, (value, index) in tensor_parts(model).items():
         if source is not value:  # stacked experts are gathered once for all of them
             source, gathered = value, full_tensor(value)
-        value, layer = gathered[index] if index else gathered, name.removesuffix(".weight")
+        value, layer = gathered[index], name.removesuffix(".weight")
         if f"{layer}.lora_A.default.weight" in adapters:
             names = (f"{layer}.{part}.default.weight" for part in ("lora_A", "lora_B"))
             a, b = (full_tensor(adapters[name]).float() for name in names)
@@ -228,9 +222,8 @@ def save_model(model, directory, tokenizer):
             if len(pending) == tensors_in[shards[name]]:
                 save.attempt(save_file, pending, save.folder / shards[name], {"format": "pt"})
                 pending = {}
-    files = {"config.json": config}
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
-    files["generation_config.json"] = generation
+    files = {"config.json": config, "generation_config.json": generation}
     if len(tensors_in) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": shards}
         files["model.safetensors.index.json"] = index

@@ -1,7 +1,6 @@
 """config.json -> the dataclass of an architecture. Refuses, by key, what a model file lacks."""
 
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Literal
 
 import torch
 
@@ -16,11 +15,12 @@ class Objective:
 
     t_min: float
     t_max: float
-    weight: Literal["1/t", "1"]  # of a masked token
-    # Mean over answers, each the mean of its tokens; over answer tokens; over masked tokens.
-    mean: Literal["answers", "tokens", "masked"]
-    # End tokens after an answer, trained with it: a drawn number; up to the end of its block.
-    tail: Literal["drawn", "block"]
+    weight: str  # of a masked token: "1/t" or "1"
+    # "answers": mean over answers, each the mean of its tokens; "tokens": over answer tokens;
+    # "masked"
+    mean: str
+    # End tokens after an answer, trained with it: "drawn", a random number; "block", up to its end.
+    tail: str
     has_cart: bool = False  # offers context-adaptive weights in place of 1/t (Dream)
 
 
@@ -51,20 +51,19 @@ def read_config(cls, raw, fixed, no_effect=()):
     def refuse(name, value, why):
         raise SystemExit(f"config.json has {name} = {value!r}{why}")
 
-    family = raw.get("model_type")
+    raw = dict(raw)
     # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
-    rope = raw.get("rope_parameters") or {}
+    family, rope = raw.get("model_type"), raw.pop("rope_parameters", None) or {}
     if not isinstance(rope, dict):
         refuse("rope_parameters", rope, ", which is not an object")
-    raw = {key: value for key, value in raw.items() if key != "rope_parameters"}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
     for name, value in rope.items():
         if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
             refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
     own = {f.name: f for f in fields(cls)}
-    required = [name for name, f in own.items() if f.default is MISSING]
-    if missing := [name for name in required if raw.get(name) is None]:
+    missing = [n for n, f in own.items() if f.default is MISSING and raw.get(n) is None]
+    if missing:
         raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
     for name, value in raw.items():
         if name in fixed:
@@ -87,9 +86,9 @@ def read_config(cls, raw, fixed, no_effect=()):
 
 def refuse_odd_sizes(config, *names):
     """SystemExit unless each of the named sizes is a multiple of the next."""
-    sizes = [getattr(config, name) for name in names]
-    if any(size % below for size, below in zip(sizes, sizes[1:], strict=False)):
-        given = ", ".join(f"{name} = {size}" for name, size in zip(names, sizes, strict=True))
+    a, b, c = (getattr(config, name) for name in names)
+    if a % b or b % c:
+        given = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
         raise SystemExit(f"config.json has {given}: each must be a multiple of the next")
 
 

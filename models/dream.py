@@ -76,10 +76,12 @@ class Dream(Bidirectional):
 
     def __init__(self, config):
         super().__init__(config, config.block_length)
-        mlp = lambda: MLP(config.hidden_size, config.intermediate_size)
-        block = lambda layer: Block(config, Attention(config, layer), mlp(), RMSNorm)
-        self.model = decoder(config, block)
+        self.model = decoder(config, self.block)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def block(self, layer):
+        mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
+        return Block(self.config, Attention(self.config, layer), mlp, RMSNorm)
 
     def hidden(self, input_ids, position_ids, attend):
         """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed, not shifted

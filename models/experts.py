@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from models.logps import wide
+
 
 class Router(nn.Module):
     """Scores of all experts, fp32 weight times fp32 input: rounding flips near-tied experts.
@@ -50,10 +52,8 @@ def expert_parts(name, shape):
     if not stem.endswith(".experts"):
         return []
     f = shape[1] // 2
-    kinds = {
-        "gate_up": [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))],
-        "down": [("down_proj", slice(None))],
-    }[last]
+    kinds = [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))]
+    kinds = kinds if last == "gate_up" else [("down_proj", slice(None))]
     return [(f"{stem}.{e}.{kind}.weight", e, rows) for e in range(shape[0]) for kind, rows in kinds]
 
 
@@ -84,7 +84,7 @@ class Experts(nn.Module):
 def experts_loop(x, index, weight, gate_up, down):
     """The plain definition, one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
-    accumulate = torch.promote_types(x.dtype, torch.float32)
+    accumulate = wide(x)
     y = torch.zeros(tokens.shape, dtype=accumulate, device=x.device)
     for e in range(len(gate_up)):
         row, place = (index == e).nonzero(as_tuple=True)
@@ -107,7 +107,7 @@ def experts_grouped(x, index, weight, gate_up, down):
     gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
     out = torch.empty_like(out).index_copy(0, order, out).view(*index.shape, D)
-    accumulate = torch.promote_types(x.dtype, torch.float32)
+    accumulate = wide(x)
     return (out * weight[..., None]).sum(-2, dtype=accumulate).to(x.dtype)
 
 
@@ -132,7 +132,7 @@ def add_routing(sums, index, weight):
     share = weight.detach().double()
     share = share / share.sum(-1, keepdim=True)
     values = torch.stack([torch.ones_like(share), share]).flatten(1)
-    sums.index_add_(1, index.flatten(), values)
+    sums += torch.zeros_like(sums).index_add(1, index.flatten(), values)
 
 
 @contextmanager
@@ -149,8 +149,8 @@ def router_metrics(model):
     }
     try:
         for module in watched.values():
-            sums = torch.zeros(2, len(module.down), dtype=torch.float64, device=module.down.device)
-            module.sums = sums
+            device = module.down.device
+            module.sums = torch.zeros(2, len(module.down), dtype=torch.float64, device=device)
         yield metrics
         totals = torch.stack([module.sums for module in watched.values()]) if watched else None
     finally:

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.logps import wide
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) * weight, computed in fp32.
@@ -22,7 +24,7 @@ class RMSNorm(nn.Module):
         if self.one_kernel and x.is_cuda:
             y = F.rms_norm(x, self.weight.shape, weight, self.eps)
         else:
-            y = x.to(torch.promote_types(x.dtype, torch.float32))
+            y = x.to(wide(x))
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
             y = (y if self.round_first else y * weight).to(x.dtype)
         return self.weight * y if self.round_first else y

@@ -19,6 +19,7 @@ from models.config import Keys, Objective, read_config
 from models.experts import Experts, Router
 from models.layers import MLP, Block, decoder, rotate
 from models.layers import RMSNorm as AnyRMSNorm
+from models.logps import wide
 from models.scoring import BlockCausal
 
 
@@ -66,12 +67,11 @@ class Config(Keys):
             raise SystemExit(
                 f"config.json has {counts}: the groups do not divide the experts, or offer too few"
             )
-        if config.rotary_dim % 2:
+        stated = raw.get("rotary_dim", config.rotary_dim)
+        if config.rotary_dim % 2 or stated != config.rotary_dim:
             factor = f"partial_rotary_factor = {config.partial_rotary_factor}"
-            raise SystemExit(f"config.json has {factor}: an odd rotary width")
-        if (stated := raw.get("rotary_dim", config.rotary_dim)) != config.rotary_dim:
-            made = f"its other keys make it {config.rotary_dim}"
-            raise SystemExit(f"config.json has rotary_dim = {stated}, {made}")
+            made = f"{factor}, which makes it {config.rotary_dim}; it must be even"
+            raise SystemExit(f"config.json has rotary_dim = {stated} and {made}")
         return config
 
 
@@ -162,4 +162,4 @@ class LLaDA2(BlockCausal):
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""
         logits = self.lm_head(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.to(wide(logits))

@@ -6,6 +6,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
+def wide(x):
+    """The dtype of a tensor, but at least fp32"""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows, logps_and_slope):
     """Yield (rows, output, values [n], their slope by the logits [n, V]) of one chunk after the
     other
@@ -18,7 +23,7 @@ def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows
         here = slice(i, i + rows)
         logits = hidden[here] @ weight.T
         if temperature != 1:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+            logits = logits.to(wide(logits)).div_(temperature)
         if banned_id is not None:
             logits[:, banned_id] = float("-inf")
         if entropy:
@@ -32,7 +37,7 @@ def logps_and_slope_(logits, targets, slope=True):
 
     logits [n, V] are overwritten. slope=False: None in place of the derivative.
     """
-    log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_p = logits.log_softmax(-1, dtype=wide(logits))
     logps = log_p.gather(-1, targets[:, None])
     if not slope:
         return logps[:, 0], None
@@ -46,7 +51,7 @@ def entropy_and_slope(logits):
     """Entropies of softmax(logits) [n] in nats, at least fp32, and their derivative by the logits
     [n, V] in that dtype.
     """
-    log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_p = logits.log_softmax(-1, dtype=wide(logits))
     p = log_p.exp_()
     p_log_p = torch.xlogy(p, p)  # 0 log 0 = 0 for the banned token
     entropies = -p_log_p.sum(-1)
@@ -64,9 +69,9 @@ class LinearLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, *settings):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        accumulate = wide(hidden)
         outputs = [hidden.new_zeros(len(hidden), dtype=accumulate) for _ in range(2)]
-        wanted = [need_hidden, need_hidden and settings[2]]  # of log-probability, of entropy
+        wanted = need_hidden, need_hidden and settings[2]  # of log-probability, of entropy
         slopes = [torch.empty_like(hidden) if want else None for want in wanted]
         for rows, i, values, slope in chunks(hidden, weight, targets, need_hidden, *settings):
             outputs[i][rows] = values
@@ -94,7 +99,8 @@ class LinearLogps(torch.autograd.Function):
 
 
 def linear_logps(
-    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024, logps_and_slope=logps_and_slope_
+    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024,
+    logps_and_slope=logps_and_slope_,
 ):  # fmt: skip
     """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory
     at a time.

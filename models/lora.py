@@ -43,10 +43,9 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
         there = f"match no linear layer; there are {', '.join(sorted(linear))}"
         raise SystemExit(f"--lora-targets {', '.join(unknown)} {there}")
     model.requires_grad_(False)
-    # No adapter outside the blocks: LLaDA's head bears the name of a block's layer.
-    inside = {id(module) for _, module in modules}
-    outside = [name for name, module in model.named_modules() if id(module) not in inside]
-    head = [name for name in outside if last(name) in targets]
+    # No adapter on the head: LLaDA's bears the name of a block's layer.
+    names = [name for name, module in model.named_modules() if module is model.lm_head]
+    head = [name for name in names if last(name) in targets]
     model.lora_config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None
     )
@@ -128,8 +127,8 @@ def save_adapter(model, directory, base, tokenizer):
             name = "base_model.model." + name.replace(".default.", ".")
             tensors[name] = tensor.contiguous().cpu().clone()
     config = model.lora_config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
-    config |= {key: sorted(value) for key, value in config.items() if isinstance(value, set)}
-    text = json.dumps(config, indent=2, default=str) + "\n"
+    plain = lambda value: sorted(value) if isinstance(value, set) else str(value)
+    text = json.dumps(config, indent=2, default=plain) + "\n"
     save.attempt(save_file, tensors, save.folder / "adapter_model.safetensors", {"format": "pt"})
     save.attempt((save.folder / "adapter_config.json").write_text, text)
     save.attempt(tokenizer.save_pretrained, save.folder)
@@ -137,8 +136,8 @@ def save_adapter(model, directory, base, tokenizer):
 
 
 # What plain LoRA sets in adapter_config.json; anything else cannot be merged as B @ A.
-PLAIN = {"peft_type": "LORA", "bias": "none", "lora_bias": False, "use_dora": False}
-PLAIN |= {"modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}}
+PLAIN = dict(peft_type="LORA", bias="none", modules_to_save=None, rank_pattern={}, alpha_pattern={})
+PLAIN |= dict(lora_bias=False, use_dora=False)
 
 
 @torch.no_grad()
@@ -147,14 +146,12 @@ def merge_adapter(model, directory):
 
     SystemExit if it does not fit (tensors of another model or rank, listed) or is no plain LoRA.
     """
-    directory = Path(directory)
-    config = read_json(directory / "adapter_config.json")
-    given = {key: config.get(key) for key in PLAIN}
-    if other := {k: v for k, v in given.items() if v not in (PLAIN[k], None)}:
+    config = read_json(Path(directory) / "adapter_config.json")
+    if other := {k: config[k] for k, v in PLAIN.items() if config.get(k) not in (v, None)}:
         only = "only plain LoRA adapters can be merged"
         raise SystemExit(f"{directory}: {only}; this one has {other}")
     pairs, problems, r = {}, [], config["r"]
-    with open_tensors(directory / "adapter_model.safetensors") as file:
+    with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         for name in file.keys():
             base, part, kind = name.removeprefix("base_model.model.").rsplit(".", 2)
             pairs.setdefault(f"{base}.{kind}", {})[part] = file.get_tensor(name)
@@ -163,9 +160,11 @@ def merge_adapter(model, directory):
         if name not in parts or parts[name][1] or pair.keys() != {"lora_A", "lora_B"}:
             problems.append(f"{name} is no layer of this model")
             continue
-        (out, inner), b, a = shapes[name], list(pair["lora_B"].shape), list(pair["lora_A"].shape)
-        if (b, a) != ([out, r], [r, inner]):
-            problems.append(f"{name} is {[out, inner]}, its adapter {b} x {a} at rank {r}")
+        own, a, b = (
+            list(shape) for shape in (shapes[name], pair["lora_A"].shape, pair["lora_B"].shape)
+        )
+        if (a, b) != ([r, own[1]], [own[0], r]):
+            problems.append(f"{name} is {own}, its adapter {b} x {a} at rank {r}")
     if problems or not pairs:
         listed = "; ".join(problems[:10]) or "it holds no adapters"
         raise SystemExit(f"{directory} does not fit its base model: {listed}")

@@ -32,24 +32,21 @@ def resolve(name_or_dir):
 
     SystemExit for an unknown name.
     """
-    if (directory := Path(name_or_dir)).is_dir():
+    source = MODELS.get(name_or_dir, str(name_or_dir))
+    if Path(source).is_dir():
         files = ("config.json", "adapter_config.json")
-        if not any((directory / name).is_file() for name in files):
-            raise SystemExit(
-                f"{directory} is no model directory: it holds neither {' nor '.join(files)}"
-            )
-        return directory
-    if name_or_dir not in [*MODELS, *MODELS.values()]:
+        if not any(Path(source, name).is_file() for name in files):
+            neither = " nor ".join(files)
+            raise SystemExit(f"{source} is no model directory: it holds neither {neither}")
+        return Path(source)
+    if source not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
-        raise SystemExit(f"unknown model {name_or_dir!r}: use {choices}")
-    source = source_of(name_or_dir)
-    if random_config(name_or_dir):
+        raise SystemExit(f"unknown model {source!r}: use {choices}")
+    if random_config(source):
         how = f"python models/random_init.py --config {source.partition(':')[2]} --out DIR"
         raise SystemExit(
-            f"{name_or_dir} is built in the process and has no files; to write some: {how}"
+            f"{name_or_dir} is built in the process and has no files; to get some: {how}"
         )
-    if Path(source).is_dir():
-        return Path(source)
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
@@ -57,8 +54,8 @@ def resolve(name_or_dir):
         return Path(snapshot_download(source, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no network, no such repository, a gated one
         reason = " ".join(str(error).split())[:200]
-        help = "give --model a directory that holds it"
-        raise SystemExit(f"{source} cannot be downloaded ({reason}): {help}") from error
+        hint = "give --model a directory that holds it"
+        raise SystemExit(f"{source} cannot be downloaded ({reason}): {hint}") from error
 
 
 def random_config(name):

@@ -16,7 +16,7 @@ from models.checkpoint import set_special_tokens
 from models.config import stored_dtype
 from models.names import resolve
 from models.tensors import read_json
-from models.tiny import TINY_CONFIGS, TINY_LLADA, TINY_SDAR, byte_tokenizer, random_model
+from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
 
 # These learn some text in minutes on one GPU. With the 152 k tokens of a real vocabulary most of
 # their parameters are embedding and head.
@@ -24,9 +24,6 @@ SMALL_CONFIGS = {
     "small-sdar": TINY_SDAR
     | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=12)
     | dict(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True),
-    "small-llada": TINY_LLADA
-    | dict(d_model=160, mlp_hidden_size=640, n_layers=12)
-    | dict(n_heads=5, n_kv_heads=5, block_length=32),
 }
 
 

@@ -172,7 +172,7 @@ class BlockCausal(LanguageModel):
             first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
             start = int((valid & (block >= first_block)).any(0).int().argmax())
             noisy, place = lambda x: x[:, start:], lambda x: F.pad(x, (start, 0))
-        else:  # prompts lie between the answers: take only the blocks of each row with a scored token
+        else:  # prompts lie between the answers: take only blocks with a scored token
             start = scored_columns(score_mask, block, valid)
             noisy = lambda x: x.gather(1, start)
             place = lambda x: x.new_zeros(valid.shape).scatter(1, start, x)

@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from models.config import stored_dtype
 from models.experts import expert_parts
 
-# model_type of config.json -> (module, class)
-ARCHITECTURES = {
-    "llada": ("models.llada", "LLaDA"),
-    "Dream": ("models.dream", "Dream"),
-    "sdar": ("models.sdar", "SDAR"),
-    "sdar_moe": ("models.sdar", "SDAR"),
-    "llada2_moe": ("models.llada2", "LLaDA2"),
+ARCHITECTURES = {  # model_type of config.json -> file and class
+    "llada": "llada.LLaDA",
+    "Dream": "dream.Dream",
+    "sdar": "sdar.SDAR",
+    "sdar_moe": "sdar.SDAR",
+    "llada2_moe": "llada2.LLaDA2",
 }
 
 
@@ -33,8 +32,8 @@ def build_model(config, dtype=torch.float32):
     if model_type not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise SystemExit(f"config.json has model_type {model_type!r}; supported are {supported}")
-    module, name = ARCHITECTURES[model_type]
-    module = import_module(module)
+    module, name = ARCHITECTURES[model_type].split(".")
+    module = import_module(f"models.{module}")
     with torch.device("meta"):
         model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
     model.checkpoint_config = config
@@ -74,20 +73,14 @@ def tensor_parts(model):
 
 def tensor_names(model):
     """{official name: tensor}, views into stacked experts. For models that are not sharded."""
-    return {
-        name: value[index] if index else value
-        for name, (value, index) in tensor_parts(model).items()
-    }
+    return {name: value[index] for name, (value, index) in tensor_parts(model).items()}
 
 
 def tensor_shapes(model):
     """{official name: shape} without touching a value; sharded models too."""
-
-    def shape(value, index):
-        rows = [len(range(value.shape[1])[index[1]])] if index else value.shape[:1]
-        return (*rows, *value.shape[len(index) or 1 :])
-
-    return {name: shape(*part) for name, part in tensor_parts(model).items()}
+    empty = lambda value: torch.empty(value.shape, device="meta")
+    parts = tensor_parts(model).items()
+    return {name: tuple(empty(value)[index].shape) for name, (value, index) in parts}
 
 
 def local_rows(value):

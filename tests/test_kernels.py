@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rollout.sampling import keyed_uniform, sample_categorical

@@ -123,15 +123,6 @@ def test_linear_logps_multiplies_by_the_head_no_more_often_than_it_must(seen):
     assert counted.products == {"no gradient": 1, "hidden": 2, "hidden and weight": 4}[seen]
 
 
-def test_linear_logps_survives_extreme_logits():
-    hidden, weight = (
-        torch.tensor([[1000.0], [-1000.0]], requires_grad=True),
-        torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True),
-    )
-    logps, entropies = linear_logps(hidden, weight, torch.tensor([0, 0]), entropy=True)
-    (logps.sum() + entropies.sum()).backward()
-    assert logps.tolist() == [0.0, -2000.0] and entropies.tolist() == [0.0, 0.0]
-    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
 class LargestTensor(TorchDispatchMode):

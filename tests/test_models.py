@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 
 import models
 from models import (
-    add_lora,
     export_weights,
     load_model,
     load_tokenizer,
@@ -35,7 +34,7 @@ from models import checkpoint as checkpoint_module
 from models.checkpoint import set_special_tokens
 from models.layers import RMSNorm, rope_tables
 from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
-from models.tiny import SPECIAL_TOKENS, TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
+from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HF = os.environ.get("CLEANDLLM_HF")
@@ -320,24 +319,10 @@ def test_transformers_qwen3_moe_reads_what_we_save(tmp_path, top_k, dtype):
     assert agreement >= (0.97 if top_k == 8 or dtype == torch.float32 else 0.9)
 
 
-def test_we_read_what_transformers_saves(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    model, keys = model_of(), set(Qwen3Config().to_dict()) - {"model_type", "architectures"}
-    config = Qwen3Config(**{key: value for key, value in SMALL.items() if key in keys})
-    reference = Qwen3ForCausalLM(config)
-    reference.load_state_dict(model.state_dict())
-    reference.save_pretrained(tmp_path, max_shard_size="5KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "generation_config.json").unlink()
-    assert_same_weights(load_model(tmp_path), model)
-
-
 @pytest.mark.parametrize("round_first", [False, True])
 @torch.no_grad()
-def test_norms_round_where_the_official_code_does(round_first):
-    """In bf16: before the product with the weight, or once, after it (SDAR). The other order differs."""
+def test_norms_and_tables_round_where_the_official_code_does(round_first):
+    """In bf16 a norm rounds before the weight, or once, after it (SDAR); angles are never rounded."""
     x = (3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
     norm = RMSNorm(16, 1e-5, round_first).bfloat16()
     norm.weight.copy_(torch.linspace(0.5, 1.7, 16))
@@ -345,38 +330,12 @@ def test_norms_round_where_the_official_code_does(round_first):
     before, after = norm.weight * y.bfloat16(), (norm.weight.float() * y).bfloat16()
     want, other = (before, after) if round_first else (after, before)
     assert torch.equal(norm(x), want) and not torch.equal(norm(x), other)
-    kinds = {family: small(family).layers[0] for family in ("sdar", "llada2", "llada", "dream")}
-    norms = {
-        f: getattr(layer, "attn_norm", None) or layer.input_layernorm for f, layer in kinds.items()
-    }
-    assert {f for f, norm in norms.items() if not norm.round_first} == {"sdar"}
-
-
-@each_family
-def test_rope_angles_are_never_rounded(family):
-    """bf16 tables are rounded cosines of exact angles, far from the start too."""
-    model = model_of(SMALLS[family] | ({"head_dim": 64} if "head_dim" in SMALLS[family] else {}))
-    at, theta = torch.tensor([[0, 1, 63, 257, 1023, 4095]]), model.config.rope_theta
-    size = getattr(model.config, "rotary_dim", model.config.head_dim)
-    exact = torch.outer(at[0].double(), theta ** -(torch.arange(0, size, 2).double() / size))
-    cos, sin = model.rope(at, torch.bfloat16)
-    assert cos.dtype == (torch.float32 if family == "llada" else torch.bfloat16)
+    assert not small("sdar").model.norm.round_first and small("llada2").model.norm.round_first
+    at = torch.tensor([[0, 63, 1023, 4095]])
+    exact = torch.outer(at[0].double(), 1e6 ** -(torch.arange(0, 64, 2).double() / 64))
+    cos, sin = rope_tables(at, 64, lambda exponent: 1 / 1e6**exponent, torch.bfloat16)
     for table, want in ((cos, exact.cos()), (sin, exact.sin())):
         assert (table[0, 0].double() - torch.cat([want, want], -1)).abs().max() < 0.004
-    assert (exact.bfloat16().double().cos() - exact.cos()).abs().max() > 0.1  # the control
-
-
-def test_partial_rotation_against_complex_numbers():
-    """LLaDA2 rotates the first half of each head, dimension j with j + r / 2, and keeps the rest."""
-    cos, sin = rope_tables(torch.arange(9)[None], 16, lambda e: 1 / 6e5**e, torch.float64)
-    x = torch.randn(1, 2, 9, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y = models.layers.rotate(x, cos, sin)
-    assert torch.equal(y[..., 16:], x[..., 16:]) and torch.equal(y[:, :, 0], x[:, :, 0])
-    frequency = 6e5 ** -(torch.arange(8, dtype=torch.float64) / 8)
-    turn = torch.exp(1j * torch.outer(torch.arange(9, dtype=torch.float64), frequency))
-    want = torch.complex(x[..., :8], x[..., 8:16]) * turn
-    got = torch.complex(y[..., :8], y[..., 8:16])
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 # --- visibility, padding, shift ------------------------------------------------------------------
@@ -578,33 +537,25 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family, shard_by
     assert len(parts) == len({(id(value), str(index)) for value, index in parts})
 
 
-def test_dtypes_on_disk_and_in_memory(tmp_path):
-    """bf16 as config.json says, expert biases in fp32, read without rounding also into a bf16 model."""
+def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
+    """Tensors are bf16 as config.json says, but expert biases fp32; a tied head is stored once."""
     model = model_of(SMALLS["llada2"] | {"torch_dtype": "bfloat16"}, is_rounded=True)
     save_model(model, tmp_path / "a", None)
     held, gate = load_file(tmp_path / "a/model.safetensors"), model.layers[1].mlp.gate
-    wide = {name for name, value in held.items() if value.dtype != torch.bfloat16}
-    assert wide == {"model.layers.1.mlp.gate.expert_bias"}
+    wide = [name for name, value in held.items() if value.dtype != torch.bfloat16]
+    assert wide == ["model.layers.1.mlp.gate.expert_bias"]
     assert not torch.equal(gate.expert_bias, gate.expert_bias.bfloat16().float())
     assert_same_weights(load_model(tmp_path / "a"), model)
     half = load_model(tmp_path / "a", dtype=torch.bfloat16)
     assert_same_weights(half.layers[1].mlp.gate, gate)
     assert half.lm_head.weight.dtype == half.layers[1].mlp.experts.down.dtype == torch.bfloat16
-    exported = dict(export_weights(model, torch.bfloat16))
-    assert torch.equal(exported[wide.pop()], gate.expert_bias)
-    save_file({n: v.bfloat16() for n, v in held.items()}, tmp_path / "a/model.safetensors")
-    bias = load_model(tmp_path / "a").layers[1].mlp.gate.expert_bias  # as LLaDA2.0 stores it
-    assert bias.dtype == torch.float32 and torch.equal(bias, gate.expert_bias.bfloat16().float())
-
-
-def test_a_tied_head_is_one_parameter(tmp_path):
-    model = random_model(SMALL | {"tie_word_embeddings": True})
-    set_special_tokens(model)
-    save_model(model, tmp_path / "a", None)
-    assert "lm_head.weight" not in load_file(tmp_path / "a/model.safetensors")
-    for one in (model, load_model(tmp_path / "a")):
+    assert torch.equal(dict(export_weights(model, torch.bfloat16))[wide[0]], gate.expert_bias)
+    tied = set_special_tokens(random_model(SMALL | {"tie_word_embeddings": True}))
+    save_model(tied, tmp_path / "b", None)
+    assert "lm_head.weight" not in load_file(tmp_path / "b/model.safetensors")
+    for one in (tied, load_model(tmp_path / "b")):
         assert one.lm_head.weight is one.model.embed_tokens.weight
-    assert_same_weights(load_model(tmp_path / "a"), model)
+    assert_same_weights(load_model(tmp_path / "b"), tied)
 
 
 @pytest.fixture
@@ -666,13 +617,6 @@ def edit(file="config.json", **changes):
     return damage
 
 
-def misplace(directory):
-    edit("model.safetensors.index.json", weight_map={
-        name: shard_of(directory, "lm_head.weight").name if name == NORM else shard_of(directory, name).name
-        for name in tensor_shapes(model_of())
-    })(directory)  # fmt: skip
-
-
 INDEX = "model.safetensors.index.json"
 DAMAGES = {
     "missing tensor": (tensors(lambda t: t.pop(NORM)), [f"missing {NORM}", "checkpoint"]),
@@ -684,7 +628,6 @@ DAMAGES = {
     "cut off": (cut(-1), ["safetensors", "truncated"]),
     "no weights": (lambda d: (d / INDEX).unlink(), ["holds no weights"]),
     "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["lacks model-", "index"]),
-    "misplaced": (misplace, [f"missing {NORM}", "the index places it"]),
     "no weight_map": (write(INDEX, {}), ["has no weight_map"]),
     "odd weight_map": (write(INDEX, {"weight_map": 3}), ["has no weight_map"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["is no model directory", "config.json"]),
@@ -726,7 +669,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
             write("chat_template.jinja", b"{% for x"),
             ["its chat template is damaged .unexpected end"],
         ),
-        (lambda d: (d / "tokenizer.json").unlink(), ["holds no tokenizer"]),
+        (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
     ],
 )
 def test_a_damaged_tokenizer_is_refused_in_one_line(saved, damage, words):
@@ -786,7 +729,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSALS = {
     "any": [
         ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
-        ({"rope_parameters": YARN | {"rope_theta": 1e6}}, "yarn"),
+        ({"rope_parameters": YARN}, "yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
         ({"rope_parameters": [1]}, "rope_parameters"),
@@ -842,6 +785,8 @@ REFUSALS = {
         ({"n_heads": 3}, "d_model = 16.*n_heads = 3.*multiple"),
         ({"n_kv_heads": 4}, "n_kv_heads = 4.*multiple"),
         ({"n_kv_heads": None}, "lacks n_kv_heads"),
+        ({"rope": None}, "lacks rope"),
+        ({"weight_tying": None}, "lacks weight_tying"),
         ({"n_layers": 0}, "n_layers"),
     ],
     "dream": [
@@ -860,15 +805,8 @@ CASES = [(f, *case) for f in SMALLS for case in REFUSALS["any"] + REFUSALS[f]]
 def test_what_a_config_asks_and_we_lack_is_refused(family, change, words):
     build_model(SMALLS[family])
     with exits_with_one_line("config.json", words):
-        build_model(SMALLS[family] | change)
-
-
-@pytest.mark.parametrize(
-    "key", ["activation_type", "block_type", "layer_norm_type", "rope", "weight_tying"]
-)
-def test_llada_config_must_state_what_older_architectures_do_otherwise(key):
-    with exits_with_one_line(f"lacks {key}"):
-        build_model({name: value for name, value in SMALLS["llada"].items() if name != key})
+        raw = (SMALLS[family] | change).items()
+        build_model({key: value for key, value in raw if value is not None})
 
 
 def test_what_config_files_leave_out():
@@ -973,30 +911,6 @@ OFFICIAL = {  # tensors, parameters, bytes beyond bf16; mask, block length, end 
     # only the biases are fp32
     "LLaDA2.1-mini": (14813, 16_255_643_392, 19 * 256 * 2, 156895, 32, [156892], 156892),
 }
-SHAPES = {  # layer 0 and the head fix the shapes of all others, whose number and sum are known
-    "LLaDA-8B-Instruct": {
-        "model.transformer.blocks.31.ff_proj.weight": (12288, 4096),
-        "model.transformer.blocks.31.ff_out.weight": (4096, 12288),
-        "model.transformer.ff_out.weight": (126464, 4096),
-    },
-    "Dream-v0-Instruct-7B": {
-        "model.layers.27.self_attn.k_proj.bias": (512,),
-        "model.layers.27.mlp.down_proj.weight": (3584, 18944),
-        "lm_head.weight": (152064, 3584),
-    },
-    "LLaDA2.0-mini": {
-        "model.layers.0.mlp.gate_proj.weight": (5120, 2048),
-        "model.layers.7.attention.query_key_value.weight": (3072, 2048),
-        "model.layers.19.mlp.gate.expert_bias": (256,),
-        "model.layers.19.mlp.experts.255.down_proj.weight": (2048, 512),
-        "model.layers.19.mlp.shared_experts.up_proj.weight": (512, 2048),
-    },
-    "SDAR-30B-A3B-Chat": {
-        "model.layers.47.self_attn.q_proj.weight": (4096, 2048),
-        "model.layers.47.mlp.gate.weight": (128, 2048),
-        "model.layers.47.mlp.experts.127.gate_proj.weight": (768, 2048),
-    },
-}
 
 
 def official(name, file):
@@ -1010,7 +924,6 @@ def test_names_sizes_and_ids_are_those_of_the_official_files(name):
     model, index = build_model(official(name, "config.json")), official(name, INDEX)
     shapes = tensor_shapes(model)
     assert shapes.keys() == index["weight_map"].keys() and len(shapes) == count
-    assert SHAPES.get(name, {}).items() <= shapes.items()
     assert parameters == sum(map(math.prod, shapes.values()))
     assert 2 * parameters + more == index["metadata"]["total_size"]
     set_special_tokens(model, Path(HF) / name)
@@ -1020,9 +933,9 @@ def test_names_sizes_and_ids_are_those_of_the_official_files(name):
 
 @needs_hf
 def test_the_turn_end_is_found_by_name(tmp_path):
-    """In whichever tokenizer file is there; a tokenizer without the mask token is refused."""
+    """In the tokenizer file that is there; a tokenizer without the mask token is refused."""
     model = build_model(official("LLaDA2.0-mini", "config.json"))
-    tokens = {"<|endoftext|>": 156892, "<|role_end|>": 156894, "<|mask|>": 156895}
+    tokens = {"<|endoftext|>": 156892, "<|role_end|>": 156894}
     for mask in (156895, 156896):
         added = [{"content": t, "id": i} for t, i in (tokens | {"<|mask|>": mask}).items()]
         write("tokenizer.json", {"added_tokens": added})(tmp_path)
@@ -1030,12 +943,6 @@ def test_the_turn_end_is_found_by_name(tmp_path):
             assert set_special_tokens(model, tmp_path).eos_token_ids == [156894, 156892]
     with exits_with_one_line("mask_token_id 156895"):
         set_special_tokens(model, tmp_path)
-    model = build_model(official("LLaDA-8B-Instruct", "config.json"))
-    tokens = official("LLaDA-8B-Instruct", "tokenizer_config.json")["added_tokens_decoder"]
-    kept = {i: tokens[i] for i in ("126081", "126336")}  # as a Base tokenizer without <|eot_id|>
-    (tmp_path / "tokenizer.json").unlink()
-    write("tokenizer_config.json", {"added_tokens_decoder": kept})(tmp_path)
-    assert set_special_tokens(model, tmp_path).eos_token_ids == [126081]
 
 
 TEXTS = {  # ids of Dream's official slow tokenizer, tokenization_dream.py as in yjyddq/DARE 83ae8a3
@@ -1061,38 +968,6 @@ def test_official_tokens(tmp_path):
     assert len(sdar("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # it is no token
 
 
-LLAMA, ROLE = "<|start_header_id|>{}<|end_header_id|>\n\n", "<role>{}</role>"
-QWEN, OFF = "<|im_start|>{}\n", "<role>SYSTEM</role>detailed thinking off<|role_end|>"
-DREAM = QWEN.format("system") + "You are a helpful assistant.<|im_end|>\n"
-TEMPLATES = {  # what precedes the turns, header and end of a turn, role names; trims content
-    "LLaDA-8B-Instruct": ("<|startoftext|>", LLAMA, "<|eot_id|>", "user", "assistant", True),
-    "SDAR-8B-Chat": ("", QWEN, "<|im_end|>\n", "user", "assistant", False),
-    "Dream-v0-Instruct-7B": (DREAM, QWEN, "<|im_end|>\n", "user", "assistant", False),
-    "LLaDA2.0-mini": (OFF, ROLE, "<|role_end|>", "HUMAN", "ASSISTANT", False),
-    "LLaDA2.1-mini": (OFF, ROLE, "<|role_end|>", "HUMAN", "ASSISTANT", False),
-}
-
-
-@needs_hf
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_official_chat_templates(name):
-    """The official template, rendered by the byte tokenizer; the answer starts after its header."""
-    start, header, end, user, assistant, trims = TEMPLATES[name]
-    tokenizer, facts = byte_tokenizer(), official(name, "tokenizer_config.json")
-    file = Path(HF) / name / "chat_template.jinja"
-    tokenizer.chat_template = file.read_text() if file.is_file() else facts["chat_template"]
-    if facts.get("bos_token"):
-        tokenizer.bos_token = facts["bos_token"]
-    turns = [("user", user, "Hi "), ("assistant", assistant, "A"), ("user", user, "B")]
-    text, messages = start, []
-    for role, shown, content in turns:
-        messages.append({"role": role, "content": content})
-        text += header.format(shown) + (content.strip() if trims else content) + end
-        if role == "user":
-            got = bytes(prompt_ids(tokenizer, messages)).decode()
-            assert got == text + header.format(assistant)
-
-
 # --- tiny models ---------------------------------------------------------------------------------
 
 
@@ -1110,23 +985,13 @@ def test_byte_tokens_are_the_bytes_of_the_text(saved):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert ids == list(text.encode()) and tokenizer.decode(ids) == text
         assert len(set(tokenizer.convert_ids_to_tokens(range(256)))) == 256
-        for i, token in enumerate(SPECIAL_TOKENS):
+        for i, token in enumerate(("<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>")):
             ids = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
             assert ids == [97, 256 + i, 98]
         assert (tokenizer.eos_token_id, tokenizer.mask_token_id, len(tokenizer)) == (256, 257, 260)
         turns = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "A"}]
         ids = prompt_ids(tokenizer, [*turns, turns[0]])
         assert ids == [258, *b"Hi ", 259, *b"A", 256, 258, *b"Hi ", 259]
-
-
-def test_random_models_repeat_and_are_scaled():
-    """The seed decides; 'matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1'."""
-    a, b, c = random_model(TINY_SDAR), random_model(TINY_SDAR), random_model(TINY_SDAR, seed=1)
-    assert_same_weights(a, b)
-    assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
-    assert abs(a.lm_head.weight.std() - 0.02) < 1e-3 and (a.model.norm.weight == 1).all()
-    assert abs(a.layers[0].mlp.up_proj.weight.std() - math.sqrt(0.5 / 96)) < 2e-3
-    assert F.softmax(a.logits(torch.arange(8)[None]), -1).max() < 0.05  # starts close to uniform
 
 
 def test_the_command_writes_a_model_with_another_tokenizer(tmp_path):
@@ -1141,15 +1006,3 @@ def test_the_command_writes_a_model_with_another_tokenizer(tmp_path):
     assert load_model(tmp_path / "two").config == model.config
     with exits_with_one_line("is no model directory"):
         random_init.main(random_init.Args(str(tmp_path / "three"), "small-sdar", str(tmp_path)))
-
-
-@pytest.mark.parametrize("family", ["llada", "llada2", "sdar_moe", "dream"])
-def test_adapters_go_on_linear_layers_of_blocks(family):
-    """Not on head (LLaDA's bears the name of a block's layer), router or stacked experts."""
-    model = add_lora(small(family, torch.float32), 4, 8)
-    held = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
-    inside = {"llada": 14, "dream": 14, "sdar_moe": 8, "llada2": 2 * 2 + 3 + 3}
-    assert len(held) == inside[family]
-    assert not any(word in name for name in held for word in ("gate.", "mlp.experts", "lm_head"))
-    assert all(".layers." in name or ".blocks." in name for name in held)
-    assert dict(export_weights(model)).keys() == tensor_shapes(small(family)).keys()
