@@ -86,7 +86,9 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(x, delta, norm):
-    """x, delta [..., D]; delta None: 0. norm: models.layers.RMSNorm -> x + delta, norm(x + delta)"""
+    """x, delta [..., D]; delta None: 0. norm: models.layers.RMSNorm -> x + delta, norm(x +
+    delta)
+    """
     D, x = x.shape[-1], x.contiguous()
     total, out = (x if delta is None else torch.empty_like(x)), torch.empty_like(x)
     size = triton.next_power_of_2(D)
@@ -102,7 +104,8 @@ def add_rms_norm(x, delta, norm):
 def _norm_rotate_kernel(
     q, k, q_weight, k_weight, cos, sin, out, eps, q_row, k_row, H, K, HEAD: tl.constexpr,
     ROTARY: tl.constexpr, NORM: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: those of q first, then those of k. NORM: each is normed first.
 
@@ -223,7 +226,8 @@ def _decode_kernel(
     q, k, v, keys, values, start, bias, out, partial, lse, arrived, scale, T, n, width,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_h, c_s, s_b, K, G: tl.constexpr,
     SPLITS: tl.constexpr, HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, BIASED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and key head over one part of its cache; the last part first over the new
     tokens, which it stores.
@@ -319,8 +323,9 @@ def _decode_kernel(
     )
 
 
-# (positions a turn, warps, stages) of few programs, and of many by queries a program. Measured on one
-# H200 in bf16 with heads of 128 and 473 positions; the best shapes differ by a microsecond a layer.
+# (positions a turn, warps, stages) of few programs, and of many by queries a program. Measured on
+# one H200 in bf16 with heads of 128 and 473 positions; the best shapes differ by a microsecond a
+# layer.
 SMS = 132  # of an H200
 FEW_PROGRAMS, MANY_PROGRAMS = (128, 4, 2), {16: (32, 1, 2), 32: (32, 1, 2), 64: (64, 4, 3)}
 MANY_WINDOWS = MANY_PROGRAMS | {32: (32, 2, 3)}
@@ -353,8 +358,6 @@ def decode_attention(
         torch.empty(*shape, dtype=torch.float32, device=q.device) if splits > 1 else out
     )
     partial, lse = new(R * K, splits, tiles * block_m, h), new(R * K, splits, tiles * block_m)
-    if keys.stride() != values.stride() or not all(x.stride(-1) == 1 for x in (q, k, v, keys)):
-        raise ValueError("keys and values must lie alike, and whole heads together")
     if bias is not None and (bias.shape != (R, 1, 1, width) or not bias.is_contiguous()):
         raise ValueError(f"bias must be contiguous and [{R}, 1, 1, {width}], not {[*bias.shape]}")
     _decode_kernel[(R * K, splits, tiles)](
@@ -362,6 +365,7 @@ def decode_attention(
         arrivals(q.device), math.log2(math.e) / math.sqrt(h), T, block_length, width,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], start.stride(0), K,
         G=G, SPLITS=splits, HEAD=h, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages, WINDOW=window, BIASED=bias is not None, num_warps=warps, **early(q),
+        BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages, WINDOW=window,
+        BIASED=bias is not None, num_warps=warps, **early(q),
     )  # fmt: skip
     return out.transpose(1, 2)

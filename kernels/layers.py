@@ -109,7 +109,9 @@ def project(x, linears):
 
 @torch.no_grad()
 def hidden(model, input_ids, position_ids, attend):
-    """As the `hidden` of the family's file. Each norm also adds the output of the layer before it."""
+    """As the `hidden` of the family's file. Each norm also adds the output of the layer
+    before it.
+    """
     names, h = FAMILIES[type(model).__name__], model.config.head_dim
     (embedding,), (norm,) = parts(model, names.embedding), parts(model, names.norm)
     x, delta = embedding(input_ids), None

@@ -1,4 +1,6 @@
-"""models.logps.logps_and_slope_ in one Triton kernel, which reads the logits twice and writes once."""
+"""models.logps.logps_and_slope_ in one Triton kernel, which reads the logits twice and
+writes once.
+"""
 
 import torch
 import triton

@@ -43,11 +43,8 @@ class AtomicDirectory:
         self.attempt(self._publish)
         if self.error and self.is_writer:
             shutil.rmtree(self.folder, ignore_errors=True)
-        message = [None]
-        if self.error:
-            message = [
-                f"could not save {self.directory}: {self.error}; earlier saves are untouched"
-            ]
+        problem = f"could not save {self.directory}: {self.error}; earlier saves are untouched"
+        message = [problem if self.error else None]
         if dist.is_initialized():
             dist.broadcast_object_list(message, src=0)
         if message[0]:

@@ -138,7 +138,9 @@ def positions(valid, document=None):
 
 
 def sdpa(visibility):
-    """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask where one is needed."""
+    """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask where one is
+    needed.
+    """
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
     order = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION, kind.MATH]

@@ -170,7 +170,9 @@ def prompt_text(tokenizer, messages):
 
 
 def prompt_ids(tokenizer, messages):
-    """messages [{"role", "content"}] -> token ids of the chat prompt, up to where the answer starts"""
+    """messages [{"role", "content"}] -> token ids of the chat prompt, up to where the
+    answer starts
+    """
     return tokenizer(prompt_text(tokenizer, messages), add_special_tokens=False)["input_ids"]
 
 

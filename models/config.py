@@ -93,7 +93,9 @@ def refuse_odd_sizes(config, *names):
 
 
 def stored_dtype(raw):
-    """raw: content of config.json -> dtype of its weights. SystemExit if it is no floating dtype."""
+    """raw: content of config.json -> dtype of its weights. SystemExit if it is no floating
+    dtype.
+    """
     name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if name not in ("float64", "float32", "float16", "bfloat16"):
         allowed = "weights are kept in float32, bfloat16, float16 or float64"

@@ -90,8 +90,7 @@ class Dream(Bidirectional):
         k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.embed_tokens(input_ids)
-        x = self.run_layers(x, position_ids, attend)
-        return self.model.norm(x)
+        return self.model.norm(self.run_layers(x, position_ids, attend))
 
     def align(self, hidden, valid_mask, document_ids=None):
         """The shift: hidden [B, T, D], valid_mask [B, T] bool -> [B, T, D] whose row i predicts

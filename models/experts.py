@@ -58,7 +58,9 @@ def expert_parts(name, shape):
 
 
 class Experts(nn.Module):
-    """E gated feed-forward networks, down(silu(gate x) * up x); each token goes through k of them."""
+    """E gated feed-forward networks, down(silu(gate x) * up x); each token goes through k
+    of them.
+    """
 
     def __init__(self, num_experts, hidden_size, intermediate_size):
         super().__init__()

@@ -75,7 +75,9 @@ class Block(nn.Module):
 
 
 def decoder(config, block, norm=RMSNorm, embedding="embed_tokens"):
-    """Embedding, layers and final norm, named as in Hugging Face's decoders; block: layer -> Block"""
+    """Embedding, layers and final norm, named as in Hugging Face's decoders; block: layer
+    -> Block
+    """
     model = nn.Module()
     model.add_module(embedding, nn.Embedding(config.vocab_size, config.hidden_size))
     model.layers = nn.ModuleList(map(block, range(config.num_hidden_layers)))

@@ -121,5 +121,4 @@ class LLaDA(Bidirectional):
         k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.transformer.wte(input_ids)
-        x = self.run_layers(x, position_ids, attend)
-        return self.model.transformer.ln_f(x)
+        return self.model.transformer.ln_f(self.run_layers(x, position_ids, attend))

@@ -99,7 +99,9 @@ class Attention(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts plus a shared one. The bias helps to choose experts but does not weigh them."""
+    """Routed experts plus a shared one. The bias helps to choose experts but does not weigh
+    them.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -156,8 +158,7 @@ class LLaDA2(BlockCausal):
         k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.word_embeddings(input_ids)
-        x = self.run_layers(x, position_ids, attend)
-        return self.model.norm(x)
+        return self.model.norm(self.run_layers(x, position_ids, attend))
 
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""

@@ -44,8 +44,8 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
         raise SystemExit(f"--lora-targets {', '.join(unknown)} {there}")
     model.requires_grad_(False)
     # No adapter on the head: LLaDA's bears the name of a block's layer.
-    names = [name for name, module in model.named_modules() if module is model.lm_head]
-    head = [name for name in names if last(name) in targets]
+    head = [name for name, module in model.named_modules() if module is model.lm_head]
+    head = [name for name in head if last(name) in targets]
     model.lora_config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None
     )
@@ -94,7 +94,9 @@ def adapter_tensors(model):
 
 
 def export_adapter(model, dtype=None):
-    """Yield (name, full tensor) of the adapters, for an engine with the same adapters. Collective."""
+    """Yield (name, full tensor) of the adapters, for an engine with the same adapters.
+    Collective.
+    """
     for name, value in adapter_tensors(model).items():
         yield name, full_tensor(value).to(dtype or value.dtype)
 

@@ -36,8 +36,7 @@ def resolve(name_or_dir):
     if Path(source).is_dir():
         files = ("config.json", "adapter_config.json")
         if not any(Path(source, name).is_file() for name in files):
-            neither = " nor ".join(files)
-            raise SystemExit(f"{source} is no model directory: it holds neither {neither}")
+            raise SystemExit(f"{source} is no model directory: it lacks {' and '.join(files)}")
         return Path(source)
     if source not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
@@ -71,7 +70,9 @@ def source_of(name_or_dir):
 
 
 def adapter_base(directory):
-    """The base model that adapter_config.json names, as load_model takes it. SystemExit if unknown."""
+    """The base model that adapter_config.json names, as load_model takes it. SystemExit if
+    unknown.
+    """
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
     if base not in MODELS.values() and not (base and Path(base).is_dir()):
         what = "which is neither a directory here nor a known hub id"

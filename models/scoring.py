@@ -53,7 +53,9 @@ class LanguageModel(nn.Module):
         return 1 / self.config.rope_theta**exponent
 
     def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, r]; r = head_dim, unless config has rotary_dim"""
+        """position_ids [B, T] -> cos, sin [B, 1, T, r]; r = head_dim, unless config has
+        rotary_dim
+        """
         size = getattr(self.config, "rotary_dim", self.config.head_dim)
         return rope_tables(position_ids, size, self.frequency, self.rope_dtype or dtype)
 
@@ -120,7 +122,9 @@ def all_valid(mask, input_ids):
 
 
 class Bidirectional(LanguageModel):
-    """Masked diffusion: all tokens see each other, and one pass over the noisy sequence scores it."""
+    """Masked diffusion: all tokens see each other, and one pass over the noisy sequence
+    scores it.
+    """
 
     attention = "bidirectional"  # decides which sampler serves the model
 

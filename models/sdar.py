@@ -98,7 +98,9 @@ class MoE(nn.Module):
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
     def route(self, x):
-        """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k] in the dtype of x"""
+        """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k] in the
+        dtype of x
+        """
         weight, index = self.gate(x).softmax(-1).topk(self.top_k, dim=-1)
         return index, (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
 
@@ -138,5 +140,4 @@ class SDAR(BlockCausal):
         k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.model.embed_tokens(input_ids)
-        x = self.run_layers(x, position_ids, attend)
-        return self.model.norm(x)
+        return self.model.norm(self.run_layers(x, position_ids, attend))

@@ -55,7 +55,9 @@ def first_cause(error):
 
 
 def read_state(state, content, problem):
-    """Fill the tensors of `content` from a state directory. SystemExit: `problem`, and the cause."""
+    """Fill the tensors of `content` from a state directory. SystemExit: `problem`, and the
+    cause.
+    """
     try:
         dcp.load(content, checkpoint_id=state / "state")
     except CheckpointException as error:
@@ -140,7 +142,9 @@ class Saves:
 
 
 def prune(directory, keep, spare=()):
-    """Delete all but the newest `keep` of directory/step-* (0 keeps all) and those named in spare."""
+    """Delete all but the newest `keep` of directory/step-* (0 keeps all) and those named in
+    spare.
+    """
     if keep and dist.get_rank() == 0:
         for old in sorted(Path(directory).glob("step-*"))[:-keep]:
             if old.name not in spare:
@@ -173,6 +177,8 @@ def load_state(state, model, optimizer):
         raise SystemExit(f"--resume: {state} does not fit this model: {also}")
     loaded = {"model": parameters, "optimizer": moments}
     read_state(state, loaded, "does not fit this model")
-    parts = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
-    set_state_dict(model, optimizer, **parts, options=OPTIONS)
+    parameters, moments = loaded.values()
+    set_state_dict(
+        model, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=OPTIONS
+    )
     return facts["step"]
