@@ -45,7 +45,8 @@ def _route_kernel(
         choice = tl.reshape(tl.where(is_open[:, None], grouped, float("-inf")), (E,))
     else:
         share = tl.exp(score - tl.max(score, 0))
-        choice = share = share / tl.sum(share, 0)
+        share = share / tl.sum(share, 0)
+        choice = share
     chosen, shares = tl.zeros([K], tl.int64), tl.zeros([K], tl.float32)
     for n in range(k):
         expert = tl.min(tl.where(choice == tl.max(choice, 0), e, E - 1), 0)

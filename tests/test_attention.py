@@ -1,4 +1,6 @@
-"""models/attention.py: visibility against loops, every backend against plain softmax, the table's refusals."""
+"""models/attention.py: visibility against loops, every backend against plain softmax, the table's
+refusals.
+"""
 
 import sys
 import types
@@ -24,7 +26,8 @@ from models.attention import (
     two_copy,
 )
 
-# --- who sees whom -----------------------------------------------------------------------------------------------------------
+# --- who sees whom
+# -----------------------------------------------------------------------------------------------------------
 
 
 def valid_rows(T, padding):
@@ -37,7 +40,9 @@ def valid_rows(T, padding):
 
 
 def documents_of(valid, pattern):
-    """[3, T] int64: rows of documents of 5, 4 and 3 columns, in long rows eighths, where the pattern has any, else None."""
+    """[3, T] int64: rows of documents of 5, 4 and 3 columns, in long rows eighths, where the
+    pattern has any, else None.
+    """
     columns = torch.arange(valid.shape[1])
     return (
         torch.stack([columns // (n * max(1, len(columns) // 8)) for n in (5, 4, 3)])
@@ -141,7 +146,8 @@ def test_mask_mod_is_dense(pattern, padding, T, N):
     assert got == dense.tolist()
 
 
-# --- backends ----------------------------------------------------------------------------------------------------------------
+# --- backends
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def tensors(visibility, valid, H=4, K=2, h=8, dtype=torch.float64, seed=0):
@@ -162,7 +168,9 @@ def softmax_attention(dense, q, k, v):
 
 
 def by_rows(q, k, v, cu_q, cu_k, max_q, max_k):
-    """What varlen_attn and flash_attn_varlen_func do, one row after the other: [N, H, h], bounds [B + 1] int32."""
+    """What varlen_attn and flash_attn_varlen_func do, one row after the other: [N, H, h], bounds [B
+    + 1] int32.
+    """
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist()
     assert cu_q[0] == 0 and cu_q[-1] == len(q) == len(k) == len(v)
     assert max_q == max_k == cu_q.diff().max()
@@ -262,9 +270,8 @@ def test_sdpa_puts_cudnn_first_and_leaves_no_trace(monkeypatch):
     assert masks[0] is None and masks[1].shape == (3, 1, 6, 6)
 
 
-
-
-# --- under torch.compile ------------------------------------------------------------------------------------------------------
+# --- under torch.compile
+# ------------------------------------------------------------------------------------------------------
 
 
 def check_flex(pattern, B, T):
@@ -299,7 +306,8 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     torch._dynamo.reset()
 
 
-# --- the table ----------------------------------------------------------------------------------------------------------------
+# --- the table
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def refused(*words):
@@ -334,11 +342,11 @@ def test_the_check_at_start_up(monkeypatch, backend, kind, device, head_dim, wor
         attention.check_backend(backend, kind, device, head_dim, True)
 
 
-
-
 @pytest.mark.parametrize("choice", ["flex", "varlen", "flash-attn"])
 def test_auto_falls_back_to_sdpa(monkeypatch, choice):
-    """What `auto` would take cannot do this here (a CPU, as fp32 on CUDA): sdpa, silently and exactly."""
+    """What `auto` would take cannot do this here (a CPU, as fp32 on CUDA): sdpa, silently and
+    exactly.
+    """
     for pattern in PATTERNS:
         monkeypatch.setitem(
             AUTO, pattern, (choice if pattern in BACKENDS[choice].patterns else "sdpa", 0)

@@ -1,4 +1,6 @@
-"""models/experts.py and the routers of model files: against loops over tokens, in fp32 throughout."""
+"""models/experts.py and the routers of model files: against loops over tokens, in fp32
+throughout.
+"""
 
 import copy
 import math
@@ -34,7 +36,9 @@ SIZES = [
 
 
 def case(lead, E, D, f, k, used, seed=0):
-    """Random x, distinct experts of each token among the last `used` ones, weights, gate_up and down, all fp64."""
+    """Random x, distinct experts of each token among the last `used` ones, weights, gate_up and
+    down, all fp64.
+    """
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)
     index = E - 1 - torch.rand(*lead, used, generator=g).argsort(-1)[..., :k]
@@ -62,7 +66,9 @@ def token_by_token(x, index, weight, gate_up, down):
 
 
 def outcome(compute, x, index, weight, gate_up, down, dtype):
-    """-> output and gradients of x, weight, gate_up and down of a loss that treats no entry like another"""
+    """-> output and gradients of x, weight, gate_up and down of a loss that treats no entry like
+    another
+    """
     inputs = [value.to(dtype, copy=True).requires_grad_() for value in (x, weight, gate_up, down)]
     y = compute(inputs[0], index, *inputs[1:])
     assert y.dtype == dtype and y.shape == x.shape
@@ -82,7 +88,9 @@ def outcome(compute, x, index, weight, gate_up, down, dtype):
     ],
 )
 def test_experts_and_their_gradients_are_those_of_the_definition(compute, dtype, tolerance, sizes):
-    """Share of the largest entry; experts without tokens have gradient 0, not whatever lay in memory."""
+    """Share of the largest entry; experts without tokens have gradient 0, not whatever lay in
+    memory.
+    """
     values = case(*sizes)
     for got, want in zip(
         outcome(compute, *values, dtype),
@@ -172,19 +180,13 @@ def test_sdar_chooses_experts_by_unrounded_scores():
         assert index[0].tolist() == [best, 1 - best] and weight.dtype == torch.bfloat16
 
 
-
-
-
-
-
-
-
-
 # --- metrics -------------------------------------------------------------------------------------
 
 
 def test_metrics_by_hand():
-    """Three tokens, two experts each of four: loads 2, 3, 0, 1 of 6, mean weights (1.5, 1.25, 0, 0.25) / 3"""
+    """Three tokens, two experts each of four: loads 2, 3, 0, 1 of 6, mean weights (1.5, 1.25, 0,
+    0.25) / 3
+    """
     index = torch.tensor([[0, 1], [1, 3], [0, 1]])
     weight, sums = torch.tensor([[1.0, 1.0], [0.75, 0.25], [2.5, 0.0]]), torch.zeros(2, 4).double()
     add_routing(sums, index, weight)
@@ -202,7 +204,9 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize("config", [TINY_SDAR_MOE, TINY_LLADA2], ids=["sdar-moe", "llada2"])
 def test_metrics_of_a_model(config):
-    """One entry a MoE layer, over all forwards inside; nothing is recorded outside, nor after an error."""
+    """One entry a MoE layer, over all forwards inside; nothing is recorded outside, nor after an
+    error.
+    """
     model, ids = random_model(config), torch.arange(40).view(2, 20)
     first = config.get("first_k_dense_replace", 0)
     with router_metrics(model) as whole:
@@ -220,7 +224,9 @@ def test_metrics_of_a_model(config):
 
 
 def test_metrics_reach_compiled_blocks():
-    """Also blocks compiled before, which do not see hooks added later; at the price of one more version."""
+    """Also blocks compiled before, which do not see hooks added later; at the price of one more
+    version.
+    """
     model, ids = random_model(TINY_SDAR_MOE, dtype=torch.bfloat16), torch.arange(40).view(2, 20)
     with router_metrics(model) as want:
         model.logits(ids)

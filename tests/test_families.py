@@ -107,7 +107,9 @@ def test_each_rank_loads_its_rows_alone(run_ranks, tmp_path, monkeypatch, family
 
 
 def test_models_built_in_the_process(run_ranks, tmp_path):
-    """`--model tiny-dream` needs no file: the same weights on every rank; its adapters load merged."""
+    """`--model tiny-dream` needs no file: the same weights on every rank; its adapters load
+    merged.
+    """
 
     def body(rank, world_size):
         for name in (name for name in MODELS if MODELS[name].startswith("random:")):

@@ -55,7 +55,9 @@ def value_and_grads(function, hidden, weight, targets, seed=1, **options):
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1024])
 @pytest.mark.parametrize("banned_id", [None, 1])
 def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows, banned_id):
-    """'log softmax(hidden @ weight.T / temperature)[targets]', 'the entropy', 'Gradients ... are exact': fp64, to 1e-12."""
+    """'log softmax(hidden @ weight.T / temperature)[targets]', 'the entropy', 'Gradients ... are
+    exact': fp64, to 1e-12.
+    """
     for temperature in (0.3, 1.0, 1.7):
         inputs = problem(*shape, banned_id=banned_id)
         options = dict(temperature=temperature, banned_id=banned_id)
@@ -89,7 +91,9 @@ def test_linear_logps_gradients_of_one_input_or_one_output(which):
 
 
 def test_linear_logps_of_no_rows_keeps_the_graph():
-    """'N = 0 keeps the graph, for ranks without scored rows': both gradients are zeros, not None."""
+    """'N = 0 keeps the graph, for ranks without scored rows': both gradients are zeros, not
+    None.
+    """
     hidden, weight, targets = problem(0, 4, 6)
     logps, entropies = linear_logps(hidden, weight, targets, entropy=True)
     assert logps.shape == entropies.shape == (0,)
@@ -99,7 +103,9 @@ def test_linear_logps_of_no_rows_keeps_the_graph():
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
 def test_linear_logps_in_fp32_whatever_the_inputs(dtype, tolerance):
-    """'-> logps [N] (fp32 ...)': fp32 to 1e-5 of the fp64 value at logits of scale 4; bf16 rounds logits alone."""
+    """'-> logps [N] (fp32 ...)': fp32 to 1e-5 of the fp64 value at logits of scale 4; bf16 rounds
+    logits alone.
+    """
     inputs = problem(50, 16, 300, dtype, banned_id=5)
     exact = value_and_grads(
         naive, *(x.detach().double().requires_grad_() for x in inputs[:2]), inputs[2], banned_id=5
@@ -112,7 +118,9 @@ def test_linear_logps_in_fp32_whatever_the_inputs(dtype, tolerance):
 
 @pytest.mark.parametrize("seen", ["no gradient", "hidden", "hidden and weight"])
 def test_linear_logps_multiplies_by_the_head_no_more_often_than_it_must(seen):
-    """The gradient by hidden states comes with the values; only a trained head computes its logits again."""
+    """The gradient by hidden states comes with the values; only a trained head computes its logits
+    again.
+    """
     hidden, weight, targets = problem(8, 4, 11)
     hidden.requires_grad_(seen != "no gradient")
     weight.requires_grad_(seen == "hidden and weight")
@@ -121,8 +129,6 @@ def test_linear_logps_multiplies_by_the_head_no_more_often_than_it_must(seen):
         if seen != "no gradient":
             logps.sum().backward()
     assert counted.products == {"no gradient": 1, "hidden": 2, "hidden and weight": 4}[seen]
-
-
 
 
 class LargestTensor(TorchDispatchMode):
@@ -140,7 +146,9 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunk_rows", [3, 8])
 def test_linear_logps_never_holds_more_than_a_chunk_of_logits(chunk_rows):
-    """'memory is chunk_rows x V whatever N is', forward and backward: no operation returns a larger tensor."""
+    """'memory is chunk_rows x V whatever N is', forward and backward: no operation returns a larger
+    tensor.
+    """
     N, D, V = 100, 2, 120
     assert max(N * D, V * D) < chunk_rows * V
     with LargestTensor() as ours:

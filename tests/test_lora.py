@@ -100,11 +100,14 @@ def close(a, b, tolerance=1e-5):
     return (a - b).abs().max().item() <= tolerance * b.abs().max().item()
 
 
-# --- adapters in place -------------------------------------------------------------------------------------------------------
+# --- adapters in place
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_fresh_adapters_change_nothing_and_freeze_the_base():
-    """'B is 0: the model's outputs do not change yet'; only adapters are trainable, in fp32 on a bf16 base too."""
+    """'B is 0: the model's outputs do not change yet'; only adapters are trainable, in fp32 on a
+    bf16 base too.
+    """
     base, model = model_of(SMALL), add_lora(model_of(SMALL), RANK, ALPHA)
     assert (
         torch.equal(model.logits(IDS), base.logits(IDS)) and has_lora(model) and not has_lora(base)
@@ -122,7 +125,9 @@ def test_fresh_adapters_change_nothing_and_freeze_the_base():
 
 
 def test_the_draws_are_keyed_by_the_seed():
-    """'A is drawn from a generator keyed by seed, the same on every rank'; peft's distribution, Kaiming uniform."""
+    """'A is drawn from a generator keyed by seed, the same on every rank'; peft's distribution,
+    Kaiming uniform.
+    """
     tensors = lambda seed: adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, seed=seed))
     torch.manual_seed(1)
     first = tensors(0)
@@ -144,7 +149,9 @@ INSIDE = {"sdar": 14, "sdar_moe": 8, "llada2": 2 * 2 + 3 + 3, "llada": 14, "drea
 
 @pytest.mark.parametrize("family", SMALLS)
 def test_adapters_go_on_the_linear_layers_of_blocks(family):
-    """Not on the head (LLaDA's bears the name of a block's layer), routers or stacked experts; all learn."""
+    """Not on the head (LLaDA's bears the name of a block's layer), routers or stacked experts; all
+    learn.
+    """
     model = add_lora(model_of(SMALLS[family]), RANK, ALPHA)
     held = {name.split(".lora_")[0] for name in adapter_tensors(model)}
     assert len(held) == INSIDE[family]
@@ -166,7 +173,9 @@ def test_a_target_that_matches_nothing_is_named(targets):
 
 
 def test_adapters_off_is_the_base_and_on_is_as_before():
-    """'The frozen model under the adapters: the reference policy', on again bit-identical and trainable."""
+    """'The frozen model under the adapters: the reference policy', on again bit-identical and
+    trainable.
+    """
     base, model = model_of(SMALL).logits(IDS), adapted()
     before, trainable = (
         model.logits(IDS),
@@ -182,11 +191,14 @@ def test_adapters_off_is_the_base_and_on_is_as_before():
     )
 
 
-# --- files -------------------------------------------------------------------------------------------------------------------
+# --- files
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_peft_alone_reads_a_saved_adapter(saved):
-    """'PeftModel.from_pretrained reads the directory': same logits; merge_and_unload equals our load_model(adapter)."""
+    """'PeftModel.from_pretrained reads the directory': same logits; merge_and_unload equals our
+    load_model(adapter).
+    """
     base, directory, model = saved
     wrapped = peft_model(directory)
     assert close(wrapped.base_model.model.logits(IDS), model.logits(IDS))
@@ -224,15 +236,15 @@ def test_peft_puts_a_saved_adapter_on_transformers_qwen3(saved, tmp_path):
     assert close(wrapped(IDS, attention_mask=mask).logits, model.logits(IDS))
 
 
-
-
 def edit(directory, **changes):
     path = directory / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_an_adapter_on_an_adapter_loads(saved, tmp_path):
-    """RL on an adapter directory 'merges it and adds a fresh adapter': the chain of both loads, without copies of the base."""
+    """RL on an adapter directory 'merges it and adds a fresh adapter': the chain of both loads,
+    without copies of the base.
+    """
     _, first, _ = saved
     model = fill_b(add_lora(load_model(first), 2, 6, ["v_proj"], seed=5), seed=7)
     save_adapter(model, tmp_path / "second", str(first), byte_tokenizer())
@@ -241,7 +253,9 @@ def test_an_adapter_on_an_adapter_loads(saved, tmp_path):
 
 
 def test_every_export_starts_from_the_pristine_base():
-    """'never from an earlier merge': a second export with another B holds that B alone; without merging, the base."""
+    """'never from an earlier merge': a second export with another B holds that B alone; without
+    merging, the base.
+    """
     base, model = model_of(SMALL), adapted()
     first = dict(export_weights(model))
     fill_b(model, size=0.3, seed=9)
@@ -255,7 +269,9 @@ def test_every_export_starts_from_the_pristine_base():
 
 
 def test_a_merge_into_bf16_loses_an_early_update_and_adapters_beside_keep_it():
-    """mechanics.md 5, table at B = 1e-5: relative error 0.99 after the merge. Weights are bf16, computing is fp64."""
+    """mechanics.md 5, table at B = 1e-5: relative error 0.99 after the merge. Weights are bf16,
+    computing is fp64.
+    """
     learner = add_lora(model_of(SMALL, torch.bfloat16), RANK, ALPHA)
     with torch.no_grad():
         for name, value in learner.named_parameters():
@@ -283,7 +299,8 @@ def test_a_merge_into_bf16_loses_an_early_update_and_adapters_beside_keep_it():
     assert lost > 0.9 and kept < 0.01, (lost, kept)
 
 
-# --- what does not fit -------------------------------------------------------------------------------------------------------
+# --- what does not fit
+# -------------------------------------------------------------------------------------------------------
 
 
 def tensors(directory, change):
@@ -337,9 +354,8 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, change, words):
         load_model(adapter)
 
 
-
-
-# --- two ranks ---------------------------------------------------------------------------------------------------------------
+# --- two ranks
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def loss_of(model, rows, num_tokens):
@@ -355,7 +371,9 @@ def full(value):
 
 
 def test_two_ranks_train_as_one(run_ranks, tmp_path):
-    """Gradients, an AdamW step, exports and the saved adapter of two FSDP2 ranks equal those of one unsharded process."""
+    """Gradients, an AdamW step, exports and the saved adapter of two FSDP2 ranks equal those of one
+    unsharded process.
+    """
 
     def body(rank, world_size):
         build = lambda: adapted(base=model_of(SMALL, torch.float64), dtype=torch.float64)
@@ -395,7 +413,9 @@ def test_two_ranks_train_as_one(run_ranks, tmp_path):
 
 
 def test_an_engine_with_adapters_of_its_own_is_the_learner(run_ranks):
-    """engine.load_weights(export_adapter(model)): the log-probabilities it reports are those that the learner computes."""
+    """engine.load_weights(export_adapter(model)): the log-probabilities it reports are those that
+    the learner computes.
+    """
 
     def body(rank, world_size):
         model = d1.parallelize(adapted(), ARGS)

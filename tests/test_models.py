@@ -1,8 +1,9 @@
 """models/: every family against its official code, and against loops over rows and blocks.
 
 tests/golden/*.safetensors hold inputs and outputs of official modelling code; their metadata, or
-`draw` below, says how the weights are drawn. CLEANDLLM_HF names a directory with configs, index files
-and tokenizers of the official checkpoints (SDAR-4B-Chat, ...); tests that need it are skipped without.
+`draw` below, says how the weights are drawn. CLEANDLLM_HF names a directory with configs, index
+files and tokenizers of the official checkpoints (SDAR-4B-Chat, ...); tests that need it are skipped
+without.
 """
 
 import json
@@ -77,7 +78,9 @@ BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2")
 
 
 def draw(model, rule):
-    """{official name: tensor}, fp64; norms and biases are not neutral, so that swapped ones show."""
+    """{official name: tensor}, fp64; norms and biases are not neutral, so that swapped ones
+    show.
+    """
     stream, generator = np.random.RandomState(0), torch.Generator().manual_seed(0)
     for name, value in sorted(tensor_names(model).items()):
         shape = tuple(value.shape)
@@ -99,7 +102,9 @@ def draw(model, rule):
 
 @torch.no_grad()
 def model_of(config=SMALL, dtype=torch.float32, rule=None, is_rounded=False):
-    """A model with the weights of `draw`; is_rounded: to bf16, as official files, except the bias."""
+    """A model with the weights of `draw`; is_rounded: to bf16, as official files, except
+    the bias.
+    """
     model = materialize(build_model(config), "cpu")
     for name, value in draw(model, rule):
         value = value.float()
@@ -265,7 +270,9 @@ def additive(visible):
 
 
 def qwen3(directory, kind="qwen3", dtype=torch.float32, **changes):
-    """transformers' Qwen3 or Qwen3-MoE, loaded strictly from a directory of save_model -> function"""
+    """transformers' Qwen3 or Qwen3-MoE, loaded strictly from a directory of save_model ->
+    function
+    """
     import transformers
 
     name = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
@@ -285,7 +292,9 @@ def qwen3(directory, kind="qwen3", dtype=torch.float32, **changes):
 )
 @torch.no_grad()
 def test_transformers_qwen3_reads_what_we_save(tmp_path, change, monkeypatch):
-    """Strictly, from shards; under a block-causal mask its logits equal SDAR's. Controls: masks, theta."""
+    """Strictly, from shards; under a block-causal mask its logits equal SDAR's. Controls: masks,
+    theta.
+    """
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 90000)
     model = model_of(CONFIGS["sdar"] | change)
     save_model(model, tmp_path / "a", None)
@@ -306,7 +315,9 @@ def test_transformers_qwen3_reads_what_we_save(tmp_path, change, monkeypatch):
 )
 @torch.no_grad()
 def test_transformers_qwen3_moe_reads_what_we_save(tmp_path, top_k, dtype):
-    """fp32: equal logits. bf16: argmax as often equal as noise, which flips near-tied experts, allows."""
+    """fp32: equal logits. bf16: argmax as often equal as noise, which flips near-tied experts,
+    allows.
+    """
     name = str(dtype).removeprefix("torch.")
     config = CONFIGS["sdar_moe"] | {"num_experts_per_tok": top_k, "torch_dtype": name}
     model = model_of(config, dtype, is_rounded=dtype == torch.bfloat16)
@@ -322,7 +333,9 @@ def test_transformers_qwen3_moe_reads_what_we_save(tmp_path, top_k, dtype):
 @pytest.mark.parametrize("round_first", [False, True])
 @torch.no_grad()
 def test_norms_and_tables_round_where_the_official_code_does(round_first):
-    """In bf16 a norm rounds before the weight, or once, after it (SDAR); angles are never rounded."""
+    """In bf16 a norm rounds before the weight, or once, after it (SDAR); angles are never
+    rounded.
+    """
     x = (3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
     norm = RMSNorm(16, 1e-5, round_first).bfloat16()
     norm.weight.copy_(torch.linspace(0.5, 1.7, 16))
@@ -355,7 +368,9 @@ def test_a_token_reaches_its_own_block_and_later_ones_or_all(family):
 
 
 def ragged(lengths, side="left", T=None, seed=0):
-    """Rows of random ids, about half of them noised -> clean, noisy, score (noised places), valid"""
+    """Rows of random ids, about half of them noised -> clean, noisy, score (noised places),
+    valid
+    """
     T, generator = T or max(lengths), torch.Generator().manual_seed(seed)
     valid = torch.zeros(len(lengths), T, dtype=torch.bool)
     for row, length in zip(valid, lengths, strict=True):
@@ -387,7 +402,9 @@ def test_a_padded_row_equals_the_row_alone(family, side):
 
 
 def test_dream_shifts_by_one_valid_token():
-    """Row i is that of the last valid token before i; a first token, also of a document, keeps its own."""
+    """Row i is that of the last valid token before i; a first token, also of a document, keeps its
+    own.
+    """
     model, (_, _, _, valid) = small("dream"), ragged([14, 2, 6, 9], "scattered")
     document = torch.arange(14).expand(4, 14) // 5
     hidden = torch.arange(4 * 14.0).view(4, 14, 1)
@@ -405,8 +422,8 @@ def test_dream_shifts_by_one_valid_token():
 
 
 def naive_logps(model, clean, noisy, score, valid, temperature=1.0):
-    """{place: logp}, {place: entropy}, by passes over [clean blocks before, noisy block] of one row;
-    for bidirectional models over the noisy row.
+    """{place: logp}, {place: entropy}, by passes over [clean blocks before, noisy block] of one
+    row; for bidirectional models over the noisy row.
     """
     out, entropies = {}, {}
     for b, row in enumerate(valid):
@@ -846,7 +863,9 @@ def in_child(function):
 
 @pytest.mark.parametrize("failure", ["exists", "write", "full disk", "full disk at the tokenizer"])
 def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, failure):
-    """'SystemExit if the directory exists or cannot be written: then nothing appears under its name.'"""
+    """'SystemExit if the directory exists or cannot be written: then nothing appears under its
+    name.'
+    """
     model, tokenizer = model_of(), byte_tokenizer()
     save_model(model, tmp_path / "step-1", tokenizer)
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 1)
@@ -972,7 +991,9 @@ def test_official_tokens(tmp_path):
 
 
 def test_byte_tokens_are_the_bytes_of_the_text(saved):
-    """Ids equal UTF-8 and decode to the same text, before and after saving; special tokens are one id."""
+    """Ids equal UTF-8 and decode to the same text, before and after saving; special tokens are one
+    id.
+    """
     texts = [
         "",
         "  two\n\ttab \r\n",
