@@ -26,8 +26,7 @@ from models.attention import (
     two_copy,
 )
 
-# --- who sees whom
-# -----------------------------------------------------------------------------------------------------------
+# --- who sees whom -------------------------------------------------------------------------------
 
 
 def valid_rows(T, padding):
@@ -98,8 +97,12 @@ def dense_by_loops(pattern, valid, N, start):
 
 
 MASKED = (*PATTERNS[1:], "packed block-causal", "packed two-copy")
-GRIDS = [(pattern, padding, T, N) for pattern in MASKED for padding in (None, "left", "right", "middle")
-         for T, N in ((12, 4), (11, 4), (3, 4), (7, 1)) if padding or pattern != "padded"]  # fmt: skip
+SHAPES = ((12, 4), (11, 4), (3, 4), (7, 1))
+PADDINGS = (None, "left", "right", "middle")
+GRIDS = [
+    (pattern, padding, *shape) for pattern in MASKED for padding in PADDINGS for shape in SHAPES
+]
+GRIDS = [grid for grid in GRIDS if grid[:2] != ("padded", None)]
 
 
 @pytest.mark.parametrize("pattern, padding, T, N", GRIDS)
@@ -146,8 +149,7 @@ def test_mask_mod_is_dense(pattern, padding, T, N):
     assert got == dense.tolist()
 
 
-# --- backends
-# ----------------------------------------------------------------------------------------------------------------
+# --- backends ------------------------------------------------------------------------------------
 
 
 def tensors(visibility, valid, H=4, K=2, h=8, dtype=torch.float64, seed=0):
@@ -198,12 +200,13 @@ def on_cpu(monkeypatch):
         monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], cpu="training", installed=True))
 
 
-CASES = [("full", None), *[(pattern, side) for pattern in MASKED for side in ("left", "right", "middle")],
-         ("packed", None), ("block-causal", None), ("two-copy", None)]  # fmt: skip
+CASES = [("full", None), ("packed", None), ("block-causal", None), ("two-copy", None)]
+CASES += [(pattern, side) for pattern in MASKED for side in PADDINGS[1:]]
 
 
-RUNS = [(backend, *case) for backend in ("auto", "sdpa", "varlen", "flash-attn") for case in CASES
-        if backend == "auto" or case[0].removeprefix("packed ") in BACKENDS[backend].patterns]  # fmt: skip
+RUNS = [(name, *case) for name in ("sdpa", "varlen", "flash-attn") for case in CASES]
+RUNS = [run for run in RUNS if run[1].removeprefix("packed ") in BACKENDS[run[0]].patterns]
+RUNS += [("auto", *case) for case in CASES]
 
 
 @pytest.mark.parametrize("backend, pattern, padding", RUNS)
@@ -270,8 +273,7 @@ def test_sdpa_puts_cudnn_first_and_leaves_no_trace(monkeypatch):
     assert masks[0] is None and masks[1].shape == (3, 1, 6, 6)
 
 
-# --- under torch.compile
-# ------------------------------------------------------------------------------------------------------
+# --- under torch.compile -------------------------------------------------------------------------
 
 
 def check_flex(pattern, B, T):
@@ -306,8 +308,7 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     torch._dynamo.reset()
 
 
-# --- the table
-# ----------------------------------------------------------------------------------------------------------------
+# --- the table -----------------------------------------------------------------------------------
 
 
 def refused(*words):

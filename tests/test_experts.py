@@ -2,21 +2,16 @@
 throughout.
 """
 
-import copy
 import math
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from models import llada2
 from models.experts import (
     Experts,
-    Router,
     add_routing,
     experts_grouped,
     experts_loop,
@@ -128,7 +123,7 @@ def test_weighted_outputs_are_summed_in_fp32():
     assert error(one_by_one) > 0.03  # negative control
 
 
-# --- the routers --------------------------------------------------------------------------------
+# --- the routers ---------------------------------------------------------------------------------
 
 
 def moe_of(bias, scores):

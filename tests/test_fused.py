@@ -127,7 +127,7 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
         return model if adapters is None else filled(adapt(model, seed), seed)
 
     def filled(model, seed):
-        for name, value in adapter_tensors(model).items():
+        for value in adapter_tensors(model).values():
             value.normal_(0, 0.1, generator=torch.Generator(DEVICE).manual_seed(seed))
         return model
 

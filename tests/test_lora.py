@@ -100,8 +100,7 @@ def close(a, b, tolerance=1e-5):
     return (a - b).abs().max().item() <= tolerance * b.abs().max().item()
 
 
-# --- adapters in place
-# -------------------------------------------------------------------------------------------------------
+# --- adapters in place ---------------------------------------------------------------------------
 
 
 def test_fresh_adapters_change_nothing_and_freeze_the_base():
@@ -191,8 +190,7 @@ def test_adapters_off_is_the_base_and_on_is_as_before():
     )
 
 
-# --- files
-# -------------------------------------------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------
 
 
 def test_peft_alone_reads_a_saved_adapter(saved):
@@ -299,8 +297,7 @@ def test_a_merge_into_bf16_loses_an_early_update_and_adapters_beside_keep_it():
     assert lost > 0.9 and kept < 0.01, (lost, kept)
 
 
-# --- what does not fit
-# -------------------------------------------------------------------------------------------------------
+# --- what does not fit ---------------------------------------------------------------------------
 
 
 def tensors(directory, change):
@@ -354,8 +351,7 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, change, words):
         load_model(adapter)
 
 
-# --- two ranks
-# ---------------------------------------------------------------------------------------------------------------
+# --- two ranks -----------------------------------------------------------------------------------
 
 
 def loss_of(model, rows, num_tokens):

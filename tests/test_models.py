@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import models
+from models import checkpoint as checkpoint_module
 from models import (
     export_weights,
     load_model,
@@ -31,7 +31,6 @@ from models import (
     random_init,
     save_model,
 )
-from models import checkpoint as checkpoint_module
 from models.checkpoint import set_special_tokens
 from models.layers import RMSNorm, rope_tables
 from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
@@ -269,21 +268,18 @@ def additive(visible):
     return mask[None, None]
 
 
-def qwen3(directory, kind="qwen3", dtype=torch.float32, **changes):
-    """transformers' Qwen3 or Qwen3-MoE, loaded strictly from a directory of save_model ->
-    function
-    """
-    import transformers
+def qwen3(directory, **changes):
+    """transformers' Qwen3, loaded strictly from a directory of save_model -> function"""
+    from transformers import Qwen3ForCausalLM
 
-    name = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
     raw = json.loads((directory / "config.json").read_text())
-    raw |= {"model_type": kind, "architectures": [name]} | changes
+    raw |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | changes
     (directory / "config.json").write_text(json.dumps(raw))
-    reference, report = getattr(transformers, name).from_pretrained(
-        directory, output_loading_info=True, attn_implementation="sdpa", dtype=dtype
+    reference, report = Qwen3ForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="sdpa"
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    mask = lambda ids, seen: additive(seen).to(dtype).expand(len(ids), 1, *seen.shape)
+    mask = lambda ids, seen: additive(seen).expand(len(ids), 1, *seen.shape)
     return lambda ids, seen: reference(input_ids=ids, attention_mask=mask(ids, seen)).logits
 
 
@@ -308,26 +304,6 @@ def test_transformers_qwen3_reads_what_we_save(tmp_path, change, monkeypatch):
     causal = torch.ones(61, 61, dtype=torch.bool).tril()
     assert far(reference(ids, causal)) and far(reference(ids, block_causal(61, 8)))
     assert far(qwen3(tmp_path / "a", rope_theta=10000)(ids, block_causal(61, n)))
-
-
-@pytest.mark.parametrize(
-    "top_k, dtype", [(2, torch.float32), (2, torch.bfloat16), (8, torch.bfloat16)]
-)
-@torch.no_grad()
-def test_transformers_qwen3_moe_reads_what_we_save(tmp_path, top_k, dtype):
-    """fp32: equal logits. bf16: argmax as often equal as noise, which flips near-tied experts,
-    allows.
-    """
-    name = str(dtype).removeprefix("torch.")
-    config = CONFIGS["sdar_moe"] | {"num_experts_per_tok": top_k, "torch_dtype": name}
-    model = model_of(config, dtype, is_rounded=dtype == torch.bfloat16)
-    save_model(model, tmp_path / "a", None)
-    ids, seen = random_ids(8, 61, 150), block_causal(61, 4)
-    got, want = model.logits(ids), qwen3(tmp_path / "a", "qwen3_moe", dtype)(ids, seen)
-    if dtype == torch.float32:
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    agreement = (got.argmax(-1) == want.argmax(-1)).float().mean()
-    assert agreement >= (0.97 if top_k == 8 or dtype == torch.float32 else 0.9)
 
 
 @pytest.mark.parametrize("round_first", [False, True])
@@ -711,24 +687,6 @@ def test_ids_are_tokens_of_the_model(saved, file, key):
             meta_model(saved)
 
 
-@pytest.mark.parametrize("kind", ["GatedRepoError", "LocalEntryNotFoundError"])
-def test_a_hub_id_that_cannot_be_downloaded_ends_in_one_line(monkeypatch, kind):
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    init = {"__init__": lambda self, text: Exception.__init__(self, text)}
-    error = type(kind, (getattr(errors, kind),), init)
-
-    def fail(*_, **__):
-        raise error("Cannot access it\n\nbecause of this")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    for call in (load_model, load_tokenizer):
-        reason = "^JetLM/SDAR-8B-Chat cannot be downloaded .Cannot access it because of this"
-        with exits_with_one_line(reason, "--model"):
-            call("sdar-8b")
-
-
 def test_names_without_files_are_refused(tmp_path):
     with exits_with_one_line(
         "tiny-dream is built in the process", "random_init.py --config tiny-dream"
@@ -1015,15 +973,10 @@ def test_byte_tokens_are_the_bytes_of_the_text(saved):
         assert ids == [258, *b"Hi ", 259, *b"A", 256, 258, *b"Hi ", 259]
 
 
-def test_the_command_writes_a_model_with_another_tokenizer(tmp_path):
-    """Keys of --config take the vocabulary too; all comes back from the directory."""
+def test_the_command_writes_a_model_with_the_vocabulary_of_another(tmp_path):
     args = random_init.Args(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"])
     random_init.main(args)
     model, tokenizer = load_model(tmp_path / "one"), load_tokenizer(tmp_path / "one")
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "1+1"}])
     assert model.eos_token_ids == [256]
     assert model.logits(torch.tensor([ids])).shape == (1, len(ids), 264)
-    random_init.main(random_init.Args(str(tmp_path / "two"), str(tmp_path / "one")))
-    assert load_model(tmp_path / "two").config == model.config
-    with exits_with_one_line("is no model directory"):
-        random_init.main(random_init.Args(str(tmp_path / "three"), "small-sdar", str(tmp_path)))
