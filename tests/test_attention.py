@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import attention
@@ -121,24 +120,6 @@ def test_dense_is_the_definition(pattern, padding, T, N):
         )  # rows do differ: a mask shared by the batch would fail
 
 
-def test_positions_by_loops():
-    """Number of valid tokens of its document before each; padding repeats the last."""
-    for side in ("left", "middle", "right", None):
-        for pattern in ("packed", "padded"):
-            valid = valid_rows(11, side)
-            document, got = (
-                documents_of(valid, pattern),
-                positions(valid, documents_of(valid, pattern)),
-            )
-            for b in range(3):
-                of = [0] * 11 if document is None else document[b].tolist()
-                before = [
-                    sum(bool(valid[b, s]) and of[s] == of[t] for s in range(t + 1)) - 1
-                    for t in range(11)
-                ]
-                assert got[b].tolist() == [max(n, 0) for n in before]
-
-
 @pytest.mark.parametrize("pattern, padding, T, N", [grid for grid in GRIDS if grid[2] == 11])
 def test_mask_mod_is_dense(pattern, padding, T, N):
     """FlexAttention's mask_mod, called with plain indices."""
@@ -181,12 +162,6 @@ def by_rows(q, k, v, cu_q, cu_k, max_q, max_k):
         row = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
         out.append(softmax_attention(None, *row)[0].transpose(0, 1))
     return torch.cat(out)
-
-
-def test_signature_of_the_installed_varlen_attn():
-    """Names and order of the arguments that are passed by position (2.11 and later)."""
-    names = list(attention.signature(attention.varlen_attn).parameters)
-    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
 
 
 @pytest.fixture
@@ -249,28 +224,6 @@ def test_varlen_names_gqa_where_torch_asks_for_it(monkeypatch, takes_gqa):
     valid = valid_rows(6, "left")
     attention.varlen(bidirectional(valid))(*tensors(bidirectional(valid), valid))
     assert calls == [True] * takes_gqa
-
-
-def test_sdpa_puts_cudnn_first_and_leaves_no_trace(monkeypatch):
-    from torch.nn.attention import SDPBackend
-
-    order, masks, plain = (
-        lambda: torch._C._get_sdp_priority_order(),
-        [],
-        F.scaled_dot_product_attention,
-    )
-    before, inside = order(), []
-
-    def spy(*qkv, attn_mask, **rest):
-        inside.append(order()), masks.append(attn_mask)
-        return plain(*qkv, attn_mask=attn_mask, **rest)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    for padding in (None, "left"):
-        valid = valid_rows(6, padding)
-        make_attend(bidirectional(valid))(0, *tensors(bidirectional(valid), valid))
-    assert inside[0][0] == inside[1][0] == int(SDPBackend.CUDNN_ATTENTION) and order() == before
-    assert masks[0] is None and masks[1].shape == (3, 1, 6, 6)
 
 
 # --- under torch.compile -------------------------------------------------------------------------
@@ -363,25 +316,3 @@ def test_auto_falls_back_to_sdpa(monkeypatch, choice):
         q, k, v = tensors(visibility, valid, h=16)
         want = softmax_attention(visibility.dense(), q, k, v)
         torch.testing.assert_close(make_attend(visibility)(0, q, k, v), want, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_auto_on_cuda_follows_the_table(monkeypatch, pattern):
-    """The backend of AUTO from its length on, sdpa below it and on CPU."""
-    for name in BACKENDS:
-        monkeypatch.setitem(
-            BACKENDS,
-            name,
-            replace(BACKENDS[name], installed=True, prepare=lambda _, name=name: name),
-        )
-    monkeypatch.setitem(AUTO, pattern, ("flex", 100) if pattern != "full" else ("sdpa", 0))
-    taken = []
-    monkeypatch.setattr(attention, "refusal", lambda name, *rest: taken.append(name))
-    for device, S in (("cuda", 99), ("cuda", 100), ("cuda", 5000), ("cpu", 100)):
-        tokens = (
-            None
-            if pattern == "full"
-            else types.SimpleNamespace(is_cuda=device == "cuda", shape=(2, S))
-        )
-        make_attend(types.SimpleNamespace(pattern=pattern, tokens=tokens))
-    assert taken == (["sdpa"] * 4 if pattern == "full" else ["sdpa", "flex", "flex", "sdpa"])

@@ -333,7 +333,6 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "empty": (lambda d: tensors(d, lambda t: {}), ["no adapters"]),
     "DoRA": (lambda d: edit(d, use_dora=True), [PLAIN, "use_dora"]),
     "bias": (lambda d: edit(d, bias="all"), [PLAIN, "bias"]),
-    "bias of B": (lambda d: edit(d, lora_bias=True), [PLAIN, "lora_bias"]),
     "modules_to_save": (lambda d: edit(d, modules_to_save=["lm_head"]), [PLAIN, "lm_head"]),
     "rank_pattern": (lambda d: edit(d, rank_pattern={"q_proj": 2}), [PLAIN, "rank_pattern"]),
     "not LoRA": (lambda d: edit(d, peft_type="IA3"), [PLAIN, "IA3"]),

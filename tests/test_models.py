@@ -192,72 +192,6 @@ def test_bf16_outputs_agree_with_the_official_ones(family):
     assert (got.float() - want.float()).abs().quantile(0.97) <= 0.1
 
 
-def swap(a, b):
-    def change(model):
-        for layer in model.layers:
-            x, y = layer.get_submodule(a).weight, layer.get_submodule(b).weight
-            x.data, y.data = y.data, x.data
-
-    return change
-
-
-def settings(**values):
-    def change(model):
-        for name, value in values.items():
-            object.__setattr__(model.config, name, value)
-
-    return change
-
-
-def route_in_bf16(model):
-    for gate in model.fp32_modules:
-        gate.weight.data = gate.weight.data.bfloat16()
-        gate.forward = lambda x, gate=gate: (x.bfloat16() @ gate.weight.T).float()
-
-
-def round_tables(model):
-    rope = model.rope
-    model.rope = lambda *args: [table.bfloat16().to(table.dtype) for table in rope(*args)]
-
-
-def align_twice(model, once=None):
-    align = model.align
-    model.align = lambda hidden, *rest: align(align(hidden, *rest), *rest)
-
-
-MISTAKES = [
-    ("llada", swap("ff_proj", "up_proj")),
-    ("llada", swap("attn_norm", "ff_norm")),
-    ("llada", round_tables),
-    ("llada", lambda m: setattr(m, "head", lambda x: type(m).head(m, x).roll(1, 1))),
-    ("dream", lambda m: setattr(m, "align", lambda hidden, *rest: hidden)),
-    ("dream", align_twice),
-    ("dream", swap("mlp.gate_proj", "mlp.up_proj")),
-    ("dream", lambda m: [layer.self_attn.k_proj.bias.data.zero_() for layer in m.layers]),
-    ("dream", lambda m: setattr(m, "grid", lambda v, d=None: (torch.zeros_like(v).long(), None))),
-    ("llada2", swap("attention.query_layernorm", "attention.key_layernorm")),
-    ("llada2", route_in_bf16),
-    ("llada2", lambda m: [gate.expert_bias.zero_() for gate in m.fp32_modules]),
-    ("llada2", lambda m: setattr(m, "block_length", 4)),
-    ("llada2", lambda m: m.layers[1].mlp.shared_experts.down_proj.weight.data.zero_()),
-    ("llada2", settings(topk_group=4)),
-    ("llada2", settings(routed_scaling_factor=1.0)),
-    ("llada2", settings(num_experts_per_tok=3)),
-    ("llada2", settings(rope_theta=10000)),
-    ("llada2", settings(partial_rotary_factor=1.0)),
-    ("sdar_moe", route_in_bf16),
-    ("sdar_moe", lambda m: setattr(m.layers[0].mlp, "top_k", 1)),
-]
-
-
-@pytest.mark.parametrize("family, mistake", MISTAKES)
-def test_the_comparison_sees_mistakes(family, mistake):
-    """Negative controls: every case differs by far more than 1e-5."""
-    model = model_of(CONFIGS[family], rule=family)
-    mistake(model)
-    assert min(golden_errors(family, model).values()) > 1e-3
-
-
 def block_causal(T, n):
     return torch.tensor([[k // n <= q // n for k in range(T)] for q in range(T)])
 
@@ -617,20 +551,16 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), [NORM, r"\[1\]", r"\[8\]"]),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
     "empty file": (cut(0), ["safetensors", "truncated"]),
-    "short header": (cut(5), ["safetensors", "truncated"]),
     "cut off": (cut(-1), ["safetensors", "truncated"]),
     "no weights": (lambda d: (d / INDEX).unlink(), ["holds no weights"]),
     "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["lacks model-", "index"]),
     "no weight_map": (write(INDEX, {}), ["has no weight_map"]),
-    "odd weight_map": (write(INDEX, {"weight_map": 3}), ["has no weight_map"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["is no model directory", "config.json"]),
     "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
-    "config a list": (write("config.json", [1]), ["config.json holds no JSON object"]),
     "tokens of text": (
         write("tokenizer.json", {"added_tokens": ["x"]}),
         ["added tokens are damaged"],
     ),
-    "no text": (write("tokenizer.json", b"\xff\xfe{}"), ["tokenizer.json is not JSON"]),
     "ids of text": (
         edit("tokenizer_config.json", added_tokens_decoder={"x": {"content": "y"}}),
         ["tokenizer_config.json: its added tokens are damaged"],
@@ -707,12 +637,10 @@ REFUSALS = {
         ({"rope_parameters": YARN}, "yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
-        ({"rope_parameters": [1]}, "rope_parameters"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
-        ({"rms_norm_eps": True}, "rms_norm_eps"),
         ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
         ({"rope_theta": None}, "lacks rope_theta"),
         ({"mask_token_id": -1}, "mask_token_id = -1"),
@@ -724,7 +652,6 @@ REFUSALS = {
         ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"block_size": 0}, "block_size = 0"),
-        ({"block_size": True}, "block_size = True"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
         ({"head_dim": None}, "lacks head_dim"),
     ],
@@ -737,25 +664,20 @@ REFUSALS = {
     "llada2": [
         ({"score_function": "softmax"}, "score_function.*softmax"),
         ({"router_dtype": "bf16"}, "router_dtype"),
-        ({"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias"),
-        ({"use_qk_norm": False}, "use_qk_norm"),
         ({"use_qkv_bias": True}, "use_qkv_bias"),
         ({"rotary_dim": 32}, "rotary_dim = 32.*4"),
         ({"partial_rotary_factor": 0.4, "rotary_dim": 3}, "partial_rotary_factor"),
         ({"num_shared_experts": None}, "lacks num_shared_experts"),
         ({"n_group": 3}, "n_group = 3"),
         ({"topk_group": 5}, "topk_group = 5"),
-        ({"n_group": 8}, "n_group = 8"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
     ],
     "llada": [
         ({"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
         ({"block_type": "sequential"}, "block_type.*sequential"),
-        ({"layer_norm_type": "gemma_rms"}, "layer_norm_type.*gemma_rms"),
         ({"layer_norm_with_affine": False}, "layer_norm_with_affine = False"),
         ({"rope_full_precision": False}, "rope_full_precision = False"),
         ({"weight_tying": True}, "weight_tying = True"),
-        ({"include_qkv_bias": True}, "include_qkv_bias = True"),
         ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ({"n_heads": 3}, "d_model = 16.*n_heads = 3.*multiple"),
         ({"n_kv_heads": 4}, "n_kv_heads = 4.*multiple"),
@@ -924,7 +846,6 @@ def test_the_turn_end_is_found_by_name(tmp_path):
 
 TEXTS = {  # ids of Dream's official slow tokenizer, tokenization_dream.py as in yjyddq/DARE 83ae8a3
     "Hello world": [9707, 1879],
-    " Hello  world\n\n\t 12345.6": [21927, 220, 1879, 271, 197, 220, 16, 17, 18, 19, 20, 13, 21],
     "e\u0301te\u0301 漢字 🙂 don't": [38783, 6567, 120, 95, 18600, 27484, 1513, 944],
     "a<|mask|><|im_end|>\n<|endoftext|>b": [64, 151666, 151645, 198, 151643, 65],
 }
