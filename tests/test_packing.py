@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from algos import sft
 from bench import packing
 from models import add_lora, attention, dream, llada, llada2, sdar
-from models.random_init import TINY_CONFIGS, TINY_SDAR, random_model
+from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
 
 FAMILIES = list(TINY_CONFIGS)
 PARALLEL = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)

@@ -19,7 +19,7 @@ from data.preferences import (
 )
 from data.sft import conversation, encode
 from evals import load_task
-from models.random_init import byte_tokenizer
+from models.tiny import byte_tokenizer
 
 EOS, COUNTDOWN = 256, load_task("countdown")
 MODEL = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=257)  # the first one closes an answer

@@ -18,7 +18,7 @@ from data.sft import encode
 from data.stream import ShuffledStream
 from data.tokens import Dropped, TokenRows, cache_directory, token_rows
 from models import load_tokenizer
-from models.random_init import byte_tokenizer
+from models.tiny import byte_tokenizer
 
 ROWS = [
     [i, i + 1] if i % 50 else [] for i in range(3000)
