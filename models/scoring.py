@@ -24,6 +24,10 @@ from models.logps import linear_logps, logps_and_slope_
 
 
 class LanguageModel(nn.Module):
+    """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
+    `lora_targets`, `turn_end` and `objective`, and writes `hidden`, the one forward.
+    """
+
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
     def __init__(self, config, block_length):
@@ -53,9 +57,7 @@ class LanguageModel(nn.Module):
         return 1 / self.config.rope_theta**exponent
 
     def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, r]; r = head_dim, unless config has
-        rotary_dim
-        """
+        """position_ids [B, T] -> cos, sin [B, 1, T, r]; r is config.rotary_dim, else head_dim"""
         size = getattr(self.config, "rotary_dim", self.config.head_dim)
         return rope_tables(position_ids, size, self.frequency, self.rope_dtype or dtype)
 
@@ -92,16 +94,15 @@ class LanguageModel(nn.Module):
         input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask
         token. score_mask [B, T] bool: which tokens to score. valid_mask [B, T] bool: False on
         padding. document_ids [B, T] int64: the document of each token in a packed row; every
-        document is computed as if alone. The mask token has probability 0. -> [B, T] fp32 log
-        softmax(logits / temperature), 0 where not scored; with entropy=True a pair (logps, entropy
-        in nats).
+        document is computed as if alone. The mask token has probability 0.
+        -> [B, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
+        pair (logps, entropy in nats).
         """
         valid = all_valid(valid_mask, input_ids)
         noisy, place, forward = self.noisy_pass(score_mask, valid, document_ids)
         targets = noisy(input_ids)
-        index = (
-            noisy(score_mask).flatten().nonzero()[:, 0]
-        )  # before the forward: it waits for the GPU
+        # Before the forward, because nonzero waits for the GPU.
+        index = noisy(score_mask).flatten().nonzero()[:, 0]
         hidden = forward(input_ids, noisy_ids)[:, : targets.shape[1]]
         scored = linear_logps(
             hidden.flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
