@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 from algos.sft import setup_distributed
 from evals import load_problems, load_task, mean_score
 from models import load_tokenizer
-from models.random_init import TINY_LLADA, TINY_SDAR
+from models.tiny import TINY_LLADA, TINY_SDAR
 from rollout import make_engine
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}

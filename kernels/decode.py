@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.fused import has_kernels
+from kernels import has_kernels
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

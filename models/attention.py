@@ -8,11 +8,12 @@ from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend as kind
+from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-# --- which token sees which --------------------------------------------------------------------------------------------------
+# --- which token sees which ----------------------------------------------------------------------
 
 PATTERNS = ("full", "padded", "packed", "block-causal", "two-copy")
 NEVER = torch.iinfo(torch.int32).max
@@ -20,12 +21,14 @@ NEVER = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which of S tokens sees which, for every family. Padding is seen by nothing but itself, and sees itself.
+    """Which of S tokens sees which, for every family. Padding sees itself; nothing else sees it.
 
-    block [B, S] int64: number of each token's block, counted from the start of its row; None: all see every valid token.
-    valid [B, S] bool: False on padding; None: there is none. noisy [S] bool: the noisy copy of a pass over [noisy | clean]. A
-    noisy token sees noisy tokens of its own block and clean ones of earlier blocks, a clean one clean ones up to its own block.
-    document [B, S] int64: which of the documents packed into its row a token belongs to; it sees no other. None: a row is one.
+    block [B, S] int64: number of each token's block, counted from the start of its row; None: every
+    token sees every valid one. valid [B, S] bool: False on padding; None: no padding. noisy [S]
+    bool: marks the noisy copy in a pass over [noisy | clean]. A noisy token sees the noisy tokens
+    of its own block and the clean ones of earlier blocks; a clean token sees clean ones up to its
+    own block. document [B, S] int64: in a packed row the document of each token, which sees no
+    other document; None: a row is one document.
     """
 
     block: torch.Tensor | None = None
@@ -35,29 +38,34 @@ class Visibility:
 
     @property
     def tokens(self):
-        """a tensor [B, S] on the device of the forward; None where all see all"""
-        return next(
-            (given for given in (self.block, self.valid, self.document) if given is not None), None
+        """A tensor [B, S] on the device of the forward; None where all tokens see all."""
+        return (
+            self.block
+            if self.block is not None
+            else self.valid
+            if self.document is None
+            else self.document
         )
 
     @property
     def pattern(self):
-        if self.block is None and self.document is not None:
+        if self.block is not None:
+            return "block-causal" if self.noisy is None else "two-copy"
+        if self.document is not None:
             return "packed"
-        if self.block is None:
-            return "full" if self.valid is None else "padded"
-        return "block-causal" if self.noisy is None else "two-copy"
+        return "full" if self.valid is None else "padded"
 
     def ranks(self):
-        """-> level, limit, group [B, S] int32: a query sees keys whose level is at most its limit or whose group is its own.
+        """-> level, limit, group [B, S] int32
 
-        level: the block of a clean token, out of reach on others. limit: the last block whose clean tokens are seen. group: the
-        block of a noisy token; unique on others, so that each sees itself. All patterns are thus one FlexAttention kernel.
+        A query sees keys whose level is at most its limit or whose group is its own, so that one
+        FlexAttention kernel serves all patterns. level: the block of a clean token, out of reach on
+        others. limit: the last block whose clean tokens are seen. group: the block of a noisy
+        token; unique on others, so each sees itself.
         """
         like = self.tokens
-        block = (
-            torch.zeros_like(like, dtype=torch.int32) if self.block is None else self.block.int()
-        )
+        block = torch.zeros_like(like) if self.block is None else self.block
+        block = block.int()
         noisy = torch.zeros_like(like[0], dtype=torch.bool) if self.noisy is None else self.noisy
         valid = torch.ones_like(like, dtype=torch.bool) if self.valid is None else self.valid
         level = block.masked_fill(noisy | ~valid, NEVER)
@@ -66,61 +74,57 @@ class Visibility:
         return level, limit, torch.where(noisy & valid, block, unique)
 
     def dense(self):
-        """-> [B, S, S] bool, True where the query (dimension 1) sees the key; None: all see all."""
+        """-> [B, S, S] bool, True where the query (dimension 1) sees the key; None: all see all"""
         if self.pattern == "full":
             return None
         level, limit, group = self.ranks()
         sees = (level[:, None] <= limit[:, :, None]) | (group[:, None] == group[:, :, None])
-        return (
-            sees
-            if self.document is None
-            else sees & (self.document[:, None] == self.document[:, :, None])
-        )
+        if (document := self.document) is not None:
+            sees = sees & (document[:, None] == document[:, :, None])
+        return sees
 
 
 def bidirectional(valid, document=None):
-    """valid [B, S] bool, document [B, S] -> Visibility in which every token sees every valid one of its document."""
+    """valid [B, S] bool, document [B, S] -> every token sees every valid one of its document."""
     return Visibility(valid=None if valid.all() else valid, document=document)
 
 
 def block_causal(block, valid, document=None):
-    """block, valid, document [B, S] -> Visibility of blocks that see themselves and the blocks before them."""
+    """block, valid, document [B, S] -> a block sees itself and the blocks before it."""
     return Visibility(block, None if valid.all() else valid, document=document)
 
 
 def two_copy(block, valid, start, document=None):
-    """Visibility of the pass over [noisy | clean]: every block is denoised given clean earlier blocks, all in one forward.
+    """Visibility of the pass over [noisy | clean], which denoises every block given clean earlier
+    ones.
 
-    block, valid, document [B, T]; the noisy copy holds columns start..T-1, so S = T - start + T; or start is a tensor [B, n]:
-    then it holds the n columns of each row that it names, so S = n + T.
+    block, valid, document [B, T]. start: the noisy copy holds columns start..T-1, S = T - start +
+    T; or a tensor [B, n] of the n columns of each row that it holds, S = n + T.
     """
-    pick = lambda values: values[:, start:] if isinstance(start, int) else values.gather(1, start)
-    twice = lambda values: torch.cat([pick(values), values], 1)
+    pick = lambda x: x[:, start:] if isinstance(start, int) else x.gather(1, start)
+    twice = lambda x: None if x is None else torch.cat([pick(x), x], 1)
     noisy = torch.arange(twice(block).shape[1], device=block.device) < pick(block).shape[1]
-    return Visibility(
-        twice(block),
-        None if valid.all() else twice(valid),
-        noisy,
-        None if document is None else twice(document),
-    )
+    return Visibility(twice(block), twice(None if valid.all() else valid), noisy, twice(document))
 
 
 def scored_columns(score, block, valid):
-    """Columns of the blocks with a scored token, which a noisy copy needs; rows with fewer name others behind them.
+    """The columns whose block has a scored token: those that a noisy copy needs.
 
-    score, valid [B, T] bool, block [B, T] -> [B, n] int64, n >= 1, the needed ones in order
+    score, valid [B, T] bool, block [B, T] -> [B, n] int64, n >= 1, in order; rows that need fewer
+    columns are filled up with others.
     """
-    counts = torch.zeros(len(block), int(block.max()) + 1, device=block.device).scatter_add_(
-        1, block, score.float()
-    )
+    counts = torch.zeros(len(block), int(block.max()) + 1, device=block.device)
+    counts = counts.scatter_add_(1, block, score.float())
     is_needed = valid & (counts.gather(1, block) > 0)
-    return (~is_needed).byte().argsort(dim=1, stable=True)[:, : max(int(is_needed.sum(1).max()), 1)]
+    most = max(int(is_needed.sum(1).max()), 1)
+    return (~is_needed).byte().argsort(dim=1, stable=True)[:, :most]
 
 
 def positions(valid, document=None):
-    """valid [B, T] bool, document [B, T] or None -> [B, T] int64: how many valid tokens of its document stand before a token.
+    """valid [B, T] bool, document [B, T] or None -> [B, T] int64: valid tokens of the document
+    before each.
 
-    Padding repeats the number of the token before it, 0 at the start. Documents stand one behind the other, each in one piece.
+    Padding repeats the number of the token before it, 0 at the start. Documents are contiguous.
     """
     count = valid.long().cumsum(1)
     if document is not None:
@@ -129,31 +133,28 @@ def positions(valid, document=None):
     return (count - 1).clamp(min=0)
 
 
-# --- backends: Visibility -> attend(q, k, v). Masks and bounds are made once per forward, not per layer ----------------------
+# --- backends: Visibility -> attend(q, k, v). Masks are made once per forward, not per layer
+# -------
 
 
 def sdpa(visibility):
-    """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask, or none where all see all."""
+    """torch's scaled_dot_product_attention, cuDNN's kernel first; a dense mask where one is
+    needed.
+    """
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
+    order = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION, kind.MATH]
 
     def attend(q, k, v):
         with sdpa_kernel(order, set_priority=True):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            gqa = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
     return attend
 
 
 def block_mask(visibility):
-    """-> FlexAttention's BlockMask: which tiles of 128 x 128 are skipped, taken whole or evaluated; None: all see all."""
+    """-> FlexAttention's BlockMask: which tiles of 128 x 128 to skip; None: all tokens see all"""
     if visibility.pattern == "full":
         return None
     level, limit, group = visibility.ranks()
@@ -167,32 +168,30 @@ def block_mask(visibility):
 
 
 @cache
-def compiled_flex(dynamic):
-    """dynamic: one kernel for all lengths. fullgraph: an error, where uncompiled FlexAttention would hold all scores."""
+def compiled_flex():
+    """fullgraph: uncompiled it would hold all scores. dynamic: one kernel for all lengths."""
+    dynamic = torch.cuda.is_available()  # its C++ for CPUs does not compile with dynamic lengths
     return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def flex(visibility):
     """FlexAttention."""
-    mask = block_mask(visibility)
-    kernel = compiled_flex(
-        dynamic=torch.cuda.is_available()
-    )  # its C++ for CPUs does not compile with dynamic lengths
+    mask, kernel = block_mask(visibility), compiled_flex()
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def packed(visibility, kernel):
-    """kernel(q, k, v, cu_q, cu_k, max_q, max_k) gets the N valid tokens alone, [N, H, h], row after row; padding gives 0.
+    """kernel(q, k, v, cu_q, cu_k, max_q, max_k) gets the N valid tokens alone, [N, H, h], row by
+    row.
 
-    A row is one piece of attention, or as many as it has documents.
+    Padding gives 0. Each document of a row is a sequence of its own.
     """
     valid, document = visibility.valid, visibility.document
     if document is not None:
         valid = torch.ones_like(document, dtype=torch.bool) if valid is None else valid
         row = torch.arange(len(document), device=document.device)[:, None]
-        lengths = (row * (document.max() + 2) + document)[valid].unique_consecutive(
-            return_counts=True
-        )[1]
+        number = (row * (document.max() + 2) + document)[valid]
+        lengths = number.unique_consecutive(return_counts=True)[1]
     elif valid is not None:
         lengths = valid.sum(1)
     if valid is not None:
@@ -206,9 +205,8 @@ def packed(visibility, kernel):
             every = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device)
             out = kernel(q, k, v, every, every, S, S)
         else:
-            out = kernel(
-                *(x.index_select(0, index) for x in (q, k, v)), bounds, bounds, longest, longest
-            )
+            chosen = (x.index_select(0, index) for x in (q, k, v))
+            out = kernel(*chosen, bounds, bounds, longest, longest)
             out = torch.zeros_like(q).index_copy(0, index, out)
         return out.unflatten(0, (B, S)).transpose(1, 2)
 
@@ -217,10 +215,9 @@ def packed(visibility, kernel):
 
 def varlen(visibility):
     """torch's own FlashAttention 2 over packed rows."""
-    by_default = (
-        "enable_gqa" not in signature(varlen_attn).parameters
-    )  # torch 2.11 takes fewer key heads without being told
-    return packed(visibility, varlen_attn if by_default else partial(varlen_attn, enable_gqa=True))
+    # torch 2.11 takes fewer key heads without enable_gqa, later versions only with it.
+    takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
+    return packed(visibility, partial(varlen_attn, enable_gqa=True) if takes_gqa else varlen_attn)
 
 
 def flash_attn(visibility):
@@ -230,52 +227,55 @@ def flash_attn(visibility):
     return packed(visibility, flash_attn_varlen_func)
 
 
-# --- the choice ---------------------------------------------------------------------------------------------------------------
+# --- the choice ----------------------------------------------------------------------------------
+
+RAGGED, HALF = ("full", "padded", "packed"), (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Backend:
     prepare: Callable  # Visibility -> attend(q, k, v)
-    patterns: tuple
-    cpu: str  # what it does there: "training", "only the forward pass" or "nothing"
-    dtypes: tuple  # on CUDA
-    head_dims: range
+    patterns: tuple = RAGGED
+    cpu: str = "nothing"  # what it does there: "training", "only the forward pass" or "nothing"
+    dtypes: tuple = HALF  # on CUDA
+    head_dims: range = range(8, 257, 8)
     installed: bool = True
 
 
-RAGGED, HALF = ("full", "padded", "packed"), (torch.bfloat16, torch.float16)
+ANY = (*HALF, torch.float32, torch.float64)
 BACKENDS = {
-    "sdpa": Backend(
-        sdpa, PATTERNS, "training", (*HALF, torch.float32, torch.float64), range(1, 1 << 16)
-    ),
+    "sdpa": Backend(sdpa, PATTERNS, "training", ANY, range(1, 1 << 16)),
     "flex": Backend(flex, PATTERNS, "only the forward pass", HALF, range(16, 257)),
-    "varlen": Backend(varlen, RAGGED, "nothing", HALF, range(8, 257, 8)),
-    "flash-attn": Backend(
-        flash_attn, RAGGED, "nothing", HALF, range(8, 257, 8), find_spec("flash_attn") is not None
-    ),
+    "varlen": Backend(varlen),
+    "flash-attn": Backend(flash_attn, installed=find_spec("flash_attn") is not None),
 }
 
-# "auto" on CUDA: (backend, from so many tokens S a row); sdpa for shorter rows, for what BACKENDS refuses, and on CPU.
-# Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128 over 8; full and padded over 32), forward +
-# backward in ms of a layer; Flex also takes 7 to 8 ms a forward to make its BlockMask:
+# "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
+# and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128
+# over 8; full and padded over 32), forward + backward in ms a layer. Flex also takes 7 to 8 ms a
+# forward to make its BlockMask (11 to 14 with documents).
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
-#   block-causal B16        S512: sdpa   1.02    flex   1.21                     S1280: sdpa  5.1   flex 4.3
-#   two-copy B16            S1024: sdpa  3.4     flex   2.7                      S2560: sdpa 19.8   flex 9.2
-# Documents of 180 to 192 tokens, 8,192 in all (--packed); varlen computes only pairs of one document, sdpa all S x S; the
-# BlockMask takes 11 to 14 ms. Between 1024 and 4096 sdpa's time goes with S: it meets varlen's at about 1150:
+#   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
+#   two-copy B16            S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
+# Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
+# a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
+# about 1150.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
-#   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68   (28 over 4: 5.55, 1.38, 1.28, 1.63)
-#   two-copy of documents   S1024: sdpa  3.34    flex   2.52   S2048: 6.46, 2.65             S8192: sdpa 24.9   flex 2.63
+#   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68
+#   two-copy of documents   S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
 AUTO = {
-    "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152), "block-causal": ("flex", 1280),
-    "two-copy": ("flex", 1024),
+    "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152),
+    "block-causal": ("flex", 1280), "two-copy": ("flex", 1024),
 }  # fmt: skip
 
 
 def refusal(name, pattern, device=None, head_dim=None, dtype=None, trains=False):
-    """-> why a backend cannot do this, or None. device: "cpu" or "cuda"; trains: with a backward pass. None: not yet known."""
+    """-> why a backend cannot do this, or None
+
+    device: "cpu" or "cuda"; trains: with a backward pass. None: not known yet.
+    """
     backend = BACKENDS.get(name)
     if backend is None:
         return "is unknown"
@@ -294,28 +294,28 @@ def refusal(name, pattern, device=None, head_dim=None, dtype=None, trains=False)
 
 def refuse(name, pattern, *facts):
     able = ", ".join(other for other in BACKENDS if not refusal(other, pattern, *facts))
-    raise SystemExit(
-        f"--attention {name} {refusal(name, pattern, *facts)}; able to do {pattern} attention here: {able}"
-    )
+    why = refusal(name, pattern, *facts)
+    raise SystemExit(f"--attention {name} {why}; able to do {pattern} attention here: {able}")
 
 
 def check_backend(name, attention, device, head_dim, trains):
-    """Refuse at start-up, in one line, a backend that cannot serve a model with this attention on this device.
+    """Refuse at start-up, in one line, a backend that cannot serve this model on this device.
 
-    attention: "bidirectional" or "block-causal", as model files state it. Only a dtype shows at the first forward alone.
+    attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only
+    at the first forward.
     """
-    if name == "auto":
-        return
-    for pattern in {"bidirectional": PATTERNS[:3], "block-causal": PATTERNS[3:]}[attention]:
-        if refusal(name, pattern, device, head_dim, None, trains):
-            refuse(name, pattern, device, head_dim, None, trains)
+    for pattern in PATTERNS[:3] if attention == "bidirectional" else PATTERNS[3:]:
+        facts = pattern, device, head_dim, None, trains
+        if name != "auto" and refusal(name, *facts):
+            refuse(name, *facts)
 
 
 def make_attend(visibility, backend="auto"):
-    """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h], rotated, H a multiple of K -> [B, H, S, h]
+    """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h] -> [B, H, S, h]
 
-    backend: a key of BACKENDS, or "auto". Where padding is the query the output is finite and means nothing. The first call
-    ends in SystemExit if the backend cannot do this; it names those that can. "auto" takes sdpa then.
+    q and k are rotated; H is a multiple of K. backend: a key of BACKENDS, or "auto". The output of
+    padding is finite and meaningless. Where a named backend cannot do this, the first call raises
+    SystemExit and names those that can; "auto" takes sdpa then.
     """
     pattern, name = visibility.pattern, backend
     if backend == "auto":
@@ -331,8 +331,6 @@ def make_attend(visibility, backend="auto"):
             return compute(q, k, v)
         if backend != "auto":
             refuse(name, pattern, *facts)
-        return sdpa(visibility)(
-            q, k, v
-        )  # fp32 on CUDA: rare, so that the mask is made again in every layer
+        return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so the mask is made in every layer
 
     return attend

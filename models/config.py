@@ -1,103 +1,103 @@
-"""config.json -> the dataclass of an architecture. What a file does not implement is refused by name, never ignored."""
+"""config.json -> the dataclass of an architecture. Refuses, by key, what a model file lacks."""
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Literal
+from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
 
 
 @dataclass(frozen=True)
 class Objective:
-    """How a family is trained on answers, as model files state it and algos/sft.py computes it (docs/algos/sft.md).
+    """How a family is trained on answers; algos/sft.py computes it (docs/algos/sft.md).
 
-    Each answer gets one t ~ U(t_min, t_max); each of its tokens is masked with probability t, and scored where it is masked.
+    Each answer gets one t ~ U(t_min, t_max). Each of its tokens is masked with probability t, and
+    masked tokens are scored.
     """
 
     t_min: float
     t_max: float
-    weight: Literal["1/t", "1"]  # of a masked token
-    mean: Literal[
-        "answers", "tokens", "masked"
-    ]  # over answers, each the mean of its tokens; over answer tokens; over masked ones
-    tail: Literal[
-        "drawn", "block"
-    ]  # end tokens behind an answer, part of it: a drawn number; up to the end of its block
-    has_cart: bool = False  # context-adaptive weights may stand in for 1/t (Dream)
+    weight: str  # of a masked token: "1/t" or "1"
+    # "answers": mean over answers, each the mean of its tokens; "tokens": over answer tokens;
+    # "masked"
+    mean: str
+    # End tokens after an answer, trained with it: "drawn", a random number; "block", up to its end.
+    tail: str
+    has_cart: bool = False  # offers context-adaptive weights in place of 1/t (Dream)
+
+
+class Keys:
+    """A dataclass of the keys of config.json that an architecture reads."""
+
+    def to_dict(self):
+        """As transformers' configurations have it, which peft 0.14 calls."""
+        return asdict(self)
 
 
 # Keys of any config.json that change no logit.
-NO_EFFECT = {
-    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "dtype",
-    "eos_token_id", "initializer_range", "max_position_embeddings", "max_window_layers", "model_type", "pad_token_id",
-    "sliding_window", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
+NO_EFFECT = (
+    "_name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id dtype "
+    "eos_token_id initializer_range max_position_embeddings max_window_layers model_type "
+    "pad_token_id sliding_window torch_dtype transformers_version use_cache"
+).split()
 
 
 def read_config(cls, raw, fixed, no_effect=()):
     """raw: content of config.json -> cls, whose fields are the keys that the architecture reads.
 
-    fixed {key: value}: keys that have one supported value; no_effect: keys that may hold anything. Any other key must be empty
-    (None, False, 0, "" or []). SystemExit names missing keys and everything that is not implemented.
+    fixed {key: value}: keys with a single supported value; no_effect: keys that may hold anything.
+    Any other key must be empty (None, False, 0, "" or []). SystemExit names missing keys and
+    everything that is not implemented.
     """
-    family = raw.get("model_type")
-    rope = (
-        raw.get("rope_parameters") or {}
-    )  # where transformers 5 writes rope_theta, rope_scaling and the rotary width
+
+    def refuse(name, value, why):
+        raise SystemExit(f"config.json has {name} = {value!r}{why}")
+
+    raw = dict(raw)
+    # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
+    family, rope = raw.get("model_type"), raw.pop("rope_parameters", None) or {}
     if not isinstance(rope, dict):
-        raise SystemExit(f"config.json has rope_parameters = {rope!r}, which is no object")
-    raw = {key: value for key, value in raw.items() if key != "rope_parameters"}
+        refuse("rope_parameters", rope, ", which is not an object")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
     for name, value in rope.items():
         if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
-            raise SystemExit(
-                f"config.json has {name} = {raw[name]!r} and, in rope_parameters, {value!r}"
-            )
-    required = [f.name for f in fields(cls) if f.default is MISSING]
-    if missing := [name for name in required if raw.get(name) is None]:
+            refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
+    own = {f.name: f for f in fields(cls)}
+    missing = [n for n, f in own.items() if f.default is MISSING and raw.get(n) is None]
+    if missing:
         raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
-    own = {f.name for f in fields(cls)}
     for name, value in raw.items():
-        if name in fixed and value != fixed[name]:
-            raise SystemExit(
-                f"config.json has {name} = {value!r}; {family} models are implemented with {fixed[name]!r}"
-            )
-        if (
-            name not in own
-            and name not in fixed
-            and name not in NO_EFFECT
-            and name not in no_effect
-            and value
-        ):
-            raise SystemExit(
-                f"config.json has {name} = {value!r}, which is not implemented for {family} models"
-            )
-    raw = {
-        name: value for name, value in raw.items() if value is not None
-    }  # null: the default, as if it were not there
-    for f in fields(cls):
-        value, least = (
-            raw.get(f.name, f.default),
-            0 if f.default == 0 or f.name.endswith("_id") else 1,
-        )
-        if f.type in ("int", int) and (type(value) is not int or value < least):
-            raise SystemExit(
-                f"config.json has {f.name} = {value!r}: {family} models need a whole number of at least {least}"
-            )
-        if f.type in ("float", float) and type(value) not in (int, float):
-            raise SystemExit(f"config.json has {f.name} = {value!r}, which is no number")
-    if raw.get("layer_types") and set(raw["layer_types"]) != {"full_attention"}:
-        raise SystemExit(
-            f"config.json has layer_types = {raw['layer_types']!r}; {family} models have full attention alone"
-        )
+        if name in fixed:
+            if value != fixed[name]:
+                refuse(name, value, f"; {family} models are implemented with {fixed[name]!r}")
+        elif value and not (name in own or name in NO_EFFECT or name in no_effect):
+            refuse(name, value, f", which is not implemented for {family} models")
+    raw = {name: value for name, value in raw.items() if value is not None}  # null: the default
+    for name, f in own.items():
+        value = raw.get(name, f.default)
+        least = 0 if f.default == 0 or name.endswith("_id") else 1
+        if f.type is int and (type(value) is not int or value < least):
+            refuse(name, value, f": {family} models need a whole number of at least {least}")
+        if f.type is float and type(value) not in (int, float):
+            refuse(name, value, ", which is not a number")
+    if (kinds := raw.get("layer_types")) and set(kinds) != {"full_attention"}:
+        refuse("layer_types", kinds, f"; {family} models are implemented with full attention only")
     return cls(**{name: raw[name] for name in own if name in raw})
 
 
+def refuse_odd_sizes(config, *names):
+    """SystemExit unless each of the named sizes is a multiple of the next."""
+    a, b, c = (getattr(config, name) for name in names)
+    if a % b or b % c:
+        given = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
+        raise SystemExit(f"config.json has {given}: each must be a multiple of the next")
+
+
 def stored_dtype(raw):
-    """raw: content of config.json -> the dtype in which its weights are kept. SystemExit if it is no floating type of torch."""
+    """raw: content of config.json -> dtype of its weights. SystemExit if it is no floating
+    dtype.
+    """
     name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if name not in ("float64", "float32", "float16", "bfloat16"):
-        raise SystemExit(
-            f"config.json has torch_dtype = {name!r}; weights are kept in float32, bfloat16, float16 or float64"
-        )
+        allowed = "weights are kept in float32, bfloat16, float16 or float64"
+        raise SystemExit(f"config.json has torch_dtype = {name!r}; {allowed}")
     return getattr(torch, name)

@@ -1,6 +1,8 @@
-"""Mixture of experts: a router that stays in fp32, and stacked experts computed by grouped matrix products.
+"""Mixture of experts: a router that stays in fp32, and stacked experts computed by grouped
+products.
 
-On disk every expert has its own official tensors (`experts.3.gate_proj.weight`); in memory they are stacked, [E, out, in].
+On disk every expert has its own official tensors (`experts.3.gate_proj.weight`); in memory they are
+stacked, [E, out, in].
 """
 
 from contextlib import contextmanager
@@ -10,14 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.fused import is_fused
+from models.logps import wide
 
 
 class Router(nn.Module):
-    """Scores of all experts, fp32 weight times fp32 input: rounding flips near-tied experts. weight [E, D]
+    """Scores of all experts, fp32 weight times fp32 input: rounding flips near-tied experts.
 
-    with_bias: a selection bias `expert_bias` [E], a buffer: it is in the checkpoint but gets no gradient.
-    Both keep at least fp32 whatever dtype the model is cast to, and under FSDP2 the router needs its own group (fp32_modules).
+    weight [E, D]. with_bias: a selection bias `expert_bias` [E], a buffer that is in the checkpoint
+    but gets no gradient. Both keep at least fp32 whatever dtype the model is cast to; under FSDP2
+    the router needs its own group (fp32_modules).
     """
 
     def __init__(self, num_experts, hidden_size, with_bias=False):
@@ -29,9 +32,8 @@ class Router(nn.Module):
     def _apply(self, fn, recurse=True):
         def keep(tensor):
             moved = fn(tensor)
-            return (
-                moved if moved.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(moved.device)
-            )
+            is_narrower = moved.dtype.itemsize < tensor.dtype.itemsize
+            return tensor.to(moved.device) if is_narrower else moved
 
         return super()._apply(keep, recurse)
 
@@ -40,81 +42,52 @@ class Router(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 
-def can_route(gate, groups=1):
-    """Whether `route` has kernels for a Router."""
-    E = len(gate.weight)
-    return (
-        gate.weight.dtype == torch.float32
-        and E & (E - 1) == 0
-        and groups & (groups - 1) == 0
-        and E >= 2 * groups
-    )
-
-
-def route(*args):
-    """The routers of the model files as two kernels, see kernels/moe_triton.py; their own code is the reference."""
-    from kernels.moe_triton import route  # here: machines without a GPU have no Triton
-
-    return route(*args)
-
-
 def expert_parts(name, shape):
-    """The official tensors inside a stacked one. `….experts.gate_up` [E, 2f, D] or `….experts.down` [E, D, f]
+    """The official tensors inside a stacked one: `experts.gate_up` [E, 2f, D], `experts.down` [E,
+    D, f].
 
-    -> [(official name, expert, rows of that expert's matrix)], or [] for the name of an ordinary tensor.
+    -> [(official name, expert, rows of that expert's matrix)], [] for the name of any other tensor
     """
     stem, _, last = name.rpartition(".")
     if not stem.endswith(".experts"):
         return []
     f = shape[1] // 2
-    kinds = {
-        "gate_up": [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))],
-        "down": [("down_proj", slice(None))],
-    }[last]
+    kinds = [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))]
+    kinds = kinds if last == "gate_up" else [("down_proj", slice(None))]
     return [(f"{stem}.{e}.{kind}.weight", e, rows) for e in range(shape[0]) for kind, rows in kinds]
 
 
 class Experts(nn.Module):
-    """E gated feed-forward networks, down(silu(gate x) * up x), each token through its own k of them."""
+    """E gated feed-forward networks, down(silu(gate x) * up x); each token goes through k
+    of them.
+    """
 
     def __init__(self, num_experts, hidden_size, intermediate_size):
         super().__init__()
         self.gate_up = nn.Parameter(torch.zeros(num_experts, 2 * intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.zeros(num_experts, hidden_size, intermediate_size))
-        self.sums = None  # set by router_metrics; an attribute, because compiled blocks do not see hooks that come later
+        self.sums = None  # set by router_metrics; compiled blocks do not see hooks added later
 
-    def forward(self, x, index, weight, *onto):
-        """x [..., D]; index [..., k] int64 experts of each token, weight [..., k] -> [..., D], weighted sum in fp32
+    def forward(self, x, index, weight):
+        """x [..., D]; index [..., k] int64: experts of each token; weight [..., k]
 
-        onto [..., D]: up to two tensors that the rounded sum is added to, one after the other.
+        -> [..., D], the weighted sum of the experts' outputs, summed in fp32
         """
         if self.sums is not None:
             add_routing(self.sums, index, weight)
         compute = experts_grouped if self.is_grouped(x.dtype) else experts_loop
-        if is_fused(x):
-            from kernels.moe_triton import (
-                MOST,
-                experts_fused,
-            )  # machines without a GPU have no Triton
-
-            if index.numel() <= MOST * len(self.down):
-                return experts_fused(x, index, weight, self.gate_up, self.down, onto)
-        y = compute(x, index, weight, self.gate_up, self.down)
-        for other in onto:
-            y = other + y
-        return y
+        return compute(x, index, weight, self.gate_up, self.down)
 
     def is_grouped(self, dtype):
-        """Grouped products are bf16 kernels, in eager and compiled code alike, over rows of whole 16 bytes."""
+        """Grouped products exist for bf16 alone, and for rows of a multiple of 16 bytes."""
         return dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
 
 
 def experts_loop(x, index, weight, gate_up, down):
-    """The plain reference: one expert after the other. Shapes as in Experts."""
+    """The plain definition, one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
-    y = torch.zeros(
-        tokens.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
-    )
+    accumulate = wide(x)
+    y = torch.zeros(tokens.shape, dtype=accumulate, device=x.device)
     for e in range(len(gate_up)):
         row, place = (index == e).nonzero(as_tuple=True)
         gate, up = (tokens[row] @ gate_up[e].T).chunk(2, -1)
@@ -124,37 +97,30 @@ def experts_loop(x, index, weight, gate_up, down):
 
 
 def experts_grouped(x, index, weight, gate_up, down):
-    """The same with k copies of every token, sorted by expert: one grouped product for all experts; no sync, no atomics."""
+    """The same for k copies of every token, sorted by expert: one grouped product for all experts.
+
+    No synchronisation with the host, no atomics.
+    """
     k, D = index.shape[-1], x.shape[-1]
     expert, order = index.flatten().sort(stable=True)
-    ends = torch.searchsorted(
-        expert, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True
-    )
+    experts = torch.arange(len(gate_up), device=x.device)
+    ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
     copies = x.reshape(-1, 1, D).expand(-1, k, -1).reshape(-1, D).index_select(0, order)
     gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
     out = torch.empty_like(out).index_copy(0, order, out).view(*index.shape, D)
-    return (
-        (out * weight[..., None])
-        .sum(-2, dtype=torch.promote_types(x.dtype, torch.float32))
-        .to(x.dtype)
-    )
-
-
-def routing_sums(index, weight, num_experts):
-    """index, weight [..., k] -> [2, E] fp64: tokens that each expert got, and the weight they gave it. Adds up over batches."""
-    share = weight.double() / weight.double().sum(-1, keepdim=True)
-    values = torch.stack([torch.ones_like(share), share]).flatten(1)
-    return values.new_zeros(2, num_experts).index_add(1, index.flatten(), values)
+    accumulate = wide(x)
+    return (out * weight[..., None]).sum(-2, dtype=accumulate).to(x.dtype)
 
 
 def routing_metrics(sums):
-    """sums: of `routing_sums` -> {"load" [E]: share of all assignments, "max_over_mean": of the load, 1 when balanced,
-    "entropy": of the mean routing distribution (each token's weights, made to sum to 1), in nats, ln E when balanced}
+    """sums: of `add_routing` -> {"max_over_mean", "entropy"}
+
+    max_over_mean: of the experts' shares of all assignments, 1 when balanced. entropy: of the mean
+    routing distribution (each token's weights, made to sum to 1), in nats; ln E when balanced.
     """
     load, mean = sums / sums.sum(-1, keepdim=True)
     return {
-        "load": load,
         "max_over_mean": (load.max() / load.mean()).item(),
         "entropy": torch.special.entr(mean).sum().item(),
     }
@@ -162,43 +128,46 @@ def routing_metrics(sums):
 
 @torch.compiler.disable
 def add_routing(sums, index, weight):
-    sums += routing_sums(index, weight.detach(), sums.shape[1])
+    """sums [2, E] fp64; index, weight [..., k]: add to row 0 the tokens of each expert, to row 1
+    the share of weight that they gave it.
+    """
+    share = weight.detach().double()
+    share = share / share.sum(-1, keepdim=True)
+    values = torch.stack([torch.ones_like(share), share]).flatten(1)
+    sums += torch.zeros_like(sums).index_add(1, index.flatten(), values)
 
 
 @contextmanager
 def router_metrics(model):
-    """with router_metrics(model) as metrics: ...  -> metrics, filled at the end: {name of an Experts module: routing_metrics}
+    """with router_metrics(model) as metrics: ...   -> {name of an Experts module: routing_metrics}
 
-    Over all tokens of all ranks' forwards inside: recomputed ones, padding and both copies of a two-copy pass too, so that the
-    values depend a little on how rows are laid out. Collective where ranks are. A model without experts leaves it empty.
+    Filled at the end, over all tokens of all ranks' forwards inside the block. These include
+    recomputed forwards, padding and both copies of a two-copy pass, so the values depend slightly
+    on the batch layout. Collective where ranks are. Empty for a model without experts.
     """
-    metrics, watched = (
-        {},
-        {name: module for name, module in model.named_modules() if isinstance(module, Experts)},
-    )
+    metrics = {}
+    watched = {
+        name: module for name, module in model.named_modules() if isinstance(module, Experts)
+    }
     try:
         for module in watched.values():
-            module.sums = torch.zeros(
-                2, len(module.down), dtype=torch.float64, device=module.down.device
-            )
+            device = module.down.device
+            module.sums = torch.zeros(2, len(module.down), dtype=torch.float64, device=device)
         yield metrics
-        totals = (
-            torch.stack([module.sums for module in watched.values()]) if watched else torch.zeros(0)
-        )
+        totals = torch.stack([module.sums for module in watched.values()]) if watched else None
     finally:
         for module in watched.values():
             module.sums = None
-    if watched and dist.is_initialized():
+    if not watched:
+        return
+    if dist.is_initialized():
         dist.all_reduce(totals)
-    metrics |= {
-        name: routing_metrics(total)
-        for name, total in zip(watched, totals.cpu(), strict=True)
-        if total.any()
-    }
+    totals = zip(watched, totals.cpu(), strict=True)
+    metrics |= {name: routing_metrics(total) for name, total in totals if total.any()}
 
 
 def routing_extremes(metrics):
-    """metrics: of `router_metrics` -> what a log keeps of them, the worst of all layers; empty for a model without experts"""
+    """metrics: of `router_metrics` -> the worst values of all layers, for the log; {} if empty"""
     if not metrics:
         return {}
     return {

@@ -1,35 +1,43 @@
-"""Log-probabilities of given tokens straight from hidden states and head weight, without ever holding all logits."""
-
-from importlib.util import find_spec
+"""Log-probabilities of given tokens straight from hidden states and head weight, without ever
+holding all logits.
+"""
 
 import torch
 from torch.autograd.function import once_differentiable
 
 
-def _chunk_logits(hidden, weight, temperature, banned_id):
-    """[n, D] x [V, D] -> logits [n, V] / temperature; the banned token has probability 0.
+def wide(x):
+    """The dtype of a tensor, but at least fp32"""
+    return torch.promote_types(x.dtype, torch.float32)
 
-    At temperature 1 they stay in the dtype of the model, as the engines compute them: softmax reads them in fp32 itself.
+
+def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows, logps_and_slope):
+    """Yield (rows, output, values [n], their slope by the logits [n, V]) of one chunk after the
+    other
+
+    output: 1 for entropies, 0 for log-probabilities, which come last because they overwrite the
+    logits. At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax
+    reads them in fp32 itself. The banned token has probability 0.
     """
-    logits = hidden @ weight.T
-    if temperature != 1:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
-    if banned_id is not None:
-        logits[:, banned_id] = float("-inf")
-    return logits
+    for i in range(0, len(hidden), rows):
+        here = slice(i, i + rows)
+        logits = hidden[here] @ weight.T
+        if temperature != 1:
+            logits = logits.to(wide(logits)).div_(temperature)
+        if banned_id is not None:
+            logits[:, banned_id] = float("-inf")
+        if entropy:
+            yield here, 1, *entropy_and_slope(logits)
+        yield here, 0, *logps_and_slope(logits, targets[here], slope)
 
 
 def logps_and_slope_(logits, targets, slope=True):
-    """log softmax(logits)[targets] [n] in at least fp32, and with slope=True its derivative by the logits [n, V] in their
-    dtype, else None. logits [n, V] are overwritten. On CUDA, up to fp32, one Triton kernel.
-    """
-    if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton"):
-        from kernels.linear_logps_triton import (
-            logps_and_slope_ as fused,
-        )  # not at the top: without a GPU there is no Triton
+    """log softmax(logits)[targets] [n] in at least fp32, and its derivative by the logits [n, V] in
+    their dtype.
 
-        return fused(logits, targets, slope)
-    log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    logits [n, V] are overwritten. slope=False: None in place of the derivative.
+    """
+    log_p = logits.log_softmax(-1, dtype=wide(logits))
     logps = log_p.gather(-1, targets[:, None])
     if not slope:
         return logps[:, 0], None
@@ -40,89 +48,70 @@ def logps_and_slope_(logits, targets, slope=True):
 
 
 def entropy_and_slope(logits):
-    """Entropies of softmax(logits) [n] in nats, at least fp32, and their derivative by the logits [n, V] in that dtype."""
-    log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    """Entropies of softmax(logits) [n] in nats, at least fp32, and their derivative by the logits
+    [n, V] in that dtype.
+    """
+    log_p = logits.log_softmax(-1, dtype=wide(logits))
     p = log_p.exp_()
     p_log_p = torch.xlogy(p, p)  # 0 log 0 = 0 for the banned token
     entropies = -p_log_p.sum(-1)
     return entropies, p_log_p.addcmul_(p, entropies[:, None]).neg_()  # d H / d z = -p (log p + H)
 
 
-class _LinearLogps(torch.autograd.Function):
-    """Each output is a function of its own row, so its gradient by that row of hidden states is known before the loss is: the
-    forward pass keeps it [N, D], and only a trained head needs its logits a second time.
+class LinearLogps(torch.autograd.Function):
+    """Each output depends on its own row alone, so its gradient by that row of hidden states is
+    known before the loss is.
+
+    The forward pass keeps this gradient [N, D]; only a trained head computes its logits a second
+    time.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, banned_id, entropy, chunk_rows):
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+    def forward(ctx, hidden, weight, targets, *settings):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        outputs = [
-            torch.zeros(len(hidden), dtype=accumulate, device=hidden.device) for _ in range(2)
-        ]
-        slopes = [
-            torch.empty_like(hidden) if need_hidden and wanted else None
-            for wanted in (True, entropy)
-        ]
-        for i in range(0, len(hidden), chunk_rows):
-            rows = slice(i, i + chunk_rows)
-            logits = _chunk_logits(hidden[rows], weight, temperature, banned_id)
-            if entropy:
-                outputs[1][rows], slope = entropy_and_slope(logits)
-                if need_hidden:
-                    slopes[1][rows] = (slope / temperature).to(weight.dtype) @ weight
-            outputs[0][rows], slope = logps_and_slope_(logits, targets[rows], need_hidden)
+        accumulate = wide(hidden)
+        outputs = [hidden.new_zeros(len(hidden), dtype=accumulate) for _ in range(2)]
+        wanted = need_hidden, need_hidden and settings[2]  # of log-probability, of entropy
+        slopes = [torch.empty_like(hidden) if want else None for want in wanted]
+        for rows, i, values, slope in chunks(hidden, weight, targets, need_hidden, *settings):
+            outputs[i][rows] = values
             if need_hidden:
-                slopes[0][rows] = slope.div_(temperature).to(weight.dtype) @ weight
+                slopes[i][rows] = slope.div_(settings[0]).to(weight.dtype) @ weight
         ctx.save_for_backward(*slopes, *((hidden, weight, targets) if need_weight else ()))
-        ctx.settings = temperature, banned_id, entropy, chunk_rows, accumulate
+        ctx.settings = settings
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        (*slopes,) = ctx.saved_tensors[:2]
-        temperature, banned_id, entropy, chunk_rows, accumulate = ctx.settings
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_hidden = grad_weight = None
-        if need_hidden:
-            parts = [
-                slope * grad[:, None]
-                for slope, grad in zip(slopes, grads, strict=True)
-                if slope is not None
-            ]
-            grad_hidden = sum(parts).to(slopes[0].dtype)
-        if need_weight:
+        slopes, grad_hidden, grad_weight = ctx.saved_tensors[:2], None, None
+        if ctx.needs_input_grad[0]:
+            pairs = [pair for pair in zip(slopes, grads, strict=True) if pair[0] is not None]
+            grad_hidden = sum(slope * grad[:, None] for slope, grad in pairs).to(slopes[0].dtype)
+        if ctx.needs_input_grad[1]:
             hidden, weight, targets = ctx.saved_tensors[2:]
-            grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device)
-            for i in range(0, len(hidden), chunk_rows):
-                rows = slice(i, i + chunk_rows)
-                logits = _chunk_logits(hidden[rows], weight, temperature, banned_id)
-                scaled = [
-                    ((grad[rows, None] / temperature) * hidden[rows]).to(weight.dtype)
-                    for grad in grads
-                ]
-                if entropy:
-                    grad_weight += entropy_and_slope(logits)[1].to(weight.dtype).T @ scaled[1]
-                grad_weight += (
-                    logps_and_slope_(logits, targets[rows])[1].to(weight.dtype).T @ scaled[0]
-                )
+            grad_weight = torch.zeros_like(weight, dtype=grads[0].dtype)
+            for rows, i, _, slope in chunks(hidden, weight, targets, True, *ctx.settings):
+                scaled = (grads[i][rows, None] / ctx.settings[0]) * hidden[rows]
+                grad_weight += slope.to(weight.dtype).T @ scaled.to(weight.dtype)
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def linear_logps(
-    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024
-):
-    """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory at a time.
+    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024,
+    logps_and_slope=logps_and_slope_,
+):  # fmt: skip
+    """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory
+    at a time.
 
-    hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal to banned_id.
-    banned_id: a token that gets probability 0 before normalising (the mask token, which no sampler may draw).
-    -> logps [N] (fp32; fp64 for fp64 inputs), and with entropy=True also the entropy [N] of each row in nats.
-    Gradients with respect to hidden and weight are exact. Memory is chunk_rows x V, and one more copy of hidden for its
-    gradient, whatever N is. N = 0 keeps the graph, for ranks without scored rows.
+    hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal
+    to banned_id. banned_id: a token with probability 0 (the mask token, which no sampler may draw).
+    logps_and_slope: the function above, or a faster one that does the same. -> logps [N] (fp32;
+    fp64 for fp64 inputs), and with entropy=True also the entropy [N] of each row in nats. Gradients
+    with respect to hidden and weight are exact. Memory is chunk_rows x V, and one more copy of
+    hidden for its gradient, whatever N is. N = 0 keeps the graph, for ranks without scored rows.
     """
-    logps, entropies = _LinearLogps.apply(
-        hidden, weight, targets, temperature, banned_id, entropy, chunk_rows
-    )
+    settings = temperature, banned_id, entropy, chunk_rows, logps_and_slope
+    logps, entropies = LinearLogps.apply(hidden, weight, targets, *settings)
     return (logps, entropies) if entropy else logps

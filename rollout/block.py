@@ -25,8 +25,8 @@ from functools import partial
 
 import torch
 
+from kernels import has_kernels, speed_up_engine
 from kernels.decode import decode_attend
-from kernels.fused import fused_kernels, has_kernels, lay_together
 from models.attention import Visibility, make_attend
 from models.experts import Experts
 from rollout import engine
@@ -90,7 +90,7 @@ class BlockEngine(engine.Engine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         if has_kernels(model.lm_head.weight):
-            lay_together(model)
+            speed_up_engine(model)
         self.in_buckets = self.use_graphs = (
             self.device.type == "cuda"
         )  # in_buckets: batches of few sizes, in lasting slots
@@ -385,8 +385,7 @@ class BlockEngine(engine.Engine):
                 past[places, :, :P] = new[owner]
             return attend_prompt(layer, q, k, v)
 
-        with fused_kernels():
-            self.model.hidden(ids, position_ids, attend)
+        self.model.hidden(ids, position_ids, attend)
 
     def _step(self, slots, R, width, rule, joined, most):
         """One forward of the block in work of each of the first R rows, over `width` positions: denoises or commits it.
@@ -529,8 +528,7 @@ class BlockEngine(engine.Engine):
         cache: per layer k, v [R, K, width, h], no wider than has to be read.
         """
         attend = decode_attend(cache, at[:, 0], self.model.block_length)
-        with fused_kernels():
-            return self.model.hidden(block, at, attend)
+        return self.model.hidden(block, at, attend)
 
     def _trace(self, prompt_ids, slots, N, settings):
         P, canvas_length = slots.prompt_length[:N].clone(), slots.end[:N] - slots.prompt_length[:N]

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from kernels.decode import attention, window_attention
-from kernels.fused import fused_kernels
 from rollout.graphs import Graphs
 
 GRAPH_TOKENS = 4096  # a forward of more tokens keeps the GPU busy while the host launches it
@@ -109,8 +108,7 @@ class Canvas:
         return hidden
 
     def _hidden(self, tokens, positions, here):
-        with fused_kernels():
-            return self.model.hidden(tokens, positions, partial(self._attend, here))
+        return self.model.hidden(tokens, positions, partial(self._attend, here))
 
     def _attend(self, here, layer, q, k, v):
         """here [w]: columns of the window, None for all. k, v [R, K, w, h], rotated"""

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from models.checkpoint import tensor_names
 from models.lora import adapter_tensors
+from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical  # noqa: F401 (both samplers draw with engine.keyed_uniform)
 from rollout.schedules import block_quotas
 from rollout.traces import concatenate

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.fused import has_kernels, lay_together
+from kernels import has_kernels, speed_up_engine
 from rollout import engine
 from rollout.canvas import GRAPH_TOKENS, Canvas, token_bytes
 from rollout.records import Events, States
@@ -64,7 +64,7 @@ class MaskedEngine(engine.Engine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         if has_kernels(model.lm_head.weight):
-            lay_together(model)
+            speed_up_engine(model)
         self.in_buckets = self.use_graphs = self.device.type == "cuda"
         self.canvas = None
 

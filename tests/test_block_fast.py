@@ -25,7 +25,7 @@ from test_rollout import SMALL, M, model_of, prompts_of, same_draws, softmax, un
 import rollout.block
 from models import add_lora, export_weights
 from models.lora import adapter_tensors, export_adapter
-from models.random_init import TINY_LLADA2, TINY_SDAR_MOE, random_model
+from models.tiny import TINY_LLADA2, TINY_SDAR_MOE, random_model
 from rollout import make_engine
 from rollout.block import BlockEngine
 from rollout.engine import REMASKING, RULES

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from algos import d1
 from evals import mean_score
 from models import export_weights, load_model, save_model
-from models.random_init import random_model
+from models.tiny import random_model
 
 ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 

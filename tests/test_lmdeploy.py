@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 import rollout.lmdeploy as backend
 from models import add_lora, export_weights, save_adapter, save_model
 from models.lora import init_adapters
-from models.random_init import TINY_SDAR, TINY_SDAR_MOE, byte_tokenizer, random_model
+from models.tiny import TINY_SDAR, TINY_SDAR_MOE, byte_tokenizer, random_model
 from rollout import make_engine, probe, rollout_sums
 from rollout.engine import select
 from rollout.lmdeploy import CAPABILITIES, buckets, checked, is_tiled, repair_sampling, sample_seed

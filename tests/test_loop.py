@@ -18,7 +18,7 @@ from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, vrpo
 from data.stream import ShuffledStream
 from evals import TRIAL, countdown, load_problems
 from models import export_weights, load_model, load_tokenizer
-from models.checkpoint import tensor_names
+from models.tensors import tensor_names
 from rollout.probe import replay_logps
 
 MODULES = {

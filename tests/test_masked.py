@@ -30,7 +30,7 @@ from test_rollout import model_of as block_model_of
 import rollout.engine
 from models import add_lora, export_adapter, export_weights, save_model
 from models.lora import adapter_tensors
-from models.random_init import TINY_DREAM, TINY_LLADA, byte_tokenizer, random_model
+from models.tiny import TINY_DREAM, TINY_LLADA, byte_tokenizer, random_model
 from rollout import make_engine, rollout_means, rollout_sums
 from rollout.canvas import Canvas
 from rollout.engine import REMASKING

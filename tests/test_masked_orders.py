@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_dream import model_of as golden_model
 from test_masked import EOS, FAMILIES, PAD, M, model_of, prompts_of
 from test_masked_fast import naive_sample
+from test_models import CONFIGS
+from test_models import model_of as golden_model
 from test_rollout import same_draws
 
 import rollout.canvas
@@ -46,7 +47,7 @@ def engine(request):
 def test_greedy_orders_are_those_of_the_official_sampler(run):
     """Equal tokens at equal steps. Controls: LLaDA's schedule, or the order of another name."""
     alg, steps, new = run.split()
-    engine, want = make_engine(golden_model()), GOLDEN["runs"][run]
+    engine, want = make_engine(golden_model(CONFIGS["dream"], rule="dream")), GOLDEN["runs"][run]
 
     def gap(**changes):
         options = dict(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_masked import model_of as masked_model_of
 
 from algos import bgpo, coupled_grpo, d1, sft, spg
-from models.random_init import TINY_LLADA, TINY_SDAR, random_model
+from models.tiny import TINY_LLADA, TINY_SDAR, random_model
 from rollout import make_engine
 
 MASK, EOS = 6, 5

@@ -1,7 +1,9 @@
-"""models/: SDAR against transformers' Qwen3, masks and log-probabilities against loops, checkpoints in and out, templates.
+"""models/: every family against its official code, and against loops over rows and blocks.
 
-CLEANDLLM_HF names a directory with the configs, index files and tokenizers of the official checkpoints (SDAR-4B-Chat, ...);
-tests that need it are skipped without it.
+tests/golden/*.safetensors hold inputs and outputs of official modelling code; their metadata, or
+`draw` below, says how the weights are drawn. CLEANDLLM_HF names a directory with configs, index
+files and tokenizers of the official checkpoints (SDAR-4B-Chat, ...); tests that need it are skipped
+without.
 """
 
 import json
@@ -9,512 +11,114 @@ import math
 import os
 import resource
 import shutil
-import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import models.checkpoint
+import models
+from models import checkpoint as checkpoint_module
 from models import (
-    attention,
     export_weights,
     load_model,
     load_tokenizer,
+    meta_model,
     prompt_ids,
     random_init,
     save_model,
 )
-from models.checkpoint import build_model, tensor_names
-from models.random_init import SPECIAL_TOKENS, TINY_SDAR, byte_tokenizer, random_model
+from models.checkpoint import set_special_tokens
+from models.layers import RMSNorm, rope_tables
+from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
+from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HF = os.environ.get("CLEANDLLM_HF")
 needs_hf = pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 
-# head_dim is not hidden / heads
-CONFIG = TINY_SDAR | {
-    **{
-        "vocab_size": 160,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-    **{
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rope_theta": 1000000,
-        "mask_token_id": 151,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    },
-}
-SMALL = CONFIG | {
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "head_dim": 8,
-    "mask_token_id": 257,
-}
-MASK = SMALL["mask_token_id"]
+
+def golden(family):
+    """-> (content of config.json, {name: tensor}) of the official run"""
+    with safe_open(Path(__file__).parent / "golden" / f"{family}.safetensors", "pt") as file:
+        config = (file.metadata() or {}).get("config", "null")
+        return json.loads(config), {name: file.get_tensor(name) for name in file.keys()}
+
+
+GOLDEN = {family: golden(family) for family in ("llada", "dream", "llada2", "sdar_moe")}
+WIDE = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+WIDE |= dict(num_attention_heads=4, num_key_value_heads=2, rope_theta=1000000.0, mask_token_id=151)
+CONFIGS = {family: config for family, (config, _) in GOLDEN.items()}
+CONFIGS["dream"] = TINY_CONFIGS["tiny-dream"] | WIDE | dict(eos_token_id=150, pad_token_id=150)
+# head_dim is not hidden_size / heads
+CONFIGS["sdar"] = TINY_SDAR | WIDE | dict(head_dim=32, eos_token_id=1, pad_token_id=0)
+MASK = 257
+# as wide as the byte tokenizer needs, and else as small as possible
+SHRUNK = dict(vocab_size=264, hidden_size=16, intermediate_size=24, head_dim=8, block_size=4)
+SHRUNK |= dict(mask_token_id=MASK, eos_token_id=1, pad_token_id=0)
+SMALL = CONFIGS["sdar"] | SHRUNK
+EXPERTS = dict(moe_intermediate_size=8)
+SMALLS = {
+    "sdar": SMALL,
+    "sdar_moe": CONFIGS["sdar_moe"] | SHRUNK | EXPERTS,
+    "llada2": CONFIGS["llada2"] | SHRUNK | EXPERTS | dict(
+        rotary_dim=4, num_hidden_layers=2, num_experts=8, num_experts_per_tok=3),
+    "llada": TINY_CONFIGS["tiny-llada"] | dict(
+        d_model=16, mlp_hidden_size=24, n_layers=2, n_heads=2, n_kv_heads=2, rope_theta=500000.0),
+    "dream": CONFIGS["dream"] | dict(
+        vocab_size=264, hidden_size=32, intermediate_size=24, mask_token_id=MASK, eos_token_id=256,
+        pad_token_id=256, block_length=4),
+}  # fmt: skip
+each_family = pytest.mark.parametrize("family", SMALLS)
+BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2")
+
+
+def draw(model, rule):
+    """{official name: tensor}, fp64; norms and biases are not neutral, so that swapped ones
+    show.
+    """
+    stream, generator = np.random.RandomState(0), torch.Generator().manual_seed(0)
+    for name, value in sorted(tensor_names(model).items()):
+        shape = tuple(value.shape)
+        if rule == "dream":
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        else:
+            source = stream if rule == "llada" else np.random.RandomState(zlib.crc32(name.encode()))
+            noise = torch.from_numpy(np.asarray(source.standard_normal(shape)))
+        if name.endswith("bias"):
+            yield name, 0.2 * noise
+        elif noise.dim() == 1:
+            yield name, 1 + 0.2 * noise
+        elif rule == "dream" and "embed" in name:
+            yield name, noise
+        else:
+            is_head = rule == "dream" and "head" in name
+            yield name, noise * (2 if is_head else 1) / math.sqrt(shape[1])
 
 
 @torch.no_grad()
-def model_of(config=CONFIG, dtype=torch.float32, seed=0):
-    """Weights: matrices N(0, 1 / fan_in), norms 1 + 0.2 N(0, 1), so that swapped norms show."""
-    model = random_model(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for value in model.state_dict().values():
-        noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        value.copy_(1 + 0.2 * noise if value.dim() == 1 else noise / math.sqrt(value.shape[1]))
-    embedding = model.state_dict()["model.embed_tokens.weight"]
-    embedding.mul_(math.sqrt(config["hidden_size"]))
-    if not config["tie_word_embeddings"]:
-        model.state_dict()["lm_head.weight"].mul_(2)
-    model.eos_token_ids, model.pad_token_id = [1], 0
-    return model
+def model_of(config=SMALL, dtype=torch.float32, rule=None, is_rounded=False):
+    """A model with the weights of `draw`; is_rounded: to bf16, as official files, except
+    the bias.
+    """
+    model = materialize(build_model(config), "cpu")
+    for name, value in draw(model, rule):
+        value = value.float()
+        if is_rounded and not name.endswith("expert_bias"):
+            value = value.bfloat16()
+        tensor_names(model)[name].copy_(value)
+    return set_special_tokens(model.to(dtype))
+
+
+def small(family, dtype=torch.float64):
+    return model_of(SMALLS[family], dtype)
 
 
 def random_ids(B, T, vocab, seed=0):
     return torch.randint(2, vocab - 1, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-# --- the forward -------------------------------------------------------------------------------------------------------------
-
-
-def qwen3(model, attention="eager", **changes):
-    """transformers' Qwen3 with the same weights, loaded strictly by name."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-    raw = model.checkpoint_config
-    config = {
-        key: raw[key]
-        for key in [*keys.split(), "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
-    }
-    reference = Qwen3ForCausalLM(
-        Qwen3Config(**config | changes, attn_implementation=attention)
-    ).eval()
-    weights = model.state_dict()
-    assert weights.keys() == reference.state_dict().keys()
-    reference.load_state_dict(weights, strict=True)
-    return reference
-
-
-def additive(visible):
-    """[T, T] bool -> 4-D additive mask."""
-    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[
-        None, None
-    ]
-
-
-def block_causal(T, n):
-    return torch.tensor([[k // n <= q // n for k in range(T)] for q in range(T)])
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"block_size": 5}, {"num_key_value_heads": 4}, {"num_attention_heads": 6, "head_dim": 16}],
-)
-@torch.no_grad()
-def test_logits_equal_those_of_qwen3_under_a_block_causal_mask(attention, changes):
-    """fp32 logits within 1e-5 of Qwen3's, at lengths that are and are not multiples of the block."""
-    model = model_of(CONFIG | changes)
-    reference, n = qwen3(model, attention), model.block_length
-    for T in (1, 3, n, 22, 24, 61):
-        ids = random_ids(2, T, 150, seed=T)
-        want = reference(
-            input_ids=ids, attention_mask=additive(block_causal(T, n)).expand(2, 1, T, T)
-        ).logits
-        got = model.logits(ids)
-        assert got.dtype == torch.float32 and 1 < want.std() < 10
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_the_comparison_with_qwen3_sees_mistakes():
-    """Negative controls: a causal mask, another block length, another theta and swapped norms differ by far more than 1e-5."""
-    model, ids = model_of(), random_ids(2, 22, 150)
-    logits, causal = model.logits(ids), torch.ones(22, 22, dtype=torch.bool).tril()
-    far = lambda reference, visible: (
-        (reference(input_ids=ids, attention_mask=additive(visible)).logits - logits).abs().max()
-        > 1e-2
-    )
-    reference, right = qwen3(model), block_causal(22, 4)
-    assert not far(reference, right)
-    assert (
-        far(reference, causal)
-        and far(reference, block_causal(22, 8))
-        and far(reference, torch.ones_like(right))
-    )
-    assert far(qwen3(model, rope_theta=10000), right)
-    for a, b in [
-        ("self_attn.q_norm", "self_attn.k_norm"),
-        ("input_layernorm", "post_attention_layernorm"),
-    ]:
-        reference = qwen3(model)
-        for layer in reference.model.layers:
-            x, y = layer.get_submodule(a).weight, layer.get_submodule(b).weight
-            (
-                x.copy_(y),
-                y.copy_(
-                    dict(model.named_parameters())[
-                        f"model.layers.{layer.self_attn.layer_idx}.{a}.weight"
-                    ]
-                ),
-            )
-        assert far(reference, right), (a, b)
-
-
-@torch.no_grad()
-def test_a_token_sees_its_own_block_and_earlier_ones_only():
-    """'A token sees every token of its own block ... and of the blocks before it': changing one changes no earlier block."""
-    model, ids = model_of(), random_ids(1, 14, 150)
-    before = model.logits(ids)
-    for t in range(14):
-        changed = ids.clone()
-        changed[0, t] = (changed[0, t] + 1) % 150
-        after = model.logits(changed)
-        touched = (after != before).any(-1)[0]
-        assert touched.tolist() == [q // 4 >= t // 4 for q in range(14)]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
-def test_padding_does_not_change_logits(side):
-    """'positions and block grid follow valid_mask, so padding never shifts them': padded rows equal unpadded ones."""
-    model, T = model_of(CONFIG, torch.float64), 23
-    ids, valid = torch.zeros(4, T, dtype=torch.long), torch.zeros(4, T, dtype=torch.bool)
-    rows = [random_ids(1, length, 150, seed=length)[0] for length in (1, 6, 13, T)]
-    for i, row in enumerate(rows):
-        place = slice(T - len(row), T) if side == "left" else slice(0, len(row))
-        ids[i, place], valid[i, place] = row, True
-    padded = model.logits(ids, valid)
-    assert padded.isfinite().all()
-    for i, row in enumerate(rows):
-        torch.testing.assert_close(
-            padded[i, valid[i]], model.logits(row[None])[0], atol=1e-12, rtol=0
-        )
-    shifted = model.logits(ids)  # negative control: without the mask it does change
-    assert (
-        shifted[1, valid[1]] - model.logits(rows[1][None])[0]
-    ).abs().max() > 1e-3 or side == "right"
-
-
-@torch.no_grad()
-def test_bf16_models_compute_in_bf16_with_fp32_norms_and_angles():
-    """Logits come 'in the dtype of the model' and stay near fp32 at far positions, where a rounded angle would be noise."""
-    model, half = model_of(), model_of().bfloat16()
-    ids = random_ids(1, 600, 150)
-    want, got = model.logits(ids), half.logits(ids)
-    assert got.dtype == torch.bfloat16
-    error = (got.float() - want).abs()
-    assert error[0, -100:].mean() < 2 * error[0, :100].mean() < 0.2
-
-
-# --- masks -------------------------------------------------------------------------------------------------------------------
-
-
-def grids():
-    """(block numbers, validity, block length) of left-padded, right-padded and full rows, most lengths not multiples of n."""
-    for n in (1, 3, 4):
-        for T in (1, 4, 10, 11):
-            lengths = [T, max(1, T - 3), max(1, T // 2), 1]
-            left = torch.tensor([[t >= T - length for t in range(T)] for length in lengths])
-            for valid in (left, left.flip(1)):
-                yield ((valid.long().cumsum(1) - 1).clamp(min=0)) // n, valid, n
-
-
-def test_block_causal_mask_against_loops():
-    """'a query sees the valid keys of its own block and of earlier ones'; padding sees something, never nothing."""
-    for block, valid, _ in grids():
-        mask = attention.block_causal(block, valid).dense()
-        B, T = block.shape
-        for b in range(B):
-            for q in range(T):
-                for k in range(T):
-                    if valid[b, q]:
-                        assert mask[b, q, k] == bool(valid[b, k] and block[b, k] <= block[b, q]), (
-                            b,
-                            q,
-                            k,
-                        )
-        assert mask.any(-1).all()
-
-
-def test_two_copy_mask_against_loops():
-    """'noisy sees noisy keys of its own block and clean keys of earlier blocks; clean sees clean keys up to its own block'."""
-    for block, valid, _ in grids():
-        B, T = block.shape
-        for start in sorted({0, 1, T // 2, T - 1} & set(range(T))):
-            mask = attention.two_copy(block, valid, start).dense()
-            columns = [(True, t) for t in range(start, T)] + [(False, t) for t in range(T)]
-            assert mask.shape == (B, len(columns), len(columns)) and mask.any(-1).all()
-            for b in range(B):
-                for i, (q_noisy, q) in enumerate(columns):
-                    for j, (k_noisy, k) in enumerate(columns):
-                        if not valid[b, q]:
-                            continue
-                        if q_noisy and k_noisy:
-                            want = block[b, q] == block[b, k]
-                        elif q_noisy:
-                            want = block[b, k] < block[b, q]
-                        else:
-                            want = not k_noisy and block[b, k] <= block[b, q]
-                        assert mask[b, i, j] == bool(want and valid[b, k]), (
-                            b,
-                            start,
-                            columns[i],
-                            columns[j],
-                        )
-
-
-def test_two_copy_mask_row_sums():
-    """A noised row of block b sees min(N, L - bN) + bN keys, a clean row min((b + 1)N, L)."""
-    for L, n in [(22, 4), (3, 4), (12, 4), (7, 3)]:
-        block = (torch.arange(L) // n)[None]
-        sums = (
-            attention.two_copy(block, torch.ones(1, L, dtype=torch.bool), 0)
-            .dense()[0]
-            .sum(-1)
-            .tolist()
-        )
-        noisy = [min(n, L - t // n * n) + t // n * n for t in range(L)]
-        assert sums == noisy + [min((t // n + 1) * n, L) for t in range(L)]
-
-
-# --- logps -------------------------------------------------------------------------------------------------------------------
-
-
-def ragged(lengths, side, T=None, seed=0):
-    """Rows of random clean ids, noised at about half of the places -> clean, noisy, score (noised places), valid."""
-    T = T or max(lengths)
-    clean, valid = (
-        torch.zeros(len(lengths), T, dtype=torch.long),
-        torch.zeros(len(lengths), T, dtype=torch.bool),
-    )
-    generator = torch.Generator().manual_seed(seed)
-    for i, length in enumerate(lengths):
-        first = {"left": T - length, "right": 0, "ragged": (T - length) // 2}[side]
-        clean[i, first : first + length] = torch.randint(2, MASK, (length,), generator=generator)
-        valid[i, first : first + length] = True
-    noised = (torch.rand(clean.shape, generator=generator) < 0.5) & valid
-    return clean, clean.masked_fill(noised, MASK), noised, valid
-
-
-def naive_logps(model, clean, noisy, score, valid, temperature=1.0):
-    """Block by block: a block-causal pass over [clean earlier blocks, noised block], softmax of all logits but the mask's."""
-    n, out, entropies = model.block_length, {}, {}
-    for b in range(len(clean)):
-        place = valid[b].nonzero()[:, 0].tolist()
-        for start in range(0, len(place), n):
-            here = place[start : start + n]
-            if not score[b, here].any():
-                continue
-            logits = (
-                model.logits(torch.cat([clean[b, place[:start]], noisy[b, here]])[None])[0, start:]
-                / temperature
-            )
-            logits = torch.cat(
-                [logits[:, :MASK], logits[:, MASK:] * 0 - 1e30, logits[:, MASK + 1 :]], -1
-            )
-            log_p = logits.log_softmax(-1)
-            for j, t in enumerate(here):
-                if score[b, t]:
-                    out[b, t], entropies[b, t] = (
-                        log_p[j, clean[b, t]],
-                        -(log_p[j].exp() * log_p[j]).sum(),
-                    )
-    return out, entropies
-
-
-def score_masks(noised, valid):
-    """The kinds of places that methods score."""
-    one = torch.zeros_like(valid)
-    one[-1, valid[-1].nonzero()[-1]] = True
-    late = noised & (torch.arange(valid.shape[1]) >= valid.shape[1] // 2)
-    first_row = noised.clone()
-    first_row[1:] = False
-    return {
-        "noised": noised,
-        "all valid": valid,
-        "clean": valid & ~noised,
-        "one": one,
-        "late": late,
-        "first row": first_row,
-    }
-
-
-KINDS = ["noised", "all valid", "clean", "one", "late", "first row"]
-
-
-@pytest.mark.parametrize("side", ["left", "right", "ragged"])
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_logps_of_a_block_are_those_of_a_pass_over_its_clean_past(side, kind):
-    """'Log-probabilities of clean tokens where a block is noised, given its noisy self and the clean blocks before it'."""
-    model = model_of(SMALL, torch.float64)
-    clean, noisy, noised, valid = ragged([22, 3, 9, 16, 13], side)
-    score = score_masks(noised, valid)[kind]
-    for temperature in (1.0, 0.6):
-        logps, entropies = model.logps(
-            clean, noisy, score, valid, temperature=temperature, entropy=True
-        )
-        want, want_entropies = naive_logps(model, clean, noisy, score, valid, temperature)
-        assert len(want) == score.sum() > 0
-        for place in want:
-            torch.testing.assert_close(logps[place], want[place], atol=1e-12, rtol=0)
-            torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-12, rtol=0)
-        assert (
-            (logps[~score] == 0).all()
-            and (entropies[~score] == 0).all()
-            and (logps[score] < 0).all()
-        )
-
-
-@torch.no_grad()
-def test_logps_are_fp32_and_bf16_weights_stay_close():
-    """'-> [B, T] fp32' whatever the weights; without valid_mask all tokens are valid."""
-    clean, noisy, score, valid = ragged([22, 22], "right")
-    exact = model_of(SMALL, torch.float64).logps(clean, noisy, score)
-    single, half = (
-        model_of(SMALL).logps(clean, noisy, score),
-        model_of(SMALL, torch.bfloat16).logps(clean, noisy, score, valid),
-    )
-    assert single.dtype == half.dtype == torch.float32
-    torch.testing.assert_close(single.double(), exact, atol=1e-4, rtol=0)
-    assert (half - exact).abs().mean() < 0.2
-
-
-@pytest.mark.parametrize("side", ["left", "right", "ragged"])
-@torch.no_grad()
-def test_logps_do_not_depend_on_padding_or_other_rows(side):
-    """'padding never shifts them': a row alone gives the same as inside a padded batch."""
-    model = model_of(SMALL, torch.float64)
-    clean, noisy, score, valid = ragged([22, 1, 9, 16, 13], side, T=25)
-    together = model.logps(clean, noisy, score, valid)
-    for i in range(len(clean)):
-        alone = model.logps(*(x[i, valid[i]][None] for x in (clean, noisy, score)))
-        torch.testing.assert_close(together[i, valid[i]], alone[0], atol=1e-12, rtol=0)
-    junk = torch.where(valid, clean, 7), torch.where(valid, noisy, 9)
-    assert torch.equal(
-        model.logps(*junk, score, valid), together
-    )  # what stands on padding does not matter
-
-
-@torch.no_grad()
-def test_logps_leak_nothing():
-    """A clean token of block b reaches later blocks alone, and a noisy token of block b reaches block b alone, bit for bit."""
-    model, T, n = model_of(SMALL, torch.float64), 18, 4
-    clean, noisy, _, _ = ragged([T], "right")
-    score = torch.ones_like(clean, dtype=torch.bool)
-    before = model.logps(clean, noisy, score)[0]
-    block = torch.arange(T) // n
-    for t in range(T):
-        changed = clean.clone()
-        changed[0, t] = 2 + (clean[0, t] - 1) % (MASK - 2)
-        same = model.logps(changed, noisy, score)[0] == before
-        assert same[
-            (block <= block[t]) & (torch.arange(T) != t)
-        ].all()  # t itself is another target
-        assert not same[block > block[t]].any()
-        changed = noisy.clone()
-        changed[0, t] = MASK if noisy[0, t] != MASK else clean[0, t]
-        if noisy[0, t] == MASK:
-            changed[0, t] = clean[0, t]
-        same = model.logps(clean, changed, score)[0] == before
-        assert same[block != block[t]].all() and not same[block == block[t]].any()
-
-
-@torch.no_grad()
-def test_the_mask_token_has_no_probability():
-    """'The mask token has probability 0': its row of the head changes nothing."""
-    model = model_of(SMALL, torch.float64)
-    clean, noisy, score, valid = ragged([12, 7], "left")
-    before = model.logps(clean, noisy, score, valid)
-    model.lm_head.weight[MASK] *= 50
-    assert torch.equal(model.logps(clean, noisy, score, valid), before)
-
-
-def grads(model, loss):
-    return dict(
-        zip(
-            dict(model.named_parameters()),
-            torch.autograd.grad(loss, list(model.parameters())),
-            strict=True,
-        )
-    )
-
-
-def test_gradient_of_logps_against_full_logits():
-    """Gradients of a weighted sum of log-probabilities and entropies, to 1e-10 of naive passes in fp64, for every parameter."""
-    model = model_of(SMALL, torch.float64)
-    clean, noisy, score, valid = ragged([10, 3, 7], "left")
-    a, b = torch.randn(
-        2, *clean.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
-    )
-    logps, entropies = model.logps(clean, noisy, score, valid, temperature=0.8, entropy=True)
-    got = grads(model, (a * logps + b * entropies).sum())
-    want, want_entropies = naive_logps(model, clean, noisy, score, valid, temperature=0.8)
-    want = grads(model, sum(a[p] * want[p] + b[p] * want_entropies[p] for p in want))
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], atol=1e-10, rtol=1e-10, msg=name)
-        assert want[name].abs().max() > 1e-4, name
-
-
-def test_activation_checkpointing_changes_no_gradient():
-    model = model_of(SMALL, torch.float64)
-    clean, noisy, score, valid = ragged([10, 3, 7], "right")
-    plain = grads(model, model.logps(clean, noisy, score, valid).sum())
-    passes = []
-    hook = model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: passes.append(1))
-    model.activation_checkpointing = True
-    again = grads(model, model.logps(clean, noisy, score, valid).sum())
-    hook.remove()
-    assert len(passes) == 2  # it did compute the layer again
-    for name in plain:
-        torch.testing.assert_close(again[name], plain[name], atol=1e-14, rtol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_nothing_scored_keeps_the_graph(padded):
-    """A rank without scored rows takes part in the backward pass: zero gradients, not an error."""
-    model = model_of(SMALL, torch.float64)
-    clean, noisy, score, valid = ragged([10, 3], "left")
-    logps = model.logps(clean, noisy, torch.zeros_like(score), valid if padded else None)
-    assert torch.equal(logps, torch.zeros(2, 10, dtype=torch.float64))
-    logps.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-# --- checkpoints -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture
-def saved(tmp_path, tokenizer):
-    """(model, directory of its checkpoint)"""
-    model = model_of(SMALL)
-    save_model(model, tmp_path / "checkpoint", tokenizer)
-    return model, tmp_path / "checkpoint"
-
-
-def assert_same_weights(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    assert a.keys() == b.keys()
-    for name in a:
-        same = a[name].dtype == b[name].dtype and torch.equal(a[name], b[name])
-        assert same, name
 
 
 def exits_with_one_line(*words):
@@ -522,359 +126,605 @@ def exits_with_one_line(*words):
     return pytest.raises(SystemExit, match="^" + "".join(f"(?=.*{word})" for word in words) + ".*$")
 
 
-def test_a_saved_model_loads_bit_for_bit(saved):
-    model, directory = saved
-    loaded = load_model(directory)
-    assert_same_weights(model, loaded)
-    assert (
-        loaded.checkpoint_config == SMALL
-        and loaded.eos_token_ids == [1]
-        and loaded.pad_token_id == 0
-    )
-    assert (loaded.mask_token_id, loaded.block_length) == (MASK, 4)
-    assert load_tokenizer(directory).get_vocab() == byte_tokenizer().get_vocab()
-    ids = random_ids(2, 9, MASK)
-    assert torch.equal(loaded.logits(ids), model.logits(ids))
-    assert load_model(directory, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
-    assert sorted(os.listdir(directory.parent)) == ["checkpoint"]  # nothing temporary is left
+def assert_same_weights(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-def test_tensors_keep_the_dtype_of_the_config(tmp_path, tokenizer):
-    """'Tensors keep the dtype that config.json names', fp32 masters included."""
-    model = model_of(SMALL | {"torch_dtype": "bfloat16"})
-    save_model(model, tmp_path / "a", tokenizer)
-    held = load_file(tmp_path / "a/model.safetensors")
-    assert {value.dtype for value in held.values()} == {torch.bfloat16}
-    assert_same_weights(load_model(tmp_path / "a", dtype=torch.bfloat16), model.bfloat16())
-
-
-def test_several_end_tokens_survive(tmp_path, tokenizer):
-    model = model_of(SMALL)
-    model.eos_token_ids, model.pad_token_id = [5, 1], 1
-    save_model(model, tmp_path / "a", tokenizer)
-    loaded = load_model(tmp_path / "a")
-    assert (loaded.eos_token_ids, loaded.pad_token_id) == ([5, 1], 1)
-
-
-def qwen3_config(directory, config):
-    """The config.json of a Qwen3 with the same weights."""
-    raw = json.loads((directory / "config.json").read_text())
-    raw |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | config
-    (directory / "config.json").write_text(json.dumps(raw))
+# --- the official code ---------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_bf16_argmax_agrees_with_qwen3():
-    model = model_of(CONFIG)
-    reference, n = qwen3(model, "sdpa"), model.block_length
-    ids = random_ids(40, 24, CONFIG["vocab_size"])
-    mask = additive(block_causal(24, n)).expand(40, 1, 24, 24)
-    want = reference.bfloat16()(input_ids=ids, attention_mask=mask.bfloat16()).logits
-    agreement = (want.argmax(-1) == model.bfloat16().logits(ids).argmax(-1)).float().mean()
-    assert agreement >= 0.97, agreement
+def golden_errors(family, model=None):
+    """-> {case: largest fp32 difference from the official outputs}"""
+    config, want = CONFIGS[family], GOLDEN[family][1]
+    model = model or model_of(config, rule=family)
+    largest = lambda got, want: (got - want).abs().max().item()
+    if family == "dream":
+        errors = {"plain": largest(model.logits(want["input_ids"]), want["logits"])}
+        for side in ("left", "right"):
+            # At the first token of a left-padded row the official code takes the state of padding.
+            valid = want[f"{side}.valid"].bool()
+            late = valid & (valid.cumsum(1) > 1)
+            got = model.logits(want[f"{side}.input_ids"], valid)
+            errors[side] = largest(got[late], want[f"{side}.logits"][late])
+        return errors
+    ids = want["ids"].long()
+    errors = {"plain": largest(model.logits(ids), want["logits"])}
+    if family == "llada":
+        valid = want["attention_mask"]
+        padded = model.logits(want["padded_ids"].long(), valid)
+        far = model.logits(want["long_ids"].long())[:, -16:]
+        errors |= {"padded": largest(padded[valid], want["padded_logits"])}
+        return errors | {"far": largest(far, want["long_logits"])}
+    logps = model.logps(ids, want["noisy_ids"], torch.ones_like(ids, dtype=torch.bool))
+    return errors | {"logps of [noisy | clean]": largest(logps, want["logps"])}
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 32, 17000])
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_reads_what_we_save(tmp_path, tokenizer, monkeypatch, shard_bytes, tied):
-    """Names strict both ways; one file or shards with an index; with a tied head too. And ours reads its own."""
+@pytest.mark.parametrize("family", GOLDEN)
+def test_outputs_are_the_official_ones(family):
+    assert 0.9 < GOLDEN[family][1]["logits"].std() < 10
+    for case, error in golden_errors(family).items():
+        assert error <= 1e-5, (case, error)
+
+
+def test_shared_key_heads_of_llada_are_the_official_ones():
+    model = model_of(CONFIGS["llada"] | {"n_kv_heads": 2}, rule="llada")
+    want = GOLDEN["llada"][1]
+    torch.testing.assert_close(
+        model.logits(want["ids"].long()), want["gqa_logits"], atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+@torch.no_grad()
+def test_bf16_outputs_agree_with_the_official_ones(family):
+    """Argmax of at least 97 %; LLaDA2's logits are cast to fp32 after the head."""
+    config, want = GOLDEN[family]
+    rounded = family in ("llada2", "sdar_moe")
+    model = model_of(CONFIGS[family], torch.bfloat16, family, is_rounded=rounded)
+    ids = want["input_ids" if family == "dream" else "ids"].long()
+    got, want = model.logits(ids), want["logits_bf16" if rounded else "bf16_logits"]
+    assert got.dtype == (torch.float32 if family == "llada2" else torch.bfloat16)
+    assert (got.argmax(-1) == want.argmax(-1)).float().mean() >= 0.97
+    assert (got.float() - want.float()).abs().quantile(0.97) <= 0.1
+
+
+def block_causal(T, n):
+    return torch.tensor([[k // n <= q // n for k in range(T)] for q in range(T)])
+
+
+def additive(visible):
+    """[T, T] bool -> 4-D additive mask"""
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    return mask[None, None]
+
+
+def qwen3(directory, **changes):
+    """transformers' Qwen3, loaded strictly from a directory of save_model -> function"""
     from transformers import Qwen3ForCausalLM
 
-    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", shard_bytes)
-    directory = tmp_path / "checkpoint"
-    model = model_of(SMALL | {"tie_word_embeddings": tied})
-    if tied:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    save_model(model, directory, tokenizer)
-    assert_same_weights(load_model(directory), model)
-    if shard_bytes < 1 << 32:
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        held = {
-            file.name: set(safe_open(file, "pt").keys()) for file in directory.glob("*.safetensors")
-        }
-        assert len(held) >= 3 and not (directory / "model.safetensors").exists()
-        assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
-        assert index["metadata"]["total_size"] == sum(
-            4 * value.numel() for value in tensor_names(model).values()
-        )
-        assert all(
-            sum(4 * tensor_names(model)[name].numel() for name in names) <= shard_bytes
-            for names in held.values()
-        )
-    qwen3_config(directory, {})
+    raw = json.loads((directory / "config.json").read_text())
+    raw |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | changes
+    (directory / "config.json").write_text(json.dumps(raw))
     reference, report = Qwen3ForCausalLM.from_pretrained(
-        directory, output_loading_info=True, attn_implementation="eager"
+        directory, output_loading_info=True, attn_implementation="sdpa"
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_weights(reference, model)
+    mask = lambda ids, seen: additive(seen).expand(len(ids), 1, *seen.shape)
+    return lambda ids, seen: reference(input_ids=ids, attention_mask=mask(ids, seen)).logits
 
 
-def test_we_read_what_transformers_saves(tmp_path, tokenizer):
-    """The other way: safetensors written by Qwen3ForCausalLM.save_pretrained, in shards, load strictly."""
-    model = model_of(SMALL)
-    qwen3(model).save_pretrained(tmp_path, max_shard_size="5KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    assert_same_weights(load_model(tmp_path), model)
+@pytest.mark.parametrize(
+    "change", [{}, {"num_key_value_heads": 4}, {"tie_word_embeddings": True}, {"block_size": 5}]
+)
+@torch.no_grad()
+def test_transformers_qwen3_reads_what_we_save(tmp_path, change, monkeypatch):
+    """Strictly, from shards; under a block-causal mask its logits equal SDAR's. Controls: masks,
+    theta.
+    """
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 90000)
+    model = model_of(CONFIGS["sdar"] | change)
+    save_model(model, tmp_path / "a", None)
+    assert len(list((tmp_path / "a").glob("model-*.safetensors"))) >= 3
+    reference, n = qwen3(tmp_path / "a"), model.block_length
+    for T in (1, n, 22, 61):
+        ids = random_ids(2, T, 150, seed=T)
+        want = reference(ids, block_causal(T, n))
+        torch.testing.assert_close(model.logits(ids), want, atol=1e-5, rtol=0)
+    far = lambda want: (want - model.logits(ids)).abs().max() > 1e-2
+    causal = torch.ones(61, 61, dtype=torch.bool).tril()
+    assert far(reference(ids, causal)) and far(reference(ids, block_causal(61, 8)))
+    assert far(qwen3(tmp_path / "a", rope_theta=10000)(ids, block_causal(61, n)))
 
 
-def test_a_tied_head_is_one_parameter(tmp_path, tokenizer):
-    """tie_word_embeddings: the head is the embedding, in a fresh model and in a loaded one, and is stored once."""
-    config = SMALL | {"tie_word_embeddings": True}
-    model = random_model(config)
-    model.eos_token_ids, model.pad_token_id = [1], 0
-    save_model(model, tmp_path / "a", tokenizer)
-    assert "lm_head.weight" not in load_file(tmp_path / "a/model.safetensors")
-    loaded = load_model(tmp_path / "a")
-    fresh_is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-    loaded_is_tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert (fresh_is_tied, loaded_is_tied) == (True, True)
-    ids = random_ids(1, 9, MASK)
+@pytest.mark.parametrize("round_first", [False, True])
+@torch.no_grad()
+def test_norms_and_tables_round_where_the_official_code_does(round_first):
+    """In bf16 a norm rounds before the weight, or once, after it (SDAR); angles are never
+    rounded.
+    """
+    x = (3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
+    norm = RMSNorm(16, 1e-5, round_first).bfloat16()
+    norm.weight.copy_(torch.linspace(0.5, 1.7, 16))
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    before, after = norm.weight * y.bfloat16(), (norm.weight.float() * y).bfloat16()
+    want, other = (before, after) if round_first else (after, before)
+    assert torch.equal(norm(x), want) and not torch.equal(norm(x), other)
+    assert not small("sdar").model.norm.round_first and small("llada2").model.norm.round_first
+    at = torch.tensor([[0, 63, 1023, 4095]])
+    exact = torch.outer(at[0].double(), 1e6 ** -(torch.arange(0, 64, 2).double() / 64))
+    cos, sin = rope_tables(at, 64, lambda exponent: 1 / 1e6**exponent, torch.bfloat16)
+    for table, want in ((cos, exact.cos()), (sin, exact.sin())):
+        assert (table[0, 0].double() - torch.cat([want, want], -1)).abs().max() < 0.004
+
+
+# --- visibility, padding, shift ------------------------------------------------------------------
+
+
+@each_family
+@torch.no_grad()
+def test_a_token_reaches_its_own_block_and_later_ones_or_all(family):
+    model, ids = small(family), random_ids(1, 14, MASK)
+    before = model.logits(ids)
+    for t in range(14):
+        changed = ids.clone()
+        changed[0, t] = (changed[0, t] + 1) % MASK
+        moved = (model.logits(changed) - before).abs().amax(-1)[0]
+        reached = [family not in BLOCK_CAUSAL or q // 4 >= t // 4 for q in range(14)]
+        assert (moved > 1e-6).tolist() == (moved > 1e-13).tolist() == reached
+
+
+def ragged(lengths, side="left", T=None, seed=0):
+    """Rows of random ids, about half of them noised -> clean, noisy, score (noised places),
+    valid
+    """
+    T, generator = T or max(lengths), torch.Generator().manual_seed(seed)
+    valid = torch.zeros(len(lengths), T, dtype=torch.bool)
+    for row, length in zip(valid, lengths, strict=True):
+        first = {"left": T - length, "right": 0, "middle": (T - length) // 2}.get(side)
+        scattered = torch.randperm(T, generator=generator)[:length]
+        row[scattered if first is None else torch.arange(first, first + length)] = True
+    clean = torch.randint(2, MASK, valid.shape, generator=generator) * valid
+    score = (torch.rand(clean.shape, generator=generator) < 0.5) & valid
+    return clean, clean.masked_fill(score, MASK), score, valid
+
+
+@each_family
+@pytest.mark.parametrize("side", ["left", "right", "middle", "scattered"])
+@torch.no_grad()
+def test_a_padded_row_equals_the_row_alone(family, side):
+    """Logits and log-probabilities depend on neither padding, nor its content, nor other rows."""
+    model = small(family)
+    clean, noisy, score, valid = ragged([22, 1, 9, 16], side, T=24)
+    logits, logps = model.logits(noisy, valid), model.logps(clean, noisy, score, valid)
+    assert logits.isfinite().all()
+    for i, row in enumerate(valid):
+        alone = [x[i, row][None] for x in (clean, noisy, score)]
+        torch.testing.assert_close(logits[i, row], model.logits(alone[1])[0], atol=1e-12, rtol=0)
+        torch.testing.assert_close(logps[i, row], model.logps(*alone)[0], atol=1e-12, rtol=0)
+    junk = torch.where(valid, clean, 7), torch.where(valid, noisy, 9)
+    torch.testing.assert_close(model.logps(*junk, score, valid), logps, atol=1e-12, rtol=0)
+    seen = (model.logits(noisy)[1, valid[1]] - logits[1, valid[1]]).abs().max()  # the control
+    assert seen > 1e-3 or side == "right" and family in BLOCK_CAUSAL
+
+
+def test_dream_shifts_by_one_valid_token():
+    """Row i is that of the last valid token before i; a first token, also of a document, keeps its
+    own.
+    """
+    model, (_, _, _, valid) = small("dream"), ragged([14, 2, 6, 9], "scattered")
+    document = torch.arange(14).expand(4, 14) // 5
+    hidden = torch.arange(4 * 14.0).view(4, 14, 1)
+    for documents in (None, document):
+        got = model.align(hidden, valid, documents)
+        for b, row in enumerate(valid.tolist()):
+            for t in range(14):
+                before = [s for s in range(t) if row[s]]
+                if documents is not None:
+                    before = [s for s in before[-1:] if document[b, s] == document[b, t]]
+                assert not row[t] or got[b, t] == hidden[b, before[-1] if before else t]
+
+
+# --- log-probabilities ---------------------------------------------------------------------------
+
+
+def naive_logps(model, clean, noisy, score, valid, temperature=1.0):
+    """{place: logp}, {place: entropy}, by passes over [clean blocks before, noisy block] of one
+    row; for bidirectional models over the noisy row.
+    """
+    out, entropies = {}, {}
+    for b, row in enumerate(valid):
+        place = row.nonzero()[:, 0].tolist()
+        n = model.block_length if model.attention == "block-causal" else len(place)
+        for start in range(0, len(place), n):
+            here = place[start : start + n]
+            ids = torch.cat([clean[b, place[:start]], noisy[b, here]])[None]
+            logits = model.logits(ids)[0, start:] / temperature
+            keep = torch.arange(logits.shape[-1]) != MASK
+            log_p = logits.masked_fill(~keep, -1e30).log_softmax(-1)
+            for j, t in enumerate(here):
+                if score[b, t]:
+                    out[b, t] = log_p[j, clean[b, t]]
+                    entropies[b, t] = -(log_p[j].exp() * log_p[j]).sum()
+    return out, entropies
+
+
+def score_masks(noised, valid):
+    """The kinds of places that methods score."""
+    one, first_row = torch.zeros_like(valid), noised.clone()
+    one[-1, valid[-1].nonzero()[-1]] = True
+    first_row[1:] = False
+    late = noised & (torch.arange(valid.shape[1]) >= valid.shape[1] // 2)
+    return [noised, valid, valid & ~noised, one, late, first_row]
+
+
+@each_family
+@pytest.mark.parametrize("side", ["left", "middle"])
+@torch.no_grad()
+def test_logps_are_those_of_a_pass_over_the_clean_past(family, side):
+    model = small(family)
+    clean, noisy, noised, valid = ragged([22, 3, 9, 16], side)
+    clean[0, valid[0].nonzero()[-1]] = 260  # a target after the mask token
+    for number, score in enumerate(score_masks(noised, valid)):
+        rows, options = (clean, noisy, score, valid), {"temperature": 1.0 if number % 2 else 0.6}
+        logps, entropies = model.logps(*rows, **options, entropy=True)
+        want, want_entropies = naive_logps(model, *rows, **options)
+        assert len(want) == score.sum() > 0
+        for place in want:
+            torch.testing.assert_close(logps[place], want[place], atol=1e-11, rtol=0)
+            torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-11, rtol=0)
+        assert not logps[~score].any() and not entropies[~score].any() and (logps[score] < 0).all()
+    model.lm_head.weight[MASK] *= 50  # the mask token has probability 0
+    assert torch.equal(model.logps(*rows, **options), logps)
+    half = model_of(SMALLS[family], torch.bfloat16).logps(clean, noisy, valid, valid)
+    single = model_of(SMALLS[family]).logps(clean, noisy, valid, valid)
+    assert half.dtype == single.dtype == torch.float32 and (half - single).abs().mean() < 0.3
+
+
+def gradients(model, loss):
+    names = dict(model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+
+@each_family
+def test_gradients_of_logps_are_those_of_full_logits(family):
+    """Of a weighted sum of log-probabilities and entropies, fp64; checkpointing changes nothing."""
+    model = small(family)
+    rows = ragged([10, 3, 7])
+    generator = torch.Generator().manual_seed(4)
+    a, b = torch.randn(2, *rows[0].shape, generator=generator, dtype=torch.float64)
+    want, entropies = naive_logps(model, *rows, temperature=0.8)
+    want = gradients(model, sum(a[p] * want[p] + b[p] * entropies[p] for p in want))
+    passes = []
+    model.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    for model.activation_checkpointing in (False, True):
+        passes.clear()
+        logps, entropies = model.logps(*rows, temperature=0.8, entropy=True)
+        got = gradients(model, (a * logps + b * entropies).sum())
+        assert len(passes) == 1 + model.activation_checkpointing
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], atol=1e-9, rtol=1e-9, msg=name)
+            assert want[name].abs().max() > 1e-5, name
+
+
+@each_family
+def test_nothing_scored_keeps_the_graph(family):
+    """A rank without scored rows takes part in the backward pass: zero gradients, not an error."""
+    model = small(family)
+    clean, noisy, score, valid = ragged([10, 3])
+    for mask in (None, valid):
+        logps = model.logps(clean, noisy, torch.zeros_like(score), mask)
+        assert not logps.any()
+        logps.sum().backward()
+        used = [p for name, p in model.named_parameters() if ".experts." not in name]
+        assert all(p.grad is not None and not p.grad.any() for p in used)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+@each_family
+@pytest.mark.parametrize("shard_bytes", [1 << 32, 17000])
+def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family, shard_bytes):
+    """One file or shards with their index; on disk every expert has its own official tensors."""
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", shard_bytes)
+    model, directory = small(family, torch.float32), tmp_path / "a"
+    model.eos_token_ids, model.pad_token_id = [5, 1], 1
+    save_model(model, directory, byte_tokenizer())
+    held = {file.name: load_file(file) for file in directory.glob("*.safetensors")}
+    flat = {name: value for tensors in held.values() for name, value in tensors.items()}
+    assert flat.keys() == tensor_shapes(model).keys() == dict(export_weights(model)).keys()
+    assert not any("gate_up" in name for name in flat)
+    if family in ("llada2", "sdar_moe"):
+        gate, up = model.layers[1].mlp.experts.gate_up[3].chunk(2)
+        stem = "model.layers.1.mlp.experts.3."
+        assert torch.equal(flat[stem + "gate_proj.weight"], gate)
+        assert torch.equal(flat[stem + "up_proj.weight"], up)
+    if shard_bytes < 1 << 32:
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        assert {n: file for file, tensors in held.items() for n in tensors} == index["weight_map"]
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in flat.values())
+        sizes = [sum(v.nbytes for v in tensors.values()) for tensors in held.values()]
+        assert len(held) >= 2 and max(sizes) <= max(
+            shard_bytes, max(v.nbytes for v in flat.values())
+        )
+    loaded = load_model(directory)
+    assert_same_weights(loaded, model)
+    assert (loaded.eos_token_ids, loaded.pad_token_id, loaded.mask_token_id) == ([5, 1], 1, MASK)
+    assert loaded.checkpoint_config == SMALLS[family] and loaded.block_length == 4
+    ids = random_ids(2, 9, MASK)
     assert torch.equal(loaded.logits(ids), model.logits(ids))
+    assert load_model(directory, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+    assert load_tokenizer(directory).get_vocab() == byte_tokenizer().get_vocab()
+    assert os.listdir(tmp_path) == ["a"]  # nothing temporary is left
+    parts = tensor_parts(model).values()
+    assert len(parts) == len({(id(value), str(index)) for value, index in parts})
 
 
-def test_export_weights_gives_official_names_and_full_tensors():
-    model = model_of(SMALL)
-    exported = dict(export_weights(model))
-    assert exported.keys() == model.state_dict().keys()
-    assert all(
-        torch.equal(exported[name], value) and not exported[name].requires_grad
-        for name, value in model.state_dict().items()
-    )
-    assert {value.dtype for _, value in export_weights(model, torch.bfloat16)} == {torch.bfloat16}
+def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
+    """Tensors are bf16 as config.json says, but expert biases fp32; a tied head is stored once."""
+    model = model_of(SMALLS["llada2"] | {"torch_dtype": "bfloat16"}, is_rounded=True)
+    save_model(model, tmp_path / "a", None)
+    held, gate = load_file(tmp_path / "a/model.safetensors"), model.layers[1].mlp.gate
+    wide = [name for name, value in held.items() if value.dtype != torch.bfloat16]
+    assert wide == ["model.layers.1.mlp.gate.expert_bias"]
+    assert not torch.equal(gate.expert_bias, gate.expert_bias.bfloat16().float())
+    assert_same_weights(load_model(tmp_path / "a"), model)
+    half = load_model(tmp_path / "a", dtype=torch.bfloat16)
+    assert_same_weights(half.layers[1].mlp.gate, gate)
+    assert half.lm_head.weight.dtype == half.layers[1].mlp.experts.down.dtype == torch.bfloat16
+    assert torch.equal(dict(export_weights(model, torch.bfloat16))[wide[0]], gate.expert_bias)
+    tied = set_special_tokens(random_model(SMALL | {"tie_word_embeddings": True}))
+    save_model(tied, tmp_path / "b", None)
+    assert "lm_head.weight" not in load_file(tmp_path / "b/model.safetensors")
+    for one in (tied, load_model(tmp_path / "b")):
+        assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert_same_weights(load_model(tmp_path / "b"), tied)
 
 
-def rewrite(directory, change):
-    """Apply a function to the tensors of a checkpoint."""
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Directory of a checkpoint in shards."""
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 17000)
+    save_model(model_of(), tmp_path / "checkpoint", byte_tokenizer())
+    return tmp_path / "checkpoint"
 
 
 NORM = "model.layers.1.self_attn.q_norm.weight"
 
 
-def test_a_missing_tensor_stops_loading(saved):
-    rewrite(saved[1], lambda tensors: tensors.pop(NORM))
-    with exits_with_one_line(f"missing {NORM}", "checkpoint"):
-        load_model(saved[1])
+def tensors(change):
+    """A damage: a function of the tensors in the shard of NORM."""
+
+    def damage(directory):
+        path = shard_of(directory, NORM)
+        held = load_file(path)
+        change(held)
+        save_file(held, path, {"format": "pt"})
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        for name in held.keys() - index["weight_map"].keys():
+            index["weight_map"][name] = path.name
+        for name in index["weight_map"].keys() - held.keys():
+            if index["weight_map"][name] == path.name:
+                index["weight_map"].pop(name)
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
 
 
-def test_a_missing_head_stops_loading(saved):
-    rewrite(saved[1], lambda tensors: tensors.pop("lm_head.weight"))
-    with exits_with_one_line("missing lm_head.weight"):
-        load_model(saved[1])
+def shard_of(directory, name):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / index["weight_map"][name]
 
 
-def test_an_extra_tensor_stops_loading(saved):
-    rewrite(
-        saved[1],
-        lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}),
-    )
-    with exits_with_one_line("extra model.layers.2.mlp.up_proj.weight"):
-        load_model(saved[1])
+def cut(size):
+    def damage(directory):
+        path = shard_of(directory, NORM)
+        path.write_bytes(path.read_bytes()[:size])
+
+    return damage
 
 
-def test_a_misshapen_tensor_stops_loading(saved):
-    rewrite(
-        saved[1], lambda tensors: tensors.update({NORM: torch.zeros(1)})
-    )  # copy_ would broadcast it
-    with exits_with_one_line(NORM, r"\[1\]", r"\[8\]"):
-        load_model(saved[1])
+def write(file, content):
+    def damage(directory):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (directory / file).write_bytes(data)
+
+    return damage
 
 
-@pytest.mark.parametrize("size", [0, 5, 200, -1])
-def test_a_truncated_file_stops_loading(saved, size):
-    path = saved[1] / "model.safetensors"
-    path.write_bytes(path.read_bytes()[: size if size >= 0 else -1])
-    with exits_with_one_line("model.safetensors", "truncated"):
-        load_model(saved[1])
+def edit(file="config.json", **changes):
+    def damage(directory):
+        content = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(content | changes))
+
+    return damage
 
 
-def test_no_weights_at_all_stops_loading(saved):
-    (saved[1] / "model.safetensors").unlink()
-    with exits_with_one_line("checkpoint", "no weights"):
-        load_model(saved[1])
-
-
-@pytest.fixture
-def sharded(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 17000)
-    save_model(model_of(SMALL), tmp_path / "checkpoint", tokenizer)
-    return tmp_path / "checkpoint"
-
-
-def test_a_missing_shard_stops_loading(sharded):
-    path = sorted(sharded.glob("model-*.safetensors"))[1]
-    path.unlink()
-    with exits_with_one_line(path.name, "missing"):
-        load_model(sharded)
-
-
-def test_a_shard_without_the_tensor_of_the_index_stops_loading(sharded):
-    path = sharded / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    file, other = index["weight_map"][NORM], index["weight_map"]["lm_head.weight"]
-    index["weight_map"][NORM] = other
-    path.write_text(json.dumps(index))
-    assert file != other
-    with exits_with_one_line(f"missing {NORM}", other):
-        load_model(sharded)
-
-
-def test_an_index_without_a_weight_map_is_named(sharded):
-    path = sharded / "model.safetensors.index.json"
-    for content in ({}, {"weight_map": 3}):
-        path.write_text(json.dumps(content))
-        with exits_with_one_line("index.json has no weight_map"):
-            load_model(sharded)
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
-def test_a_truncated_tokenizer_file_is_named(sharded, file):
-    (sharded / file).write_text('{"added_tokens": [')
-    with exits_with_one_line(f"{file} is not JSON", "copy it again"):
-        load_tokenizer(sharded)
-
-
-NONSENSE = {  # file, content, what the line says; None: only the tokenizer reads it
-    "no tokenizer": ("tokenizer.json", {}, "its tokenizer cannot be loaded .KeyError", None),
-    "another model": (
-        "tokenizer.json",
-        {"added_tokens": [], "model": {"type": "Nope"}},
-        "cannot be loaded",
-        None,
-    ),
+INDEX = "model.safetensors.index.json"
+DAMAGES = {
+    "missing tensor": (tensors(lambda t: t.pop(NORM)), [f"missing {NORM}", "checkpoint"]),
+    "extra tensor": (tensors(lambda t: t.update(x=torch.zeros(2))), ["extra x"]),
+    "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), [NORM, r"\[1\]", r"\[8\]"]),
+    "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
+    "empty file": (cut(0), ["safetensors", "truncated"]),
+    "cut off": (cut(-1), ["safetensors", "truncated"]),
+    "no weights": (lambda d: (d / INDEX).unlink(), ["holds no weights"]),
+    "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["lacks model-", "index"]),
+    "no weight_map": (write(INDEX, {}), ["has no weight_map"]),
+    "no config": (lambda d: (d / "config.json").unlink(), ["is no model directory", "config.json"]),
+    "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
     "tokens of text": (
-        "tokenizer.json",
-        {"added_tokens": ["x"]},
-        "cannot be loaded",
-        "tokenizer.json: its added tokens are",
-    ),
-    "no text": (
-        "tokenizer.json",
-        b"\xff\xfe{}",
-        "tokenizer.json is not JSON",
-        "tokenizer.json is not JSON",
+        write("tokenizer.json", {"added_tokens": ["x"]}),
+        ["added tokens are damaged"],
     ),
     "ids of text": (
-        "tokenizer_config.json",
-        {"added_tokens_decoder": {"x": {"content": "y"}}},
-        "be loaded",
-        "_config.json: its",
+        edit("tokenizer_config.json", added_tokens_decoder={"x": {"content": "y"}}),
+        ["tokenizer_config.json: its added tokens are damaged"],
     ),
-    "a number as token": ("tokenizer_config.json", {"eos_token": 3}, "eos_token has to be", None),
-    "template": (
-        "chat_template.jinja",
-        b"{% for x",
-        "its chat template is damaged .unexpected end",
-        None,
+    "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special token", r"<\|MASK\|> 257"]),
+    "no end": (
+        lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
+        ["states eos_token_id"],
     ),
+    "int8": (edit(torch_dtype="int8"), ["torch_dtype = 'int8'"]),
 }
 
 
-@pytest.mark.parametrize("file, content, message, of_model", NONSENSE.values(), ids=list(NONSENSE))
-def test_nonsense_in_a_tokenizer_file_gets_one_line(tmp_path, file, content, message, of_model):
-    directory = shutil.copytree(models.MODELS["tiny-sdar"], tmp_path / "model")
-    (directory / file).write_bytes(
-        content if isinstance(content, bytes) else json.dumps(content).encode()
-    )
-    with exits_with_one_line(message, "copy "):
-        prompt_ids(load_tokenizer(directory), [{"role": "user", "content": "x"}])
-    if of_model:
-        with exits_with_one_line(of_model, "copy it again"):
-            load_model(directory)
+@pytest.mark.parametrize("damage, words", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
+    damage(saved)
+    with exits_with_one_line(*words):
+        load_model(saved)
 
 
 @pytest.mark.parametrize(
-    "kind", ["GatedRepoError", "RepositoryNotFoundError", "LocalEntryNotFoundError"]
+    "damage, words",
+    [
+        (write("tokenizer.json", b'{"added_tokens": ['), ["tokenizer.json is not JSON"]),
+        (write("tokenizer_config.json", b"{"), ["tokenizer_config.json is not JSON"]),
+        (write("tokenizer.json", {}), ["its tokenizer cannot be loaded .KeyError"]),
+        (edit("tokenizer_config.json", eos_token=3), ["eos_token has to be"]),
+        (
+            write("chat_template.jinja", b"{% for x"),
+            ["its chat template is damaged .unexpected end"],
+        ),
+        (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
+    ],
 )
-def test_a_hub_id_that_cannot_be_had_ends_in_one_line(monkeypatch, kind):
-    """Gated, not there, no network: the hub's own reason, many lines of it, becomes a part of one."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    error = type(
-        kind,
-        (getattr(errors, kind),),
-        {"__init__": lambda self, text: Exception.__init__(self, text)},
-    )
-
-    def fail(*_, **__):
-        raise error("Cannot access it\n\nbecause of this")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    for call in (load_model, load_tokenizer):
-        with exits_with_one_line(
-            "^JetLM/SDAR-8B-Chat cannot be downloaded .Cannot access it because of this", "--model"
-        ):
-            call("sdar-8b")
+def test_a_damaged_tokenizer_is_refused_in_one_line(saved, damage, words):
+    damage(saved)
+    with exits_with_one_line(*words, "copy "):
+        prompt_ids(load_tokenizer(saved), [{"role": "user", "content": "x"}])
 
 
-def test_a_model_without_files_is_named():
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id"])
+def test_ids_are_tokens_of_the_model(saved, file, key):
+    """264 rows: 263 is a token; ids that would fail at the first rollout are refused."""
+    if file == "config.json":
+        (saved / "generation_config.json").unlink()
+    good = [263, [263]] if key == "eos_token_id" else [263]
+    for value in good:
+        edit(file, **{key: value})(saved)
+        meta_model(saved)
+    for value in (264, -1, [256, 264], "256") if key == "eos_token_id" else (264, -1):
+        edit(file, **{key: value})(saved)
+        with exits_with_one_line(key, "outside the vocabulary of 264"):
+            meta_model(saved)
+
+
+def test_names_without_files_are_refused(tmp_path):
     with exits_with_one_line(
-        "tiny-dream is made in the process", "random_init.py --config tiny-dream --out"
+        "tiny-dream is built in the process", "random_init.py --config tiny-dream"
     ):
-        models.checkpoint.resolve("tiny-dream")
-
-
-def test_an_unknown_model_is_named():
+        models.names.resolve("tiny-dream")
     with exits_with_one_line("sdar-9b", "sdar-8b", "tiny-sdar"):
         load_model("sdar-9b")
-
-
-def test_a_directory_without_config_is_named(tmp_path):
     with exits_with_one_line("is no model directory", "config.json"):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"model_type": "qwen3"}, ["model_type", "qwen3", "sdar"]),
-        ({"model_type": None}, ["model_type"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
-        ({"attention_bias": True}, ["attention_bias"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"use_sliding_window": True}, ["use_sliding_window"]),
+# --- config files --------------------------------------------------------------------------------
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+REFUSALS = {
+    "any": [
+        ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
+        ({"rope_parameters": YARN}, "yarn"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
+        ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
+        ({"rope_theta": None}, "lacks rope_theta"),
+        ({"mask_token_id": -1}, "mask_token_id = -1"),
+        ({"mask_token_id": "257"}, "mask_token_id = '257'"),
+        ({"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
     ],
-)
-def test_what_the_config_asks_and_we_lack_is_named(saved, change, words):
-    (saved[1] / "config.json").write_text(json.dumps(SMALL | change))
-    with exits_with_one_line(*words):
-        load_model(saved[1])
+    "sdar": [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"block_size": 0}, "block_size = 0"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
+        ({"head_dim": None}, "lacks head_dim"),
+    ],
+    "sdar_moe": [
+        ({"num_experts": None}, "num_experts"),
+        ({"norm_topk_prob": None}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ],
+    "llada2": [
+        ({"score_function": "softmax"}, "score_function.*softmax"),
+        ({"router_dtype": "bf16"}, "router_dtype"),
+        ({"use_qkv_bias": True}, "use_qkv_bias"),
+        ({"rotary_dim": 32}, "rotary_dim = 32.*4"),
+        ({"partial_rotary_factor": 0.4, "rotary_dim": 3}, "partial_rotary_factor"),
+        ({"num_shared_experts": None}, "lacks num_shared_experts"),
+        ({"n_group": 3}, "n_group = 3"),
+        ({"topk_group": 5}, "topk_group = 5"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
+    ],
+    "llada": [
+        ({"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
+        ({"block_type": "sequential"}, "block_type.*sequential"),
+        ({"layer_norm_with_affine": False}, "layer_norm_with_affine = False"),
+        ({"rope_full_precision": False}, "rope_full_precision = False"),
+        ({"weight_tying": True}, "weight_tying = True"),
+        ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ({"n_heads": 3}, "d_model = 16.*n_heads = 3.*multiple"),
+        ({"n_kv_heads": 4}, "n_kv_heads = 4.*multiple"),
+        ({"n_kv_heads": None}, "lacks n_kv_heads"),
+        ({"rope": None}, "lacks rope"),
+        ({"weight_tying": None}, "lacks weight_tying"),
+        ({"n_layers": 0}, "n_layers"),
+    ],
+    "dream": [
+        ({"use_mrope": True}, "use_mrope"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"head_dim": 128}, "head_dim.*128"),
+        ({"num_attention_heads": 5}, "hidden_size = 32.*num_attention_heads = 5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"block_length": "4"}, "block_length = '4'"),
+    ],
+}
+CASES = [(f, *case) for f in SMALLS for case in REFUSALS["any"] + REFUSALS[f]]
 
 
-@pytest.mark.parametrize("key", ["rope_theta", "head_dim", "mask_token_id", "block_size"])
-def test_a_config_without_a_needed_key_is_named(saved, key):
-    """head_dim above all: hidden_size / heads is wrong for SDAR-4B."""
-    (saved[1] / "config.json").write_text(json.dumps({k: v for k, v in SMALL.items() if k != key}))
-    with exits_with_one_line(f"lacks {key}"):
-        load_model(saved[1])
+@pytest.mark.parametrize("family, change, words", CASES)
+def test_what_a_config_asks_and_we_lack_is_refused(family, change, words):
+    build_model(SMALLS[family])
+    with exits_with_one_line("config.json", words):
+        raw = (SMALLS[family] | change).items()
+        build_model({key: value for key, value in raw if value is not None})
 
 
-def test_rope_parameters_that_scale_are_refused(saved):
-    """transformers 5 writes rope_parameters where older versions write rope_scaling: a scaled one is not read as unscaled."""
-    raw = SMALL | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000000}}
-    (saved[1] / "config.json").write_text(json.dumps(raw))
-    with exits_with_one_line("yarn"):
-        load_model(saved[1])
+def test_what_config_files_leave_out():
+    """Family defaults, which a config that states another value overrides."""
+    silent = ("mask_token_id", "eos_token_id", "pad_token_id", "block_size", "block_length")
+    quiet = lambda family, keys: {k: v for k, v in SMALLS[family].items() if k not in keys}
+    model = set_special_tokens(build_model(quiet("llada2", silent) | {"vocab_size": 157184}))
+    assert (model.mask_token_id, model.eos_token_ids, model.block_length) == (156895, [156892], 32)
+    model = build_model(quiet("sdar_moe", silent))
+    assert (model.mask_token_id, model.block_length) == (151669, 4)
+    for family in ("llada", "dream"):
+        assert build_model(quiet(family, silent[-1:])).block_length == 32
+    assert build_model(SMALLS["llada"] | {"block_length": 8}).block_length == 8
 
 
-def test_no_end_token_is_named(saved):
-    (saved[1] / "generation_config.json").unlink()
-    (saved[1] / "config.json").write_text(json.dumps(SMALL | {"eos_token_id": None}))
-    with exits_with_one_line("eos_token_id"):
-        load_model(saved[1])
-
-
-# --- saving under adversity --------------------------------------------------------------------------------------------------
+# --- saving under adversity ----------------------------------------------------------------------
 
 
 def in_child(function):
-    """Run a function in a forked process -> (exit status, what it wrote through the pipe: the repr of what it raised)."""
-    read, write = os.pipe()
+    """Run a function in a forked process -> (exit status, repr of what it raised)"""
+    read, send = os.pipe()
     pid = os.fork()
     if pid == 0:
         text = ""
@@ -883,75 +733,53 @@ def in_child(function):
         except BaseException as error:
             text = repr(error)
         finally:
-            os.write(write, text.encode())
+            os.write(send, text.encode())
             os._exit(0)
-    os.close(write)
+    os.close(send)
     with os.fdopen(read) as pipe:
         text = pipe.read()
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
 
 
-def limit_file_size(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def assert_untouched(directory, model):
-    """The earlier checkpoint loads, nothing stands under the later name."""
-    assert_same_weights(load_model(directory / "step-1"), model)
-    assert not (directory / "step-2").exists()
-
-
-def test_saving_over_something_is_refused(saved, tokenizer):
-    """'SystemExit if it exists already': a checkpoint is never overwritten."""
-    model, directory = saved
-    with exits_with_one_line("checkpoint", "exists already"):
-        save_model(model_of(SMALL, seed=1), directory, tokenizer)
-    assert_same_weights(load_model(directory), model)
-    assert sorted(os.listdir(directory.parent)) == ["checkpoint"]
-
-
-@pytest.mark.parametrize("fails", ["first", "second"])
-def test_an_error_in_writing_leaves_the_earlier_checkpoint(tmp_path, tokenizer, monkeypatch, fails):
-    model, calls = model_of(SMALL), []
+@pytest.mark.parametrize("failure", ["exists", "write", "full disk", "full disk at the tokenizer"])
+def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, failure):
+    """'SystemExit if the directory exists or cannot be written: then nothing appears under its
+    name.'
+    """
+    model, tokenizer = model_of(), byte_tokenizer()
     save_model(model, tmp_path / "step-1", tokenizer)
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 1)
+    target, calls = tmp_path / "step-2", []
 
     def broken(tensors, path, metadata):
         calls.append(path)
-        if len(calls) == ("first", "second").index(fails) + 1:
+        if len(calls) == 2:
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 17000)
-    monkeypatch.setattr(models.checkpoint, "save_file", broken)
-    with exits_with_one_line("step-2", "No space left on device"):
-        save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)
-    assert_untouched(tmp_path, model)
+    if failure == "exists":
+        target = tmp_path / "step-1"
+    elif failure == "write":
+        monkeypatch.setattr(checkpoint_module, "save_file", broken)
+
+    def save():
+        if "disk" in failure:  # a limit on file size acts as the full disk
+            size = os.path.getsize(tmp_path / "step-1/tokenizer.json") - 500
+            size = size if "tokenizer" in failure else 1500
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        save_model(random_model(SMALL), target, tokenizer)
+
+    status, raised = in_child(save)
+    assert status == 0 and raised.startswith("SystemExit") and target.name in raised
+    assert_same_weights(load_model(tmp_path / "step-1"), model)
     assert os.listdir(tmp_path) == ["step-1"]  # its own remains are removed
 
 
-@pytest.mark.parametrize("stage", ["tensors", "tokenizer"])
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, tokenizer, monkeypatch, stage):
-    """A limit on file size stands for the full disk, at the tensors, and at tokenizer.json, which a Rust library writes."""
-    model = model_of(SMALL)
-    save_model(model, tmp_path / "step-1", tokenizer)
-    biggest = os.path.getsize(tmp_path / "step-1/tokenizer.json")
-    monkeypatch.setattr(models.checkpoint, "SHARD_BYTES", 1)  # one tensor a file
-
-    def child():
-        limit_file_size(1500 if stage == "tensors" else biggest - 500)
-        save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)
-
-    status, raised = in_child(child)
-    assert_untouched(tmp_path, model)
-    assert status == 0 and raised.startswith("SystemExit") and "step-2" in raised, raised
-    assert os.listdir(tmp_path) == ["step-1"]
-
-
 @pytest.mark.parametrize("where", ["save_file", "sync_to_disk"])
-def test_a_killed_process_leaves_the_earlier_checkpoint(tmp_path, tokenizer, monkeypatch, where):
-    """'The directory appears under its name only when complete': killed amid the tensors, and just before the end."""
-    model = model_of(SMALL)
-    save_model(model, tmp_path / "step-1", tokenizer)
+def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, where):
+    """Killed amid the tensors, and just before the end; the next attempt succeeds."""
+    model, other = model_of(), random_model(SMALL)
+    save_model(model, tmp_path / "step-1", None)
 
     def killed(*args, **kwargs):
         if where == "save_file":
@@ -959,191 +787,117 @@ def test_a_killed_process_leaves_the_earlier_checkpoint(tmp_path, tokenizer, mon
         os._exit(9)
 
     def child():
-        monkeypatch.setattr(
-            models.atomic if where == "sync_to_disk" else models.checkpoint, where, killed
-        )
-        save_model(model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer)
+        module = models.atomic if where == "sync_to_disk" else checkpoint_module
+        monkeypatch.setattr(module, where, killed)
+        save_model(other, tmp_path / "step-2", None)
 
-    assert in_child(child)[0] == 9
-    assert_untouched(tmp_path, model)
-    save_model(
-        model_of(SMALL, seed=1), tmp_path / "step-2", tokenizer
-    )  # and the next attempt succeeds
-    assert_same_weights(load_model(tmp_path / "step-2"), model_of(SMALL, seed=1))
+    set_special_tokens(other)
+    assert in_child(child)[0] == 9 and not (tmp_path / "step-2").exists()
+    assert_same_weights(load_model(tmp_path / "step-1"), model)
+    save_model(other, tmp_path / "step-2", None)
+    assert_same_weights(load_model(tmp_path / "step-2"), other)
 
 
-# --- official files ----------------------------------------------------------------------------------------------------------
+# --- official files ------------------------------------------------------------------------------
+
+OFFICIAL = {  # tensors, parameters, bytes beyond bf16; mask, block length, end ids, padding
+    "LLaDA-8B-Instruct": (291, 8_015_581_184, 0, 126336, 32, [126348, 126081], 126081),
+    "Dream-v0-Instruct-7B": (339, 7_615_616_512, 0, 151666, 32, [151645, 151643], 151643),
+    "SDAR-4B-Chat": (399, 4_411_424_256, 0, 151669, 4, [151645, 151643], 151643),
+    "SDAR-8B-Chat": (399, 8_190_735_360, 0, 151669, 4, [151645, 151643], 151643),
+    "SDAR-30B-A3B-Chat": (18867, 30_532_122_624, 0, 151669, 4, [151645, 151643], 151643),
+    "LLaDA2.0-mini": (14813, 16_255_643_392, 0, 156895, 32, [156892], 156892),
+    # only the biases are fp32
+    "LLaDA2.1-mini": (14813, 16_255_643_392, 19 * 256 * 2, 156895, 32, [156892], 156892),
+}
 
 
-@needs_hf
-@pytest.mark.parametrize("name, count", [("SDAR-4B-Chat", 399), ("SDAR-8B-Chat", 399)])
-def test_names_and_sizes_are_those_of_the_official_index(name, count):
-    """The set of names equals the weight_map, bytes equal total_size."""
-    config = json.loads((Path(HF) / name / "config.json").read_text())
-    index = json.loads((Path(HF) / name / "model.safetensors.index.json").read_text())
-    names = tensor_names(build_model(config))
-    assert names.keys() == index["weight_map"].keys() and len(names) == count
-    assert 2 * sum(value.numel() for value in names.values()) == index["metadata"]["total_size"]
-
-
-@needs_hf
-@pytest.mark.parametrize(
-    "name, parameters",
-    [
-        ("SDAR-1dot7B-Chat", 2_031_739_904),
-        ("SDAR-4B-Chat", 4_411_424_256),
-        ("SDAR-8B-Chat", 8_190_735_360),
-    ],
-)
-def test_official_configs_build_models_of_the_official_size(name, parameters):
-    """Mask, end and padding ids, as the official files have them."""
-    model = build_model(json.loads((Path(HF) / name / "config.json").read_text()))
-    models.checkpoint.set_special_tokens(model, Path(HF) / name)
-    assert sum(value.numel() for value in model.parameters()) == parameters
-    assert (model.mask_token_id, model.block_length, model.config.head_dim) == (151669, 4, 128)
-    assert (model.eos_token_ids, model.pad_token_id) == ([151645, 151643], 151643)
-
-
-@pytest.fixture(scope="module")
-def sdar_tokenizer():
-    return load_tokenizer(Path(HF) / "SDAR-8B-Chat")
+def official(name, file):
+    return json.loads((Path(HF) / name / file).read_text())
 
 
 @needs_hf
-def test_sdar_tokens_by_name(sdar_tokenizer):
-    """Ids by name; the mask token is not spelled <MASK>."""
-    ids = {
-        "<|MASK|>": 151669,
-        "<|im_end|>": 151645,
-        "<|endoftext|>": 151643,
-        "<|im_start|>": 151644,
-    }
-    assert {token: sdar_tokenizer.convert_tokens_to_ids(token) for token in ids} == ids
-    assert len(sdar_tokenizer) == 151670
-    assert len(sdar_tokenizer("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # not a token
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_names_sizes_and_ids_are_those_of_the_official_files(name):
+    count, parameters, more, *facts = OFFICIAL[name]
+    model, index = build_model(official(name, "config.json")), official(name, INDEX)
+    shapes = tensor_shapes(model)
+    assert shapes.keys() == index["weight_map"].keys() and len(shapes) == count
+    assert parameters == sum(map(math.prod, shapes.values()))
+    assert 2 * parameters + more == index["metadata"]["total_size"]
+    set_special_tokens(model, Path(HF) / name)
+    got = [model.mask_token_id, model.block_length, model.eos_token_ids, model.pad_token_id]
+    assert got == facts
 
 
 @needs_hf
-def test_sdar_template_goldens(sdar_tokenizer):
-    """'Hi ' keeps its space, no system turn, no think block; the answer starts after a newline."""
-    turn = [{"role": "user", "content": "Hi "}]
-    ids = prompt_ids(sdar_tokenizer, turn)
-    assert sdar_tokenizer.decode(ids) == "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n"
-    assert ids == [151644, 872, 198, 13048, 220, 151645, 198, 151644, 77091, 198]
-    text = sdar_tokenizer.apply_chat_template(
-        turn, add_generation_prompt=True, tokenize=False, enable_thinking=False
-    )
-    assert text == "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    turns = [
-        {"role": "system", "content": "S"},
-        *turn,
-        {"role": "assistant", "content": "A"},
-        {"role": "user", "content": "B"},
+def test_the_turn_end_is_found_by_name(tmp_path):
+    """In the tokenizer file that is there; a tokenizer without the mask token is refused."""
+    model = build_model(official("LLaDA2.0-mini", "config.json"))
+    tokens = {"<|endoftext|>": 156892, "<|role_end|>": 156894}
+    for mask in (156895, 156896):
+        added = [{"content": t, "id": i} for t, i in (tokens | {"<|mask|>": mask}).items()]
+        write("tokenizer.json", {"added_tokens": added})(tmp_path)
+        if mask == 156895:
+            assert set_special_tokens(model, tmp_path).eos_token_ids == [156894, 156892]
+    with exits_with_one_line("mask_token_id 156895"):
+        set_special_tokens(model, tmp_path)
+
+
+TEXTS = {  # ids of Dream's official slow tokenizer, tokenization_dream.py as in yjyddq/DARE 83ae8a3
+    "Hello world": [9707, 1879],
+    "e\u0301te\u0301 漢字 🙂 don't": [38783, 6567, 120, 95, 18600, 27484, 1513, 944],
+    "a<|mask|><|im_end|>\n<|endoftext|>b": [64, 151666, 151645, 198, 151643, 65],
+}
+
+
+@needs_hf
+def test_official_tokens(tmp_path):
+    """Without remote code, from official files and from those that we save."""
+    dream = load_tokenizer(Path(HF) / "Dream-v0-Instruct-7B")
+    shutil.copy(Path(HF) / "Dream-v0-Instruct-7B/config.json", tmp_path)
+    dream.save_pretrained(tmp_path)
+    for tokenizer in (dream, load_tokenizer(tmp_path)):
+        assert len(tokenizer) == 151667 and tokenizer.mask_token_id == 151666
+        for text, ids in TEXTS.items():
+            assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    sdar = load_tokenizer(Path(HF) / "SDAR-8B-Chat")
+    assert len(sdar) == 151670 and sdar.convert_tokens_to_ids("<|MASK|>") == 151669
+    assert len(sdar("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # it is no token
+
+
+# --- tiny models ---------------------------------------------------------------------------------
+
+
+def test_byte_tokens_are_the_bytes_of_the_text(saved):
+    """Ids equal UTF-8 and decode to the same text, before and after saving; special tokens are one
+    id.
+    """
+    texts = [
+        "",
+        "  two\n\ttab \r\n",
+        "größer 漢字 🙂 e\u0301",
+        "\x00\x7f",
+        "".join(map(chr, range(0x800))),
     ]
-    assert sdar_tokenizer.decode(prompt_ids(sdar_tokenizer, turns)) == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-        "<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
-    )
+    for tokenizer in (byte_tokenizer(), load_tokenizer(saved)):
+        for text in texts:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+        assert len(set(tokenizer.convert_ids_to_tokens(range(256)))) == 256
+        for i, token in enumerate(("<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>")):
+            ids = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
+            assert ids == [97, 256 + i, 98]
+        assert (tokenizer.eos_token_id, tokenizer.mask_token_id, len(tokenizer)) == (256, 257, 260)
+        turns = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "A"}]
+        ids = prompt_ids(tokenizer, [*turns, turns[0]])
+        assert ids == [258, *b"Hi ", 259, *b"A", 256, 258, *b"Hi ", 259]
 
 
-# --- the byte tokenizer ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def loaded_tokenizer(tmp_path_factory, tokenizer):
-    """The byte tokenizer after a trip through a checkpoint directory."""
-    directory = tmp_path_factory.mktemp("bytes") / "a"
-    save_model(model_of(SMALL), directory, tokenizer)
-    return load_tokenizer(directory)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "plain", "  two  spaces\n\ttab \r\n", "größer 漢字 🙂 e\u0301", "1+(2*3)=7", "\x00\x7f"],
-)
-def test_byte_tokens_are_the_bytes_of_the_text(tokenizer, loaded_tokenizer, text):
-    """'One token a byte': ids equal UTF-8, and decode to the same text, before and after saving."""
-    for one in (tokenizer, loaded_tokenizer):
-        ids = one(text, add_special_tokens=False)["input_ids"]
-        assert ids == list(text.encode()) and one.decode(ids) == text
-
-
-def test_every_byte_has_its_token(loaded_tokenizer):
-    """Ids 0..255 are the bytes: every character of two bytes or fewer goes there and back, so do all 256 values."""
-    text = "".join(map(chr, range(0x800)))
-    ids = loaded_tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == list(text.encode()) and loaded_tokenizer.decode(ids) == text
-    tokens = loaded_tokenizer.convert_ids_to_tokens(range(256))
-    assert len(set(tokens)) == 256 and loaded_tokenizer.convert_tokens_to_ids(tokens) == list(
-        range(256)
-    )
-    for byte in range(256):  # a lone byte above 127 is no character
-        assert loaded_tokenizer.decode([byte]) == bytes([byte]).decode(errors="replace")
-
-
-def test_special_tokens_are_single_ids(loaded_tokenizer):
-    assert SPECIAL_TOKENS == ["<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>"]
-    for i, token in enumerate(SPECIAL_TOKENS):
-        assert loaded_tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"] == [
-            97,
-            256 + i,
-            98,
-        ]
-    assert loaded_tokenizer.decode([97, 256, 257, 98], skip_special_tokens=True) == "ab"
-    assert len(loaded_tokenizer) == 260 <= TINY_SDAR["vocab_size"]
-    assert (loaded_tokenizer.mask_token_id, loaded_tokenizer.eos_token_id) == (
-        TINY_SDAR["mask_token_id"],
-        TINY_SDAR["eos_token_id"],
-    )
-
-
-def test_byte_template(loaded_tokenizer):
-    turns = [{"role": "user", "content": "Hi "}]
-    assert prompt_ids(loaded_tokenizer, turns) == [258, *b"Hi ", 259]
-    turns += [{"role": "assistant", "content": "A"}, {"role": "user", "content": "B"}]
-    assert prompt_ids(loaded_tokenizer, turns) == [258, *b"Hi ", 259, *b"A", 256, 258, *b"B", 259]
-
-
-def test_random_models_repeat_and_are_scaled():
-    """random_model: the seed decides, 'matrices N(0, 0.5 / fan_in), embedding and head N(0, 0.02^2), norms 1'."""
-    a, b, c = random_model(TINY_SDAR), random_model(TINY_SDAR), random_model(TINY_SDAR, seed=1)
-    assert_same_weights(a, b)
-    assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
-    assert abs(a.lm_head.weight.std() - 0.02) < 1e-3 and (a.model.norm.weight == 1).all()
-    assert abs(a.layers[0].mlp.up_proj.weight.std() - math.sqrt(0.5 / 96)) < 2e-3
-    assert F.softmax(a.logits(torch.arange(8)[None]), -1).max() < 0.05  # starts close to uniform
-
-
-@needs_hf
-@pytest.mark.parametrize("config", ["small-sdar", "small-llada"])
-def test_small_models_take_a_real_vocabulary(config):
-    """20 to 60 million parameters with the 151,936 rows of SDAR's, its mask token and its ends, in either family."""
-    content = random_init.with_vocabulary(
-        random_init.SMALL_CONFIGS[config], Path(HF) / "SDAR-8B-Chat"
-    )
-    model = models.checkpoint.set_special_tokens(build_model(content))
-    assert (
-        20e6 < sum(p.numel() for p in model.parameters()) < 60e6
-        and model.lm_head.out_features == 151936
-    )
-    assert (model.mask_token_id, model.eos_token_ids, model.pad_token_id) == (
-        151669,
-        [151645, 151643],
-        151643,
-    )
-
-
-def test_a_random_model_with_the_tokenizer_of_another_is_whole(tmp_path):
-    """Keys of --config take the vocabulary too; weights, ids and tokenizer come back from the directory."""
-    random_init.main(
-        random_init.Args(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"])
-    )
+def test_the_command_writes_a_model_with_the_vocabulary_of_another(tmp_path):
+    args = random_init.Args(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"])
+    random_init.main(args)
     model, tokenizer = load_model(tmp_path / "one"), load_tokenizer(tmp_path / "one")
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "1+1"}])
-    assert model.eos_token_ids == [256] and model.logits(torch.tensor([ids])).shape == (
-        1,
-        len(ids),
-        264,
-    )
-    with exits_with_one_line("is no model directory"):
-        random_init.main(random_init.Args(str(tmp_path / "two"), "small-sdar", str(tmp_path)))
+    assert model.eos_token_ids == [256]
+    assert model.logits(torch.tensor([ids])).shape == (1, len(ids), 264)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 import runlog
 from algos import d1
 from models import add_lora, export_adapter, export_weights, load_model, load_tokenizer
-from models.random_init import byte_tokenizer
+from models.tiny import byte_tokenizer
 from models.training_state import Saves, load_state, newest_state, prune, save_state
 from runlog import RunLog, command_line
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import rollout.engine
 from models import export_weights, save_model
-from models.random_init import TINY_SDAR, byte_tokenizer, random_model
+from models.tiny import TINY_SDAR, byte_tokenizer, random_model
 from rollout import Trace, make_engine, rollout_sums
 from rollout.block import BlockEngine
 from rollout.engine import REMASKING, RULES, select, truncate

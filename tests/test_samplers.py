@@ -17,7 +17,7 @@ from test_rollout import model_of as block_model_of
 
 from algos import d1
 from models import export_weights
-from models.random_init import random_model
+from models.tiny import random_model
 from rollout import make_engine
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine

@@ -19,7 +19,7 @@ from algos import cj_grpo, mdpo
 from bench.train import coin
 from evals import countdown
 from evals.rewards import REWARDS
-from models.random_init import TINY_LLADA2, random_model
+from models.tiny import TINY_LLADA2, random_model
 from rollout import Trace, make_engine
 from rollout.schedules import block_quotas
 from runlog import RunLog

@@ -18,7 +18,7 @@ from data import reference
 from data.reference import ReferenceCache, model_facts, weights_checksum
 from evals import load_task
 from models import add_lora, load_model, load_tokenizer, load_weights, meta_model, save_model
-from models.random_init import TINY_LLADA, random_model
+from models.tiny import TINY_LLADA, random_model
 
 PAIRS = [
     ([1, 2, 3], [4, 0, 2, 1, EOS], [2, EOS]),

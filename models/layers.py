@@ -1,0 +1,96 @@
+"""Layers that several families use: RMSNorm, rotary embedding, gated MLP."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.logps import wide
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x^2 + eps) * weight, computed in fp32.
+
+    round_first: the quotient is rounded to the dtype of x before it is multiplied with the weight.
+    Official codes differ in this. one_kernel: use torch's kernel on CUDA; it rounds alike.
+    """
+
+    def __init__(self, size, eps, round_first=True, one_kernel=False):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.round_first, self.one_kernel = round_first, one_kernel
+
+    def forward(self, x):
+        weight = None if self.round_first else self.weight
+        if self.one_kernel and x.is_cuda:
+            y = F.rms_norm(x, self.weight.shape, weight, self.eps)
+        else:
+            y = x.to(wide(x))
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+            y = (y if self.round_first else y * weight).to(x.dtype)
+        return self.weight * y if self.round_first else y
+
+
+def rope_tables(position_ids, size, frequency, dtype):
+    """position_ids [B, T] -> cos, sin [B, 1, T, size]
+
+    frequency: maps exponents 2 j / size [size / 2] fp32 to radians a position. Angles are computed
+    in fp32 from integers, so no cast rounds them.
+    """
+    exponent = torch.arange(0, size, 2, device=position_ids.device).float() / size
+    angle = position_ids[:, None, :, None].float() * frequency(exponent)  # [B, 1, T, size / 2]
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding, half-split layout: of the first r dimensions j pairs with j + r / 2.
+
+    x [B, H, T, h]; cos, sin [B, 1, T, r], r <= h. Tables in fp32 raise a bf16 x to fp32, and the
+    result is rounded once.
+    """
+    if (r := cos.shape[-1]) < x.shape[-1]:
+        turned, kept = x.split([r, x.shape[-1] - r], -1)
+        return torch.cat([rotate(turned, cos, sin), kept], -1)
+    a, b = x.chunk(2, -1)
+    return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
+
+
+class Block(nn.Module):
+    """A decoder layer of Dream, SDAR and LLaDA2: attention, then an MLP or experts, norms before
+    both.
+
+    name: of the attention module, which differs between families
+    """
+
+    def __init__(self, config, attention, mlp, norm, name="self_attn"):
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.add_module(name, attention)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp, self.name = mlp, name
+
+    def forward(self, x, cos, sin, attend):
+        x = x + getattr(self, self.name)(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def decoder(config, block, norm=RMSNorm, embedding="embed_tokens"):
+    """Embedding, layers and final norm, named as in Hugging Face's decoders; block: layer
+    -> Block
+    """
+    model = nn.Module()
+    model.add_module(embedding, nn.Embedding(config.vocab_size, config.hidden_size))
+    model.layers = nn.ModuleList(map(block, range(config.num_hidden_layers)))
+    model.norm = norm(config.hidden_size, config.rms_norm_eps)
+    return model
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size, intermediate_size):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,80 @@
+"""The names that --model takes, and the directory or configuration that each of them stands for."""
+
+from pathlib import Path
+
+from models.tensors import read_json
+from models.tiny import TINY_CONFIGS
+
+# --model NAME -> hub id, directory in the repository, or "random:" and a key of TINY_CONFIGS: a
+# model with random weights, built in the process
+MODELS = {
+    "tiny-sdar": str(Path(__file__).parent / "tiny-sdar"),
+    "tiny-llada": str(Path(__file__).parent / "tiny-llada"),
+    "tiny-dream": "random:tiny-dream",
+    "tiny-sdar-moe": "random:tiny-sdar-moe",
+    "tiny-llada2": "random:tiny-llada2",
+    "llada-8b": "GSAI-ML/LLaDA-8B-Instruct",
+    "llada-8b-base": "GSAI-ML/LLaDA-8B-Base",
+    "llada-1.5": "GSAI-ML/LLaDA-1.5",
+    "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
+    "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
+    "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
+    "sdar-4b": "JetLM/SDAR-4B-Chat",
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "sdar-30b-a3b": "JetLM/SDAR-30B-A3B-Chat",
+    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
+    "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
+}
+
+
+def resolve(name_or_dir):
+    """A key of MODELS or a directory -> directory on this machine; hub ids are downloaded.
+
+    SystemExit for an unknown name.
+    """
+    source = MODELS.get(name_or_dir, str(name_or_dir))
+    if Path(source).is_dir():
+        files = ("config.json", "adapter_config.json")
+        if not any(Path(source, name).is_file() for name in files):
+            raise SystemExit(f"{source} is no model directory: it lacks {' and '.join(files)}")
+        return Path(source)
+    if source not in MODELS.values():
+        choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
+        raise SystemExit(f"unknown model {source!r}: use {choices}")
+    if random_config(source):
+        how = f"python models/random_init.py --config {source.partition(':')[2]} --out DIR"
+        raise SystemExit(
+            f"{name_or_dir} is built in the process and has no files; to get some: {how}"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # no network, no such repository, a gated one
+        reason = " ".join(str(error).split())[:200]
+        hint = "give --model a directory that holds it"
+        raise SystemExit(f"{source} cannot be downloaded ({reason}): {hint}") from error
+
+
+def random_config(name):
+    """config.json of a model that is built in the process; None for any other name."""
+    kind, _, tiny = MODELS.get(name, str(name)).partition(":")
+    return TINY_CONFIGS.get(tiny) if kind == "random" else None
+
+
+def source_of(name_or_dir):
+    """A name that works on other machines too: a hub id, or the absolute path of a directory."""
+    source = MODELS.get(name_or_dir, name_or_dir)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def adapter_base(directory):
+    """The base model that adapter_config.json names, as load_model takes it. SystemExit if
+    unknown.
+    """
+    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+    if base not in MODELS.values() and not (base and Path(base).is_dir()):
+        what = "which is neither a directory here nor a known hub id"
+        raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
+    return base

@@ -1,0 +1,177 @@
+"""Tensors of a model under their official names, in memory and in safetensors files.
+
+Sharded models too: each rank reads and holds its own rows alone.
+"""
+
+import json
+import math
+from importlib import import_module
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from models.config import stored_dtype
+from models.experts import expert_parts
+
+ARCHITECTURES = {  # model_type of config.json -> file and class
+    "llada": "llada.LLaDA",
+    "Dream": "dream.Dream",
+    "sdar": "sdar.SDAR",
+    "sdar_moe": "sdar.SDAR",
+    "llada2_moe": "llada2.LLaDA2",
+}
+
+
+def build_model(config, dtype=torch.float32):
+    """config: content of config.json -> the model on the meta device, without weights
+
+    Parameters are of `dtype`, except those that always stay fp32 (routers).
+    """
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise SystemExit(f"config.json has model_type {model_type!r}; supported are {supported}")
+    module, name = ARCHITECTURES[model_type].split(".")
+    module = import_module(f"models.{module}")
+    with torch.device("meta"):
+        model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
+    model.checkpoint_config = config
+    stored_dtype(config)  # a wrong one would show only when the trained model is saved
+    return model
+
+
+def is_tied(model):
+    return getattr(model.config, "tie_word_embeddings", False)
+
+
+def materialize(model, device):
+    """A model from the meta device to real, uninitialised tensors; to_empty unties a tied head."""
+    model = model.to_empty(device=device)
+    if is_tied(model):
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def tensor_parts(model):
+    """Where every official tensor lies in the model: {official name: (model tensor, index into
+    it)}.
+
+    The index is () for a whole tensor and (expert, rows) in stacked experts. Adapters are left out.
+    A tied head is listed once, as the embedding, as in official files.
+    """
+    parts = {}
+    for name, value in model.state_dict().items():
+        name = name.replace(".base_layer.", ".")
+        if ".lora_" in name or (is_tied(model) and name == "lm_head.weight"):
+            continue
+        stacked = expert_parts(name, value.shape) or [(name, None, None)]
+        for official, expert, rows in stacked:
+            parts[official] = value, () if expert is None else (expert, rows)
+    return parts
+
+
+def tensor_names(model):
+    """{official name: tensor}, views into stacked experts. For models that are not sharded."""
+    return {name: value[index] for name, (value, index) in tensor_parts(model).items()}
+
+
+def tensor_shapes(model):
+    """{official name: shape} without touching a value; sharded models too."""
+    empty = lambda value: torch.empty(value.shape, device="meta")
+    parts = tensor_parts(model).items()
+    return {name: tuple(empty(value)[index].shape) for name, (value, index) in parts}
+
+
+def local_rows(value):
+    """A tensor or DTensor -> this rank's part of it and the rows that it is.
+
+    FSDP2 shards dimension 0 as torch.chunk does.
+    """
+    if not isinstance(value, DTensor):
+        return value, range(len(value))
+    size = math.ceil(len(value) / value.device_mesh.size())
+    first = min(value.device_mesh.get_local_rank() * size, len(value))
+    return value.to_local(), range(first, min(first + size, len(value)))
+
+
+def full_tensor(value):
+    """The whole of a tensor or DTensor; collective."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def read_json(path):
+    if not path.is_file():
+        needs = "a model directory needs config.json, *.safetensors and a tokenizer"
+        raise SystemExit(f"{path} is missing: {needs}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        problem = "it is truncated or damaged; copy it again"
+        raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
+    if not isinstance(content, dict):
+        raise SystemExit(f"{path} holds no JSON object: it is damaged; copy it again")
+    return content
+
+
+def tensor_files(directory):
+    """{tensor name: file} from model.safetensors.index.json, or of a single model.safetensors."""
+    single = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise SystemExit(f"{index} has no weight_map: it is damaged; copy it again")
+        return {name: directory / file for name, file in weight_map.items()}
+    if single.is_file():
+        with open_tensors(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    raise SystemExit(f"{directory} holds no weights: neither {single.name} nor {index.name}")
+
+
+def open_tensors(path):
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        problem = "it is truncated or missing; download or copy it again"
+        raise SystemExit(f"{path} cannot be read ({error}): {problem}") from error
+
+
+@torch.no_grad()
+def read_weights(model, directory):
+    """Copy the tensors of the directory into the model; each rank reads its own rows alone.
+
+    SystemExit lists missing, extra and misshapen tensors, and those that are not floating.
+    """
+    files, parts, want = tensor_files(directory), tensor_parts(model), tensor_shapes(model)
+    problems = [f"missing {name}" for name in want.keys() - files.keys()]
+    problems += [f"extra {name}" for name in files.keys() - want.keys()]
+    if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+        named = "which its index names: download or copy them again"
+        raise SystemExit(f"{directory} lacks {', '.join(absent)}, {named}")
+    for path in sorted(set(files.values())):
+        with open_tensors(path) as file:
+            held = set(file.keys())
+            for name in (name for name, place in files.items() if place == path and name in want):
+                if name not in held:
+                    problems.append(f"missing {name} (the index places it in {path.name})")
+                    continue
+                view = file.get_slice(name)
+                shape, made = list(view.get_shape()), list(want[name])
+                if shape != made:
+                    problems.append(f"{name} is {shape}, config.json makes it {made}")
+                if (kind := view.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                    only = "only unquantised floating weights can be loaded"
+                    problems.append(f"{name} is {kind}: {only}")
+                if problems:
+                    continue
+                value, index = parts[name]
+                local, rows = local_rows(value)
+                if index and index[0] in rows:
+                    local[index[0] - rows.start, index[1]].copy_(view[:])
+                elif not index and rows:
+                    local.copy_(view[rows.start : rows.stop])
+    if problems:
+        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+        listed = "; ".join(sorted(problems)[:20])
+        raise SystemExit(f"{directory} does not fit its config.json: {listed}{more}")
