@@ -11,7 +11,7 @@ import torch
 
 from kernels.decode import attention, window_attention
 from kernels.fused import fused_kernels
-from rollout.graphs import Graphs
+from kernels.graphs import Graphs
 
 GRAPH_TOKENS = 4096  # a forward of more tokens keeps the GPU busy while the host launches it
 
