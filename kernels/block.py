@@ -212,11 +212,9 @@ class FastBlockEngine(BlockEngine):
 
     def _decode(self, slots, R, prompt_ids, owners, rule):
         """Decode all samples in the order of their numbers, R at a time."""
-        n, N, varying = (
-            self.model.block_length,
-            len(owners),
-            ("seed", "num_samples", "eos_token_ids"),
-        )
+        n, N = self.model.block_length, len(owners)
+        # A step depends on these only through its tensors; all else is part of the graph.
+        varying = "seed", "num_samples", "gen_length", "eos_token_ids"
         key = tuple(value for name, value in rule.items() if name not in varying)
         start, end, _, left = slots.progress()()
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot

@@ -84,12 +84,11 @@ class BlockEngine(Engine):
                         raise SystemExit(BROKEN.format(bad[:8].tolist()))
                     if settings["remasking"] == "random":
                         confidence = self.keyed_uniform(*key, "order").to(confidence.dtype)
-                    if step >= len(quotas) and was_noisy.any():
-                        rule = settings["remasking"]
-                        raise RuntimeError(f"{rule} left masks after the last step of a block")
                     quota = quotas[step] if step < len(quotas) else 0
                     names = "remasking", "confidence_threshold", "factor", "eb_threshold"
                     change = select(confidence, noisy, quota, *(settings[name] for name in names))
+                    if (was_noisy & ~change.any(1)).any():
+                        raise RuntimeError(f"{settings['remasking']} left masks and revealed none")
                     noisy = noisy & ~change
                     if edits:
                         may_edit = working & (was_noisy | (post_steps < settings["max_post_steps"]))

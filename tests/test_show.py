@@ -1,4 +1,4 @@
-"""rollout/show.py: frames of hand-made traces to the letter, of both engines against their step maps, and the command."""
+"""evals/show.py: frames of hand-made traces to the letter, of both engines against their step maps, and the command."""
 
 import math
 import os
@@ -15,10 +15,10 @@ from test_models import exits_with_one_line
 from test_rollout import EOS, prompts_of
 from test_rollout import model_of as block_model_of
 
-from evals import load_task
+from evals import load_task, show
 from models import MODELS, load_tokenizer, prompt_ids
-from rollout import Trace, make_engine, show
-from rollout.show import Args, frames, main, play, printable, token_text, width
+from rollout import Trace, make_engine
+from evals.show import Args, frames, main, play, printable, token_text, width
 
 ROOT = Path(__file__).parents[1]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -327,7 +327,7 @@ def test_texts_keep_their_lines_and_lose_their_escape_codes():
 def command(*flags, **streams):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     return subprocess.run(
-        [sys.executable, "rollout/show.py", *flags], cwd=ROOT, env=env, timeout=300, **streams
+        [sys.executable, "evals/show.py", *flags], cwd=ROOT, env=env, timeout=300, **streams
     )
 
 
