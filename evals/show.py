@@ -1,8 +1,8 @@
 """Watch a model denoise in the terminal: one frame per denoising step.
 
-    python evals/show.py --model tiny-sdar --task countdown --index 3     a problem of the test split
-    python evals/show.py --model tiny-llada --prompt " 7 12  8 =   3"
-    python evals/show.py --model tiny-sdar --prompt "..." --colour | less -R
+    python evals/show.py --model tiny-sdar --task countdown --index 3     a problem of the test
+    split python evals/show.py --model tiny-llada --prompt " 7 12  8 =   3" python evals/show.py
+    --model tiny-sdar --prompt "..." --colour | less -R
 
 A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
 colour: marked ^). The colour is the probability that a token had when it was revealed; tokens after
@@ -42,7 +42,8 @@ class Args:
     model: str = "tiny-sdar"
     """key of models.MODELS, or a directory in HF layout"""
     prompt: str = ""
-    """a user message, formatted by the chat template. The tiny models only know countdown: --task"""
+    """a user message, formatted by the chat template. The tiny models only know countdown: --task
+    """
     task: str = ""
     """instead of --prompt: a problem of this task of evals/"""
     index: int = 0

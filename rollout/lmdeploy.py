@@ -322,7 +322,8 @@ def installed_version():
         found = version("lmdeploy")
     except PackageNotFoundError:
         raise SystemExit(
-            "--rollout-backend lmdeploy: the package is missing: pip install -r requirements-gpu.txt"
+            "--rollout-backend lmdeploy: the package is missing: pip install -r "
+            "requirements-gpu.txt"
         ) from None
     if tuple(int(part) for part in found.split(".")[:2]) < (0, 18):
         raise SystemExit(f"{FLAG} needs lmdeploy 0.18 or newer, {found} is installed")

@@ -394,7 +394,7 @@ def test_an_unknown_order_is_refused(fake):
 
 
 def test_samples_differ_and_repeat(engine, monkeypatch):
-    """16 of 16, the same ones again with the seed; without the repair 4, as the real engine gave."""
+    """16 of 16, the same again with the seed; without the repair 4, as the real engine gave."""
     settings = {"num_samples": 16, "gen_length": 8, "stop_at_eos": False, **STATIC}
     prompts = [[3, 4, 5, 6, 7, 8]]
     first, again, other = (

@@ -641,7 +641,7 @@ def test_an_end_token_ends_the_block_that_holds_it(eos):
 
 
 def test_padding_with_the_end_token_is_no_end():
-    """Where pad = EOS (the tiny SDAR), what follows a row's canvas neither ends nor completes it."""
+    """Where pad = EOS (tiny SDAR), what follows a row's canvas neither ends nor completes it."""
     engine = make_engine(model_of(scale=5, eos=(PAD,)))
     trace = engine.generate(prompts_of([4, 1, 6, 5, 3, 2]), num_samples=4, gen_length=10)
     canvas = torch.arange(trace.completion_ids.shape[1]) < trace.canvas_length[:, None]
