@@ -241,7 +241,8 @@ class LmdeployEngine(Engine):
             num_forwards = (first + a_step - 1) // a_step + later * (n // a_step + 1)
         return Trace(
             prompts, completion_ids,
-            scored(completion_ids, canvas_length, settings["eos_token_ids"]), canvas_length, step_map=None, replay_map=None, logps=None, sample_index=sample_index,
+            scored(completion_ids, canvas_length, settings["eos_token_ids"]), canvas_length,
+            step_map=None, replay_map=None, logps=None, sample_index=sample_index,
             num_forwards=num_forwards,
             settings=settings | {"engine": f"lmdeploy {self.version}", "logps": None},
         )  # fmt: skip

@@ -17,36 +17,31 @@ class Trace:
 
     prompt_ids: list[list[int]]  # N, each prompt repeated for its samples
     completion_ids: torch.Tensor  # [N, L] int64; pad id where nothing was revealed
-    completion_mask: (
-        torch.Tensor
-    )  # [N, L] bool, up to and with the first EOS: what is scored and graded
+    # [N, L] bool, up to and with the first EOS: what is scored and graded
+    completion_mask: torch.Tensor
     # [N] int64, positions that the sampler's model saw. Block models: through the terminal block,
-    # all of them revealed. Bidirectional models: all L; behind the terminal block they stayed
+    # all of them revealed. Bidirectional models: all L; after the terminal block they stayed
     # masked, and a replay must mask them.
     canvas_length: torch.Tensor
-    step_map: (
-        torch.Tensor | None
-    )  # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
-    replay_map: (
-        torch.Tensor | None
-    )  # [N, L] int64, equal numbers were revealed together: one forward replays them
-    logps: (
-        torch.Tensor | None
-    )  # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
+    step_map: torch.Tensor | None
+    # [N, L] int64, equal numbers were revealed together: one forward replays them
+    replay_map: torch.Tensor | None
+    # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    logps: torch.Tensor | None
     sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
-    num_forwards: (
-        torch.Tensor | None
-    )  # [N] int64, forwards of this row: denoising and separate commits, without the prefill
+    # [N] int64, forwards of this row: denoising and separate commits, without the prefill
+    num_forwards: torch.Tensor | None
     settings: dict = field(default_factory=dict)
-    # Of records="events": "events" [E, 4] int64, in order, each a change of a token: sample index,
+    # records="events": "events" [E, 4] int64, in order, each a change of a token: sample index,
     # number of the replay whose forward decided it, position in the completion, new token (the mask
-    # token where it was masked again); "logps" [E], of new tokens, 0 where masked again. step_map,
-    # replay_map and logps above are those of the last change. Of records="states", for each of K =
-    # num_replays forwards: "masked" [N, K, L] bool, what it saw masked, also behind the block in
-    # work, all False where the row made no such forward; "predictions" [N, K, L] int32: the whole
-    # completion, a token drawn for everything masked beside what was revealed, pad id where no
-    # forward was made; "confidences" [N, K, L] fp32: the probability that each drawn token was
-    # drawn with, settings["logps"], 0 elsewhere. 9 N K L bytes.
+    # token where it was masked again); "logps" [E] of the new tokens, 0 where masked again. The
+    # maps and logps above are those of the last change.
+    # records="states", for each of K = num_replays forwards: "masked" [N, K, L] bool, what it saw
+    # masked, also after the current block; all False where the row made no such forward.
+    # "predictions" [N, K, L] int32: the whole completion, with a drawn token at every masked
+    # position; pad id where no forward was made. "confidences" [N, K, L] fp32: the probability of
+    # each drawn token under settings["logps"], 0 elsewhere. 9 N K L bytes in all.
     records: dict | None = None
 
     @property
@@ -142,7 +137,8 @@ class Trace:
         columns.
         """
         if self.step_map is None:
-            return f"prompt   {tokenizer.decode(self.prompt_ids[i])}\ntokens   {self.text(i, tokenizer)!r}"
+            prompt, text = tokenizer.decode(self.prompt_ids[i]), self.text(i, tokenizer)
+            return f"prompt   {prompt}\ntokens   {text!r}"
         block, revealed = self.blocks(i), (self.step_map[i] >= 0).nonzero().flatten().tolist()
         tops, bottoms = [""], [""]
         for j in revealed:

@@ -110,8 +110,13 @@ def same_draws(a, b, tolerance=1e-12, forwards=True):
             return False
     if (a.records is None) != (b.records is None) or a.prompt_ids != b.prompt_ids:
         return False
-    pairs = [(a.logps, b.logps), *((a.records[key], b.records[key]) for key in a.records or ())]
-    return all(torch.allclose(x.cpu(), y.cpu(), atol=tolerance, rtol=0) for x, y in pairs)
+    pairs = [(a.logps, b.logps)]
+    if a.records and "events" in a.records:  # in order within a sample; batches come in turn
+        order = [one.records["events"][:, 0].argsort(stable=True) for one in (a, b)]
+        for key in a.records:
+            pairs.append([one.records[key][at] for one, at in zip((a, b), order, strict=True)])
+    near = lambda x, y: x.shape == y.shape and torch.allclose(x, y, atol=tolerance, rtol=0)
+    return all(near(x.cpu(), y.cpu()) for x, y in pairs)
 
 
 def rows_of(trace, rows):
