@@ -6,7 +6,6 @@ import torch
 
 from models import load_weights, meta_model
 from rollout.block import BlockEngine
-from rollout.lmdeploy import LmdeployEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
 from rollout.traces import Trace, rollout_means, rollout_sums
@@ -15,32 +14,43 @@ from rollout.traces import Trace, rollout_means, rollout_sums
 def make_engine(
     model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, asked=None
 ):
-    """The sampler of a model.
+    """The sampler of a model; on CUDA the fast one of kernels/.
 
-    model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU, fp32 on CPU); or a model
-    instance, used as it is. backend: "auto" takes the one of the model's attention pattern; "block" is cached block-causal
-    decoding, "masked" decodes bidirectional models, "lmdeploy" is that package's engine for SDAR on CUDA, which reads the
-    directory itself. max_batch_size: rows decoded together; more wait for the place of a row that has ended (block, lmdeploy)
-    or are decoded in turn (masked), with the same tokens. asked: arguments of the engine's `plan`, (records, settings), which
-    refuses what it cannot do before weights are read.
+    model_or_dir: a key of models.MODELS or a directory, loaded in `dtype` (default bf16 on GPU,
+    fp32 on CPU), or a model instance, which becomes the engine's own: on CUDA its layers are
+    replaced by fused ones. backend: "auto" follows the model's attention pattern: "block" is cached
+    block-causal decoding, "masked" decodes bidirectional models. "lmdeploy" is that package's
+    engine for SDAR on CUDA, which reads the directory itself. max_batch_size: rows decoded
+    together; the others wait, with the same tokens. asked: arguments of the engine's `plan`,
+    (records, settings), which refuses what it cannot do before weights are read.
     """
     if backend == "lmdeploy":
+        from rollout.lmdeploy import LmdeployEngine
+
         return LmdeployEngine(model_or_dir, device, dtype, max_batch_size, asked)
     engines = {"block-causal": ("block", BlockEngine), "bidirectional": ("masked", MaskedEngine)}
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
-        model = meta_model(
-            model_or_dir,
-            dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32),
-        )
+        default = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        model = meta_model(model_or_dir, dtype or default)
     name, engine = engines[model.attention]
-    if backend not in ("auto", name):  # before weights are read
+    if backend not in ("auto", name):
         raise SystemExit(
-            f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or auto"
+            f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or "
+            "auto"
         )
     if asked:
         engine(model, max_batch_size).plan(asked[0], **asked[1])
-    return engine(load_weights(model, device) if is_named else model, max_batch_size)
+    model = load_weights(model, device) if is_named else model
+    if model.lm_head.weight.is_cuda:
+        from kernels.masked import FastMaskedEngine
+
+        from kernels import speed_up_engine
+        from kernels.block import FastBlockEngine
+
+        speed_up_engine(model)
+        engine = {BlockEngine: FastBlockEngine, MaskedEngine: FastMaskedEngine}[engine]
+    return engine(model, max_batch_size)
 
 
 __all__ = ["Trace", "make_engine", "probe", "rollout_means", "rollout_sums"]

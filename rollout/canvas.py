@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from kernels.decode import attention, window_attention
-from rollout.graphs import Graphs
+from kernels.fused import fused_kernels
+from kernels.graphs import Graphs
 
 GRAPH_TOKENS = 4096  # a forward of more tokens keeps the GPU busy while the host launches it
 
@@ -108,7 +109,8 @@ class Canvas:
         return hidden
 
     def _hidden(self, tokens, positions, here):
-        return self.model.hidden(tokens, positions, partial(self._attend, here))
+        with fused_kernels():
+            return self.model.hidden(tokens, positions, partial(self._attend, here))
 
     def _attend(self, here, layer, q, k, v):
         """here [w]: columns of the window, None for all. k, v [R, K, w, h], rotated"""

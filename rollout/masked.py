@@ -25,7 +25,7 @@ from rollout import engine
 from rollout.canvas import GRAPH_TOKENS, Canvas, token_bytes
 from rollout.records import Events, States
 from rollout.schedules import SCHEDULES, ascending_steps, block_quotas, eoser_weight, reveal_shares
-from rollout.slots import free_bytes
+from kernels.graphs import free_bytes
 from rollout.traces import Trace, left_padded, scored
 
 ADAPTIVE = ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded", "origin")
@@ -290,7 +290,7 @@ class MaskedEngine(engine.Engine):
         """Keyed by sample, column and the step inside the block. -> [steps, R, n]"""
         steps = torch.arange(len(work.quota), device=self.device)[:, None, None]
         columns = torch.arange(work.start, work.start + sum(work.quota), device=self.device)
-        values = engine.keyed_uniform(
+        values = self.keyed_uniform(
             settings["seed"], work.sample_index[:, None], columns, steps, word
         )
         return values.expand(len(steps), len(work.sample_index), len(columns))
@@ -321,7 +321,7 @@ class MaskedEngine(engine.Engine):
         live, (R, n), number = len(work.row), masked.shape, work.first_step + step
         behind = hidden[:, n:]
         columns = torch.arange(behind.shape[1], device=self.device) + work.start + n
-        uniform = engine.keyed_uniform(
+        uniform = self.keyed_uniform(
             settings["seed"], work.sample_index[:, None], columns, number, "guess"
         )
         guess, guess_logps, _ = self._sample(behind.flatten(0, 1), uniform.flatten(), settings)

@@ -1,10 +1,13 @@
-"""Is the engine a sampler, and of the policy that is trained? Asked before a run and at its evaluations."""
+"""Is the engine a sampler, and of the policy that is trained? Asked before a run and at its
+evaluations.
+"""
 
 import torch
 
 
 def replay_logps(model, trace):
-    """Log-probabilities of a trace by the learner, each token at the denoising state at which it was revealed. -> [N, L] fp32
+    """Log-probabilities of a trace by the learner, each token at the denoising state at which it
+    was revealed. -> [N, L] fp32
 
     trace.num_replays forwards: equally many on every rank that holds a trace of the same settings.
     """
@@ -24,8 +27,9 @@ def replay_logps(model, trace):
 
 
 def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
-    """Share of greedy tokens that are the learner's own argmax. With one denoising step a block is what a single forward
-    predicts from the blocks before it, so that no step map is needed. For a block-causal model. -> float; num_blocks forwards
+    """Share of greedy tokens that are the learner's own argmax. With one denoising step a block is
+    what a single forward predicts from the blocks before it, so that no step map is needed. For a
+    block-causal model. -> float; num_blocks forwards
     """
     n = model.block_length
     one_step = {
@@ -50,10 +54,11 @@ def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
 def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, **settings):
     """Sample one prompt (list of ids) on every rank alike and compare with the learner. -> metrics
 
-    SystemExit if samples at temperature 100 repeat: such an engine ignores sampling, or gives rows each other's seeds.
-    probe/distinct_frac: different samples at the run's temperature, over num_samples. probe/logp_gap_mean and _max:
-    |engine - learner| log-probability over the tokens of those samples, in nats. An engine that reports no log-probabilities is
-    compared by its greedy tokens instead: probe/greedy_agreement, in bf16 below 1 where two tokens are about as likely.
+    SystemExit if samples at temperature 100 repeat: such an engine ignores sampling, or gives rows
+    each other's seeds. probe/distinct_frac: different samples at the run's temperature, over
+    num_samples. probe/logp_gap_mean and _max: |engine - learner| log-probability over the tokens of
+    those samples, in nats. An engine that reports no log-probabilities is compared by its greedy
+    tokens instead: probe/greedy_agreement, in bf16 below 1 where two tokens are about as likely.
     """
     hot = engine.generate(
         [prompt_ids],
@@ -65,7 +70,8 @@ def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, 
     distinct = len({tuple(ids) for ids in hot.completion_ids.tolist()})
     if distinct < num_samples:
         raise SystemExit(
-            f"the engine drew {distinct} different completions of {num_samples} at temperature 100: it does not sample"
+            f"the engine drew {distinct} different completions of {num_samples} at temperature "
+            "100: it does not sample"
         )
     trace = engine.generate(
         [prompt_ids], num_samples=num_samples, temperature=temperature, seed=seed, **settings

@@ -9,46 +9,46 @@ from rollout.schedules import block_quotas
 
 @dataclass
 class Trace:
-    """N completions (num_samples of each prompt, contiguous) of width L. Ids, never text, go from here to the learner.
+    """N completions (num_samples of each prompt, contiguous) of width L. Ids, never text, go from
+    here to the learner.
 
     None where an engine does not tell: step_map, replay_map, logps, num_forwards of lmdeploy's.
     """
 
     prompt_ids: list[list[int]]  # N, each prompt repeated for its samples
     completion_ids: torch.Tensor  # [N, L] int64; pad id where nothing was revealed
-    completion_mask: (
-        torch.Tensor
-    )  # [N, L] bool, up to and with the first EOS: what is scored and graded
-    # [N] int64, positions that the sampler's model saw. Block models: through the terminal block, all of them revealed.
-    # Bidirectional models: all L; behind the terminal block they stayed masked, and a replay must mask them.
+    # [N, L] bool, up to and with the first EOS: what is scored and graded
+    completion_mask: torch.Tensor
+    # [N] int64, positions that the sampler's model saw. Block models: through the terminal block,
+    # all of them revealed. Bidirectional models: all L; after the terminal block they stayed
+    # masked, and a replay must mask them.
     canvas_length: torch.Tensor
-    step_map: (
-        torch.Tensor | None
-    )  # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
-    replay_map: (
-        torch.Tensor | None
-    )  # [N, L] int64, equal numbers were revealed together: one forward replays them
-    logps: (
-        torch.Tensor | None
-    )  # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
+    step_map: torch.Tensor | None
+    # [N, L] int64, equal numbers were revealed together: one forward replays them
+    replay_map: torch.Tensor | None
+    # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    logps: torch.Tensor | None
     sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
-    num_forwards: (
-        torch.Tensor | None
-    )  # [N] int64, forwards of this row: denoising and separate commits, without the prefill
+    # [N] int64, forwards of this row: denoising and separate commits, without the prefill
+    num_forwards: torch.Tensor | None
     settings: dict = field(default_factory=dict)
-    # Of records="events": "events" [E, 4] int64, in order, each a change of a token: sample index, number of the replay whose
-    # forward decided it, position in the completion, new token (the mask token where it was masked again); "logps" [E], of new
-    # tokens, 0 where masked again. step_map, replay_map and logps above are those of the last change.
-    # Of records="states", for each of K = num_replays forwards: "masked" [N, K, L] bool, what it saw masked, also behind the
-    # block in work, all False where the row made no such forward; "predictions" [N, K, L] int32: the whole completion, a token
-    # drawn for everything masked beside what was revealed, pad id where no forward was made; "confidences" [N, K, L] fp32: the
-    # probability that each drawn token was drawn with, settings["logps"], 0 elsewhere. 9 N K L bytes.
+    # records="events": "events" [E, 4] int64, in order, each a change of a token: sample index,
+    # number of the replay whose forward decided it, position in the completion, new token (the mask
+    # token where it was masked again); "logps" [E] of the new tokens, 0 where masked again. The
+    # maps and logps above are those of the last change.
+    # records="states", for each of K = num_replays forwards: "masked" [N, K, L] bool, what it saw
+    # masked, also after the current block; all False where the row made no such forward.
+    # "predictions" [N, K, L] int32: the whole completion, with a drawn token at every masked
+    # position; pad id where no forward was made. "confidences" [N, K, L] fp32: the probability of
+    # each drawn token under settings["logps"], 0 elsewhere. 9 N K L bytes in all.
     records: dict | None = None
 
     @property
     def num_replays(self):
-        """Forwards that replay this trace, numbered in replay_map: one for a step of one block; block models replay the step of
-        all their blocks in one. The settings alone decide it, so it is equal on all ranks.
+        """Forwards that replay this trace, numbered in replay_map: one for a step of one block;
+        block models replay the step of all their blocks in one. The settings alone decide it, so it
+        is equal on all ranks.
         """
         if self.settings["attention"] == "bidirectional":
             return sum(map(len, block_quotas(**self.settings)))
@@ -68,7 +68,9 @@ class Trace:
         return self.completion_ids[i][self.completion_mask[i]].tolist()
 
     def sequences(self, pad_token_id):
-        """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no padding, only the canvas"""
+        """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no
+        padding, only the canvas
+        """
         prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
         on_canvas = (
             torch.arange(self.completion_ids.shape[1], device=valid.device)
@@ -77,7 +79,9 @@ class Trace:
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, on_canvas], 1)
 
     def states(self, mask_token_id):
-        """What the forward of each replay sees of the completions: num_replays tensors [N, L], masked where not revealed."""
+        """What the forward of each replay sees of the completions: num_replays tensors [N, L],
+        masked where not revealed.
+        """
         state, records = torch.full_like(self.completion_ids, mask_token_id), self.records or {}
         for replay in range(self.num_replays):
             if "masked" in records:
@@ -126,12 +130,15 @@ class Trace:
         } | steps
 
     def draw(self, i, tokenizer, width=110, max_lines=6):
-        """Completion i for a terminal: each revealed token over the denoising step of its block that revealed it.
+        """Completion i for a terminal: each revealed token over the denoising step of its block
+        that revealed it.
 
-        Blocks are parted by bars and never broken; max_lines pairs of lines of about `width` columns.
+        Blocks are parted by bars and never broken; max_lines pairs of lines of about `width`
+        columns.
         """
         if self.step_map is None:
-            return f"prompt   {tokenizer.decode(self.prompt_ids[i])}\ntokens   {self.text(i, tokenizer)!r}"
+            prompt, text = tokenizer.decode(self.prompt_ids[i]), self.text(i, tokenizer)
+            return f"prompt   {prompt}\ntokens   {text!r}"
         block, revealed = self.blocks(i), (self.step_map[i] >= 0).nonzero().flatten().tolist()
         tops, bottoms = [""], [""]
         for j in revealed:
@@ -171,7 +178,9 @@ def left_padded(prompt_ids, pad_token_id, device):
 
 
 def scored(completion_ids, canvas_length, eos_token_ids):
-    """What of completion_ids [N, L] is scored: up to and with the first EOS, on the canvas. -> [N, L] bool"""
+    """What of completion_ids [N, L] is scored: up to and with the first EOS, on the canvas. -> [N,
+    L] bool
+    """
     on_canvas = (
         torch.arange(completion_ids.shape[1], device=completion_ids.device) < canvas_length[:, None]
     )
@@ -182,10 +191,12 @@ def scored(completion_ids, canvas_length, eos_token_ids):
 
 
 def rollout_sums(trace, rewards, components, num_generations):
-    """Health of a rollout: sums over this rank's N sequences, so that sums over ranks divided by all sequences are means.
+    """Health of a rollout: sums over this rank's N sequences, so that sums over ranks divided by
+    all sequences are means.
 
-    rewards [N]; components: one dict of floats a sequence, whose sum is its reward; groups of num_generations are contiguous.
-    -> {metric name: 0-d tensor or number}; reward/square gives the spread.
+    rewards [N]; components: one dict of floats a sequence, whose sum is its reward; groups of
+    num_generations are contiguous. -> {metric name: 0-d tensor or number}; reward/square gives the
+    spread.
     """
     lengths, groups = trace.completion_mask.sum(1), rewards.view(-1, num_generations)
     ids = [tuple(trace.completion(i)) for i in range(len(rewards))]
@@ -206,7 +217,9 @@ def rollout_sums(trace, rewards, components, num_generations):
 
 
 def rollout_means(sums, num_sequences):
-    """rollout_sums of all ranks added up -> {metric name: float}, means over sequences, and the spread reward/std"""
+    """rollout_sums of all ranks added up -> {metric name: float}, means over sequences, and the
+    spread reward/std
+    """
     means = {name: value / num_sequences for name, value in sums.items()}
     return means | {
         "reward/std": max(means.pop("reward/square") - means["reward/mean"] ** 2, 0.0) ** 0.5

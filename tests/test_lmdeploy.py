@@ -1,8 +1,10 @@
-"""rollout/lmdeploy.py against a stand-in for what it calls of lmdeploy 0.18, and against lmdeploy's own code where it is there.
+"""rollout/lmdeploy.py against a stand-in for what it calls of lmdeploy 0.18, and against lmdeploy's
+own code where it is there.
 
-The stand-in keeps what was seen of the real engine: per-request values tiled over the rows of a block, one uniform a row from
-(seed, offset), tokens cut off behind the EOS, no stop in the block that the prompt ends in, fused weights, a loop whose tasks
-leave the thread in inference mode, temperatures up to 2. `pytest -m lmdeploy` with lmdeploy on the path runs its own code.
+The stand-in keeps what was seen of the real engine: per-request values tiled over the rows of a
+block, one uniform a row from (seed, offset), tokens cut off behind the EOS, no stop in the block
+that the prompt ends in, fused weights, a loop whose tasks leave the thread in inference mode,
+temperatures up to 2. `pytest -m lmdeploy` with lmdeploy on the path runs its own code.
 """
 
 import asyncio
@@ -21,16 +23,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import rollout.lmdeploy as backend
-from models import add_lora, export_weights, save_adapter, save_model
-from models.lora import init_adapters
-from models.tiny import TINY_SDAR, TINY_SDAR_MOE, byte_tokenizer, random_model
-from rollout import make_engine, probe, rollout_sums
-from rollout.engine import select
-from rollout.lmdeploy import CAPABILITIES, buckets, checked, is_tiled, repair_sampling, sample_seed
+from models import export_weights, save_model
+from models.random_init import TINY_SDAR, byte_tokenizer, random_model
+from rollout import make_engine, probe
+from rollout.lmdeploy import is_tiled, repair_sampling
 from rollout.probe import greedy_agreement
 from rollout.sampling import keyed_uniform
 
 V, MASK, EOS, PAD, N = 60, 50, [1, 2], 0, 4
+
+
 CONFIG = TINY_SDAR | {
     **{
         "vocab_size": V,
@@ -47,6 +49,8 @@ CONFIG = TINY_SDAR | {
         "pad_token_id": PAD,
     },
 }
+
+
 STATIC = {"denoising_steps": 2, "remasking": "low_confidence_static"}
 
 
@@ -178,7 +182,9 @@ class PytorchEngineConfig:
 
 
 class FakeEngine:
-    """lmdeploy.pytorch.engine.Engine as far as rollout/lmdeploy.py uses it. fault(step) may raise or wait."""
+    """lmdeploy.pytorch.engine.Engine as far as rollout/lmdeploy.py uses it. fault(step) may raise
+    or wait.
+    """
 
     strategy, fault = Tiled, None
 
@@ -345,9 +351,6 @@ def rows_of(trace):
     return [tuple(ids) for ids in trace.completion_ids.tolist()]
 
 
-# Sampling
-
-
 def seqs_of(params):
     session = SimpleNamespace(session_id=0)
     more = dict(num_new_tokens=0, seq_id=0, session=session)
@@ -359,7 +362,9 @@ def seqs_of(params):
 
 @pytest.mark.parametrize("strategy, tiled", [(Tiled, True), (Mended, False)])
 def test_rows_have_the_values_of_their_sequence_and_a_stream_of_their_own(fake, strategy, tiled):
-    """A version that is mended already is not turned into the wrong order; without the repair, the tiled one is wrong."""
+    """A version that is mended already is not turned into the wrong order; without the repair, the
+    tiled one is wrong.
+    """
     params = [
         SamplingParam(top_k, seed, temperature)
         for top_k, seed, temperature in [(0, 7, 0.5), (9, 2**62, 1.5), (3, 5, 1.0)]
@@ -389,7 +394,7 @@ def test_an_unknown_order_is_refused(fake):
 
 
 def test_samples_differ_and_repeat(engine, monkeypatch):
-    """16 of 16, the same ones again with the seed; without the repair 4, as the real engine gave."""
+    """16 of 16, the same again with the seed; without the repair 4, as the real engine gave."""
     settings = {"num_samples": 16, "gen_length": 8, "stop_at_eos": False, **STATIC}
     prompts = [[3, 4, 5, 6, 7, 8]]
     first, again, other = (
@@ -407,42 +412,10 @@ def test_samples_differ_and_repeat(engine, monkeypatch):
     assert (tokens == tokens[:, :1]).all(1).sum() < 3
 
 
-def test_seeds_of_samples():
-    seeds = {sample_seed(seed, i) for seed in (0, 1, -43, 42 << 32) for i in range(500)}
-    assert len(seeds) == 2000 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_request_says_all_that_sampling_needs(engine, monkeypatch):
-    """Whole vocabulary, no mask token, temperatures that lmdeploy's constructor refuses; greedy is top-k 1."""
-    requests = []
-    stream = type(engine.engine).async_stream_infer
-    spy = lambda self, session, ids, request: (
-        requests.append(request),
-        stream(self, session, ids, request),
-    )[1]
-    monkeypatch.setattr(type(engine.engine), "async_stream_infer", spy)
-    engine.generate([[3, 4, 5]], gen_length=4, temperature=100.0, **STATIC)
-    engine.generate([[3, 4, 5]], gen_length=4, temperature=0.0, stop_at_eos=False, **STATIC)
-    engine.generate([[3, 4, 5]], gen_length=4, top_k=7, top_p=0.9, **STATIC)
-    hot, greedy, cut = requests
-    assert (cut.temperature, cut.top_k, cut.top_p) == (1.0, 7, 0.9)
-    assert (hot.temperature, hot.top_k, hot.top_p, hot.do_sample, hot.bad_token_ids) == (
-        100.0,
-        0,
-        1.0,
-        True,
-        [MASK],
-    )
-    assert (greedy.temperature, greedy.top_k, greedy.do_sample) == (1.0, 1, False)
-    assert (hot.stop_token_ids, greedy.stop_token_ids) == (EOS, [])
-    assert (hot.max_new_tokens, greedy.max_new_tokens) == (5, 5)  # to the end of the block
-
-
-# Traces
-
-
 def test_a_trace_is_that_of_the_block_engine_without_its_maps(engine):
-    """Canvas, mask, forwards and settings for prompts of every length against the grid, beside rollout/block.py."""
+    """Canvas, mask, forwards and settings for prompts of every length against the grid, beside
+    rollout/block.py.
+    """
     ours = make_engine(random_model(CONFIG))
     ours.model.eos_token_ids, ours.model.pad_token_id = EOS, PAD
     prompts = [list(range(3, 3 + length)) for length in (1, 3, 4, 5, 6, 7, 8)]
@@ -474,7 +447,9 @@ def first_eos(ids):
 
 
 def test_completions_end_with_the_block_of_their_first_eos(engine):
-    """The rest of that block comes too; one in the block that the prompt ends in, where lmdeploy goes on, ends it as well."""
+    """The rest of that block comes too; one in the block that the prompt ends in, where lmdeploy
+    goes on, ends it as well.
+    """
     prompts, seen = [list(range(3, 3 + length)) for length in (5, 6, 8)], set()
     long = engine.generate(prompts, num_samples=60, gen_length=24, stop_at_eos=False, **STATIC)
     cut = engine.generate(prompts, num_samples=60, gen_length=24, **STATIC)
@@ -501,45 +476,6 @@ def test_completions_end_with_the_block_of_their_first_eos(engine):
             )
     assert len(seen) == 4, seen
     assert not torch.isin(cut.completion_ids, torch.tensor(MASK)).any()
-
-
-def test_what_is_in_a_trace_is_logged_and_drawn(engine):
-    """describe, draw and the sums of the metrics leave out what lmdeploy does not tell."""
-    trace = engine.generate([[3, 4, 5]], num_samples=2, gen_length=4, **STATIC)
-    tokenizer = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)))
-    assert trace.describe(0, tokenizer, 1.0).keys() == {
-        "prompt",
-        "completion",
-        "reward",
-        "completion_ids",
-    }
-    assert trace.draw(0, tokenizer).startswith("prompt   3 4 5\ntokens   ")
-    rewards, components = torch.zeros(2), [{"score": 0.0}] * 2
-    assert "speed/tokens_per_forward" in rollout_sums(trace, rewards, components, 2)
-    trace.num_forwards = None
-    sums = rollout_sums(trace, rewards, components, 2)
-    assert "speed/tokens_per_forward" not in sums and "completion/length" in sums
-
-
-def test_an_unfinished_block_is_an_error(engine, monkeypatch):
-    """Never a mask token, or a shorter canvas, in a trace."""
-    monkeypatch.setattr(
-        Sequence, "all_ids", property(lambda self: np.array([*self.ids[:-1], MASK]))
-    )
-    monkeypatch.setattr(
-        FakeEngine, "step", lambda self, live: [finish(sequence) for sequence in live]
-    )
-
-    def finish(sequence):
-        sequence.ids += [5] * sequence.request.max_new_tokens
-        sequence.finished, sequence.valid = True, len(sequence.ids) - 1
-        sequence.new.set()
-
-    with exits_with_one_line("unfinished block", "5 of 5 tokens"):
-        engine.generate([[3, 4, 5]], gen_length=5, **STATIC)
-
-
-# Settings
 
 
 def test_unmasking_is_set_for_a_rollout_and_restricted_to_what_is_the_same(engine):
@@ -578,37 +514,13 @@ def test_a_method_that_needs_more_than_tokens_is_refused_at_the_start(engine):
         with exits_with_one_line(f"lmdeploy keeps no records of kind '{records}'"):
             engine.plan(records, gen_length=4, **STATIC)
     plan = engine.plan(None, gen_length=4, **STATIC)
-    assert (
-        "2 steps each" in plan
-        and "8 rows, a cache of 8192 positions" in plan
-        and "no log-probabilities" in plan
-    )
+    assert "2 steps each" in plan and "no log-probabilities" in plan
     ours = make_engine(random_model(CONFIG))
     assert ours.plan("steps", gen_length=4, **STATIC)
     with exits_with_one_line(
         "the sampler of a block-causal model keeps no records of kind 'states'"
     ):
         ours.plan("states", gen_length=4, **STATIC)
-
-
-def test_a_request_that_the_cache_cannot_hold_is_refused(engine):
-    with exits_with_one_line("take 8204 positions", "holds 8128"):
-        engine.generate([[3] * 8192], gen_length=12, **STATIC)
-
-
-def test_the_cache_is_bounded(fake, directory, monkeypatch):
-    """1024 positions a row, at most 30 % of the memory beside the weights; too little memory says so."""
-    model = random_model(CONFIG)
-    a_position, weights = 2 * 2 * 64 * 4, sum(p.numel() for p in model.parameters()) * 4
-    blocks = lambda rows: backend.cache_blocks(model, "cpu", torch.float32, rows)
-    assert (blocks(8), blocks(16)) == (8 * 16 + 1, 16 * 16 + 1)
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (weights + 100 * 64 * a_position * 10 // 3, 0)
-    )
-    assert blocks(256) in (100, 101)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights + 2**20, 0))
-    with exits_with_one_line("no memory for its weights"):
-        blocks(256)
 
 
 @pytest.mark.parametrize(
@@ -630,48 +542,6 @@ def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, change, w
     )
     with exits_with_one_line("--rollout-backend lmdeploy", *words):
         make_engine(change.get("name", directory), "lmdeploy")
-
-
-def test_what_a_run_asks_for_is_refused_before_lmdeploy_starts(directory, monkeypatch):
-    monkeypatch.setattr(backend, "refuse_unsupported", lambda *_: None)
-    monkeypatch.setattr(backend, "installed_version", lambda: pytest.fail("went on"))
-    for records, wrong, words in (
-        ("steps", {}, "no records of kind 'steps'"),
-        (None, {"denoising_steps": 3}, "--denoising-steps 3"),
-    ):
-        with exits_with_one_line(words):
-            make_engine(
-                directory, "lmdeploy", "cpu", asked=(records, {"gen_length": 4} | STATIC | wrong)
-            )
-    with pytest.raises(pytest.fail.Exception, match="went on"):  # negative control: what it can do
-        make_engine(directory, "lmdeploy", "cpu", asked=(None, {"gen_length": 4} | STATIC))
-
-
-def test_a_missing_or_old_package_and_an_instance_are_one_line(monkeypatch):
-    with exits_with_one_line("from a directory, not from an instance"):
-        make_engine(random_model(CONFIG), "lmdeploy")
-
-    def missing(name):
-        raise backend.PackageNotFoundError(name)
-
-    monkeypatch.setattr(backend, "version", missing)
-    with exits_with_one_line("the package is missing", "pip install -r requirements-gpu.txt"):
-        backend.installed_version()
-    for found, is_old in (
-        ("0.17.3", True),
-        ("0.18.0", False),
-        ("0.18.0+cu130", False),
-        ("1.0.0", False),
-    ):
-        monkeypatch.setattr(backend, "version", lambda name, found=found: found)
-        if is_old:
-            with exits_with_one_line("needs lmdeploy 0.18 or newer, 0.17.3 is installed"):
-                backend.installed_version()
-        else:
-            assert backend.installed_version() == found
-
-
-# Weights
 
 
 def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(engine):
@@ -702,32 +572,6 @@ def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(engin
     assert addresses == {name: value.data_ptr() for name, value in served.values.items()}
 
 
-def test_an_adapter_directory_is_served_merged(fake, tmp_path):
-    """lmdeploy reads the base from its directory, the merged weights are handed over: the outputs are those of the merge."""
-    base = random_model(CONFIG)
-    base.eos_token_ids, base.pad_token_id, base.checkpoint_config = EOS, PAD, CONFIG
-    save_model(base, tmp_path / "base", None)
-    model = add_lora(base, 2, 4)
-    init_adapters(model)
-    for name, value in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(value)
-    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), byte_tokenizer())
-    served = [
-        make_engine(tmp_path / name, "lmdeploy", "cpu", torch.float32)
-        for name in ("base", "adapter")
-    ]
-    merged = dict(export_weights(model))["model.layers.0.self_attn.o_proj.weight"]
-    held = [
-        engine.engine.model.values["model.layers.0.self_attn.o_proj.weight"] for engine in served
-    ]
-    assert torch.allclose(held[1], merged, atol=1e-6) and not torch.allclose(
-        held[0], merged, atol=1e-2
-    )
-    for engine in served:
-        engine.close()
-
-
 def test_weights_that_do_not_fit_are_named(engine):
     weights = list(export_weights(random_model(CONFIG)))
     with pytest.raises(ValueError, match=f"weights did not come for {weights[-1][0]}"):
@@ -737,39 +581,14 @@ def test_weights_that_do_not_fit_are_named(engine):
     with pytest.raises(ValueError, match=r"model.norm.weight \[63\] is no tensor"):
         engine.load_weights([("model.norm.weight", torch.ones(63))])
     adapter = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    with exits_with_one_line("no adapters beside its weights", "--lora-merged-rollout"):
+    with exits_with_one_line("needs merged weights", "--lora-merged-rollout"):
         engine.load_weights([(adapter, torch.ones(2, 64))])
 
 
-def test_buckets_hold_all_weights_in_order():
-    weights = [(str(i), torch.zeros(i)) for i in range(1, 9)]  # 4 i bytes
-    parts = list(buckets(iter(weights), 24))
-    assert [[name for name, _ in part] for part in parts] == [
-        ["1", "2", "3"],
-        ["4", "5"],
-        ["6"],
-        ["7"],
-        ["8"],
-    ]
-    wanted = {"a": (2,), "b": (3,)}
-    assert [name for name, _ in checked([("a", torch.zeros(2))], wanted)] == ["a"] and wanted == {
-        "b": (3,)
-    }
-
-
-def test_sleep_and_the_next_weights(engine):
-    sampling = {"gen_length": 8, "temperature": 0.0, **STATIC}
-    first = rows_of(engine.generate([[3, 4, 5]], **sampling))
-    engine.sleep()
-    assert engine.engine.asleep == {"weights", "kv_cache"}
-    with exits_with_one_line("sleeps"):
-        engine.generate([[3, 4, 5]], **sampling)
-    engine.load_weights(export_weights(random_model(CONFIG)))
-    assert not engine.engine.asleep and rows_of(engine.generate([[3, 4, 5]], **sampling)) == first
-
-
 def test_the_learner_stays_out_of_inference_mode(engine):
-    """lmdeploy's tasks wait inside inference mode; in the caller's thread, its parameters could not be trained any more."""
+    """lmdeploy's tasks wait inside inference mode; in the caller's thread, its parameters could not
+    be trained any more.
+    """
     engine.generate([[3, 4, 5]], gen_length=8, **STATIC)
     engine.load_weights(export_weights(random_model(CONFIG)))
     engine.generate([[3, 4, 5]], gen_length=8, **STATIC)
@@ -789,9 +608,6 @@ def test_the_learner_stays_out_of_inference_mode(engine):
     loop.run_until_complete(asyncio.wait(asyncio.all_tasks(loop), timeout=5))
     loop.close()
     assert leaked and not torch.is_inference_mode_enabled()
-
-
-# Failures
 
 
 def test_a_failing_loop_ends_the_run_with_its_cause(engine, fake):
@@ -821,70 +637,6 @@ def test_a_standing_engine_ends_the_run(engine):
         engine.generate([[3, 4, 5]], gen_length=8, **STATIC)
 
 
-def test_an_engine_that_blocks_its_thread_ends_the_run(engine):
-    """As a kernel that never returns does: the thread itself stands still."""
-
-    async def fault(live):
-        time.sleep(2.5)
-
-    engine.engine.fault, engine.stall_seconds = fault, 0.5
-    with exits_with_one_line("the engine failed", "nothing came for"):
-        engine.generate([[3, 4, 5]], gen_length=8, **STATIC)
-
-
-def test_an_engine_that_exits_ends_the_run(engine):
-    """lmdeploy's checks call exit()."""
-
-    async def fault(live):
-        raise SystemExit(1)
-
-    engine.engine.fault = fault
-    with exits_with_one_line("the engine failed", "its thread has ended"):
-        engine.generate([[3, 4, 5]], gen_length=8, **STATIC)
-
-
-def test_a_refused_request_ends_the_run(engine, monkeypatch):
-    async def refused(self, session, ids, request):
-        yield SimpleNamespace(status=SimpleNamespace(name="OUT_OF_MEMORY"), token_ids=[])
-
-    monkeypatch.setattr(FakeEngine, "async_stream_infer", refused)
-    with exits_with_one_line("a request ended with OUT_OF_MEMORY"):
-        engine.generate([[3, 4, 5]], gen_length=8, **STATIC)
-
-
-# The probe
-
-
-class Silent:
-    """The block engine without what lmdeploy does not tell."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def generate(self, prompt_ids, **settings):
-        trace = self.engine.generate(prompt_ids, **settings)
-        trace.step_map = trace.replay_map = trace.logps = None
-        return trace
-
-
-@pytest.mark.parametrize("length", [1, 5, 8])
-def test_the_probe_compares_greedy_tokens(length):
-    """1 for the same weights wherever on the grid the prompt ends, less for others; no log-probabilities are invented."""
-    build = lambda seed: random_model(CONFIG, seed=seed, dtype=torch.float64)
-    prompt = list(range(3, 3 + length))
-    engines = {seed: Silent(make_engine(build(seed))) for seed in (0, 1)}
-    for engine in engines.values():
-        engine.engine.model.eos_token_ids, engine.engine.model.pad_token_id = EOS, PAD
-    settings = {"gen_length": 9, "block_length": 0, **STATIC}
-    assert greedy_agreement(engines[0], build(0), prompt, **settings) == 1
-    assert greedy_agreement(engines[1], build(0), prompt, **settings) < 0.5
-    metrics = probe(engines[0], build(0), prompt, temperature=0.7, **settings)
-    assert (
-        metrics.keys() == {"probe/distinct_frac", "probe/greedy_agreement"}
-        and metrics["probe/greedy_agreement"] == 1
-    )
-
-
 def test_the_probe_finds_an_engine_that_repeats_itself(engine):
     metrics = probe(engine, random_model(CONFIG), [3, 4, 5], gen_length=24, **STATIC)
     assert metrics["probe/distinct_frac"] == 1
@@ -893,198 +645,10 @@ def test_the_probe_finds_an_engine_that_repeats_itself(engine):
         probe(engine, random_model(CONFIG), [3, 4, 5], gen_length=24, **STATIC)
 
 
-def test_the_table_in_the_docs_is_that_of_the_code():
-    from pathlib import Path
-
-    text = (Path(__file__).parents[1] / "docs/lmdeploy.md").read_text()
-    for name, can in CAPABILITIES.items():
-        assert f"| {name} | {can} |" in text, name
-
-
-# lmdeploy's own code
-
-
 @pytest.fixture
 def real():
     """The installed lmdeploy, whatever the fixture `fake` has put in its place before."""
     pytest.importorskip("lmdeploy.pytorch.engine")
-
-
-@pytest.mark.lmdeploy
-def test_its_own_sampling_strategy_is_repaired(real):
-    """Per-request values of three requests on the rows of a block, of 0.18's strategy: tiled before, in order after."""
-    from lmdeploy.pytorch.messages import SamplingParam
-    from lmdeploy.pytorch.strategies.dllm.sampling import DLLMSamplingStrategy
-
-    values = [(0, 7, 0.5, 0.9), (9, 2**62, 1.5, 1.0), (3, 5, 1.0, 0.5)]
-    params = [
-        SamplingParam(top_k=k, random_seed=s, temperature=t, top_p=p, bad_words=[MASK])
-        for k, s, t, p in values
-    ]
-    strategy = DLLMSamplingStrategy(0, N)
-    rows = lambda *of: [value for value in of for _ in range(N)]
-    assert (
-        strategy.make_sampling_inputs(seqs_of(params)).temperature.tolist() == [0.5, 1.5, 1.0] * N
-    )
-    assert is_tiled(strategy, N)
-    repair_sampling(strategy, N)
-    inputs = strategy.make_sampling_inputs(seqs_of(params))
-    assert inputs.temperature.tolist() == rows(0.5, 1.5, 1.0) and inputs.top_k.tolist() == rows(
-        0, 9, 3
-    )
-    assert torch.equal(
-        inputs.top_p, torch.tensor(rows(0.9, 1.0, 0.5))
-    ) and inputs.random_offsets.tolist() == rows(5, 6, 7)
-    assert (
-        inputs.bad_words.tolist() == [[MASK]] * 3 * N
-        and len(set(inputs.random_seeds.tolist())) == 3 * N
-    )
-    assert inputs.random_seeds.tolist()[::N] == [7, 2**62, 5]
-
-
-def served_model(config):
-    """lmdeploy's model of a tiny config.json, on CPU."""
-    from lmdeploy.pytorch.config import DLLMConfig
-    from lmdeploy.pytorch.models import patch, sdar, sdar_moe
-    from transformers import PretrainedConfig
-
-    fields = {
-        key: value
-        for key, value in config.items()
-        if key not in ("model_type", "architectures", "torch_dtype")
-    }
-    fixed = dict(
-        attention_bias=False,
-        sliding_window=None,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-    )
-    moe = dict(mlp_only_layers=[], decoder_sparse_step=1)
-    facts = PretrainedConfig(**fields)
-    vars(facts).update(
-        fixed
-        | moe
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
-    )
-    cls = sdar_moe.SDARMoeForCausalLM if "num_experts" in config else sdar.SDARForCausalLM
-    context = patch.BuildModelContext(dllm_config=DLLMConfig(block_length=N))
-    with patch.build_model_context(context), torch.inference_mode():
-        return cls(facts, SimpleNamespace(build_ctx=context), dtype=torch.float32, device="cpu")
-
-
-@pytest.mark.lmdeploy
-@pytest.mark.parametrize("config", [CONFIG, TINY_SDAR_MOE], ids=["dense", "moe"])
-def test_its_own_model_takes_our_names_and_shapes(real, config):
-    """Every weight lands where it belongs, in fused projections and stacked experts, twice over; none is left out."""
-    served = served_model(config)
-    for seed in (0, 1, 0):
-        weights = dict(export_weights(random_model(config, seed=seed)))
-        for value in served.parameters():
-            value.data.fill_(float("nan"))
-        with torch.inference_mode():
-            for bucket in buckets(iter(weights.items()), 2**16):
-                served.load_weights(iter(bucket))
-        held = dict(served.named_parameters())
-        for i in range(config["num_hidden_layers"]):
-            layer, names = f"model.layers.{i}.", {}
-            names["self_attn.qkv_proj.weight"] = [f"self_attn.{name}_proj.weight" for name in "qkv"]
-            if "num_experts" not in config:
-                names["mlp.gate_up_proj.weight"] = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
-            for fused, parts in names.items():
-                assert torch.equal(
-                    held.pop(layer + fused),
-                    torch.cat([weights.pop(layer + part) for part in parts]),
-                )
-            for expert in range(config.get("num_experts", 0)):
-                names = [
-                    f"{layer}mlp.experts.{expert}.{name}_proj.weight"
-                    for name in ("gate", "up", "down")
-                ]
-                gate, up, down = (weights.pop(name) for name in names)
-                assert torch.equal(
-                    held[f"{layer}mlp.experts.gate_up.weight"][expert], torch.cat([gate, up])
-                )
-                assert torch.equal(held[f"{layer}mlp.experts.down.weight"][expert], down)
-            for name in ("gate_up", "down") if "num_experts" in config else ():
-                del held[f"{layer}mlp.experts.{name}.weight"]
-        assert held.keys() == weights.keys() and all(
-            torch.equal(held[name], weights[name]) for name in held
-        )
-
-
-@pytest.mark.lmdeploy
-@pytest.mark.parametrize(
-    "rule, steps",
-    [
-        *(("low_confidence_static", steps) for steps in (1, 2, 4)),
-        ("low_confidence_dynamic", 4),
-        ("sequential", 2),
-        ("sequential", 4),
-    ],
-)
-def test_its_own_unmasking_is_our_rule(real, rule, steps):
-    """Blocks of random confidences and masks: what lmdeploy reveals is what rollout.engine.select reveals."""
-    from lmdeploy.pytorch import consts
-    from lmdeploy.pytorch.config import DLLMConfig, UnmaskingStrategy
-    from lmdeploy.pytorch.strategies.dllm.unmasking import UnmaskingProcessor
-
-    generator, B = torch.Generator().manual_seed(0), 200
-    logits = 3 * torch.randn(B * N, V, generator=generator)
-    tokens = torch.randint(0, V, (B * N,), generator=generator)
-    masked = torch.rand(B, N, generator=generator) < 0.7
-    if rule == "sequential":  # revealed from the left: what is masked is the end
-        masked = masked.sort(1).values
-    masked[:, -1] = True  # a whole block is committed, not denoised
-    config = DLLMConfig(N, UnmaskingStrategy.from_str(rule), steps, 0.05)
-    state = torch.where(masked.flatten(), consts.DLLM_MASKED, consts.DLLM_UNMASKED)
-    known = torch.full_like(tokens, 5)
-    state, result = UnmaskingProcessor(config)(logits, known, tokens, state)
-    confidence = logits.softmax(-1).gather(1, tokens[:, None]).view(B, N)
-    chosen = select(confidence, masked, N // steps, rule, 0.05)
-    revealed = (state.view(B, N) == consts.DLLM_UNMASKED) & masked
-    assert torch.equal(revealed, chosen & masked)
-    assert torch.equal(result.view(B, N), torch.where(masked, tokens.view(B, N), 5))
-
-
-@pytest.mark.lmdeploy
-def test_its_own_configuration_takes_what_is_asked(real, directory, monkeypatch):
-    """PytorchEngineConfig and GenerationConfig know every name; the rest of the start is not made without a GPU."""
-    from lmdeploy.messages import GenerationConfig, PytorchEngineConfig
-    from lmdeploy.pytorch import config
-    from lmdeploy.pytorch.engine import Engine
-    from lmdeploy.pytorch.engine.config_builder import ConfigBuilder
-    from lmdeploy.pytorch.messages import SamplingParam
-    from transformers import PretrainedConfig
-
-    given = []
-    monkeypatch.setattr(
-        Engine, "from_pretrained", lambda directory, engine_config: given.append(engine_config)
-    )
-    shell = backend.LmdeployEngine.__new__(backend.LmdeployEngine)
-    shell.model, shell.dtype, shell.max_batch_size = random_model(CONFIG), torch.bfloat16, 128
-    shell.model.pad_token_id = PAD
-    shell._start(str(directory), 99)
-    (asked,) = given
-    assert isinstance(asked, PytorchEngineConfig)
-    built = ConfigBuilder.update_engine_config(asked)
-    assert (built.max_batch_size, built.num_gpu_blocks, built.dllm_block_length) == (128, 99, N)
-    facts = PretrainedConfig(rope_theta=10000.0)
-    config.override_hf_config(facts, asked.hf_overrides)
-    assert facts.pad_token_id == PAD and facts.rope_parameters["rope_theta"] == CONFIG["rope_theta"]
-    request = GenerationConfig(
-        max_new_tokens=8,
-        do_sample=True,
-        top_k=0,
-        top_p=1.0,
-        stop_token_ids=EOS,
-        bad_token_ids=[MASK],
-    )
-    request.temperature, request.random_seed = 100.0, 2**62
-    param = SamplingParam.from_gen_config(request)
-    assert (param.temperature, param.top_k, param.random_seed) == (100.0, 0, 2**62)
-    assert (param.stop_words, param.bad_words, param.max_new_tokens) == (EOS, [MASK], 8)
-    with pytest.raises(AssertionError):
-        GenerationConfig(temperature=100.0)  # why it is set afterwards
 
 
 def tokenizer_with_the_mask():
@@ -1106,7 +670,9 @@ def tokenizer_with_the_mask():
 @pytest.mark.cuda
 @pytest.mark.lmdeploy
 def test_the_real_engine_on_a_gpu(real, tmp_path):
-    """Samples, stops, the rules, weights there and back, sleep; and a learner can be trained in the same process afterwards."""
+    """Samples, stops, the rules, weights there and back, sleep; and a learner can be trained in the
+    same process afterwards.
+    """
     config = CONFIG | {
         "vocab_size": 151936,
         "hidden_size": 256,

@@ -1,306 +1,831 @@
-"""What every sampler keeps, whatever its rule: recorded states, likelihoods by enumeration, ends, Dream's shift, two ranks."""
+"""All samplers: the plain ones against the definition of decoding, the fast ones against the plain.
+
+The naive sampler below is written from the papers and shares nothing with the engines but the
+model's own logits: one full forward a step, loops over positions, Python integers for the keys.
+"""
 
 import itertools
-import signal
-import time
-from types import SimpleNamespace
+import math
+from functools import cache, partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from test_masked import SMALL as MASKED_SMALL
-from test_masked import model_of as masked_model_of
-from test_rollout import SMALL as BLOCK_SMALL
-from test_rollout import M, prompts_of
-from test_rollout import model_of as block_model_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from algos import d1
-from models import export_weights
-from models.tiny import random_model
+from models import add_lora, export_weights
+from models.lora import adapter_tensors, export_adapter
+from models.random_init import (
+    TINY_DREAM,
+    TINY_LLADA,
+    TINY_LLADA2,
+    TINY_SDAR,
+    TINY_SDAR_MOE,
+    random_model,
+)
 from rollout import make_engine
-from rollout.block import BlockEngine
+from rollout.engine import REMASKING, RULES, select, truncate
 from rollout.masked import MaskedEngine
-from rollout.probe import replay_logps
-from rollout.sampling import keyed_uniform, sample_categorical
+from rollout.sampling import keyed_uniform
+from rollout.schedules import reveal_quota
 
-MODELS = {
-    "block": block_model_of,
-    "llada": lambda **how: masked_model_of("llada", **how),
-    "dream": lambda: masked_model_of("dream"),
+V, M, EOS, PAD = 20, 19, (1, 2), 0
+SMALL = TINY_SDAR | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD}
+LLADA2 = TINY_LLADA2 | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
+LLADA = TINY_LLADA | {"vocab_size": V, "embedding_size": V, "d_model": 32, "mlp_hidden_size": 48}
+DREAM = TINY_DREAM | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
+SIZES = {
+    "sdar": SMALL,
+    "moe": TINY_SDAR_MOE,
+    "llada2": LLADA2 | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
+    "llada": LLADA | {"n_layers": 2, "mask_token_id": M},
+    "dream": DREAM | {"num_hidden_layers": 2, "mask_token_id": M},
 }
-RULES = [("block", rule) for rule in BlockEngine.choices["remasking"]] + [
-    ("llada", rule) for rule in MaskedEngine.choices["remasking"]
+OPTIONS = dict(num_samples=3, gen_length=13, denoising_steps=3, confidence_threshold=0.5, seed=4)
+RULE_OF = dict(factor=1.5, eb_threshold=0.8)
+NAMES = ("completion_ids", "completion_mask", "canvas_length", "step_map", "replay_map")
+
+
+def model_of(config=SMALL, scale=30, seed=0, eos=EOS, dtype=torch.float64):
+    """Random weights, scaled so that distributions are peaked and depend on the context."""
+    model = random_model(config, seed=seed, dtype=dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+        embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
+        if embedding.weight is not model.lm_head.weight:
+            embedding.weight.mul_(50)
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "attn_out" in name:
+                weight.mul_(4)
+    model.eos_token_ids, model.pad_token_id = list(eos), PAD
+    return model
+
+
+@cache
+def shared(family):
+    """A model that no test changes."""
+    return (
+        model_of(SIZES[family])
+        if family != "moe"
+        else random_model(TINY_SDAR_MOE, dtype=torch.float64)
+    )
+
+
+def engine_of(family="sdar", **how):
+    return make_engine(shared(family), **how)
+
+
+def fast_of(model, max_batch_size=256, joins=True, graphs=False):
+    """The fast engine of a model, on CPU."""
+    if model.attention == "bidirectional":
+        return pytest.importorskip("kernels.masked").FastMaskedEngine(model, max_batch_size)
+    engine = pytest.importorskip("kernels.block").FastBlockEngine(model, max_batch_size)
+    engine.joins, engine.use_graphs = joins, graphs
+    return engine
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """Several row counts and widths within tiny rollouts; CUDA graphs that CPU can record."""
+    block = pytest.importorskip("kernels.block")
+    monkeypatch.setattr(block, "WIDTHS", 8)
+    monkeypatch.setattr(block, "ROWS", (1, 2, 3, 5, 8, 12, 16, 24, 40, 64))
+    monkeypatch.setattr(block, "Graphs", Recorded)
+    return block
+
+
+def prompts_of(lengths, seed=0):
+    """Random prompts; they contain end tokens too."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, M, (length,), generator=generator).tolist() for length in lengths]
+
+
+def same_draws(a, b, tolerance=1e-12, forwards=True):
+    """Whether two traces hold the same tokens, maps, log-probabilities and records."""
+    for name in (*NAMES, "sample_index", *["num_forwards"] * forwards):
+        x, y = getattr(a, name).cpu(), getattr(b, name).cpu()
+        if x.shape != y.shape or not torch.equal(x, y):
+            return False
+    if (a.records is None) != (b.records is None) or a.prompt_ids != b.prompt_ids:
+        return False
+    pairs = [(a.logps, b.logps)]
+    if a.records and "events" in a.records:  # in order within a sample; batches come in turn
+        order = [one.records["events"][:, 0].argsort(stable=True) for one in (a, b)]
+        for key in a.records:
+            pairs.append([one.records[key][at] for one, at in zip((a, b), order, strict=True)])
+    near = lambda x, y: x.shape == y.shape and torch.allclose(x, y, atol=tolerance, rtol=0)
+    return all(near(x.cpu(), y.cpu()) for x, y in pairs)
+
+
+def rows_of(trace, rows):
+    """Some rows of a trace, cut to their own width: what may be compared between batches."""
+    width = int(trace.canvas_length[rows].max())
+    return [
+        getattr(trace, name)[rows, :width].tolist() for name in NAMES if name != "canvas_length"
+    ]
+
+
+# --- the naive sampler ----------------------------------------------------------------------------
+
+BITS = (1 << 64) - 1
+
+
+def uniform(*key):
+    """SplitMix64 over the parts of the key, with Python's integers."""
+    x = 0
+    for part in key:
+        part = int.from_bytes(part.encode(), "little") if isinstance(part, str) else part
+        x = ((x ^ (part & BITS)) + 0x9E3779B97F4A7C15) & BITS
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
+        x ^= x >> 31
+    return (x >> 11) / 2**53
+
+
+def kept(p, top_k, top_p):
+    """Tokens left of probabilities p: the k best, then the fewest that reach top_p; ties stay."""
+    levels = sorted(set(p), reverse=True)
+    able = [level for level in levels if len([q for q in p if q > level]) < (top_k or len(p))]
+    mass = math.fsum(q for q in p if q >= able[-1])
+    fits = lambda level: top_p == 1 or math.fsum(q for q in p if q > level) < top_p * mass
+    able = [level for level in able if fits(level)]
+    return {v for v, q in enumerate(p) if q >= able[-1]}
+
+
+def naive_rule(c, places, quota, remasking, threshold, factor, eb_threshold):
+    """Which of the places to reveal, c: {place: confidence}."""
+    best = sorted(places) if remasking == "sequential" else sorted(places, key=lambda p: (-c[p], p))
+    number = min(quota, len(places))
+    for k in range(number + 1, len(places) + 1):
+        able = {
+            "low_confidence_dynamic": c[best[k - 1]] > threshold,
+            "low_confidence_factor": (k + 1) * (1 - c[best[k - 1]]) < factor,
+            "entropy_bounded": math.fsum(-c[p] for p in best[:k]) <= eb_threshold,
+        }
+        number = k if able.get(remasking) else number
+    return best[:number]
+
+
+def naive_draw(z, u, temperature, top_k, top_p):
+    """-> token, log-probability, all probabilities before the filters"""
+    softmax = lambda z: (z - z.logsumexp(0)).exp()
+    z = torch.where(torch.arange(len(z)) == M, -math.inf, z.double()) / (temperature or 1)
+    whole = softmax(z).tolist()
+    if temperature == 0:
+        token, p = whole.index(max(whole)), whole
+    else:
+        left = kept(whole, top_k, top_p)
+        p = softmax(torch.tensor([x if v in left else -math.inf for v, x in enumerate(z)])).tolist()
+        sums = itertools.accumulate(p)
+        token = next(v for v, total in enumerate(sums) if total > u)
+    return token, math.log(p[token]), whole
+
+
+@torch.no_grad()
+def naive_sample(
+    model, prompt, number, *, gen_length, denoising_steps=4, temperature=1.0, remasking="random",
+    confidence_threshold=0.9, factor=1.0, eb_threshold=0.35, top_k=0, top_p=1.0, seed=0,
+    stop_at_eos=True, editing_threshold=None, max_post_steps=16,
+):  # fmt: skip
+    """One completion of a block-causal model without a cache.
+
+    -> tokens, steps, logps, number of forwards, events
+    """
+    n, P = model.block_length, len(prompt)
+    total = math.ceil((P + gen_length) / n) * n
+    ids, masked = prompt + [M] * (total - P), [p >= P for p in range(total)]
+    steps, logps, forwards, events = [-1] * total, [0.0] * total, 0, []
+    edits, stop = editing_threshold is not None, False
+    for start in range(P // n * n, total, n):
+        post = 0
+        for step in itertools.count():
+            places = [p for p in range(start, start + n) if masked[p]]
+            last = (
+                start + n == total
+                or stop_at_eos
+                and any(ids[p] in model.eos_token_ids for p in range(max(start, P), start + n))
+            )
+            if not places and last and not edits:
+                stop = True
+                break
+            forwards += 1
+            logits = model.logits(torch.tensor([ids[: start + n]]))[0]
+            draw, score = {}, {}
+            for p in range(max(start, P), start + n):
+                key = seed, number, p - P, step
+                draws = top_k, top_p
+                draw[p] = naive_draw(logits[p], uniform(*key, "token"), temperature, *draws)
+                q = draw[p][2]
+                negative_entropy = math.fsum(x * math.log(x) for x in q if x > 0)
+                score[p] = {
+                    "random": uniform(*key, "order"),
+                    "entropy": negative_entropy,
+                    "entropy_bounded": negative_entropy,
+                    "topk_margin": sorted(q)[-1] - sorted(q)[-2],
+                }.get(remasking, math.exp(draw[p][1]))
+            quota = n // denoising_steps + (step < n % denoising_steps)
+            limits = confidence_threshold, factor, eb_threshold
+            changed = naive_rule(score, places, quota, remasking, *limits) if places else []
+            if edits and (places or post < max_post_steps):
+                sure = lambda p, draw=draw: math.exp(draw[p][1]) > editing_threshold
+                changed += [p for p in draw if not masked[p] and draw[p][0] != ids[p] and sure(p)]
+            for p in changed:
+                (ids[p], logps[p], _), steps[p], masked[p] = draw[p], step, False
+                events.append([number, step, p - P, ids[p]])
+            post += not places
+            if not changed:  # the commit
+                stop = last
+                break
+        if stop:
+            break
+    end = start + n
+    return ids[P:end], steps[P:end], logps[P:end], forwards, events
+
+
+def assert_is_naive(trace, i, model, number, **options):
+    tokens, steps, logps, forwards, events = naive_sample(
+        model, trace.prompt_ids[i], number, **options
+    )
+    width, rest = len(tokens), trace.completion_ids.shape[1] - len(tokens)
+    assert trace.completion_ids[i].tolist() == tokens + [PAD] * rest
+    assert trace.step_map[i].tolist() == steps + [-1] * rest and trace.canvas_length[i] == width
+    assert trace.logps[i].tolist() == pytest.approx(logps + [0.0] * rest, abs=1e-9)
+    assert trace.num_forwards[i] == forwards
+    ends = [j for j, token in enumerate(tokens) if token in model.eos_token_ids]
+    scored = [j <= ends[0] if ends else True for j in range(width)] + [False] * rest
+    assert trace.completion_mask[i].tolist() == scored
+    if trace.records:
+        own = trace.records["events"][trace.records["events"][:, 0] == number].tolist()
+        assert sorted(own) == sorted(events)
+
+
+SEEDS = [(42 << 32) + 7, -43, 2**63 + 5, 1, 2]  # training: (--seed << 32) + step; evaluations: < 0
+HOW = [
+    dict(temperature=0.7),
+    dict(temperature=0, stop_at_eos=False, records="events"),
+    dict(temperature=1.2, top_k=4, top_p=0.8),
 ]
 
 
-@pytest.fixture(scope="module")
-def engines():
-    return {name: make_engine(build()) for name, build in MODELS.items()}
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("remasking", RULES)
+def test_block_decoding_equals_full_recomputation(remasking, how):
+    """Prompts of length 1..9 (every remainder of the block), 1..5 steps for a block of 4."""
+    model, prompts, stopped = shared("sdar"), prompts_of(range(1, 10), seed=3), 0
+    for steps, seed in zip(range(1, 6), SEEDS, strict=True):
+        options = dict(gen_length=7 + steps % 3, denoising_steps=steps, confidence_threshold=0.6)
+        options |= RULE_OF | how | {"remasking": remasking, "seed": seed}
+        trace = make_engine(model).generate(prompts, sample_offset=100, **options)
+        options.pop("records", None)
+        for i in range(steps % 3, len(prompts), 3):
+            assert_is_naive(trace, i, model, 100 + i, **options)
+        stopped += (trace.canvas_length < options["gen_length"]).sum()
+    assert (stopped > 0) == how.get("stop_at_eos", True)  # rows that end early do occur
 
 
-# --- recorded states ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_other_block_lengths(n):
+    model = model_of(SMALL | {"block_size": n})
+    options = dict(gen_length=10, denoising_steps=2, remasking="low_confidence_static")
+    trace = make_engine(model).generate(prompts_of([1, 4, 9]), **options)
+    for i in range(3):
+        assert_is_naive(trace, i, model, i, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic", "random"])
-def test_states_rebuilt_from_the_map_are_those_that_the_model_saw(
-    monkeypatch, engines, name, remasking
-):
-    """Every forward that revealed a token, in order, against the tokens that replay_map and completion_ids make of it."""
-    engine, seen = engines[name], []
-    n, hidden = 4, engine.model.hidden
-    monkeypatch.setattr(
-        engine.model,
-        "hidden",
-        lambda ids, *rest: seen.append(ids[0].tolist()) or hidden(ids, *rest),
+@pytest.mark.parametrize("post", [0, 3, 16])
+@pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic"])
+def test_token_editing_equals_full_recomputation(remasking, post):
+    """Every event; blocks that settle, and blocks that max_post_steps cuts off."""
+    model = shared("llada2")
+    options = dict(gen_length=9, denoising_steps=3, confidence_threshold=0.4, remasking=remasking)
+    options |= dict(editing_threshold=0.05, max_post_steps=post, temperature=1.5, seed=2)
+    trace = make_engine(model).generate(prompts_of([2, 5, 8]), sample_offset=9, **options)
+    for i in range(3):
+        assert_is_naive(trace, i, model, 9 + i, **options)
+    assert (
+        len(trace.records["events"]) > trace.canvas_length.sum() and trace.num_replays == 3 + post
     )
-    prompt = prompts_of([6])[0]
+    last = {(s, p): token for s, _, p, token in trace.records["events"].tolist()}  # in order
+    assert all(trace.completion_ids[s - 9, p] == token for (s, p), token in last.items())
+    fast = fast_of(model, 2).generate(prompts_of([2, 5, 8]), sample_offset=9, **options)
+    assert same_draws(fast, trace)
+
+
+# --- the fast samplers give the same tokens -------------------------------------------------------
+
+EVERY = [(family, rule) for family in ("sdar", "llada2") for rule in RULES]
+EVERY += [
+    (family, rule) for family in ("llada", "dream") for rule in MaskedEngine.choices["remasking"]
+]
+
+
+@pytest.mark.parametrize("family, remasking", EVERY)
+def test_fast_samplers_equal_the_plain_ones(request, family, remasking):
+    """Ragged prompts, rows that end early, more samples than rows: tokens, orders, logps."""
+    model = shared(family)
+    if model.attention == "block-causal":
+        request.getfixturevalue("small_buckets")
+    prompts, more = (
+        prompts_of([3, 9, 1, 6, 8]),
+        {} if family in ("sdar", "llada2") else {"block_length": 4},
+    )
+    for steps, places in ((2, 256), (3, 4), (4, 7)):
+        options = OPTIONS | RULE_OF | more | {"remasking": remasking, "denoising_steps": steps}
+        want = make_engine(model).generate(prompts, **options)
+        got = fast_of(model, places).generate(prompts, **options)
+        assert same_draws(got, want, forwards=False), (steps, places)
+        assert same_draws(fast_of(model, 4, joins=False).generate(prompts, **options), want)
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operation; refuses those that would make the host wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name, kwargs, inputs = op.__name__.split(".")[0], kwargs or {}, tree_leaves(args)
+        masks = [x for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+        by_mask = name.startswith("index") and any(
+            x is y for x in masks for y in tree_leaves(args[1])
+        )
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal") or by_mask:
+            raise RuntimeError(f"{name} reads back")
+        out = op(*args, **kwargs)
+        self.calls.append((op, args, kwargs, out))
+        return out
+
+
+class Recorded:
+    """kernels.graphs.Graphs on CPU: a replay runs the recorded operations again, on the very
+    tensors that they read and wrote. What was a number of the host stays what it was.
+    """
+
+    def __init__(self, device):
+        self.graphs, self.replays = {}, 0
+
+    def run(self, key, function):
+        if key not in self.graphs:
+            with Recorder() as recorder:
+                function()
+            self.graphs[key] = recorder.calls
+            return
+        self.replays += 1
+        for op, args, kwargs, out in self.graphs[key]:
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            inputs = {x.untyped_storage().data_ptr() for x in tensors}
+            for old, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in inputs:
+                    old.copy_(new)
+
+
+def test_a_step_can_be_captured_and_replayed(small_buckets):
+    """One engine, many rollouts: seeds, prompts, options, weights and adapters change under it."""
+    model = model_of()
+    fast, plain = fast_of(model, graphs=True), make_engine(model)
+    for i, lengths in enumerate([range(1, 8), [5], [9, 2, 4]]):
+        for seed, rule in itertools.product((-i, 2**63 + i), REMASKING):
+            options = OPTIONS | {"seed": seed, "remasking": rule, "sample_offset": 7 * i}
+            pair = [one.generate(prompts_of(lengths, seed=i), **options) for one in (fast, plain)]
+            assert same_draws(*pair, forwards=False)
+    assert fast.graphs.replays > len(fast.graphs.graphs) > 0
+    changes = [{"denoising_steps": 4}, {"temperature": 0}, {"confidence_threshold": 0.1}]
+    changes += [{"remasking": rule} for rule in RULES] + [{"top_k": 3}, {"top_p": 0.5}]
+    changes += [{"remasking": "low_confidence_factor", "factor": 3.0}, {"stop_at_eos": False}]
+    changes += [{"remasking": "entropy_bounded", "eb_threshold": 2.0}, {"records": "events"}, {}]
+    for change in changes:
+        pair = [one.generate(prompts_of([3, 6]), **OPTIONS | change) for one in (fast, plain)]
+        assert same_draws(*pair, forwards=False), change
+    graphs, other = fast.graphs, model_of(seed=7)
+    fast.load_weights(export_weights(other))
+    want = make_engine(other).generate(prompts_of([5, 2]), **OPTIONS)
+    got = fast.generate(prompts_of([5, 2]), **OPTIONS)
+    assert same_draws(got, want, forwards=False) and fast.graphs is graphs
+
+    learner, build = None, lambda: add_lora(model_of(), 4, 8, dtype=torch.float64)
+    fast, learner = fast_of(build(), graphs=True), build()
+    fast.generate(prompts_of([5, 2]), **OPTIONS)
+    with torch.no_grad():
+        for value in adapter_tensors(learner).values():
+            value.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    fast.load_weights(export_adapter(learner))
+    want = make_engine(learner).generate(prompts_of([5, 2]), **OPTIONS)
+    assert same_draws(fast.generate(prompts_of([5, 2]), **OPTIONS), want, forwards=False)
+
+
+def test_experts_in_captured_steps(small_buckets):
+    build = partial(random_model, TINY_SDAR_MOE, dtype=torch.bfloat16)
+    pair = [fast_of(build(), graphs=graphs).generate([[3, 4]], **OPTIONS) for graphs in (0, 1)]
+    assert same_draws(*pair, 0)
+
+
+def test_joined_commits_save_forwards(small_buckets):
+    """Rows in phase: every block but the last saves the forward of its commit."""
     options = dict(
-        gen_length=12,
-        block_length=n,
-        denoising_steps=3,
-        confidence_threshold=0.5,
-        stop_at_eos=False,
+        gen_length=16, denoising_steps=4, remasking="low_confidence_static", stop_at_eos=False
     )
-    trace = engine.generate([prompt], remasking=remasking, **options)
+    for prompts in ([[3] * 4], prompts_of([4, 8])):
+        separate, joined = (
+            fast_of(shared("sdar"), joins=joins).generate(prompts, **options)
+            for joins in (False, True)
+        )
+        assert same_draws(separate, joined, forwards=False)
+        assert (separate.num_forwards - joined.num_forwards).tolist() == [3] * len(prompts)
+
+
+def test_slots_are_refilled_and_prompts_prefilled_once(small_buckets, monkeypatch):
+    engine, live, prefilled = fast_of(shared("sdar"), 4), [], []
+    step, prefill = engine._step, engine._prefill_slots
+
+    def watched(slots, R, *rest):
+        row = slots.sample[:R]
+        assert len(set(row.tolist())) == R <= 5  # two slots with one sample would write it twice
+        live.append(int((slots.state[0, row] < slots.state[1, row]).sum()))
+        step(slots, R, *rest)
+
+    monkeypatch.setattr(engine, "_step", watched)
+    monkeypatch.setattr(
+        engine,
+        "_prefill_slots",
+        lambda prompts, *rest: prefilled.extend(prompts) or prefill(prompts, *rest),
+    )
+    monkeypatch.setattr(small_buckets, "PREFILL", 12)
+    prompts = prompts_of([9, 4, 12, 8])
+    trace = engine.generate(prompts, **OPTIONS | {"num_samples": 6})
+    assert same_draws(
+        trace, engine_of().generate(prompts, **OPTIONS | {"num_samples": 6}), forwards=False
+    )
+    assert prefilled == [prompt[: len(prompt) // 4 * 4] for prompt in prompts]
+    steps = sum(live[: int(0.7 * len(live))]) / (0.7 * len(live))
+    assert steps > 3.5, live  # 5 slots; a freed one is filled a step later
+
+
+def test_old_keys_and_broken_weights_leave_no_trace(small_buckets):
+    """What an earlier rollout left in the slots is never attended to, NaN included."""
+    engine, good = fast_of(model_of()), dict(export_weights(model_of()))
+    want = engine.generate(prompts_of([6, 3]), **OPTIONS)
+    for k, v in engine.slots.cache:
+        k.fill_(1e6), v.fill_(1e6)
+    assert same_draws(engine.generate(prompts_of([6, 3]), **OPTIONS), want, 0)
+    with torch.no_grad():
+        engine.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    with pytest.raises(SystemExit, match=r"not finite at samples \[10, 11, 12"):
+        engine.generate(prompts_of([5, 2]), sample_offset=10, **OPTIONS)
+    engine.load_weights(good.items())
+    assert same_draws(engine.generate(prompts_of([6, 3]), **OPTIONS), want)
+
+
+def test_memory_that_is_not_there_is_one_line(small_buckets, monkeypatch):
+    """The line names the largest number of rows that fits; that number does fit."""
+    model = shared("sdar")
+    each, prompts = 2 * 2 * 2 * 16 * 8 * 24, [[3] * 12] * 2
+    options = {"gen_length": 12, "num_samples": 3, "stop_at_eos": False}
+    other = 11 * 24 * 33 + 4 * (1 << 15) * (32 + 48) * 8 + 512 * 12 * V  # 6 samples and 5 slots
+    monkeypatch.setattr(small_buckets, "free_bytes", lambda device: other + each * 5)
+    fast_of(model, 5).generate(prompts, **options)
+    with pytest.raises(SystemExit, match="8 rows of 24 tokens .*4 rows fit; lower --batch-size"):
+        fast_of(model, 8).generate(prompts, **options)
+    monkeypatch.undo()
+    engine = fast_of(model)
+    full = lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError())
+    monkeypatch.setattr(engine, "_forward", full)
+    with pytest.raises(SystemExit, match="a rollout of 8 rows ran out of memory: try 4; lower"):
+        engine.generate(prompts, **options)
+    assert engine.slots is None
+
+
+@pytest.mark.parametrize("build", [make_engine, fast_of])
+def test_a_rule_that_never_ends_is_stopped(monkeypatch, build):
+    import rollout.block
+
+    idle = lambda confidence, masked, *rest: torch.zeros_like(masked)
+    monkeypatch.setattr(rollout.block, "select", idle)
+    if build is fast_of:
+        monkeypatch.setattr(pytest.importorskip("kernels.block"), "select", idle)
+    engine = build(shared("sdar"))
+    with pytest.raises(RuntimeError, match="left masks"):
+        for _ in range(3):
+            engine.generate([[3, 4]], **OPTIONS)
+
+
+# --- what every sampler keeps ---------------------------------------------------------------------
+
+
+def test_quotas_sum_to_the_block():
+    for n, steps in itertools.product(range(1, 40), range(1, 45)):
+        quota = reveal_quota(n, steps)
+        assert sum(quota) == n and len(quota) == steps and max(quota) - min(quota) <= 1
+        assert quota == sorted(quota, reverse=True)
+
+
+@pytest.mark.parametrize("remasking", RULES)
+def test_select_against_loops(remasking):
+    """Ties, fewer masks than the quota, thresholds met exactly, blocks without masks."""
+    generator, sign = torch.Generator().manual_seed(0), -1 if "entropy" in remasking else 1
+    for n, limit in itertools.product((1, 4, 9), (0.0, 0.5, 0.75, 1.0)):
+        confidence = sign * torch.randint(0, 5, (200, n), generator=generator) / 4
+        masked = torch.rand(200, n, generator=generator) < torch.rand(200, 1, generator=generator)
+        for quota in range(n + 2):
+            got = select(confidence, masked, quota, remasking, limit, 2 * limit, limit)
+            for c, places, row in zip(
+                confidence.tolist(), masked.tolist(), got.tolist(), strict=True
+            ):
+                places = [j for j in range(n) if places[j]]
+                want = naive_rule(c, places, quota, remasking, limit, 2 * limit, limit)
+                assert [j for j in range(n) if row[j]] == sorted(want)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_top_p_of_bf16_logits_is_that_of_their_exact_probabilities(temperature):
+    """Sums of bf16 probabilities would leave too few tokens, or all of a long tail."""
+    logits = (2.5 * torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    p = (logits.double() / temperature).softmax(-1)
+    left = truncate(logits, temperature, top_p=0.95).isfinite()
+    weakest = torch.where(left, p, 1.0).amin(-1, keepdim=True)
+    assert ((p * left).sum(-1) >= 0.95 - 1e-5).all()
+    assert ((p * (p > weakest)).sum(-1) < 0.95 + 1e-5).all()
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_draws_depend_on_their_keys_alone(family):
+    """Not on max_batch_size, the other prompts, their order, or the rank (its sample_offset)."""
+    engine, prompts = engine_of(family), prompts_of([3, 9, 1, 6, 8])
+    draw = partial(engine.generate, gen_length=12, remasking="low_confidence_static", seed=4)
+    whole = draw(prompts, num_samples=3, sample_offset=50)
+    assert whole.sample_index.tolist() == list(range(50, 65))
+    for size in (2, 4, 13):
+        parts = engine_of(family, max_batch_size=size)
+        more = dict(num_samples=3, sample_offset=50, gen_length=12, seed=4)
+        assert same_draws(parts.generate(prompts, remasking="low_confidence_static", **more), whole)
+    for p in (2, 0, 4):
+        rows = list(range(3 * p, 3 * p + 3))
+        pair = [prompts[p], prompts_of([7], seed=p)[0]]
+        trace = draw(pair, num_samples=3, sample_offset=50 + 3 * p)
+        assert rows_of(trace, [0, 1, 2]) == rows_of(whole, rows)
+        assert rows_of(draw(pair[:1], sample_offset=50 + 3 * p + 2), [0]) == rows_of(
+            whole, rows[2:]
+        )
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_a_group_is_diverse_and_seeds_differ(family):
+    engine = make_engine(model_of(SIZES[family], scale=5))
+    more = dict(num_samples=16, gen_length=12, stop_at_eos=False)
+    draw = lambda **how: set(
+        map(tuple, engine.generate(prompts_of([5]), **more | how).completion_ids.tolist())
+    )
+    a, b = draw(seed=0), draw(seed=1)
+    assert len(a) >= 15 and len(b) >= 15 and len(a & b) <= 1
+    assert (
+        draw(seed=0) == a and len(draw(sample_offset=16) & a) <= 1 and len(draw(temperature=0)) == 1
+    )
+    assert not any(draw(seed=seed) & a for seed in (1 << 31, 1 << 32, 1 << 63))  # every bit counts
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
+def test_the_mask_token_is_never_sampled(monkeypatch, family, temperature):
+    """Even where its logit is huge; log-probabilities are over the other tokens."""
+    engine = make_engine(model_of(SIZES[family]))
+    options = dict(num_samples=4, gen_length=8, temperature=temperature, remasking="random")
+    usual, head = engine.generate(prompts_of([3, 4]), **options), engine.model.head
+    boost = torch.where(torch.arange(V) == M, 1e6, 0.0)
+    monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) + boost)
+    trace = engine.generate(prompts_of([3, 4]), **options)
+    assert not (trace.completion_ids == M).any() and same_draws(trace, usual)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_broken_logits_stop_the_rollout(monkeypatch, family, bad):
+    engine = make_engine(model_of(SIZES[family]))
+    head, broken = engine.model.head, torch.where(torch.arange(V) == 6, bad, 0.0)
+    monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) + broken)
+    for temperature in (0, 1.0):
+        with pytest.raises(SystemExit, match=r"not finite at samples \[7"):
+            engine.generate(prompts_of([3]), temperature=temperature, gen_length=8, sample_offset=7)
+
+
+def scripted(engine, script, prompt, **options):
+    """One completion whose tokens come from a list (place in the completion -> token)."""
+    tokens = torch.tensor(script + [9] * 40)
+    place = lambda *key: key[2].double() if key[-1] == "token" else keyed_uniform(*key)
+    draw = lambda logits, at, *rest: (
+        tokens[at.long()],
+        torch.full(at.shape, -0.5, dtype=logits.dtype),
+    )
+    engine.keyed_uniform, engine.sample_categorical = place, draw
+    shape = {"gen_length": 12, "denoising_steps": 4, "remasking": "low_confidence_static"}
+    return engine.generate([prompt], **shape | options)
+
+
+@pytest.mark.parametrize("eos", EOS)
+def test_an_end_token_ends_the_block_that_holds_it(eos):
+    """The terminal block is completed; scored is what comes up to the first EOS; EOS in a prompt
+    and PAD in a completion end nothing.
+    """
+    engine = engine_of()
+    for P, at in itertools.product((4, 5, 7), range(10)):
+        script, prompt = [7] * at + [eos] + [8] * 20, prompts_of([P], seed=9)[0]
+        trace, canvas = scripted(engine, script, prompt), ((P + at) // 4 + 1) * 4 - P
+        assert trace.canvas_length.item() == trace.completion_ids.shape[1] == canvas > at
+        assert trace.completion_ids[0].tolist() == script[:canvas]
+        assert trace.completion_mask[0].tolist() == [j <= at for j in range(canvas)]
+        assert (trace.step_map >= 0).all() and (trace.logps == -0.5).all()
+        assert trace.truncated.tolist() == [False] and trace.completion(0) == script[: at + 1]
+        whole = scripted(engine, script, prompt, stop_at_eos=False)
+        assert whole.canvas_length.item() >= 12 and whole.completion(0) == trace.completion(0)
+    for prompt in ([5, eos], [eos, 5, 6, 7, 8, eos]):
+        trace = scripted(engine, [7] * 20, prompt)
+        assert trace.canvas_length == 12 + -(len(prompt) + 12) % 4 and trace.truncated.all()
+    trace = scripted(engine, [7, PAD, 8, 8, EOS[1], EOS[0], 8, 8], [3, 4, 5, 6])
+    assert trace.completion(0) == [7, PAD, 8, 8, EOS[1]] and trace.canvas_length.item() == 8
+
+
+def test_padding_with_the_end_token_is_no_end():
+    """Where pad = EOS (tiny SDAR), what follows a row's canvas neither ends nor completes it."""
+    engine = make_engine(model_of(scale=5, eos=(PAD,)))
+    trace = engine.generate(prompts_of([4, 1, 6, 5, 3, 2]), num_samples=4, gen_length=10)
+    canvas = torch.arange(trace.completion_ids.shape[1]) < trace.canvas_length[:, None]
+    assert trace.completion_ids[~canvas].eq(PAD).all() and not trace.completion_mask[~canvas].any()
+    held = ((trace.completion_ids == PAD) & canvas).any(1)
+    assert torch.equal(trace.truncated, ~held) and 0 < held.sum() < len(held)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
+@pytest.mark.parametrize("remasking", ["low_confidence_static", "low_confidence_dynamic", "random"])
+def test_the_maps_give_the_states_that_the_model_saw(monkeypatch, family, remasking):
+    """Every forward that revealed a token, against the tokens that the step maps make of it."""
+    engine, seen = engine_of(family), []
+    hidden = engine.model.hidden
+    watch = lambda ids, *rest: seen.append(ids[0].tolist()) or hidden(ids, *rest)
+    monkeypatch.setattr(engine.model, "hidden", watch)
+    prompt = prompts_of([6])[0]
+    trace = engine.generate(
+        [prompt], gen_length=12, block_length=4, denoising_steps=3, confidence_threshold=0.5,
+        stop_at_eos=False, remasking=remasking,
+    )  # fmt: skip
     denoised = [ids for ids in seen if M in ids]  # neither the prefill nor a commit
     completion, step = trace.completion_ids[0].tolist(), trace.replay_map[0].tolist()
-    assert min(step) >= 0, "every response token has exactly one step"
-    if name == "block":  # the block in work alone, on the grid that starts with the prompt
+    if family == "sdar":  # the current block alone, on the grid that starts with the prompt
         whole, first, want = prompt + completion, [-1] * len(prompt) + step, []
-        for start in range(len(prompt) // n * n, len(whole), n):
-            block = range(start, start + n)
+        for start in range(len(prompt) // 4 * 4, len(whole), 4):
+            block = range(start, start + 4)
             for now in sorted({first[p] for p in block} - {-1}):
                 want.append([whole[p] if first[p] < now else M for p in block])
-        denoised = [ids[-n:] for ids in denoised]
     else:
         states = list(trace.states(M))
         want = [prompt + states[now][0].tolist() for now in sorted(set(step))]
-    assert denoised == want
-    assert denoised[1:] != want[:-1]  # control: one state too late
+    assert min(step) >= 0 and denoised == want
 
 
-# --- likelihoods -------------------------------------------------------------------------------------------------------------
+# --- exact distributions --------------------------------------------------------------------------
+
+TOKENS = 5  # usable ones; the sixth is the mask
+TOY = {"vocab_size": TOKENS + 1, "mask_token_id": TOKENS, "eos_token_id": 0, "pad_token_id": 0}
+TOYS = {"sdar": SMALL | TOY, "llada": SIZES["llada"] | TOY | {"embedding_size": TOKENS + 1}}
 
 
-def trajectories(name, remasking, samples=6000):
-    """Rollouts of 2 tokens of 3 values, one a step. -> {(tokens, order): (frequency, exp of the sum of recorded logps)}"""
-    sizes = {"vocab_size": 4, "mask_token_id": 3, "eos_token_id": 0, "pad_token_id": 0}
-    config = (
-        BLOCK_SMALL | {"block_size": 2}
-        if name == "block"
-        else MASKED_SMALL[name] | {"embedding_size": 4}
-    )
-    model = random_model(config | sizes, dtype=torch.float64)
+@torch.no_grad()
+def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperature):
+    """{completion: probability}, by every draw of every masked token and every order of reveals."""
+    states = list(itertools.product(range(TOKENS + 1), repeat=L))
+    logits = model.logits(torch.tensor([[*prompt, *state] for state in states]))[:, -L:, :TOKENS]
+    p_of = dict(zip(states, (logits / temperature).softmax(-1).tolist(), strict=True))
+    now = {(TOKENS,) * L: 1.0}
+    for quota in quotas:
+        later = {}
+        for state, probability in now.items():
+            masked = [j for j in range(L) if state[j] == TOKENS]
+            q, p = min(quota, len(masked)), p_of[state]
+            for draw in itertools.product(range(TOKENS), repeat=len(masked)):
+                token = dict(zip(masked, draw, strict=True))
+                c = {j: p[j][v] for j, v in token.items()}
+                chance = probability * math.prod(c.values())
+                choices = [naive_rule(c, masked, q, remasking, threshold, 0, 0)]
+                if remasking == "random":
+                    choices = list(itertools.combinations(masked, q))
+                for chosen in choices:
+                    new = tuple(token[j] if j in chosen else state[j] for j in range(L))
+                    later[new] = later.get(new, 0.0) + chance / len(choices)
+        now = later
+    return now
+
+
+@cache
+def toy(family):
+    """A model whose tokens depend strongly on their neighbours: the order of reveals matters."""
+    model = model_of(TOYS[family], scale=20, seed=1, eos=(0,))
     with torch.no_grad():
-        model.lm_head.weight.mul_(20)
-    model.eos_token_ids, model.pad_token_id = [], 0
-    trace = make_engine(model, max_batch_size=samples).generate(
-        [[1, 2]],
-        num_samples=samples,
-        gen_length=2,
-        block_length=2,
-        denoising_steps=2,
-        remasking=remasking,
-        stop_at_eos=False,
-    )
-    keys = [
-        (*ids, *steps)
-        for ids, steps in zip(trace.completion_ids.tolist(), trace.step_map.tolist(), strict=True)
-    ]
-    chance = dict(zip(keys, trace.logps.sum(1).exp().tolist(), strict=True))
-    return {key: (keys.count(key) / samples, chance[key]) for key in chance}
+        for name, weight in model.named_parameters():
+            weight.mul_(2 if "o_proj" in name or "attn_out" in name else 1)
+    return make_engine(model, max_batch_size=10000)
 
 
-@pytest.mark.parametrize("name", ["block", "llada"])
+@pytest.mark.parametrize("family", TOYS)
+@pytest.mark.parametrize(
+    "L, remasking, temperature, steps",
+    [
+        (3, "random", 0.7, 2),
+        (3, "low_confidence_static", 1.5, 3),
+        (4, "random", 1.0, 4),
+        (4, "low_confidence_dynamic", 0.7, 4),
+    ],
+)
+def test_samples_follow_the_exact_distribution(family, L, remasking, temperature, steps):
+    """Frequencies of 6000 completions of 5^L: chi-square within 4.5 deviations."""
+    engine, n, block = toy(family), 6000, 4 if family == "sdar" else L
+    prompt = [3, 1, 4, 2, 0][: 5 if L == 3 else 4]
+    law = reveal_quota(block, steps), remasking, 0.3, temperature
+    want = exact_distribution(engine.model, prompt, L, *law)
+    assert abs(sum(want.values()) - 1) < 1e-12 and len(want) == TOKENS**L
+    trace = engine.generate(
+        [prompt], num_samples=n, gen_length=L, denoising_steps=steps, confidence_threshold=0.3,
+        stop_at_eos=False, remasking=remasking, temperature=temperature, block_length=block,
+    )  # fmt: skip
+    counts = dict.fromkeys(want, 0)
+    for row in trace.completion_ids.tolist():
+        counts[tuple(row)] += 1
+    cells = [(counts[key], n * p) for key, p in want.items() if n * p >= 5]
+    chi = sum((count - expected) ** 2 / expected for count, expected in cells)
+    assert abs(chi - len(cells)) / math.sqrt(2 * len(cells)) < 4.5
+    assert max(abs(counts[key] / n - want[key]) for key in want) < 0.025
+
+
+@pytest.mark.parametrize("family", TOYS)
 @pytest.mark.parametrize("remasking", ["entropy", "topk_margin", "sequential"])
-def test_recorded_logps_are_the_likelihood_of_the_trajectory(engines, name, remasking):
-    """Where the order does not depend on the draws: probabilities of all trajectories sum to 1 and match the frequencies."""
-    if remasking not in engines[name].choices["remasking"]:
-        with pytest.raises(SystemExit, match=f"--remasking {remasking}"):
-            engines[name].generate([[3]], remasking=remasking)
-        return
-    seen = trajectories(name, remasking)
-    assert {key[:2] for key in seen} == set(itertools.product(range(3), repeat=2)) and len(
-        seen
-    ) == 9
-    assert sum(chance for _, chance in seen.values()) == pytest.approx(1, abs=1e-9)
-    assert max(abs(frequency - chance) for frequency, chance in seen.values()) < 0.025
+def test_recorded_logps_are_the_likelihood_of_the_trajectory(family, remasking):
+    """Where the order does not depend on the draws, probabilities of all trajectories sum to 1."""
+    trace = toy(family).generate(
+        [[1, 2, 3, 4]], num_samples=6000, gen_length=2, block_length=0 if family == "sdar" else 2,
+        denoising_steps=4, remasking=remasking, stop_at_eos=False, temperature=3.0,
+    )  # fmt: skip
+    rows = torch.cat([trace.completion_ids[:, :2], trace.step_map[:, :2]], 1)
+    if family == "sdar":  # the block of 4 is completed: drop what the first two do not depend on
+        rows = torch.cat([trace.completion_ids, trace.step_map], 1)
+    keys = list(map(tuple, rows.tolist()))
+    chance = dict(zip(keys, trace.logps.sum(1).exp().tolist(), strict=True))
+    if family == "llada":
+        assert len({key[:2] for key in chance}) == 25 == len(chance)
+        assert sum(chance.values()) == pytest.approx(1, abs=1e-9)
+    counts = {key: keys.count(key) / 6000 for key in set(keys)}
+    assert max(abs(counts[key] - chance[key]) for key in counts) < 0.025
 
 
-@pytest.mark.parametrize("name", ["block", "llada"])
-def test_logps_of_rules_that_look_at_the_draw_are_no_likelihood(name):
-    """Negative control: by the probability of the drawn token both orders occur, and the products sum to more than 1."""
-    seen = trajectories(name, "low_confidence_static")
-    assert sum(chance for _, chance in seen.values()) > 1.2
-    assert max(abs(frequency - chance) for frequency, chance in seen.values()) > 0.025
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
-# --- every rule ends ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, remasking", RULES, ids=lambda value: value)
-def test_every_rule_ends_on_any_logits(name, remasking):
-    """Random, constant and one-hot rows; thresholds and factors from their whole range: a forward reveals a token at least."""
-    generator = torch.Generator().manual_seed(2)
-    for scale in (0.0, 3.0, 1e4):  # of the head: constant, varied, one token only
-        model = MODELS[name](scale=scale)
-        engine = make_engine(model)
-        for steps in (1, 3, 4, 9):
-            threshold, factor = steps % 3 / 2, 0.01 + 4 * float(torch.rand((), generator=generator))
-            trace = engine.generate(
-                prompts_of([1 + steps, 3]), num_samples=2, gen_length=12, denoising_steps=steps, remasking=remasking,
-                seed=steps, confidence_threshold=threshold, factor=factor, stop_at_eos=False, block_length=4,
-            )  # fmt: skip
-            on_canvas = torch.arange(trace.step_map.shape[1]) < trace.canvas_length[:, None]
-            assert ((trace.step_map >= 0) == on_canvas).all() and not (
-                trace.completion_ids == M
-            ).any()
-            blocks = -(-trace.canvas_length // 4) + 1
-            assert (trace.num_forwards <= trace.canvas_length + blocks).all()
-
-
-# --- Dream's shift -----------------------------------------------------------------------------------------------------------
-
-
-class NextToken(torch.nn.Module):
-    """Row i of its hidden states names the token behind position i: an oracle of one sequence, shifted as Dream is."""
-
-    attention, mask_token_id, block_length, eos_token_ids, pad_token_id = (
-        "bidirectional",
-        31,
-        4,
-        [],
-        0,
-    )
-
-    def __init__(self, sequence, own_shift=False):
-        super().__init__()
-        self.lm_head = torch.nn.Linear(32, 32, bias=False, dtype=torch.float64)
-        self.lm_head.weight.data = 50 * torch.eye(32, dtype=torch.float64)
-        self.sequence, self.attention_backend = torch.tensor([*sequence, 0]), "auto"
-        self.layers = torch.nn.ModuleList(
-            [torch.nn.ModuleDict({"k_proj": torch.nn.Linear(2, 2)})]
-        )  # memory is counted by them
-        self.config = SimpleNamespace(
-            num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "config", [SMALL, TINY_SDAR_MOE, TINY_LLADA2], ids=["sdar", "moe", "llada2"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_graphs_equal_the_same_steps_launched_one_by_one(capsys, config, dtype):
+    build = lambda seed=0: random_model(config, seed=seed, dtype=dtype).cuda()
+    for lora in (False, True):
+        wrap = (
+            (lambda model: add_lora(model, 4, 8, dtype=dtype).cuda())
+            if lora
+            else lambda model: model
         )
-        if own_shift:  # Fast-dLLM's: whatever rows it gets, the first one keeps its own
-            self.hidden = lambda *inputs: self._shift(self.next_tokens(*inputs))
-
-    @staticmethod
-    def _shift(hidden):
-        return torch.cat([hidden[:, :1], hidden[:, :-1]], 1)
-
-    def next_tokens(self, input_ids, position_ids, attend):
-        kv = torch.zeros(len(input_ids), 1, input_ids.shape[1], 2, dtype=torch.float64)
-        attend(0, kv, kv, kv)  # a cache may count on it
-        return F.one_hot(self.sequence[position_ids + 1], 32).double()
-
-    hidden = next_tokens
-
-    def head(self, hidden):
-        return self.lm_head(hidden)
-
-    def grid(self, valid):
-        return (valid.long().cumsum(1) - 1).clamp(min=0), torch.zeros_like(valid, dtype=torch.long)
+        fast, slow = (make_engine(wrap(build())) for _ in range(2))
+        slow.use_graphs = False
+        for places, rule in itertools.product((256, 20), RULES):
+            fast.max_batch_size = slow.max_batch_size = places
+            options = OPTIONS | {"remasking": rule, "num_samples": 9, "top_k": places % 7}
+            pair = [one.generate(prompts_of(range(1, 12)), **options) for one in (fast, slow)]
+            assert same_draws(*pair, 0)
+        alone = "num_experts" in config and dtype == torch.float32
+        assert bool(fast.graphs) != alone == ("without CUDA graphs" in capsys.readouterr().out)
+        if not lora:
+            for one in (fast, slow):
+                one.load_weights(export_weights(build(7)))
+            pair = [one.generate(prompts_of([3, 8]), **OPTIONS) for one in (fast, slow)]
+            assert same_draws(*pair, 0)
 
 
-class Shifted(NextToken):
-    def align(self, hidden, valid_mask):
-        return self._shift(hidden)  # no padding here
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
+def test_cuda_samples_as_the_cpu_does(family):
+    """fp64: the tokens of the plain engine on CPU, with refills, edits and events."""
+    options = OPTIONS | {"num_samples": 5, "records": "events", "denoising_steps": 4}
+    options |= {"editing_threshold": 0.1, "max_post_steps": 3} if family == "llada2" else {}
+    options |= {"gen_length": 12}
+    want = engine_of(family).generate(prompts_of(range(1, 12)), **options)
+    for places in (4, 64):
+        engine = make_engine(model_of(SIZES[family]).cuda(), max_batch_size=places)
+        got = engine.generate(prompts_of(range(1, 12)), **options)
+        assert all(torch.equal(getattr(got, name).cpu(), getattr(want, name)) for name in NAMES)
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_an_oracle_of_the_next_token_writes_its_sequence(cache):
-    """Every block, its first position too; with rows of the block alone the first one is wrong (but in the whole forward)."""
-    sequence = torch.randint(0, 31, (17,), generator=torch.Generator().manual_seed(3)).tolist()
-    options = dict(gen_length=12, denoising_steps=4, temperature=0, remasking="random", cache=cache)
-    write = lambda model: (
-        make_engine(model).generate([sequence[:5]], seed=1, **options).completion_ids[0].tolist()
-    )
-    assert write(Shifted(sequence)) == sequence[5:]
-    assert (write(NextToken(sequence, own_shift=True)) == sequence[5:]) == (cache == "none")
-    assert write(NextToken(sequence)) != sequence[5:]  # control: no shift at all
-
-
-# --- draws over a large vocabulary -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
-def test_frequencies_over_a_large_vocabulary(temperature):
-    """150,000 tokens, a peaked and a flat row: chi-square over 20 parts of equal mass; control: another temperature."""
-    generator = torch.Generator().manual_seed(0)
-    peaked, flat = (torch.randn(150_000, generator=generator) * scale for scale in (4.0, 0.1))
-    for logits in (peaked, flat):
-        uniform, drawn = keyed_uniform(5, torch.arange(200), "token"), []
-        for rows in uniform.split(50):
-            drawn.append(sample_categorical(logits.expand(len(rows), -1), rows, temperature)[0])
-
-        def misfit(T, tokens, logits=logits):
-            p = (logits.double() / T).softmax(-1)
-            order = logits.argsort()  # parts of rare tokens and of frequent ones
-            part = torch.empty_like(order).index_copy(
-                0, order, ((p[order].cumsum(0) - p[order] / 2) * 20).long().clamp(max=19)
-            )
-            expected = torch.zeros(20, dtype=torch.float64).index_add(0, part, p) * len(tokens)
-            counts = part[tokens].bincount(minlength=20)
-            used = expected >= 5
-            chi = ((counts - expected) ** 2 / expected)[used].sum() - used.sum() + 1
-            return float(chi / (2 * used.sum()) ** 0.5)
-
-        assert abs(misfit(temperature, torch.cat(drawn))) < 4.5
-        if logits is peaked:
-            assert abs(misfit(1.5 * temperature, torch.cat(drawn))) > 4.5
-
-
-# --- two ranks ---------------------------------------------------------------------------------------------------------------
-
-
-def hundred_rollouts(rank, world_size, rounds, skips=False, limit=120):
-    """Ragged prompts, other lengths and ends on each rank; new weights from a sharded learner before every rollout."""
-    signal.alarm(limit)  # a rank that waits for ever is killed, and run_ranks raises
-    settings = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
-    builds = [
-        lambda: block_model_of(dtype=torch.float32),
-        lambda: masked_model_of("llada", dtype=torch.float32),
-    ]
-    learners = [d1.parallelize(build(), settings) for build in builds]
-    engines = [make_engine(build(), max_batch_size=3) for build in builds]
-    lengths, forwards = set(), set()
-    for i in range(rounds):
-        model, engine = learners[i % 2], engines[i % 2]
-        with torch.no_grad():
-            for value in model.parameters():
-                value.to_local().mul_(1 + 1e-3 * (-1) ** i)
-        if not (skips and rank == 1 and i == rounds - 1):
-            engine.load_weights(export_weights(model))
-        generator = torch.Generator().manual_seed(1000 * rank + i)
-        sizes = torch.randint(1, 10, (1 + (i + rank) % 3,), generator=generator).tolist()
-        trace = engine.generate(
-            prompts_of(sizes, seed=i), num_samples=2, gen_length=8, denoising_steps=2 + i % 2, seed=i, sample_offset=100 * rank,
-            remasking=("low_confidence_dynamic", "random")[i // 2 % 2], confidence_threshold=0.5,
-        )  # fmt: skip
-        lengths.add(tuple(sizes))
-        forwards |= set(trace.num_forwards.tolist())
-        if i % 10 == 0:  # what training does with it: as many collective forwards on both
-            gap = (replay_logps(model, trace) - trace.logps)[trace.step_map >= 0].abs().max()
-            assert gap < 1e-3, gap
-        total = torch.tensor([float(trace.completion_mask.sum())])
-        dist.all_reduce(total)
-        assert total > 0
-    assert len(lengths) > rounds // 3 and len(forwards) > 3, forwards  # ragged, and ended early
-    signal.alarm(0)
-
-
-def test_a_hundred_ragged_rollouts_on_two_ranks(run_ranks):
-    run_ranks(2, hundred_rollouts, 100)
-
-
-def test_a_rank_that_leaves_a_hand_over_out_is_seen(run_ranks):
-    """Negative control: the other rank waits for it, and the test above would end in an error, not hang."""
-    began = time.monotonic()
-    with pytest.raises(Exception, match="process|terminated|signal|rank|Connection|gloo"):
-        run_ranks(2, hundred_rollouts, 4, True, 5)
-    assert time.monotonic() - began < 60
+@pytest.mark.cuda
+def test_cuda_memory_that_is_not_there_is_one_line():
+    """65536 rows of 16384 positions at 256 bytes are 256 GiB."""
+    engine = make_engine(model_of(dtype=torch.bfloat16).cuda(), max_batch_size=1 << 16)
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.raises(SystemExit, match=r"need 256.0 GiB .* GiB are left: \d+ rows fit; lower"):
+        engine.generate([[3]], num_samples=1 << 16, gen_length=(1 << 14) - 4)
+    assert torch.cuda.mem_get_info()[0] > free - 2**30 and engine.slots is None

@@ -1,13 +1,13 @@
 """Watch a model denoise in the terminal: one frame per denoising step.
 
-    python rollout/show.py --model tiny-sdar --task countdown --index 3      a problem of the task's test split
-    python rollout/show.py --model tiny-llada --prompt " 7 12  8 =   3"
-    python rollout/show.py --model tiny-sdar --prompt "..." --colour | less -R
+    python evals/show.py --model tiny-sdar --task countdown --index 3     a problem of the test
+    split python evals/show.py --model tiny-llada --prompt " 7 12  8 =   3" python evals/show.py
+    --model tiny-sdar --prompt "..." --colour | less -R
 
-A masked position is one ░, bars part the blocks. Tokens revealed in this step are inverted (without colour: marked ^), the
-colour is the probability that a token had when it was revealed, and what lies behind the first EOS is dim. Where tokens are
-revised (rcr, editing) every version is shown. Frames come from the Trace alone, whichever engine made it. The last thing
-printed is the completion as text.
+A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
+colour: marked ^). The colour is the probability that a token had when it was revealed; tokens after
+the first EOS are dim. Where tokens are revised (rcr, editing) every version is shown. Frames come
+from the Trace only, whichever engine made it. The last line is the completion as text.
 """
 
 import math
@@ -29,14 +29,8 @@ from models import load_tokenizer, prompt_ids
 from rollout import make_engine
 
 NEW, OLD, DIM = "1;7", "22", "2"
-PROBABILITY = (
-    160,
-    166,
-    172,
-    142,
-    106,
-    34,
-)  # red to green for equal parts of 0..1; legible on dark and light ground
+# red to green for equal parts of 0..1; legible on dark and light backgrounds
+PROBABILITY = (160, 166, 172, 142, 106, 34)
 
 
 def on_terminal():
@@ -48,86 +42,78 @@ class Args:
     model: str = "tiny-sdar"
     """key of models.MODELS, or a directory in HF layout"""
     prompt: str = ""
-    """a user message; it goes through the model's chat template. The shipped tiny models know countdown alone: try --task"""
+    """a user message, formatted by the chat template. The tiny models only know countdown: --task
+    """
     task: str = ""
-    """instead of --prompt: ask a problem of this task of evals/"""
+    """instead of --prompt: a problem of this task of evals/"""
     index: int = 0
     """which problem of the task's test split"""
     gen_length: int = 12
     """tokens to generate: whole blocks"""
     block_length: int | None = None
-    """tokens per block; None: what the model's configuration says"""
+    """tokens per block; None: the model's own"""
     denoising_steps: int = 2
     """denoising steps per block"""
     remasking: str = "low_confidence_static"
-    """how positions are chosen for revealing; an unknown name prints those that the engine has"""
+    """how positions are chosen; an unknown name prints those that the engine has"""
     temperature: float = 0.0
     """sampling temperature; 0 is greedy"""
     seed: int = 0
     """sampling seed"""
     delay: float = 0.4
-    """seconds between frames; without a terminal there is no wait"""
+    """seconds between frames, on a terminal only"""
     colour: bool = field(default_factory=lambda: on_terminal() and not os.environ.get("NO_COLOR"))
     """on by default on a terminal, unless NO_COLOR is set"""
 
 
+def escape(character):
+    return character.encode("unicode_escape").decode()
+
+
 def printable(text, keep=""):
-    """Escapes what moves the cursor or does not show: control and format characters, every separator but the space."""
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
+    """Escapes control and format characters, and every separator but the space."""
+    return "".join(c if c.isprintable() or c in keep else escape(c) for c in text)
 
 
 def token_text(tokenizer, token_id):
-    """One token, printable and never empty. A combining mark at its start is escaped: it would alter the token before."""
+    """One token, printable and never empty. A combining mark at its start is escaped, because it
+    would alter the token before."""
     text = tokenizer.decode([token_id]) or f"<{token_id}>"
-    escaped = (
-        text[0].encode("unicode_escape").decode()
-        if unicodedata.category(text[0])[0] == "M"
-        else text[0]
-    )
-    return printable(escaped + text[1:])
+    is_mark = unicodedata.category(text[0])[0] == "M"
+    return printable((escape(text[0]) if is_mark else text[0]) + text[1:])
 
 
 def width(text):
     """Columns of printable text in a terminal: wide characters take two, combining marks none."""
-    nonspacing = lambda c: unicodedata.category(c) in ("Mn", "Me")
-    return sum(
-        0 if nonspacing(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+    columns = lambda c: 0 if unicodedata.category(c) in ("Mn", "Me") else 1
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else columns(c) for c in text)
 
 
-def schedule(trace, i):
-    """What each step of completion i changed, in order: its changes are a frame.
-
-    -> one dict a frame, {position: (token id, probability that it was drawn with)}; the block of each position
-    """
-    block = trace.blocks(i)
-    if "events" in (trace.records or {}):  # tokens that were revised, or masked again, as well
-        mine = trace.records["events"][:, 0] == trace.sample_index[i]
-        _, step, position, token = trace.records["events"][mine].T.tolist()
-        logps = trace.records["logps"][mine].tolist()
+def changes_of(trace, i):
+    """-> one dict per step of completion i, {position: (token id, probability when it was drawn)};
+    the block of each position"""
+    block, records = trace.blocks(i), trace.records or {}
+    if "events" in records:  # also tokens that were revised or masked again
+        mine = records["events"][:, 0] == trace.sample_index[i]
+        _, step, position, token = records["events"][mine].T.tolist()
+        logps = records["logps"][mine].tolist()
     else:
-        position = (trace.replay_map[i] >= 0).nonzero().flatten()
-        step, token, logps = (
-            x[i, position].tolist() for x in (trace.replay_map, trace.completion_ids, trace.logps)
-        )
-        position = position.tolist()
+        at = (trace.replay_map[i] >= 0).nonzero().flatten()
+        values = trace.replay_map, trace.completion_ids, trace.logps
+        step, token, logps = (x[i, at].tolist() for x in values)
+        position = at.tolist()
     changes = {}
     for now, j, token_id, logp in zip(step, position, token, logps, strict=True):
-        # One forward replays a step of all blocks of a block model, but they were decoded one after the other.
+        # One forward replays a step of all blocks of a block model, which were decoded in turn.
         moment = (block[j] if trace.settings["attention"] != "bidirectional" else 0, now)
         changes.setdefault(moment, {})[j] = token_id, min(math.exp(logp), 1.0)
     return [changes[moment] for moment in sorted(changes)], block
 
 
 def layout(texts, block, columns):
-    """Wraps the texts of all positions at `columns` columns. -> lines of pairs (position, text); None for the bar of a block"""
-    lines, used, most = (
-        [[]],
-        0,
-        max(columns // 2 - 1, 1),
-    )  # most: characters that fit behind a bar even if all are wide
+    """Wraps the texts of all positions. -> lines of pairs (position, text); None: a block's bar"""
+    lines, used = [[]], 0
+    most = max(columns // 2 - 1, 1)  # characters that fit after a bar even if all are wide
     for j, text in enumerate(texts):
         for k in range(0, len(text), most):
             bar = [(None, "│")] if k == 0 and (j == 0 or block[j] != block[j - 1]) else []
@@ -140,15 +126,12 @@ def layout(texts, block, columns):
 
 
 def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id=None):
-    """Yields the canvas of completion i after each denoising step: a header, then lines of at most `columns` columns.
+    """Yields completion i after each denoising step: a header, then lines of `columns` columns.
 
-    spell(token id) -> printable text. height: where there are more lines, only so many around the newest token; None: all.
+    spell(token id) -> printable text. height: at most so many lines, around the newest token.
     """
-    (changes, block), length, scored = (
-        schedule(trace, i),
-        int(trace.canvas_length[i]),
-        trace.completion_mask[i].tolist(),
-    )
+    changes, block = changes_of(trace, i)
+    length, scored = int(trace.canvas_length[i]), trace.completion_mask[i].tolist()
     hue = lambda p: f"38;5;{PROBABILITY[min(int(p * len(PROBABILITY)), len(PROBABILITY) - 1)]}"
     paint = lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if colour else text
     known = {}  # position: (token id, probability)
@@ -158,10 +141,8 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
         known = {j: change for j, change in (known | new).items() if j not in again}
         texts, styles = ["░"] * length, {None: DIM} | dict.fromkeys(range(length), DIM)
         for j, (token_id, p) in known.items():
-            texts[j], styles[j] = (
-                spell(token_id),
-                f"{hue(p)};{NEW if j in new else OLD if scored[j] else DIM}",
-            )
+            shade = NEW if j in new else OLD if scored[j] else DIM
+            texts[j], styles[j] = spell(token_id), f"{hue(p)};{shade}"
         lines, newest = [], 0
         for line in layout(texts, block, columns):
             lines.append("".join(paint(text, styles[j]) for j, text in line))
@@ -169,8 +150,8 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
                 newest = len(lines)
                 lines += [marks] * (not colour)
         top = max(0, min(newest - height // 2, len(lines) - height)) if height else 0
-        header = f"step {now + 1}/{len(changes)}  block {block[min(changed)] + 1}/{block[length - 1] + 1}"
-        header += f"  tokens {len(known)}/{length}"
+        blocks = f"block {block[min(changed)] + 1}/{block[length - 1] + 1}"
+        header = f"step {now + 1}/{len(changes)}  {blocks}  tokens {len(known)}/{length}"
         if new:
             chances = [p for _, p in new.values()]
             header += f"  {len(new)} new, probability {min(chances):.2f} to {max(chances):.2f}"
@@ -179,32 +160,25 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
 
 
 def play(trace, i, tokenizer, delay=0.0, colour=False, mask_token_id=None):
-    """Prints the prompt, the frames of completion i (in place on a terminal), its tokens per forward and its text."""
+    """Prints the prompt, the frames (in place on a terminal), tokens per forward, and the text."""
     in_place, size, shown = on_terminal(), get_terminal_size(), 0
-    spell, height = (
-        lambda token_id: token_text(tokenizer, token_id),
-        max(size.lines - 3, 1) if in_place else None,
-    )
+    height = max(size.lines - 3, 1) if in_place else None
+    spell = lambda token_id: token_text(tokenizer, token_id)
     print(printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t"), end="\n\n")
     if colour:
         scale = "".join(f"\x1b[38;5;{hue}m██\x1b[0m" for hue in PROBABILITY)
         print(f"probability 0 {scale} 1, {trace.settings['logps']}", end="\n\n")
     try:
         for lines in frames(trace, i, spell, size.columns - 1, height, colour, mask_token_id):
-            print(
-                f"\x1b[{shown}F\x1b[J" * (shown > 0) + "\n".join(lines),
-                end="\n" if in_place else "\n\n",
-                flush=True,
-            )
+            up = f"\x1b[{shown}F\x1b[J" * (shown > 0)
+            print(up + "\n".join(lines), end="\n" if in_place else "\n\n", flush=True)
             shown = len(lines) * in_place
             time.sleep(delay * in_place)
     except KeyboardInterrupt:
-        print()  # enough seen: on to the end
+        print()  # skip the other frames
     scored, forwards = int(trace.completion_mask[i].sum()), int(trace.num_forwards[i])
-    print(
-        "\n" * in_place
-        + f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward"
-    )
+    rate = f"{scored / forwards:.2f} tokens per forward"
+    print("\n" * in_place + f"{scored} tokens in {forwards} forwards: {rate}")
     print(printable(trace.text(i, tokenizer), keep="\n\t"))
 
 
@@ -218,23 +192,18 @@ def main(args):
         task = load_task(args.task)
         examples = task.load("test", "", args.index + 1)
         if len(examples) <= args.index:
-            raise SystemExit(
-                f"--index {args.index}: the test split of {args.task} has {len(examples)} problems, from 0"
-            )
+            have = f"the test split of {args.task} has {len(examples)} problems"
+            raise SystemExit(f"--index {args.index}: {have}, from 0")
         messages = task.prompt(examples[args.index])
     tokenizer, device = load_tokenizer(args.model), "cuda" if torch.cuda.is_available() else "cpu"
-    names = ("gen_length", "block_length", "denoising_steps", "remasking", "temperature", "seed")
+    names = "gen_length block_length denoising_steps remasking temperature seed".split()
     settings = {name: getattr(args, name) for name in names}
     engine = make_engine(args.model, device=device)
-    plan, ids, n = (
-        engine.plan(**settings),
-        prompt_ids(tokenizer, messages),
-        engine.model.block_length,
-    )
+    plan, ids = engine.plan(**settings), prompt_ids(tokenizer, messages)
+    n = engine.model.block_length
     if engine.model.attention == "block-causal" and len(ids) % n:
-        plan += (
-            f"; the prompt fills {len(ids) % n} of {n} tokens of a block, which is completed first"
-        )
+        within = f"the prompt fills {len(ids) % n} of {n} tokens of a block"
+        plan += f"; {within}, which is completed first"
     print(plan, end="\n\n")
     trace = engine.generate([ids], **settings)
     play(trace, 0, tokenizer, args.delay, args.colour, engine.model.mask_token_id)

@@ -1,0 +1,430 @@
+"""Block decoding for GPUs: the tokens of rollout/block.py, several times as fast.
+
+SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/rollout.md): 1.7 times its
+tokens/s at 1 and at 16 rows, 1.5 times at 128.
+
+continuous batching  Each row advances through its blocks at its own pace, so rows need not wait for
+                     the slowest. A finished row frees its slot for the next sample of the queue;
+                     when the queue is empty, the batch shrinks to the rows that are left. 1.27 x
+                     for 384 samples, 128 at a time.
+joined commits       One forward of two blocks commits the previous block and makes the first
+                     denoising step of the next one. Under a rule with k steps per block, every k-th
+                     step is joined. A row that finishes a block at another step commits it
+                     separately, and is then in phase. Where the model decides the number of steps,
+                     all steps are joined, as long as the batch is small enough to be bound by
+                     reading the weights. 1.18 x up to 8 rows.
+short heads          The LM head runs only for as many tokens of a block as can still be masked.
+CUDA graphs          A step has fixed shapes and reads nothing back, so it is captured once per
+                     shape and replayed. The host reads the progress of the rows one step late, so
+                     the GPU never waits for it.
+
+All of this but the graphs also runs on CPU, for tests.
+"""
+
+from collections import deque
+from functools import partial
+
+import torch
+
+from kernels import has_kernels
+from kernels.decode import decode_attend
+from kernels.graphs import Graphs, free_bytes
+from models.attention import Visibility, make_attend
+from models.experts import Experts
+from rollout.block import BlockEngine
+from rollout.engine import ADAPTIVE, BROKEN, LOWER, select
+from rollout.traces import most_steps
+
+# Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, rows to
+# one of ROWS or a multiple of 32.
+WIDTHS = 128
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+PREFILL = 1 << 15  # most tokens in one forward of prompts
+# Under adaptive rules all steps are joined up to this many tokens. Joined / separate tokens/s of
+# SDAR-8B on one H200 with 4 steps a block: 1.18 up to 8 rows, 1.09 with 16,
+# 0.99 with 24, 0.93 with 32.
+RIDGE = 128
+NOT_FINITE, LATE = 1, 2  # bits of a row's fault
+
+
+class Slots:
+    """State of every sample of a rollout, and `R` slots, each with the KV cache of a sample in
+    work; at fixed addresses.
+
+    state [9, N]: see `fill`; its first four rows are what the host reads. canvas [3, N, S]: tokens,
+    whether masked, step map, at absolute positions. Slot r decodes sample[r], whose keys and values
+    are row r of k, v [R, K, S, h] of each layer. history: tokens and logps [N, S, history] of each
+    step, for Trace.records; 0: none.
+    """
+
+    def __init__(self, model, N, R, S, history, device, dtype):
+        config, empty = model.config, partial(torch.zeros, device=device)
+        self.sizes = N, R, S, history
+        self.state, self.canvas = empty(9, N, dtype=torch.long), empty(3, N, S, dtype=torch.long)
+        self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
+        tokens = empty(N, S, history, dtype=torch.int32)
+        self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
+        self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
+        self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
+        # Zeros: what is not yet written has weight 0 in the attention, but 0 times NaN is NaN.
+        shape = R, config.num_key_value_heads, S, config.head_dim
+        new = partial(empty, shape, dtype=dtype)
+        self.cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
+        pinned = partial(torch.zeros, 4, N, dtype=torch.long, pin_memory=True)
+        self.pinned = [pinned(), pinned()] if device.type == "cuda" else None
+
+    def fill(self, model, prompt_ids, owner, sample_index, settings):
+        """The state of N samples before their first step; what lies behind them is finished from
+        the start.
+        """
+        n, N, device = settings["block_length"], len(owner), self.state.device
+        P = torch.tensor([len(ids) for ids in prompt_ids], device=device)[owner]
+        width = max(map(len, prompt_ids))
+        padded = [ids + [model.mask_token_id] * (width - len(ids)) for ids in prompt_ids]
+        end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
+        start, masks = P // n * n, n - P % n
+        self.state.zero_()
+        # start of the current block, end of the last; fault; masks left in the current block;
+        # step in it, post-editing steps, forwards so far; length of the prompt, index of the sample
+        values = [start, end, none, masks, none, none, none, P, sample_index]
+        self.state[:, :N] = torch.stack(values)
+        column = torch.arange(self.canvas.shape[2], device=device)
+        self.canvas[0], self.canvas[2] = model.mask_token_id, -1
+        self.canvas[0, :N, :width] = torch.tensor(padded, device=device)[owner]
+        self.canvas[1] = (column >= self.state[7][:, None]) & (column < self.state[1][:, None])
+        self.logps.zero_(), self.history[0].fill_(-1)
+        self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
+        self.seed.fill_((settings["seed"] + 2**63) % 2**64 - 2**63)  # the int64 with the same bits
+
+    def view(self, R, width):
+        """The cache of the first R slots and `width` positions."""
+        return [(k[:R, :, :width], v[:R, :, :width]) for k, v in self.cache]
+
+    def copy(self, source, target, width):
+        """Copy the first positions of the cache from slots to slots, both lists."""
+        source, target = (to_device(slots, self.sample.device) for slots in (source, target))
+        for values in (values for layer in self.cache for values in layer):
+            values[target, :, :width] = values[source, :, :width]
+
+    def progress(self):
+        """Start a copy of the progress to the host. -> function that waits for it -> start, end,
+        fault, left: lists of N ints
+        """
+        if self.pinned is None:
+            return self.state[:4].clone().tolist
+        self.pinned.reverse()  # the copy before may not have been read yet
+        there, arrived = self.pinned[0], torch.cuda.Event()
+        there.copy_(self.state[:4], non_blocking=True)
+        arrived.record(torch.cuda.current_stream(self.state.device))
+        return lambda: (arrived.synchronize(), there.tolist())[1]
+
+
+def to_device(values, device):
+    """A list of ints as a tensor; on CUDA without waiting for queued work."""
+    values = torch.tensor(values)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def bucket(rows):
+    return next((size for size in ROWS if size >= rows), -(-rows // 32) * 32)
+
+
+class FastBlockEngine(BlockEngine):
+    """Cache and graphs stay for the next call of generate; `release` frees them."""
+
+    refills = True
+
+    def __init__(self, model, max_batch_size):
+        super().__init__(model, max_batch_size)
+        self.slots = self.graphs = None
+        self.use_graphs, self.joins = self.device.type == "cuda", True
+        if has_kernels(model.lm_head.weight):
+            from kernels.sampling_triton import use_triton_draws
+
+            use_triton_draws(self)
+        experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
+        self.ridge = RIDGE if experts is None else 0  # more tokens would activate more experts
+        if self.use_graphs and experts is not None and not experts.is_grouped(self.dtype):
+            alone = f"experts in {self.dtype} run one by one, bf16 ones together"
+            print(f"rollout without CUDA graphs: {alone}", flush=True)
+            self.use_graphs = False
+
+    def release(self):
+        self.slots = self.graphs = None
+
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+        N, R = len(owner), bucket(min(len(owner), self.max_batch_size))
+        rule = settings | {"stop_at_eos": stop_at_eos}
+        try:
+            slots = self._open(N, R, max(map(len, prompt_ids)), settings)
+            slots.fill(self.model, prompt_ids, owner, sample_index, settings)
+            self._decode(slots, R, prompt_ids, owner.tolist(), rule)
+        except torch.OutOfMemoryError:
+            self.release()
+            fewer = f"try {max(R // 2, 1)}; {LOWER}"
+            raise SystemExit(f"a rollout of {R} rows ran out of memory: {fewer}") from None
+        _, end, _, _, _, _, forwards, first, index = slots.state[:, :N].clone()
+        records = None
+        if settings["records"]:
+            # [steps, N, S]
+            tokens, logps = (values[:N].permute(2, 0, 1) for values in slots.history)
+            step, i, position = when = (tokens >= 0).nonzero(as_tuple=True)
+            events = [index[i], step, position - first[i], tokens[when].long()]
+            records = {"events": torch.stack(events, 1), "logps": logps[when]}
+        canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
+        prompt_ids = [prompt_ids[i] for i in owner.tolist()]
+        return self._trace(prompt_ids, canvas, first, end, index, forwards, records, settings)
+
+    def _open(self, N, R, longest, settings):
+        """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
+        call if they are large enough
+        """
+        n, config, each = settings["block_length"], self.model.config, self.dtype.itemsize
+        width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
+        # Behind the N samples are R finished ones: the contents of free slots.
+        sizes = N + R, R, width, most_steps(settings) if settings["records"] else 0
+        have = self.slots.sizes if self.slots else sizes
+        if not self.slots or any(x < y for x, y in zip(have, sizes, strict=True)):
+            self.release()  # the old ones make room
+            heads, layers = config.num_key_value_heads, config.num_hidden_layers
+            row = 2 * layers * heads * config.head_dim * each * width  # bytes
+            # About what a rollout needs besides weights and cache: states, a forward of prompts,
+            # the logits of 512 rows.
+            states = sizes[0] * width * (33 + 8 * sizes[3])
+            forward = config.hidden_size + config.intermediate_size
+            other = states + 4 * PREFILL * forward * each + 512 * 12 * config.vocab_size
+            room = free_bytes(self.device) - other
+            if R * row > room:
+                left = max(room, 0)
+                need = (
+                    f"{R} rows of {width} tokens need {R * row / 2**30:.1f} GiB for keys and values"
+                )
+                fit = f"{left / 2**30:.1f} GiB are left: {left // row} rows fit"
+                raise SystemExit(f"{need}, {fit}; {LOWER}")
+            # Rollouts of two shapes in turn share slots and graphs.
+            both = [max(pair) for pair in zip(have, sizes, strict=True)]
+            sizes = both if 2 * both[1] * both[2] * (row // width) < room else sizes
+            self.slots = Slots(self.model, *sizes, self.device, self.dtype)
+        self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
+        return self.slots
+
+    # --- the host: which sample is in which slot, and the shape of the next step ------------------
+
+    def _decode(self, slots, R, prompt_ids, owners, rule):
+        """Decode all samples in the order of their numbers, R at a time."""
+        n, N = self.model.block_length, len(owners)
+        # A step depends on these only through its tensors; all else is part of the graph.
+        varying = "seed", "num_samples", "gen_length", "eos_token_ids"
+        key = tuple(value for name, value in rule.items() if name not in varying)
+        start, end, _, left = slots.progress()()
+        places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
+        slots.sample[:R] = torch.arange(N, N + R, device=self.device)
+        entered = launched = 0  # samples taken from the queue; steps
+        unseen = deque()  # (samples, progress) of the steps that the host has not looked at
+        while True:
+            free = [r for r in range(R) if start[places[r]] >= end[places[r]]]
+            if entered < N and free:
+                samples = range(entered, min(entered + len(free), N))
+                self._enter(slots, places, free, samples, prompt_ids, owners)
+                entered = samples.stop
+            live = [r for r in range(R) if start[places[r]] < end[places[r]]]
+            if not live:
+                return
+            joined = self._is_joined(R, rule, launched)
+            # How far a row can be: a step ends at most one block, and a joined one begins the next.
+            work = [places[r] for r in live]
+            furthest = max(2 * n, *(min(start[i] + (2 + joined) * n, end[i]) for i in work))
+            width = min(slots.canvas.shape[2], -(-furthest // WIDTHS) * WIDTHS)
+            if entered == N and bucket(len(live)) < R:
+                R = bucket(len(live))
+                self._move(slots, places, live, R, width)
+            most = self._most_masks(work, left, [stepped for stepped, _ in unseen], rule)
+            step = partial(self._step, slots, R, width, rule, joined, most)
+            self.graphs.run((R, width, joined, most, key), step) if self.graphs else step()
+            unseen.append((set(places[:R]), slots.progress()))
+            launched += 1
+            if len(unseen) == 2:
+                start, end, fault, left = unseen.popleft()[1]()
+                if any(fault):
+                    self._fail(slots, fault, rule)
+
+    def _is_joined(self, R, rule, number):
+        """Whether step `number` of a rollout is joined. Affects speed only."""
+        # With editing, a step that reveals the last mask need not be the last of its block.
+        if not self.joins or rule["editing_threshold"] is not None:
+            return False
+        if rule["remasking"] in ADAPTIVE:
+            return 2 * R * self.model.block_length <= self.ridge
+        return number > 0 and number % rule["denoising_steps"] == 0
+
+    def _most_masks(self, samples, left, unseen, rule):
+        """-> an upper bound on the masks of a block at the next step: the head must see so many
+        tokens. Rounded up to quarters of a block, because each number is a graph.
+
+        left: masks that the host has seen in the block of each sample; unseen: the samples of each
+        step since then.
+        """
+        n = self.model.block_length
+        if rule["remasking"] in ADAPTIVE or rule["editing_threshold"] is not None:
+            return n
+        base, remainder = divmod(n, rule["denoising_steps"])
+        most = 1
+        for i in samples:
+            steps = sum(i in stepped for stepped in unseen)
+            may_be_next = left[i] <= steps * (base + (remainder > 0))  # block, fully masked
+            most = max(most, n if may_be_next else left[i] - steps * base)
+        quarter = -(-n // 4)
+        return min(-(-most // quarter) * quarter, n)
+
+    def _fail(self, slots, fault, rule):
+        codes = zip(slots.state[8].tolist(), fault, strict=True)
+        bad = [i for i, code in codes if code & NOT_FINITE]
+        self.release()  # its cache may hold NaN
+        if bad:
+            raise SystemExit(BROKEN.format(bad[:8]))
+        raise RuntimeError(f"{rule['remasking']} left masks after the last step of a block")
+
+    def _move(self, slots, places, live, R, width):
+        """Move the samples in slots from R on to free slots before it."""
+        free = [r for r in range(R) if r not in live]
+        if source := [r for r in live if r >= R]:
+            slots.copy(source, free[: len(source)], width)
+            self._place(
+                slots, places, [(r, places[old]) for r, old in zip(free, source, strict=False)]
+            )
+
+    def _place(self, slots, places, pairs):
+        """pairs: (slot, sample)"""
+        for r, i in pairs:
+            places[r] = i
+        r, i = (to_device(values, self.device) for values in zip(*pairs, strict=True))
+        slots.sample[r] = i
+
+    def _enter(self, slots, places, free, samples, prompt_ids, owners):
+        """Put the next samples into free slots. Each prompt is prefilled once: later samples of it
+        copy its cache.
+        """
+        n, first = self.model.block_length, samples[0]
+        # The cache of this prompt is still in the slot of the sample before.
+        last = owners[first - 1] if first else None
+        pairs = list(zip(free, samples, strict=False))
+        if siblings := [r for r, i in pairs if owners[i] == last]:
+            source = [places.index(first - 1)] * len(siblings)
+            slots.copy(source, siblings, len(prompt_ids[last]) // n * n)
+        self._place(slots, places, pairs)
+        new = [owner for owner in dict.fromkeys(owners[i] for i in samples) if owner != last]
+        whole = {owner: prompt_ids[owner][: len(prompt_ids[owner]) // n * n] for owner in new}
+        together = max(1, PREFILL // max(1, max(map(len, whole.values()), default=1)))
+        for some in (new[k : k + together] for k in range(0, len(new), together)):
+            rows = [(r, some.index(owners[i])) for r, i in pairs if owners[i] in some]
+            prompts = [whole[owner] for owner in some]
+            self._prefill_slots(prompts, *zip(*rows, strict=True), slots.cache)
+
+    def _prefill_slots(self, prompts, slots, owner, cache):
+        """Write keys and values of prompts (lists, whole blocks) into the cache: those of
+        prompts[owner[i]] into slots[i].
+
+        Shorter prompts are padded on the right. No block of the prompt sees the padding, and every
+        later block overwrites its own positions before they are read.
+        """
+        P = max(map(len, prompts))
+        if P == 0:
+            return
+        padded = [ids + [self.model.mask_token_id] * (P - len(ids)) for ids in prompts]
+        ids = to_device(padded, self.device)  # [U, P]
+        slots, owner = to_device(slots, self.device), to_device(owner, self.device)
+        position_ids = torch.arange(P, device=self.device).expand(len(prompts), P)
+        attend_prompt = make_attend(Visibility(position_ids // self.model.block_length))
+
+        def attend(layer, q, k, v):
+            for past, new in zip(cache[layer], (k, v), strict=True):
+                past[slots, :, :P] = new[owner]
+            return attend_prompt(layer, q, k, v)
+
+        self.model.hidden(ids, position_ids, attend)
+
+    # --- the device: one step ---------------------------------------------------------------------
+
+    def _step(self, slots, R, width, rule, joined, most):
+        """One forward of the current block of each of the first R slots, over `width` positions.
+
+        A block with masks is denoised, one without is committed, except the last. joined: rows
+        whose block has no masks begin the next one, and the forward covers both. most: an upper
+        bound on the masks of a row. Finished rows are carried along. All state is read in a few
+        gathers and written in a few scatters: at small batches every kernel launch counts.
+        """
+        n, row = self.model.block_length, slots.sample[:R]
+        start, end, fault, left, step, edits, forwards, first, index = slots.state[:, row]
+        live = start < end
+        arange = torch.arange(2 * n, device=self.device)
+        last = (width // n - 1) * n  # finished rows stay in a whole block, of which nothing is read
+        place = lambda: start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
+        at = place()
+        if joined:
+            goes_on = live & ~slots.canvas[1, row[:, None], at].any(1)
+            start, step = start + n * goes_on, step * ~goes_on
+            at = place()
+        here = row[:, None], at
+        block, masked, step_map = slots.canvas[:, *here]
+        masked = masked.bool() & live[:, None]
+        if joined:
+            two = (at[:, :1] - n).clamp(min=0) + arange  # the first block has none before it
+            hidden = self._forward(slots.canvas[0, row[:, None], two], two, slots.view(R, width))
+            hidden = hidden.gather(1, (at - two[:, :1])[..., None].expand(-1, -1, hidden.shape[2]))
+        else:
+            hidden = self._forward(block, at, slots.view(R, width))
+
+        offset = at - first[:, None]
+        key = slots.seed, index[:, None], offset, step[:, None]
+        uniform = self.keyed_uniform(*key, "token")
+        if most < n:  # the head sees the masked tokens, and unmasked ones only to fill up
+            picked = masked.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
+            hidden = hidden.gather(1, picked[..., None].expand(-1, -1, hidden.shape[2]))
+            uniform = uniform.gather(1, picked)
+        draws = self._sample(hidden.flatten(0, 1), uniform.flatten(), rule)
+        if most < n:
+            spread = lambda x: x.new_zeros(at.shape).scatter(1, picked, x.view(R, most))
+            draws = map(spread, draws)
+        drawn, logps, confidence = (values.view(at.shape) for values in draws)
+        if rule["remasking"] == "random":
+            confidence = self.keyed_uniform(*key, "order").to(logps.dtype)
+        base, remainder = divmod(n, rule["denoising_steps"])
+        quota = (base + (step < remainder))[:, None]  # `reveal_quota` at each row's own step
+        limits = rule["confidence_threshold"], rule["factor"], rule["eb_threshold"]
+        chosen = select(confidence, masked, quota, rule["remasking"], *limits)
+        rest, was_noisy = masked & ~chosen, masked.any(1)
+        left = rest.sum(1)
+        is_whole, is_committed = was_noisy & (left == 0), live & ~was_noisy
+        if rule["editing_threshold"] is not None:
+            may_edit = was_noisy | live & (edits < rule["max_post_steps"])
+            sure = (drawn != block) & (logps.exp() > rule["editing_threshold"])
+            edited = may_edit[:, None] & ~masked & (offset >= 0) & sure
+            chosen, is_committed = chosen | edited, is_committed & ~edited.any(1)
+            is_whole = is_committed
+            edits = (edits + ~was_noisy) * ~is_committed
+        block = torch.where(chosen, drawn, block)
+        if rule["records"]:
+            for values, new in zip(slots.history, (drawn.int(), logps), strict=True):
+                when = *here, step[:, None].clamp(max=values.shape[2] - 1)
+                values[when] = torch.where(chosen, new, values[when])
+        if rule["stop_at_eos"]:
+            has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)
+            end = torch.where(is_whole & has_eos, start + n, end)
+        is_done = is_committed | (is_whole & (start + n >= end))
+        broken = (masked & ~logps.isfinite()).any(1)
+        late = (was_noisy & (step >= rule["denoising_steps"])) | (masked.sum(1) > most)
+        fault = fault | broken * NOT_FINITE | late * LATE
+        left = torch.where(is_committed, n, left)
+        step_map = torch.where(chosen, step[:, None], step_map)
+        start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
+        slots.canvas[:, *here] = torch.stack([block, rest, step_map])
+        slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
+        state = start, end, fault, left, step, edits, forwards, first, index
+        slots.state[:, row] = torch.stack(state)
+
+    def _forward(self, block, at, cache):
+        """Forward one or two neighbouring blocks of each row [R, T] at positions `at` over its
+        cache, and write their keys and values. cache: per layer k, v [R, K, width, h], no wider
+        than has to be read. -> [R, T, D]
+        """
+        return self.model.hidden(block, at, decode_attend(cache, at[:, 0], self.model.block_length))

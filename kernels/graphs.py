@@ -1,0 +1,34 @@
+"""CUDA graphs of functions with fixed shapes: a step of a thousand kernels becomes one launch."""
+
+import torch
+
+
+class Graphs:
+    """run(key, function): function() is captured once per key and replayed from then on.
+
+    function writes its results into tensors that outlive the graphs, reads nothing back to the
+    host, and does the same whenever the key is the same. Weights may change in place, but not their
+    addresses.
+    """
+
+    def __init__(self, device):
+        self.device, self.graphs, self.pool = device, {}, torch.cuda.graph_pool_handle()
+
+    def run(self, key, function):
+        if key in self.graphs:
+            return self.graphs[key].replay()
+        function()  # an ordinary call, in which libraries also allocate what they allocate once
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog queries its events from another thread during the capture
+        mode = {"pool": self.pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, **mode):
+            function()
+        self.graphs[key] = graph
+
+
+def free_bytes(device):
+    """Bytes that can still be allocated; unlimited on CPU."""
+    if device.type != "cuda":
+        return 1 << 62
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
