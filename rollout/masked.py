@@ -7,8 +7,8 @@ block and reveals some of them: the schedule says how many, the remasking rule w
 also sees the masks behind the block, so gen_length is part of its input.
 
 Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block runs the whole sequence and keeps
-the keys and values of all layers. Later steps run only a window and use the kept ones elsewhere.
-This is an approximation: from the second layer on, the kept ones depend on tokens revealed since.
+the keys and values of all layers. Later steps run only a window and reuse the kept ones elsewhere.
+This is approximate: from the second layer on, keys and values depend on the tokens revealed since.
     prefix   the window is the block and all masks behind it
     dual     the window is the block alone
 """
@@ -55,7 +55,7 @@ class Block:
         """q [R, H, w, h], k, v [R, K, w, h] of these columns -> [R, H, w, h]"""
         if self.kept is not None:
             keys, values = self.kept.setdefault(layer, (k, v))
-            if keys is not k:
+            if keys is not k:  # not the first forward
                 keys[:, :, columns], values[:, :, columns] = k, v
             k, v = keys, values
         gqa = q.shape[1] != k.shape[1]
@@ -141,11 +141,11 @@ class MaskedEngine(Engine):
         )  # fmt: skip
 
     def _denoise(self, block, settings):
-        """Denoise one block: forward, draw a token for every mask, reveal some; until none is left.
+        """Denoise one block: run the model, draw a token for every mask, reveal some; repeat.
 
-        Under rcr (running confidence remasking, MDPO, arXiv 2508.13148) a step reveals all masks of
-        the block, then masks its least confident tokens again, so that as many stay as the schedule
-        has revealed by then. A token keeps the confidence with which it was drawn.
+        Under rcr (running confidence remasking, MDPO, arXiv 2508.13148) a step reveals every mask
+        of the block, then masks the least confident tokens of the block again, so that only as many
+        stay as the schedule has revealed so far. A token keeps the confidence of its draw.
         -> num_forwards [R]; tokens, step_map, logps [R, n]; for each step what Events or States.add
         takes
         """
@@ -196,20 +196,19 @@ class MaskedEngine(Engine):
         return num_forwards, ids, step_map, logps, history
 
     def _draw(self, hidden, uniform, drawing, most, settings):
-        """-> tokens, log-probabilities, confidences [R, w]; used where drawing
+        """-> tokens, log-probabilities, confidences [R, w], of which those at `drawing` are used
 
-        hidden [R, w, D]; uniform [R, w]; drawing [R, w] bool; most: how many True a row has at
-        most, unless the rule is adaptive
+        hidden [R, w, D]; uniform [R, w]; drawing [R, w] bool, with at most `most` True in a row
+        unless the rule is adaptive
         """
         drawn = self._sample(hidden.flatten(0, 1), uniform.flatten(), settings)
         return [values.view(uniform.shape) for values in drawn]
 
     def _score(self, score, token, step, order, settings):
-        """The highest scores [R, n] are revealed first; score: confidences of the tokens [R, n]
+        """Confidences of drawn tokens -> scores, of which the highest are revealed first. All [R, n]
 
-        step: counted over the completion. order() -> uniform numbers [R, n]. With alg_temp (Dream)
-        positions are drawn without replacement from softmax(score / alg_temp): the highest sums of
-        that and Gumbel noise.
+        step: counted over the completion. order() -> uniform numbers. With alg_temp (Dream) the
+        positions are drawn without replacement from softmax(score / alg_temp), by Gumbel noise.
         """
         if settings["remasking"] == "random":
             score = order().to(score.dtype)
