@@ -84,13 +84,9 @@ class MaskedEngine(Engine):
                     f"--schedule ascending reveals {most} and sets the blocks: leave out "
                     "--block-length, lower --denoising-steps"
                 )
-        if not 0 <= (t := settings["alg_temp"]) < float("inf") or (
-            t and settings["remasking"] not in rules
-        ):
-            raise SystemExit(
-                f"--alg-temp {t} must be at least 0 and finite, and 0 unless --remasking is "
-                f"{' or '.join(rules)}"
-            )
+        if not (t := settings["alg_temp"]) >= 0 or t and settings["remasking"] not in rules:
+            need = f"must be at least 0, and 0 unless --remasking is {' or '.join(rules)}"
+            raise SystemExit(f"--alg-temp {t} {need}")
         if settings["records"] == "states" and settings["cache"] == "dual":
             raise SystemExit("--cache dual runs the block alone: records 'states' need all masks")
 
@@ -103,7 +99,8 @@ class MaskedEngine(Engine):
         positions, bias = model.grid(valid)[0], valid[:, None, None].to(self.dtype).log()
         P, completion_ids = tokens.shape[1] - L, tokens[:, -L:]
         step_map = torch.full_like(completion_ids, -1)
-        logps = step_map.to(torch.promote_types(self.dtype, torch.float32)) + 1
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        logps = torch.zeros_like(step_map, dtype=dtype)
         replay_map, num_forwards = step_map.clone(), torch.zeros_like(sample_index)
         self.eos = tokens.new_tensor(model.eos_token_ids)
         log = {"events": Events, "states": States}.get(settings["records"])
@@ -152,7 +149,7 @@ class MaskedEngine(Engine):
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
         step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
-        masked, logps, history, due = step_map < 0, step_map.float() + 1, [], 0
+        masked, logps, history, due = step_map < 0, 0.0 * ids, [], 0
         running = logps  # rcr: confidences of all tokens
         limits = [settings[name] for name in ("confidence_threshold", "factor", "eb_threshold")]
         uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
@@ -205,7 +202,7 @@ class MaskedEngine(Engine):
         return [values.view(uniform.shape) for values in drawn]
 
     def _score(self, score, token, step, order, settings):
-        """Confidences of drawn tokens -> scores, of which the highest are revealed first. All [R, n]
+        """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
 
         step: counted over the completion. order() -> uniform numbers. With alg_temp (Dream) the
         positions are drawn without replacement from softmax(score / alg_temp), by Gumbel noise.
