@@ -1,335 +1,253 @@
-"""Decoding of bidirectional masked diffusion models (LLaDA, Dream), block by block: plain and exact, or from a cache.
+"""Sampling from bidirectional masked diffusion models (LLaDA, Dream), block by block.
 
-The canvas of a completion is all masks at first. Its blocks are denoised from left to right, and every step is one forward of
-the prompt and the whole canvas: the masks behind the block are attended to, so the length of the canvas is part of the input.
+This is LLaDA's `generate`, Dream's `diffusion_generate` and Fast-dLLM's cached decoding in one
+loop. A completion starts as mask tokens only, and its blocks are denoised from left to right. Each
+step runs the model on the prompt and the whole completion, draws a token for every mask of the
+block and reveals some of them: the schedule says how many, the remasking rule which ones. The model
+also sees the masks behind the block, so gen_length is part of its input.
 
-Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block is that same forward and keeps all keys and values. Later steps
-forward a window alone and attend to the kept ones elsewhere: approximate from the second layer on, whose keys and values
-outside the window do not know what was revealed since.
-prefix   the window is the block and all masks behind it
-dual     the window is the block
-Dream's window begins one token earlier: there the first token of the block is predicted.
-
-All rows of a batch work on the same block, and the host looks at them between blocks alone, where it leaves out those that have
-ended; only under rules that decide how many tokens a step reveals (ADAPTIVE) it also asks at every step whether any is left.
+Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block runs the whole sequence and keeps
+the keys and values of all layers. Later steps run only a window and reuse the kept ones elsewhere.
+This is approximate: from the second layer on, keys and values depend on the tokens revealed since.
+    prefix   the window is the block and all masks behind it
+    dual     the window is the block alone
 """
 
-import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from kernels import has_kernels, speed_up_engine
-from rollout import engine
-from rollout.canvas import GRAPH_TOKENS, Canvas, token_bytes
-from rollout.records import Events, States
-from rollout.schedules import SCHEDULES, ascending_steps, block_quotas, eoser_weight, reveal_shares
-from kernels.graphs import free_bytes
+from rollout.engine import ADAPTIVE, BROKEN, RULES, Engine, select
+from rollout.schedules import block_quotas, eoser_weight, reveal_shares
 from rollout.traces import Trace, left_padded, scored
-
-ADAPTIVE = ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded", "origin")
-WIDTHS = 32  # on CUDA a canvas has a multiple of so many columns, and small batches as many rows as `bucket` says
-
-
-def bucket(rows):
-    """-> the next power of 2 up to 8, or multiple of 8: how many rows a small batch is forwarded with on CUDA"""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
 
 @dataclass
-class Work:
-    """One block of R rows that are denoised together."""
+class Block:
+    """One block of R rows that are denoised together, and the forwards over the rows."""
 
-    canvas: Canvas
-    P: int  # columns of the canvas before the completions
-    start: int  # column of the completion where the block starts
+    model: object
+    tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
+    positions: torch.Tensor  # [R, S] int64
+    bias: torch.Tensor  # [R, 1, 1, S], added to attention scores: -inf on padding, else 0
+    sample_index: torch.Tensor  # [R] int64
+    prompt_length: int  # columns before the completions
+    first: int  # first column of the block
     quota: list  # tokens to reveal at each step
-    first_step: int  # steps of the blocks before
-    row: torch.Tensor  # [live] places in the batch; the rows behind them fill a bucket
-    sample_index: torch.Tensor  # [R]
+    first_step: int  # number of steps in earlier blocks
+    kept: dict | None  # layer: keys and values [R, K, S, h]; None: no cache
+
+    def forward(self, first, width, window):
+        """Run `window` columns from `first` on, with the kept keys and values elsewhere; None: all.
+
+        -> final hidden states [R, width, D]; row j predicts column first + j
+        """
+        shift = int(hasattr(self.model, "align"))  # Dream predicts token i at position i - 1
+        every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        columns = every if window is None else first - shift + every[: shift + window]
+        tokens, positions = self.tokens[:, columns], self.positions[:, columns]
+        hidden = self.model.hidden(tokens, positions, partial(self.attend, columns))
+        return hidden[:, first - shift - columns[0] + every[:width]]
+
+    def attend(self, columns, layer, q, k, v):
+        """q [R, H, w, h], k, v [R, K, w, h] of these columns -> [R, H, w, h]"""
+        if self.kept is not None:
+            keys, values = self.kept.setdefault(layer, (k, v))
+            if keys is not k:  # not the first forward
+                keys[:, :, columns], values[:, :, columns] = k, v
+            k, v = keys, values
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=gqa)
 
 
-class MaskedEngine(engine.Engine):
-    """Sampler of a bidirectional model. The grid of blocks starts at the completion, and any block length will do."""
+class MaskedEngine(Engine):
+    """Sampler of a bidirectional model. Blocks start with the completion and have any length."""
 
     choices = {
-        "remasking": (*engine.RULES, "origin", "rcr"),
-        "schedule": SCHEDULES,
+        "remasking": (*RULES, "origin", "rcr"),
+        "schedule": ("uniform", "timesteps", "ascending"),
         "cache": ("none", "prefix", "dual"),
         "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
     records = (None, "steps", "events", "states")
-
-    def __init__(self, model, max_batch_size):
-        super().__init__(model, max_batch_size)
-        if has_kernels(model.lm_head.weight):
-            speed_up_engine(model)
-        self.in_buckets = self.use_graphs = self.device.type == "cuda"
-        self.canvas = None
-
-    def release(self):
-        self.canvas = None
+    adaptive = (*ADAPTIVE, "origin")  # rules that decide how many tokens a step reveals
 
     def check(self, settings):
-        names = "gen_length", "block_length", "denoising_steps", "schedule", "remasking", "alg_temp"
-        gen_length, n, steps, schedule, remasking, alg_temp = (settings[name] for name in names)
-        if schedule == "ascending":
-            most, shape = (
-                ascending_steps(gen_length),
-                f"--gen-length {gen_length} --denoising-steps {steps}",
-            )
-            if steps > most:
+        rules = "low_confidence_static", "entropy", "topk_margin"
+        if settings["schedule"] == "ascending":
+            first, *later = block_quotas(**settings)
+            if (sum(first), len(first)) != (settings["block_length"], settings["denoising_steps"]):
+                most = f"{settings['gen_length']} tokens in {len(first + later)} steps"
                 raise SystemExit(
-                    f"--schedule ascending reveals {gen_length} tokens in {most} steps, not {shape}"
+                    f"--schedule ascending reveals {most} and sets the blocks: leave out "
+                    "--block-length, lower --denoising-steps"
                 )
-            if n != sum(block_quotas(**settings)[0]):
-                raise SystemExit(
-                    f"--schedule ascending makes its own blocks: leave --block-length {n} out"
-                )
-        orders = "low_confidence_static", "entropy", "topk_margin"
-        if not 0 <= alg_temp < math.inf or alg_temp and remasking not in orders:
-            raise SystemExit(
-                f"--alg-temp {alg_temp} must be at least 0 and finite, and 0 unless --remasking is {', '.join(orders)}"
-            )
+        if not (t := settings["alg_temp"]) >= 0 or t and settings["remasking"] not in rules:
+            need = f"must be at least 0, and 0 unless --remasking is {' or '.join(rules)}"
+            raise SystemExit(f"--alg-temp {t} {need}")
         if settings["records"] == "states" and settings["cache"] == "dual":
-            raise SystemExit(
-                "--cache dual forwards the block alone: records of kind 'states' predict the whole canvas"
-            )
+            raise SystemExit("--cache dual runs the block alone: records 'states' need all masks")
 
-    def _generate(self, prompt_ids, owner, *rest):
-        try:
-            return self._decode(prompt_ids, owner, *rest)
-        except torch.OutOfMemoryError:
-            self.release()
-            R = len(owner)
-            raise SystemExit(
-                f"a rollout of {R} rows ran out of memory: try {max(R // 2, 1)}; {engine.LOWER}"
-            ) from None
-
-    def _decode(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
-        model, device, quotas = self.model, self.device, block_quotas(**settings)
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+        model, quotas = self.model, block_quotas(**settings)
         prompt_ids = [prompt_ids[i] for i in owner.tolist()]
-        prompts, valid = left_padded(prompt_ids, model.pad_token_id, device)
-        (N, P), L = prompts.shape, sum(map(sum, quotas))
-        if self.in_buckets:
-            P = -(-(P + L) // WIDTHS) * WIDTHS - L
-        is_padded, more = min(map(len, prompt_ids)) < P, P - prompts.shape[1]
-        tokens = F.pad(
-            F.pad(prompts, (more, 0), value=model.pad_token_id), (0, L), value=model.mask_token_id
-        )
-        valid = F.pad(F.pad(valid, (more, 0), value=False), (0, L), value=True)
-        step_map, replay_map = (torch.full((N, L), -1, device=device) for _ in range(2))
-        logps = torch.zeros(
-            (N, L), dtype=torch.promote_types(self.dtype, torch.float32), device=device
-        )
-        num_forwards, row = (
-            torch.zeros_like(sample_index),
-            torch.arange(N, device=device),
-        )  # rows at work
-        kind, K = settings["records"], sum(map(len, quotas))
-        log = (
-            Events()
-            if kind == "events"
-            else States(N, K, L, model.pad_token_id, device)
-            if kind == "states"
-            else None
-        )
-        self.eos = torch.tensor(model.eos_token_ids, device=device)
+        L = sum(map(sum, quotas))
+        whole = [ids + [model.mask_token_id] * L for ids in prompt_ids]
+        tokens, valid = left_padded(whole, model.pad_token_id, self.device)
+        positions, bias = model.grid(valid)[0], valid[:, None, None].to(self.dtype).log()
+        P, completion_ids = tokens.shape[1] - L, tokens[:, -L:]
+        step_map = torch.full_like(completion_ids, -1)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        logps = torch.zeros_like(step_map, dtype=dtype)
+        replay_map, num_forwards = step_map.clone(), torch.zeros_like(sample_index)
+        self.eos = tokens.new_tensor(model.eos_token_ids)
+        log = {"events": Events, "states": States}.get(settings["records"])
+        log = log and log(step_map, sum(map(len, quotas)), model.pad_token_id)
+        row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
         for quota in quotas:
-            R, n = len(row), sum(quota)
-            fill = bucket(R) - R if self.in_buckets and R * n <= GRAPH_TOKENS else 0
-            at, here = torch.cat([row, row[:1].expand(fill)]), (row, slice(start, start + n))
-            canvas = self._canvas(R + fill, P + L, settings["cache"] != "none")
-            canvas.lay(tokens[at], valid[at], is_padded)
-            work = Work(canvas, P, start, quota, first_step, row, sample_index[at])
-            block, steps, block_logps, forwards = (
-                x[:R] for x in self._denoise(work, settings, log)
-            )
-            tokens[:, P:][here], step_map[here], logps[here] = block, steps, block_logps
-            replay_map[here] = first_step + steps  # a forward replays a step of one block
+            end = start + sum(quota)
+            rows = tokens[row], positions[row], bias[row], sample_index[row]
+            kept = None if settings["cache"] == "none" else {}
+            block = Block(model, *rows, P, P + start, quota, first_step, kept)
+            forwards, ids, steps, block_logps, history = self._denoise(block, settings)
+            here = row, slice(start, end)
+            completion_ids[here], step_map[here], logps[here] = ids, steps, block_logps
+            replay_map[here] = first_step + steps
             num_forwards[row] += forwards
-            ended = (
-                torch.isin(block, self.eos).any(1) & stop_at_eos
-            )  # blocks are final: later ones cannot change the text
-            is_broken = ~block_logps.isfinite().all(
-                1
-            )  # NaN counts as the highest confidence: it is revealed
-            ended, is_broken = torch.stack(
-                [ended, is_broken]
-            ).tolist()  # the one wait for the device
-            if any(is_broken):
-                bad = sample_index[row[torch.tensor(is_broken, device=device)]].unique().tolist()
-                raise SystemExit(
-                    f"logits are not finite at samples {bad[:8]}: the weights are damaged or have diverged"
-                )
-            row = row[~torch.tensor(ended, device=device)]
+            for entry in history:
+                log.add(row, sample_index[row], start, *entry)
+            # NaN counts as the highest confidence: it is revealed, and found here.
+            if (broken := ~block_logps.isfinite().all(1)).any():
+                bad = sample_index[row[broken]].unique().tolist()
+                raise SystemExit(BROKEN.format(bad[:8]))
+            if stop_at_eos:  # blocks are final: later ones cannot change the text
+                row = row[~torch.isin(ids, self.eos).any(1)]
             if not len(row):
                 break
-            start, first_step = start + n, first_step + len(quota)
-        if not self.use_graphs:
-            self.release()
-        completion_ids = tokens[:, P:].where(step_map >= 0, model.pad_token_id)
+            start = end
+            first_step += len(quota)
+        completion_ids = completion_ids.where(step_map >= 0, model.pad_token_id)
         canvas_length = torch.full_like(sample_index, L)
         return Trace(
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            completion_mask=scored(completion_ids, canvas_length, model.eos_token_ids),
-            canvas_length=canvas_length,
-            step_map=step_map,
-            replay_map=replay_map,
-            logps=logps,
-            sample_index=sample_index,
-            num_forwards=num_forwards,
-            settings=settings,
-            records=log and log.result(),
-        )
+            prompt_ids, completion_ids, scored(completion_ids, canvas_length, model.eos_token_ids),
+            canvas_length, step_map, replay_map, logps, sample_index, num_forwards, settings,
+            log and vars(log),
+        )  # fmt: skip
 
-    def _canvas(self, R, S, keeps):
-        """-> room for R rows of S columns: that of the last batch, if it is large enough"""
-        if self.canvas is None or R * S > self.canvas.capacity or self.canvas.keeps != keeps:
-            self.release()  # the old one makes room
-            each, room = S * token_bytes(self.model, keeps), free_bytes(self.device)
-            if R * each > room:
-                need = f"{R} rows of {S} tokens need about {R * each / 2**30:.1f} GiB, {room / 2**30:.1f} GiB are left"
-                raise SystemExit(f"{need}: {room // each} rows fit; {engine.LOWER}")
-            self.canvas = Canvas(self.model, R * S, keeps, self.device, self.dtype, self.use_graphs)
-        return self.canvas
+    def _denoise(self, block, settings):
+        """Denoise one block: run the model, draw a token for every mask, reveal some; repeat.
 
-    def _denoise(self, work, settings, log):
-        """Denoise one block of each row: forward, sample the masked tokens, reveal some; again until none is masked.
-
-        What is masked is kept apart from the ids: nothing is inferred from them. Under rcr (running confidence remasking, MDPO,
-        arXiv 2508.13148) a step writes every masked token, then masks those of the block again that were least confident when
-        they were written, until as many are left as the steps so far reveal. log: of rollout/records.py, or None.
-        -> tokens, step_map (-1 where nothing was revealed), logps [R, n]; num_forwards [R]
+        Under rcr (running confidence remasking, MDPO, arXiv 2508.13148) a step reveals every mask
+        of the block, then masks the least confident tokens of the block again, so that only as many
+        stay as the schedule has revealed so far. A token keeps the confidence of its draw.
+        -> num_forwards [R]; tokens, step_map, logps [R, n]; for each step what Events or States.add
+        takes
         """
-        canvas, quota, first, live = work.canvas, work.quota, work.P + work.start, len(work.row)
-        remasking, n, rest = (
-            settings["remasking"],
-            sum(quota),
-            canvas.S - first,
-        )  # rest: columns from the block on
-        window = {"none": None, "prefix": rest, "dual": n}[settings["cache"]]
-        block = canvas.tokens[
-            :, first : first + n
-        ]  # a view: what is written here, the next forward reads
-        masked = torch.ones_like(block, dtype=torch.bool)
-        masked[live:] = False
-        step_map, num_forwards = torch.full_like(block, -1), torch.zeros_like(work.sample_index)
-        logps = torch.zeros(
-            block.shape, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device
-        )
-        running, owed = (
-            torch.zeros_like(logps),
-            0,
-        )  # rcr: confidence of the last writing; tokens that are to be shown by now
-        uniform, order = (
-            self._uniform(work, settings, word) for word in ("token", "order")
-        )  # of all steps at once
-        shares = reveal_shares(quota, settings["schedule"])
-        rule = [
-            settings[name]
-            for name in ("remasking", "confidence_threshold", "factor", "eb_threshold")
-        ]
-        kept = None  # the window, as soon as there are keys and values beside it
-        for step, least in enumerate(quota):
-            if remasking in ADAPTIVE:
-                left = int(masked.sum(1).max())  # waits for the device
-            else:
-                left = (n - owed) * bool(least)  # a step that reveals nothing changes nothing
-            if not left:
-                continue
-            owed += least
-            hidden = canvas.forward(first, rest if isinstance(log, States) else n, kept)
-            kept = window
+        remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
+        ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
+        step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
+        masked, logps, history, due = step_map < 0, 0.0 * ids, [], 0
+        running = logps  # rcr: confidences of all tokens
+        limits = [settings[name] for name in ("confidence_threshold", "factor", "eb_threshold")]
+        uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
+        columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
+        here, behind = (columns - block.prompt_length).tensor_split([n])
+        window = None  # the first forward of a block runs all columns
+        for step, quota in enumerate(block.quota):
+            if not (masked.any() if remasking in self.adaptive else quota):
+                continue  # no mask is left, or this step of the schedule reveals nothing
+            number = block.first_step + step
+            drawing, draws = masked, uniform(here, step, "token")
+            if kind == "states":  # draw a token for the masks behind the block too
+                more = uniform(behind, number, "guess")
+                drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
+                draws = torch.cat([draws, more], 1)
+            hidden = block.forward(block.first, draws.shape[1], window)
+            window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
+            drawn = self._draw(hidden, draws, drawing, drawing.shape[1] - due, settings)
+            if kind == "states":
+                seen = block.tokens[:, block.prompt_length :].clone()
+                history.append((number, seen, drawing, *drawn[:2]))
+            token, token_logps, confidence = (values[:, :n] for values in drawn)
+            order = partial(uniform, here, step, "order")
+            score = self._score(confidence, token, number, order, settings)
+            due += quota
             num_forwards += masked.any(1)
-            place = (
-                masked.byte().sort(dim=1, descending=True, stable=True).indices[:, :left]
-            )  # the head sees these alone
-            pick = lambda values: values.gather(1, place)  # noqa: B023
-            rows = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2])).flatten(0, 1)
-            drawn = self._sample(rows, pick(uniform[step]).flatten(), settings)
-            drawn, drawn_logps, score = (values.view(place.shape) for values in drawn)
-            score = self._score(score, drawn, pick(order[step]), work.first_step + step, settings)
-            spread = lambda values: torch.zeros_like(logps).scatter(1, place, values)  # noqa: B023
-            proposal, proposal_logps, confidence = (
-                block.scatter(1, place, drawn),
-                spread(drawn_logps),
-                spread(score),
-            )
-            if isinstance(log, States):
-                self._record(work, settings, log, step, hidden, masked, proposal, proposal_logps)
             if remasking == "rcr":
-                running = torch.where(masked, confidence, running)
-                shown = engine.select(running, torch.ones_like(masked), owed, *rule)
-            elif remasking == "origin":
-                shown = ~masked | (order[step] < shares[step])
+                running = torch.where(masked, score, running)
+                shown = select(running, torch.ones_like(masked), due, remasking, *limits)
+            elif remasking == "origin":  # Dream: every token by itself
+                share = reveal_shares(block.quota, settings["schedule"])[step]
+                shown = ~masked | (order() < share)
             else:
-                shown = ~masked | engine.select(confidence, masked, least, *rule)
-            chosen, again = masked & shown, ~(masked | shown)
-            block.copy_(
-                torch.where(chosen, proposal, block).masked_fill(again, self.model.mask_token_id)
-            )
-            logps = torch.where(chosen, proposal_logps, logps).masked_fill(again, 0.0)
-            step_map, masked = step_map.masked_fill(chosen, step), ~shown
-            masked[live:] = False
-            if isinstance(log, Events):
-                log.add(
-                    work.sample_index,
-                    work.first_step + step,
-                    work.start,
-                    (chosen | again)[:live],
-                    block,
-                    logps,
-                )
-        return block, step_map, logps, num_forwards
+                shown = ~masked | select(score, masked, quota, remasking, *limits)
+            new, again = masked & shown, ~(masked | shown)  # revealed, and masked again (rcr)
+            ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
+            logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
+            step_map, masked = step_map.masked_fill(new, step), ~shown
+            if kind == "events":
+                history.append((number, new | again, ids.clone(), logps))
+        return num_forwards, ids, step_map, logps, history
 
-    def _uniform(self, work, settings, word):
-        """Keyed by sample, column and the step inside the block. -> [steps, R, n]"""
-        steps = torch.arange(len(work.quota), device=self.device)[:, None, None]
-        columns = torch.arange(work.start, work.start + sum(work.quota), device=self.device)
-        values = self.keyed_uniform(
-            settings["seed"], work.sample_index[:, None], columns, steps, word
-        )
-        return values.expand(len(steps), len(work.sample_index), len(columns))
+    def _draw(self, hidden, uniform, drawing, most, settings):
+        """-> tokens, log-probabilities, confidences [R, w], of which those at `drawing` are used
 
-    def _score(self, score, drawn, uniform, step, settings):
-        """What decides the order, higher first, of the tokens drawn at step number `step` of the completion. All [R, k]
+        hidden [R, w, D]; uniform [R, w]; drawing [R, w] bool, with at most `most` True in a row
+        unless the rule is adaptive
+        """
+        drawn = self._sample(hidden.flatten(0, 1), uniform.flatten(), settings)
+        return [values.view(uniform.shape) for values in drawn]
 
-        score: their confidence; uniform: for orders that are drawn. alg_temp (Dream): positions are drawn without replacement
-        from softmax(score / alg_temp), which the largest sums of that and Gumbel numbers do.
+    def _score(self, score, token, step, order, settings):
+        """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
+
+        step: counted over the completion. order() -> uniform numbers. With alg_temp (Dream) the
+        positions are drawn without replacement from softmax(score / alg_temp), by Gumbel noise.
         """
         if settings["remasking"] == "random":
-            score = uniform.to(score.dtype)
+            score = order().to(score.dtype)
+        is_eos = lambda: torch.isin(token, self.eos)
         if settings["eos_policy"] == "eoser":
-            quotas = block_quotas(**settings)
-            weight = eoser_weight(step, sum(map(len, quotas)), settings["schedule"])
-            score = torch.where(torch.isin(drawn, self.eos), weight * score, score)
+            num_steps = sum(map(len, block_quotas(**settings)))
+            weight = eoser_weight(step, num_steps, settings["schedule"])
+            score = torch.where(is_eos(), weight * score, score)
         if settings["alg_temp"]:
-            score = score / settings["alg_temp"] - (-uniform.clamp(min=2**-54).log()).log().to(
-                score.dtype
-            )
-        if settings["eos_policy"] == "demote":
-            last = torch.finfo(score.dtype).min  # finite: revealed if nothing else is left
-            score = score.masked_fill(torch.isin(drawn, self.eos), last)
+            gumbel = -(-order().clamp(min=2**-54).log()).log()
+            score = score / settings["alg_temp"] + gumbel.to(score.dtype)
+        if settings["eos_policy"] == "demote":  # finite: revealed when nothing else is left
+            score = score.masked_fill(is_eos(), torch.finfo(score.dtype).min)
         return score
 
-    def _record(self, work, settings, log, step, hidden, masked, proposal, proposal_logps):
-        """Predict the masks behind the block too (MDPO), and hand to the log what the forward saw and predicted."""
-        live, (R, n), number = len(work.row), masked.shape, work.first_step + step
-        behind = hidden[:, n:]
-        columns = torch.arange(behind.shape[1], device=self.device) + work.start + n
-        uniform = self.keyed_uniform(
-            settings["seed"], work.sample_index[:, None], columns, number, "guess"
-        )
-        guess, guess_logps, _ = self._sample(behind.flatten(0, 1), uniform.flatten(), settings)
-        later = masked.any(1, keepdim=True).expand(
-            R, len(columns)
-        )  # of rows at work, all of them are masked
-        join = lambda ours, theirs: torch.cat([ours, theirs.view(later.shape)], 1)[:live]
-        log.add(
-            work.row, number, work.start, work.canvas.tokens[:live, work.P :], join(masked, later), join(proposal, guess),
-            join(proposal_logps, guess_logps),
-        )  # fmt: skip
+
+class Events:
+    """Trace.records of kind "events": every change of a token."""
+
+    def __init__(self, step_map, num_steps, pad_token_id):
+        self.events, self.logps = step_map.new_empty(0, 4), step_map.new_empty(0).float()
+
+    def add(self, row, sample_index, start, step, changed, tokens, logps):
+        """changed, tokens, logps [R, n]: of the block that starts at `start`, after a step"""
+        r, j = changed.nonzero(as_tuple=True)
+        events = torch.stack([sample_index[r], step + 0 * r, start + j, tokens[r, j]], 1)
+        self.events = torch.cat([self.events, events])
+        self.logps = torch.cat([self.logps, logps[r, j]])
+
+
+class States:
+    """Trace.records of kind "states": what each forward saw and predicted."""
+
+    def __init__(self, step_map, num_steps, pad_token_id):
+        empty = torch.zeros_like(step_map[:, None].expand(-1, num_steps, -1))
+        self.masked, self.confidences = empty.bool(), empty.float()
+        self.predictions = empty.int() + pad_token_id
+
+    def add(self, row, sample_index, start, step, seen, drawing, tokens, logps):
+        """seen [R, L]: completions before the step; drawing, tokens, logps [R, L - start]"""
+        made = drawing.any(1)  # rows that made this forward
+        at, seen = (row[made], step), seen[made]
+        drawing, tokens, p = (F.pad(x[made], (start, 0)) for x in (drawing, tokens, logps.exp()))
+        self.masked[at], self.confidences[at] = drawing, torch.where(drawing, p, 0.0).float()
+        self.predictions[at] = torch.where(drawing, tokens, seen).int()

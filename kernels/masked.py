@@ -1,0 +1,136 @@
+"""Masked decoding for GPUs: the tokens of rollout/masked.py, several times as fast.
+
+LLaDA-8B, bf16, dual cache, 16 rows, one H200: 2.6 to 2.9 times the tokens/s of Fast-dLLM's code in
+the same run (docs/rollout.md).
+
+CUDA graphs       Launching the kernels of a small forward takes longer than running them, so the
+                  forward is captured once per shape: 2 x for one row. Tokens and cache stay at
+                  fixed addresses and the start of the block is read from the device, so one graph
+                  serves all blocks.
+few shapes        Rows are rounded up to a few numbers, columns to multiples of WIDTHS.
+short heads       The LM head runs only for the positions that are still masked.
+window attention  One Triton kernel stores the window's keys and values and attends to the cache.
+
+All of this but the graphs and the Triton kernels also runs on CPU, for tests.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from kernels import has_kernels
+from kernels.decode import attention, window_attention
+from kernels.graphs import Graphs
+from rollout.engine import LOWER
+from rollout.masked import Block, MaskedEngine
+
+GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
+WIDTHS = 32
+
+
+def bucket(rows):
+    """-> rows rounded up to a power of 2 (up to 8) or a multiple of 8"""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+
+
+class Memory:
+    """Buffers for `capacity` tokens of a batch, and the graphs that use them with their results."""
+
+    def __init__(self, capacity, is_cached, device, use_graphs):
+        self.capacity, self.is_cached, self.buffers, self.results = capacity, is_cached, {}, {}
+        self.first = torch.zeros((), dtype=torch.long, device=device)
+        self.graphs = Graphs(device) if use_graphs else None
+
+    def view(self, name, like, shape, size=1):
+        """-> tensor of this shape, at the same address in every call; size: numbers per token"""
+        if name not in self.buffers:
+            self.buffers[name] = like.new_empty(self.capacity * size)
+        return self.buffers[name][: math.prod(shape)].view(shape)
+
+
+@dataclass
+class FixedBlock(Block):
+    """A Block whose tensors have fixed addresses. bias None: there is no padding."""
+
+    memory: Memory
+
+    def forward(self, first, width, window):
+        """-> hidden states, overwritten by the next call"""
+        memory, (R, S) = self.memory, self.tokens.shape
+        memory.first.fill_(first)
+        compute = partial(super().forward, memory.first, width, window)
+        if memory.graphs is None or R * (window or S) > GRAPH_TOKENS:
+            return compute()
+        key = R, S, self.bias is None, width, window
+
+        def step():
+            hidden = compute()
+            memory.results.setdefault(key, hidden).copy_(hidden)
+
+        memory.graphs.run(key, step)
+        return memory.results[key]
+
+    def attend(self, columns, layer, q, k, v):
+        if self.kept is None:
+            return attention(q, k, v, self.bias)
+        R, K, _, h = k.shape
+        shape = R, K, self.tokens.shape[1], h
+        kept = (self.memory.view((name, layer), k, shape, K * h) for name in "kv")
+        return window_attention(q, k, v, *kept, columns, self.bias)
+
+
+class FastMaskedEngine(MaskedEngine):
+    """MaskedEngine with fixed shapes and addresses."""
+
+    def __init__(self, model, max_batch_size):
+        super().__init__(model, max_batch_size)
+        self.memory, self.use_graphs = None, self.device.type == "cuda"
+        if has_kernels(model.lm_head.weight):
+            from kernels.sampling_triton import use_triton_draws
+
+            use_triton_draws(self)
+
+    def release(self):
+        self.memory = None
+
+    def _generate(self, prompt_ids, owner, *rest):
+        try:
+            return super()._generate(prompt_ids, owner, *rest)
+        except torch.OutOfMemoryError:
+            self.release()
+            R = len(owner)
+            raise SystemExit(
+                f"a rollout of {R} rows ran out of memory: try {max(R // 2, 1)}; {LOWER}"
+            ) from None
+
+    def _denoise(self, block, settings):
+        (R, S), n = block.tokens.shape, sum(block.quota)
+        rows, more = bucket(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
+        tokens, is_cached = rows * (S + more), block.kept is not None
+        memory = self.memory
+        if memory is None or tokens > memory.capacity or is_cached != memory.is_cached:
+            memory = self.memory = Memory(tokens, is_cached, self.device, self.use_graphs)
+        row = F.pad(torch.arange(R, device=self.device), (0, rows - R))  # repeats the first row
+        fixed = {"sample_index": block.sample_index[row], "memory": memory}
+        for name, fill in ("tokens", 0), ("positions", 0), ("bias", -math.inf):
+            values = F.pad(getattr(block, name)[row], (more, 0), value=fill)
+            fixed[name] = memory.view(name, values, values.shape).copy_(values)
+        if not fixed["bias"].any():  # SDPA is faster without
+            fixed["bias"] = None
+        fixed |= {"prompt_length": block.prompt_length + more, "first": block.first + more}
+        wide = FixedBlock(**vars(block) | fixed)
+        *results, history = super()._denoise(wide, settings)
+        cut = lambda values: [value[:R] for value in values]
+        return *cut(results), [(step, *cut(values)) for step, *values in history]
+
+    def _draw(self, hidden, uniform, drawing, most, settings):
+        if settings["remasking"] in self.adaptive:
+            most = int(drawing.sum(1).max())  # waits for the device
+        place = drawing.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
+        hidden = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
+        drawn = super()._draw(hidden, uniform.gather(1, place), None, most, settings)
+        spread = lambda values: values.new_zeros(uniform.shape).scatter(1, place, values)
+        return [spread(values) for values in drawn]
