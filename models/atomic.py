@@ -1,71 +1,108 @@
-"""Directories that appear under their name only when they are complete and on disk."""
+"""Files and directories that appear only when they are complete, and what rank 0 does for all ranks."""
 
 import os
 import shutil
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
 
 
+def is_first_rank():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_first_rank(make):
+    """-> make() of rank 0, on every rank; a SystemExit of rank 0 ends them all. Collective."""
+    if not dist.is_initialized():
+        return make()
+    found = [None, None]
+    if is_first_rank():
+        try:
+            found[0] = make()
+        except SystemExit as error:
+            found[1] = error.code
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise SystemExit(found[1])
+    return found[0]
+
+
+def write_atomically(path, text):
+    """A process killed at any moment leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def new_directory(path):
+    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path. OSError if it cannot be made."""
+    for number in count(1):
+        directory = Path(path if number == 1 else f"{path}-{number}")
+        with suppress(FileExistsError):  # mkdir itself is the test: two runs never share a name
+            directory.mkdir(parents=True)
+            return directory
+
+
 class AtomicDirectory:
-    """Build `directory` in a hidden neighbour, then rename it. All ranks construct it; rank 0 acts for all.
+    """Build `directory` under a hidden name next to it, then rename it. All ranks construct it, rank 0 writes.
 
         save = AtomicDirectory(directory)
-        save.attempt(write_something, save.folder / "file")     # rank 0; after a failure nothing more is attempted
+        save.attempt(write_something, save.folder / "file")     # rank 0; skipped after a failure
         save.finish()                                           # all ranks: renamed, or SystemExit everywhere
 
-    A failure is kept until `finish`, because ranks may have collectives left in between: leaving early would hang the others.
+    Errors are kept until `finish`: a rank that stopped earlier would leave the others waiting in a collective.
     A killed process or a full disk leaves what was there before.
     """
 
     def __init__(self, directory):
         self.directory = Path(directory)
         self.folder = self.directory.with_name(f".{self.directory.name}.tmp")
-        self.is_writer = not dist.is_initialized() or dist.get_rank() == 0
         self.error = None
         self.attempt(self._prepare)
 
     @property
     def is_active(self):
         """This rank writes, and nothing has failed yet."""
-        return self.is_writer and self.error is None
+        return is_first_rank() and self.error is None
 
     def attempt(self, action, *args):
         if self.is_active:
             try:
                 action(*args)
-            except Exception as error:  # tokenizers raises plain Exception for a full disk; whatever it is, finish reports it
+            except (
+                Exception
+            ) as error:  # any type: tokenizers raises a plain Exception on a full disk
                 self.error = error
 
     def finish(self):
         self.attempt(self._publish)
-        if self.error and self.is_writer:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        message = [
-            f"could not save {self.directory}: {self.error}; earlier saves are untouched"
-            if self.error
-            else None
-        ]
-        if dist.is_initialized():
-            dist.broadcast_object_list(message, src=0)
-        if message[0]:
-            raise SystemExit(message[0])
+        from_first_rank(self._report)
 
     def _prepare(self):
         if self.directory.exists():
             raise FileExistsError("it exists already")
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed while saving
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by a run that was killed while saving
         self.folder.mkdir(parents=True)
 
     def _publish(self):
-        umask = os.umask(0)
-        os.umask(umask)
+        mode = (
+            self.folder.stat().st_mode & 0o666
+        )  # by the umask; safetensors writes for the owner alone
         for path in [*self.folder.rglob("*"), self.folder]:
             if path.is_file():
-                path.chmod(0o666 & ~umask)  # safetensors writes for its owner alone
+                path.chmod(mode)
             sync_to_disk(path)
-        os.rename(self.folder, self.directory)
+        self.folder.rename(self.directory)
         sync_to_disk(self.directory.parent)
+
+    def _report(self):
+        if self.error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise SystemExit(
+                f"could not save {self.directory}: {self.error}; earlier saves are untouched"
+            )
 
 
 def sync_to_disk(path):
