@@ -3,7 +3,6 @@
 import math
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "s
 TRIAL = "```python\npass\n```"
 
 
-def load_task(name: str) -> ModuleType:
+def load_task(name):
     """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks if the name is unknown."""
     files = Path(__file__).parent.glob("*.py")
     tasks = sorted(file.stem for file in files if "\ndef load(" in file.read_text(encoding="utf-8"))
@@ -25,7 +24,7 @@ def load_task(name: str) -> ModuleType:
     return import_module(f"evals.{name}")
 
 
-def main(task: str) -> None:
+def main(task):
     """The command line of evals/<task>.py."""
     import_module("evals.run").main(task)
 
@@ -76,7 +75,7 @@ def mean_score(engine, task, tokenizer, problems, **settings):
     return score.item() / len(problems)
 
 
-def tagged_answer(completion: str) -> str | None:
+def tagged_answer(completion):
     """Stripped content of the last complete <answer>...</answer>; None if there is none."""
     start = completion.rfind("<answer>", 0, max(completion.rfind("</answer>"), 0))
     if start < 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evals import main
-from evals.examples import one_split, read_examples
+from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import COLUMNS, problem
 from evals.math_grader import last_box, number
@@ -22,7 +22,7 @@ HUB, HUB_SPLIT = "HuggingFaceH4/aime_2024", "train"  # the hub's name of the onl
 VERSION = "OpenCompass aime2024, DARE"  # name of the prompt
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "gold": integer as text, "solution": worked, "" if unknown}.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .csv or .parquet file, which gives the same rows for
@@ -39,17 +39,17 @@ def problems(task, hub, hub_split, split, path, limit):
     return read_examples(_problem, needs, path, split, limit=limit)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message, no examples, as in DARE."""
-    return [{"role": "user", "content": f"{example['question']}\n{INSTRUCTION}"}]
+    return user(f"{example['question']}\n{INSTRUCTION}")
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """Content of the last complete box; None without one. Never raises."""
     return last_box(completion)
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if the last complete box holds the gold integer, else 0.0. Never raises."""
     found = last_box(completion) or ""
     return float(number(found.rpartition("=")[2]) == int(example["gold"]))  # x = 204 is 204

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evals import aime24, main
+from evals.examples import user
 
 HUB, HUB_SPLIT = "math-ai/aime25", "test"
 VERSION = "OpenCompass aime2025, DARE"  # name of the prompt
@@ -18,16 +19,16 @@ INSTRUCTION = r"Remember to put your final answer within \boxed{}."
 extract, score = aime24.extract, aime24.score
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """As `load` of evals/aime24.py."""
     examples = aime24.problems("aime25", HUB, HUB_SPLIT, split, path, limit)
     bare = lambda question: question.removesuffix(INSTRUCTION).strip()
     return [example | {"question": bare(example["question"])} for example in examples]
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message, no examples, as in DARE."""
-    return [{"role": "user", "content": f"{example['question']}\n{INSTRUCTION}"}]
+    return user(f"{example['question']}\n{INSTRUCTION}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evals import choices, main
 from evals.choices import LETTERS, lettered
-from evals.examples import as_text, read_examples
+from evals.examples import read_examples, user
 
 HUB, CONFIG = "allenai/ai2_arc", "ARC-Challenge"
 PRESETS = ("dare",)  # names that `load` takes besides files and hub ids
@@ -24,7 +24,7 @@ NEEDS = "question, choices.text, choices.label and answerKey, which is one of th
 extract, score, answer = choices.extract, choices.score, choices.answer
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": 3 to 5, "gold": letter}.
 
     path: empty for the hub's rows, "dare", or a .jsonl or .parquet file or hub id with HUB's columns.
@@ -35,10 +35,10 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return read_examples(_problem, NEEDS, path or HUB, split, PRESETS, limit, CONFIG)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message."""
     content = f"Question: {example['question']}\n{lettered(example['options'])}\nAnswer:"
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
 def _problem(row):
@@ -47,7 +47,7 @@ def _problem(row):
         raise ValueError("not two to five labelled options")
     # some rows label their options 1 to 4: only the position counts
     gold = LETTERS[labels.index(row["answerKey"])]
-    return {"question": as_text(row["question"]), "options": options, "gold": gold}
+    return {"question": row["question"], "options": options, "gold": gold}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import read_rows
 from evals import main
 from evals.choices import letter
-from evals.examples import as_text, one_split, parse_rows
+from evals.examples import as_text, one_split, parse_rows, user
 from evals.math_grader import MAX_LENGTH, boxes
 
 HUB = "lukaemon/bbh"
@@ -38,7 +38,7 @@ INSTRUCTION = 'Think step by step, and end with the sentence "So the answer is X
 ANSWER_IS = re.compile(r"answer is\s{0,4}:?", re.IGNORECASE)
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "gold": "(B)" or free text, "subject": task, "shots": worked examples or "",
     "style": "shown" with worked examples, else "alone"}; only split "test".
 
@@ -56,7 +56,7 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return parse_rows(_problem, "input and target", path, rows[:limit])
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message: worked examples and the question, or the question and an instruction for the last sentence."""
     content = f"{example['question']}\n\n{INSTRUCTION}"
     if example["shots"]:
@@ -64,15 +64,15 @@ def prompt(example: dict) -> list[dict]:
         content = (
             f"Follow the given examples and answer the question.\n{example['shots']}\n\n{question}"
         )
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def shots(example: dict) -> int:
+def shots(example):
     """How many worked examples the message shows."""
     return len(re.findall(r"^Q: ", example["shots"], re.MULTILINE))
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the first of: the line after
     the last "answer is", the last \boxed{}, a completion of one line; without the full stop. None if there is none.
     """
@@ -92,22 +92,28 @@ def extract(completion: str, example: dict) -> str | None:
     return text if 0 < len(text) <= MAX_LENGTH else None
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if the answer is the gold one, apart from case and white space, else 0.0. Never raises."""
     plain = lambda text: " ".join((text or "").split()).casefold()
     return float(plain(extract(completion, example)) == plain(example["gold"]))
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The last sentence alone."""
     return f"So the answer is {example['gold']}."
 
 
 def _problem(row):
-    question, gold = (as_text(row[name], blank=False) for name in ("input", "target"))
+    gold = as_text(row["target"])
     shots, subject = row.get("shots", ""), row.get("task", "bbh")
     style = "shown" if shots else "alone"
-    return {"question": question, "gold": gold, "subject": subject, "shots": shots, "style": style}
+    return {
+        "question": row["input"],
+        "gold": gold,
+        "subject": subject,
+        "shots": shots,
+        "style": style,
+    }
 
 
 def _clone_rows(folder, task):

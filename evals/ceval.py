@@ -81,7 +81,7 @@ veterinary_medicine 兽医学
 extract, score, answer = choices.extract, choices.score, choices.answer
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "shots": dev examples}, subject after
     subject; only split "test".
 
@@ -98,7 +98,7 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return with_shots(examples[:limit], dev, path)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """Five pairs of question and letter, then the question."""
     hint = HINT.format(SUBJECTS[example["subject"]])
     ask = lambda row: f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: "
@@ -110,15 +110,11 @@ def prompt(example: dict) -> list[dict]:
 
 
 def _problem(row):
-    question, *options = (as_text(row[name]) for name in ("question", *"ABCD"))
+    options = [as_text(row[label]) for label in "ABCD"]
     if row["answer"] not in list("ABCD") or row["subject"] not in SUBJECTS:
         raise ValueError(f"answer {row['answer']!r}, subject {row['subject']!r}")
-    return {
-        "question": question,
-        "options": options,
-        "gold": row["answer"],
-        "subject": row["subject"],
-    }
+    example = {"question": row["question"], "options": options, "gold": row["answer"]}
+    return example | {"subject": row["subject"]}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import csv
 import io
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -34,7 +33,7 @@ LABEL = re.compile(
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 
 
-def letter(completion: str, letters: str = "ABCD") -> str | None:
+def letter(completion, letters="ABCD"):
     r"""The letter of `letters` that a completion answers; None if there is none. Never raises, linear in time.
 
     The first rule that finds something:
@@ -58,7 +57,7 @@ def letter(completion: str, letters: str = "ABCD") -> str | None:
     return lone or (labels.pop() if len(labels) == 1 else None)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """The letter of the completion, one of the example's options (a list, or a dict by letter); None if there is none."""
     options = example["options"]
     return letter(
@@ -66,22 +65,22 @@ def extract(completion: str, example: dict) -> str | None:
     )
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if the letter is the gold one, else 0.0. Never raises."""
     return float(extract(completion, example) == example["gold"])
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The gold letter."""
     return example["gold"]
 
 
-def lettered(options: list[str], form: str = "{}. {}") -> str:
+def lettered(options, form="{}. {}"):
     """One line per option: "A. first", "B. second"; with the form "{}) {}" "A) first"."""
     return "\n".join(form.format(*pair) for pair in zip(LETTERS, options, strict=False))
 
 
-def with_shots(examples: list[dict], dev: list[dict], path: str) -> list[dict]:
+def with_shots(examples, dev, path):
     """Examples with "shots": the first SHOTS dev examples of their subject. SystemExit if there are fewer."""
     by_subject = {}
     for shot in dev:
@@ -92,7 +91,7 @@ def with_shots(examples: list[dict], dev: list[dict], path: str) -> list[dict]:
     return [example | {"shots": by_subject[example["subject"]][:SHOTS]} for example in examples]
 
 
-def read_zip(path: str, split: str, columns: list[str] | None = None) -> Iterator[dict]:
+def read_zip(path, split, columns=None):
     """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its "subject". Values are text.
 
     columns: for files without a header. SystemExit if the file is no such zip.

@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
 from evals import main, tagged_answer
-from evals.examples import read_examples
+from evals.examples import read_examples, user
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 OPERATIONS = {
@@ -59,7 +59,7 @@ COLUMNS = (
 )
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"numbers": list, "target": int, "style": "compact" | "tags"}.
 
     path: empty for "small"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub id. Rows may have our
@@ -71,17 +71,17 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """Messages. "compact" is fixed width (`12  7  3 =   8`, 14 characters for three numbers)."""
     numbers, target = example["numbers"], example["target"]
     if example["style"] == "compact":
         content = f"{' '.join(f'{n:2d}' for n in numbers)} = {target:3d}"
     else:
         content = PROMPT.format(numbers=numbers, target=target)
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     r"""The expression of a completion, not checked; None where there is none.
 
     "compact": the whole completion. "tags": the last complete answer tag, with \times, \cdot and \div as operators and
@@ -98,7 +98,7 @@ def extract(completion: str, example: dict) -> str | None:
     return text.strip() or None
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. Never raises."""
     return float(
         evaluate(extract(completion, example) or "")
@@ -106,7 +106,7 @@ def score(completion: str, example: dict) -> float:
     )
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash of (example, draw).
 
     A compact example is answered with + and - only. ValueError where the example has no solution.
@@ -119,7 +119,7 @@ def answer(example: dict, draw: int = 0) -> str:
     return expression if style == "compact" else f"<answer>\n{expression}\n</answer>"
 
 
-def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
+def evaluate(text):
     """(value, sorted literals) of a legal expression; None for anything else, and for division by zero. Never raises."""
     depth = len(re.findall(r"[-+*/(]", text)) if len(text) <= MAX_LENGTH else MAX_DEPTH + 1
     if depth > MAX_DEPTH or not LEGAL.fullmatch(text):

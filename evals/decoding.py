@@ -9,7 +9,7 @@ Not here: examples and prompts, which are the task's.
 from pathlib import Path
 
 
-def one_by_one(gen_length: int, block_length: int, **more: object) -> dict:
+def one_by_one(gen_length, block_length, **more):
     """As many denoising steps as tokens."""
     return {
         "gen_length": gen_length,
@@ -18,7 +18,7 @@ def one_by_one(gen_length: int, block_length: int, **more: object) -> dict:
     } | more
 
 
-def dream(gen_length: int) -> dict:
+def dream(gen_length):
     """Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain first."""
     return one_by_one(
         gen_length,
@@ -30,7 +30,7 @@ def dream(gen_length: int) -> dict:
     )
 
 
-def llada2(gen_length: int) -> dict:
+def llada2(gen_length):
     """32 tokens a block (the model's own), revealed above 0.95, in at most 32 steps."""
     rule = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
     return {"gen_length": gen_length, "denoising_steps": 32} | rule
@@ -113,7 +113,7 @@ COMPACT = {
 }
 
 
-def settings(model: str, model_type: str, task: str, style: str = "") -> dict:
+def settings(model, model_type, task, style=""):
     """-> arguments of engine.generate, and "repeats": of `model` (a key of MODELS or a directory of that name), else of its
     architecture. style: of the task's examples; "compact" problems have one setting for all models. SystemExit for a new
     architecture without a row."""

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evals import choices, main
 from evals.choices import lettered
-from evals.examples import as_text, one_split, read_examples
+from evals.examples import as_text, one_split, read_examples, user
 
 HUB = "Idavidrein/gpqa"
 VERSION = "OpenCompass gpqa_gen_4baadb"  # name of the prompt
@@ -25,32 +25,37 @@ FORMAT = 'Format your response as follows: "The correct answer is (insert answer
 extract, score = choices.extract, choices.score
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": 4, "gold": letter}; only split "test", which the hub calls train.
 
     path: empty for the hub's rows, or a .jsonl, .csv or .parquet file or hub id with COLUMNS.
     """
     split = one_split("gpqa", split, {"test": "train"})
-    texts = lambda row: [as_text(row[name], blank=False) for name in COLUMNS]
-    rows = read_examples(texts, ", ".join(COLUMNS), path or HUB, split, (), limit, "gpqa_diamond")
-    examples = []
-    for number, (question, *options) in enumerate(rows, 1):
+    examples = read_examples(
+        _problem, ", ".join(COLUMNS), path or HUB, split, (), limit, "gpqa_diamond"
+    )
+    for number, example in enumerate(examples, 1):
         first = number % 4  # the options rotate: B C D A in row 1, then C D A B
-        options = options[first:] + options[:first]
-        examples.append({"question": question, "options": options, "gold": "ADCB"[first]})
+        example["options"] = example["options"][first:] + example["options"][:first]
+        example["gold"] = "ADCB"[first]
     return examples
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message."""
     question = f"What is the correct answer to this question: {example['question']}"
     content = f"{question}\nChoices:\n{lettered(example['options'], '({}){}')}\n{FORMAT}"
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The gold letter as the prompt asks for it."""
     return f"The correct answer is ({example['gold']})"
+
+
+def _problem(row):
+    question, *options = (as_text(row[name]) for name in COLUMNS)
+    return {"question": question, "options": options}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fractions import Fraction
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import main, tagged_answer
-from evals.examples import as_text, chat_row, held_out, parse_rows
+from evals.examples import chat_row, held_out, parse_rows, user
 from evals.math_grader import MAX_LENGTH, boxes
 
 HUB = "openai/gsm8k"
@@ -74,7 +74,7 @@ WHOLE = re.compile(
 )
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "gold": number as text, "solution": worked, "" if unknown, "style": "boxed" |
     "tags"}.
 
@@ -92,14 +92,14 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return [row | style for row in parse_rows(_problem, COLUMNS, path, rows[:limit])]
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message, no examples. "tags" is d1's training prompt to the byte."""
     question = example["question"]
     content = TAGS + question if example["style"] == "tags" else f"{question}\n{INSTRUCTION}"
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     r"""The answer of a completion, normalised if it is a number (`normalised`); None if there is none. Never raises.
 
     "boxed", the first rule that finds something:
@@ -117,13 +117,13 @@ def extract(completion: str, example: dict) -> str | None:
     return normalised(last) or last if 0 < len(last) <= MAX_LENGTH else None
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if the number of the completion is the gold one, else 0.0. Never raises."""
     found = normalised(extract(completion, example) or "")
     return float(found is not None and Fraction(found) == Fraction(example["gold"]))
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>. SystemExit if unknown."""
     if not example["solution"]:
         where = f"train on {HUB} or on a file with question and answer"
@@ -134,7 +134,7 @@ def answer(example: dict, draw: int = 0) -> str:
     return f"{steps}\nThe answer is \\boxed{{{example['gold']}}}."
 
 
-def plain(text: str) -> str:
+def plain(text):
     r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2, \text{eggs} -> eggs."""
     for latex, replacement in REPLACED.items():
         text = text.replace(latex, replacement)
@@ -142,14 +142,14 @@ def plain(text: str) -> str:
     return FRACTION.sub(r" \1\2/\3", SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
 
 
-def normalised(answer: str) -> str | None:
+def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" -> "-1/2"; None for anything else."""
     text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")[2].strip(" \t\r\n{}()")
     match = WHOLE.fullmatch(text) if len(answer) <= MAX_LENGTH else None
     return match[1] + match[2].replace(",", "") if match else None
 
 
-def final_numbers(text: str) -> list[str]:
+def final_numbers(text):
     """Numbers of plain text; the last is the one that rule 2, 3 or 4 of `extract` finds."""
     if after_hashes := AFTER_HASHES.findall(text):
         return after_hashes
@@ -167,7 +167,7 @@ def _problem(row):
     else:
         question, (solution, _, gold) = row["question"], str(row["answer"]).rpartition("####")
     for instruction in (INSTRUCTION, VERL):
-        question = as_text(question, blank=False).strip().removesuffix(instruction).strip()
+        question = question.strip().removesuffix(instruction).strip()
     if (gold := normalised(gold)) is None:
         raise ValueError("the answer is no number")
     return {"question": question, "gold": gold, "solution": solution.strip()}

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import stable_hash
 from evals import choices, main
 from evals.choices import lettered
-from evals.examples import as_text, held_out, one_split, read_examples
+from evals.examples import as_text, held_out, one_split, read_examples, user
 
 HUB = "Rowan/hellaswag"
 VERSION = "OpenCompass hellaswag_gen_6faab5"  # name of the prompt
@@ -26,7 +26,7 @@ NEEDS = "ctx_a, ctx_b, four endings and label (0 to 3), or query, four choices a
 extract, score, answer = choices.extract, choices.score, choices.answer
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"text", "options": 4, "gold": letter}.
 
     path: empty for the hub's rows; a .jsonl or .parquet file or hub id with HUB's columns, or with query, choices and gold
@@ -43,14 +43,14 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return examples
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message."""
     question = f"Question: Which ending makes the most sense?\n{lettered(example['options'])}"
     choose = "You may choose from 'A', 'B', 'C', 'D'.\nAnswer:"
-    return [{"role": "user", "content": f"{example['text']}\n{question}\n{choose}"}]
+    return user(f"{example['text']}\n{question}\n{choose}")
 
 
-def cleaned(text: str) -> str:
+def cleaned(text):
     """Text without WikiHow's marks, as in lm-eval: "Wash. [title] Dry [step] it" -> "Wash. . Dry it"."""
     return re.sub(r"\[[^\]]*\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
@@ -64,7 +64,7 @@ def _problem(row):
     gold = dict(zip("0123", "ABCD", strict=True))[str(gold)]
     if len(options) != 4:
         raise ValueError("not four endings")
-    return {"text": as_text(text, blank=False), "options": [*map(as_text, options)], "gold": gold}
+    return {"text": text, "options": [*map(as_text, options)], "gold": gold}
 
 
 if __name__ == "__main__":

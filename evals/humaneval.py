@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evals import main
-from evals.examples import as_text, chat_row, one_split, read_examples
+from evals.examples import chat_row, one_split, read_examples, user
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -27,9 +27,7 @@ COLUMNS = "prompt, test, entry_point and canonical_solution, or prompt and rewar
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
-def load(
-    split: str, path: str | None = None, limit: int | None = None, hub: str = HUB
-) -> list[dict]:
+def load(split, path=None, limit=None, hub=HUB):
     """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown}.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
@@ -39,17 +37,17 @@ def load(
     return read_examples(_problem, COLUMNS, path, split, limit=limit)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message, DARE's to the byte, no examples."""
-    return [{"role": "user", "content": INSTRUCTION + example["prompt"]}]
+    return user(INSTRUCTION + example["prompt"])
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """The code of a completion (evals/programs.py: code_of), a whole function or a body; None if it is empty."""
     return code_of(completion, [example["entry_point"]])
 
 
-def program(completion: str, example: dict) -> str | None:
+def program(completion, example):
     """The prompt, with its imports and helpers, followed by the code of the completion; None if there is none.
 
     Code that defines the function goes after the stub, which it replaces. Other code is the body: the first of these forms
@@ -71,7 +69,7 @@ def program(completion: str, example: dict) -> str | None:
     return next((text for text in programs if _has_body(text, example["entry_point"])), programs[1])
 
 
-def job(completion: str, example: dict, timeout: float = TIMEOUT) -> Job | None:
+def job(completion, example, timeout=TIMEOUT):
     """The program of a completion and its tests; None if it is empty. The prompt's own helpers are trusted."""
     code, name = program(completion, example), example["entry_point"]
     return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=timeout)
@@ -80,7 +78,7 @@ def job(completion: str, example: dict, timeout: float = TIMEOUT) -> Job | None:
 score, score_batch = scorers(job)
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The reference solution as a completion. SystemExit if unknown."""
     if not example["solution"]:
         where = "take those of the hub, or HumanEval.jsonl.gz"
@@ -104,7 +102,6 @@ def _problem(row):
     else:
         text, tests, name = row["prompt"], row["test"], row["entry_point"]
         solution = row.get("canonical_solution") or ""
-    text, tests, name = (as_text(field, blank=False) for field in (text, tests, name))
     if not re.search(rf"^check\({re.escape(name)}\)\s*\Z", tests, re.MULTILINE):
         tests += f"\ncheck({name})\n"  # the hub's tests define `check` without calling it
     return {"prompt": text, "entry_point": name, "tests": tests, "solution": solution}

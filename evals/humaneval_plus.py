@@ -20,12 +20,12 @@ TIMEOUT = 20.0  # seconds of wall time; the slowest reference that passes takes 
 prompt, extract, answer = humaneval.prompt, humaneval.extract, humaneval.answer
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """As humaneval.load, of HUB."""
     return humaneval.load(split, path, limit, HUB)
 
 
-def job(completion: str, example: dict):
+def job(completion, example):
     """As humaneval.job, with more time."""
     return humaneval.job(completion, example, TIMEOUT)
 

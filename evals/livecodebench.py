@@ -175,7 +175,7 @@ for number, (given, want) in enumerate(json.loads({tests!r})):
 """
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "starter": code or "", "name": method, "" for stdin, "public": tests,
     "private": packed tests, or their place (file, offset, bytes), "source": file and row}.
 
@@ -188,23 +188,22 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     path, first, last = window.groups() if window else (path, None, None)
     path = "release_v6" if path in (None, "", "release_latest", HUB) else path
     split = one_split(HUB, split, {"test": "test"}) if path in RELEASES else split
-    days = [datetime.fromisoformat(day or "0001-01-01") for day in (first, last or "9999-12-31")]
+    first, last = (
+        datetime.fromisoformat(day) for day in (first or "0001-01-01", last or "9999-12-31")
+    )
     examples = []
     for number, (source, row, place) in enumerate(_rows(path, split), 1):
-        where = {"source": f"{source} row {number}"} | ({"private": place} if place else {})
-        [(date, example)] = parse_rows(_problem, COLUMNS, where["source"], [row])
-        if days[0] <= date <= days[1]:
-            examples.append(example | where)
+        [example] = parse_rows(_problem, COLUMNS, source := f"{source} row {number}", [row])
+        if first <= example.pop("date") <= last:
+            examples.append(example | {"source": source} | ({"private": place} if place else {}))
         if len(examples) == limit:
             break
     if not examples and window:
-        raise SystemExit(
-            f"--data {path}: no contest from {first or 'the first'} to {last or 'the last'}"
-        )
+        raise SystemExit(f"--data {path}: no contest from {first:%Y-%m-%d} to {last:%Y-%m-%d}")
     return examples
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """A system and a user message, as LiveCodeBench's runner asks chat models. OpenCompass has no system message."""
     starter = example["starter"]
     ask = WITH_STARTER if starter else WITHOUT_STARTER
@@ -214,13 +213,13 @@ def prompt(example: dict) -> list[dict]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """The program of a completion, not checked (evals/programs.py: code_of); None if there is none. The runner takes the last
     block, and nothing if it is not closed."""
     return code_of(completion, ["Solution", example["name"]] if example["name"] else [])
 
 
-def job(completion: str, example: dict) -> Job | None:
+def job(completion, example):
     """The program of a completion and its tests; None if it is empty."""
     code, name = extract(completion, example), example["name"]
     if code is None:
@@ -235,27 +234,25 @@ def job(completion: str, example: dict) -> Job | None:
     return Job(code, judge, ("_judged_call",), timeout=seconds, memory=MEMORY)
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if all tests pass, else 0.0."""
     return score_batch([completion], [example])[0]
 
 
-def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
+def score_batch(completions, examples):
     """`score` of each, on all cores. Tests are in memory only while their program runs, LARGE ones of one problem at a time."""
-    pairs = list(zip(completions, examples, strict=True))
-    jobs = [partial(job, *pair) if extract(*pair) is not None else None for pair in pairs]
-    size = lambda tests: len(tests) if isinstance(tests, str) else tests[2]
-    alone = [size(example["private"]) >= LARGE for example in examples]
-    small = [None if large else job for job, large in zip(jobs, alone, strict=True)]
-    scores = pass_or_fail(small)
-    for i, large in enumerate(alone):
-        scores[i] = pass_or_fail([jobs[i]])[0] if large else scores[i]
-    return scores
-
-
-def answer(example: dict, draw: int = 0) -> str:
-    """SystemExit: the benchmark has no reference solutions."""
-    raise SystemExit("livecodebench: the benchmark has no solutions")
+    jobs, batches = [], [[]]
+    for i, pair in enumerate(zip(completions, examples, strict=True)):
+        jobs.append(partial(job, *pair) if extract(*pair) is not None else None)
+        tests = pair[1]["private"]
+        if (len(tests) if isinstance(tests, str) else tests[2]) >= LARGE:
+            batches.append([i])
+        else:
+            batches[0].append(i)
+    scores = {}
+    for batch in batches:
+        scores |= zip(batch, pass_or_fail([jobs[i] for i in batch]), strict=True)
+    return [scores[i] for i in range(len(jobs))]
 
 
 def _rows(path, split):
@@ -274,37 +271,36 @@ def _rows(path, split):
     for name in files:
         with open(name, "rb") as file:
             while line := file.readline():
-                start = file.tell() - len(line)
                 if line.strip():
                     try:
                         row = json.loads(line)
-                    except ValueError as error:
-                        where = f"{name}: the line at byte {start}"
-                        raise SystemExit(f"{where} is not JSON ({error})") from error
-                    yield name, row if isinstance(row, dict) else {}, (name, start, len(line))
+                    except ValueError:
+                        row = None  # `load` refuses it with the number of the row
+                    place = name, file.tell() - len(line), len(line)
+                    yield name, row if isinstance(row, dict) else {}, place
     if not files:
         for row in read_rows(path, split, PRESETS):
             yield path, row, None
 
 
 def _problem(row):
-    """Date and example of a row; private tests stay packed."""
+    """Example of a row, with its date; private tests stay packed."""
     public = json.loads(row["public_test_cases"])
     kinds = {test["testtype"] for test in public}
-    name = as_text(json.loads(row.get("metadata") or "{}").get("func_name") or "")
+    name = json.loads(row.get("metadata") or "{}").get("func_name") or ""
     if kinds != ({"functional"} if name else {"stdin"}):
         raise ValueError("func_name and testtype do not agree")
-    example = {
-        "question": as_text(row["question_content"], blank=False),
-        "starter": as_text(row.get("starter_code") or ""),
+    return {
+        "question": row["question_content"],
+        "starter": row.get("starter_code") or "",
         "name": name,
         "public": _tests(public),
         "private": as_text(row["private_test_cases"]),
+        "date": datetime.fromisoformat(str(row["contest_date"])).replace(tzinfo=None),
     }
-    return datetime.fromisoformat(str(row["contest_date"])).replace(tzinfo=None), example
 
 
-def tests_of(example: dict) -> list[list[str]]:
+def tests_of(example):
     """[input, output] of all tests, the public ones first. SystemExit names the row if its private tests are damaged."""
     text = example["private"]
     if not isinstance(text, str):
@@ -325,7 +321,7 @@ def _tests(tests):
     return [[as_text(test["input"]), as_text(test["output"])] for test in tests]
 
 
-def unpacked(text: str) -> str:
+def unpacked(text):
     """The text in base64 of zlib of a pickle of it. The pickle is parsed, not loaded: loading one can run anything.
     ValueError or zlib.error if it holds anything but one text."""
     stream = zlib.decompressobj()

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import main
-from evals.examples import as_text, chat_row, held_out, parse_rows
+from evals.examples import as_text, chat_row, held_out, parse_rows, user
 from evals.gsm8k import INSTRUCTION, TAGS
 from evals.math_grader import grade, grade_batch, last_box
 
@@ -35,7 +35,7 @@ D1 = (  # d1's prompt, to the byte
 COLUMNS = "problem and answer, or problem and solution with a box, or prompt and reward_model.ground_truth (DARE)"
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     r"""The first `limit` examples {"question", "gold": LaTeX, "solution": worked, "" if unknown}, with --data d1 also
     "style": "tags".
 
@@ -57,29 +57,29 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return examples[:limit]
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message, no examples: that of SDAR and of DARE's math_0shot_gen_11c4b5; with --data d1 d1's training prompt."""
     question = example["question"]
     content = D1 + question if example.get("style") == "tags" else f"{question}\n{INSTRUCTION}"
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """Content of the last complete box; None without one. Never raises."""
     return last_box(completion)
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if Math-Verify finds the last box equal to the gold answer, else 0.0. Never raises."""
     return float(grade(completion, example["gold"]))
 
 
-def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
+def score_batch(completions, examples):
     """`score` of many, on several cores."""
     return [*map(float, grade_batch(completions, [example["gold"] for example in examples]))]
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The worked solution, ending in the box. SystemExit if unknown."""
     solution, gold = example["solution"], example["gold"]
     if not solution:
@@ -100,7 +100,7 @@ def _problems(rows, path):
     return examples
 
 
-def problem(row: dict) -> dict:
+def problem(row):
     """{"question", "gold": "" if the row has none, "solution": "" if it has none} of a row. Raises for other columns."""
     solution = row.get("solution") if isinstance(row.get("solution"), str) else ""
     if chat := chat_row(row):
@@ -109,7 +109,7 @@ def problem(row: dict) -> dict:
         question, gold = row["problem"], row.get("answer") if solution else row["answer"]
         gold = last_box(solution) if gold is None else gold
     gold = str(gold) if type(gold) in (int, float) else as_text("" if gold is None else gold)
-    question = as_text(question, blank=False).strip().removesuffix(INSTRUCTION).strip()
+    question = question.strip().removesuffix(INSTRUCTION).strip()
     return {
         "question": question,
         "gold": last_box(gold) or gold.strip(),

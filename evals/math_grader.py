@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 import unicodedata
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
@@ -46,7 +45,7 @@ LAST_NUMBER = re.compile(
 FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
 
 
-def boxes(text: str) -> list[str]:
+def boxes(text):
     r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and \} do not count. Linear."""
     opened, found = (
         [],
@@ -62,13 +61,13 @@ def boxes(text: str) -> list[str]:
     return [text[start:end] for start, end in sorted(found)]
 
 
-def last_box(text: str) -> str | None:
+def last_box(text):
     """Stripped content of the last complete box that is not empty; None if there is none. Unclosed boxes do not count."""
     full = [box.strip() for box in boxes(text) if box.strip()]
     return full[-1] if full else None
 
 
-def grade(completion: str, gold: str, grader: str = "math_verify") -> bool:
+def grade(completion, gold, grader="math_verify"):
     """Whether the answer of a completion is the gold one. Never raises for any text; an answer that a judge cannot read, or
     not within TIMEOUT, is wrong. SystemExit if Math-Verify is not installed."""
     if grader == "last_number":
@@ -78,14 +77,12 @@ def grade(completion: str, gold: str, grader: str = "math_verify") -> bool:
     return answer is not None and judge(answer, gold)
 
 
-def grade_batch(
-    completions: list[str], golds: list[str], grader: str = "math_verify"
-) -> list[bool]:
+def grade_batch(completions, golds, grader="math_verify"):
     """`grade` of many at once, in order."""
     return in_threads(partial(grade, grader=grader), completions, golds)
 
 
-def in_threads(judge: Callable, completions: list[str], golds: list) -> list:
+def in_threads(judge, completions, golds):
     """judge(completion, gold) of every pair, in order, on all cores of this rank, at most eight."""
     pairs = list(zip(completions, golds, strict=True))
     cores = (
@@ -96,7 +93,7 @@ def in_threads(judge: Callable, completions: list[str], golds: list) -> list:
         return list(pool.map(lambda pair: judge(*pair), pairs))
 
 
-def math_verify(answer: str, gold: str, tolerance: float = 0.0) -> bool:
+def math_verify(answer, gold, tolerance=0.0):
     """Whether Math-Verify finds two answers (LaTeX without \\boxed) equal. Equal strings and numbers need no process.
 
     tolerance: values that differ by at most this much, plus 1 % for rounding of the last digit, are equal too."""
@@ -114,7 +111,7 @@ def math_verify(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     return BASE.findall(answer) == BASE.findall(gold) and _judged(answer, gold, tolerance)
 
 
-def number(answer: str) -> Fraction | None:
+def number(answer):
     r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2"; None for anything else."""
     text = answer.strip()
     if text.count("$") == 2:
@@ -160,13 +157,13 @@ UNITS = re.compile(
 )
 
 
-def rewritten(text: str, rules: list[tuple[str, str]]) -> str:
+def rewritten(text, rules):
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)
     return text
 
 
-def hendrycks(answer: str, gold: str) -> bool:
+def hendrycks(answer, gold):
     """Whether two answers are the same string after normalisation: the rule of MATH's authors, with OpenCompass' additions.
 
     Mostly stricter than Math-Verify: 0.5 is not \\frac{1}{2}, and 9i+6 is not 6+9i; but 18 dollars is 18.
@@ -242,7 +239,7 @@ COMMAS = re.compile(r"(?<=\d),(?=\d\d\d(?:\D|$))")
 OUTER = re.compile(r"([\[(])([^()\[\]]+)([\])])")
 
 
-def deepscaler(answer: str, gold: str) -> bool:
+def deepscaler(answer, gold):
     """Whether two answers are equal by DeepScaleR's rule, DARE's RL reward.
 
     They are if they are the same string by the rule of MATH's authors or by PRM800K's, or if sympy finds no difference
@@ -302,7 +299,7 @@ def _same_part(answer, gold):
     return _judged(answer, gold, judge="difference")
 
 
-def last_number(completion: str, gold: str) -> bool:
+def last_number(completion, gold):
     """Whether the last number of the last box (without one: of the completion) is the gold answer, which must be a number."""
     text = last_box(completion) or completion[-100_000:]
     text = text.replace("{,}", ",").replace("\\!", "")
@@ -334,7 +331,7 @@ class Worker:
                 f"Math-Verify does not start: pip install -r requirements.txt; {reason}"
             )
 
-    def ask(self, answer, gold, tolerance=0.0, judge="math_verify") -> bool | None:
+    def ask(self, answer, gold, tolerance=0.0, judge="math_verify"):
         """The verdict by a key of JUDGES; None if the process died or was killed at TIMEOUT. It is unusable then."""
         try:
             self.process.stdin.write(json.dumps([answer, gold, tolerance, judge]).encode() + b"\n")
@@ -370,13 +367,13 @@ os.register_at_fork(after_in_child=IDLE.clear)  # two processes must not share o
 
 
 @atexit.register
-def close() -> None:
+def close():
     """End the idle processes. They also end with this one."""
     while IDLE:
         IDLE.pop().kill()
 
 
-def lacks_verdict(score: Callable[[], object]) -> bool:
+def lacks_verdict(score):
     """Whether score(), which ran before and is now answered from the cache, met a question without a verdict."""
     LACKING.found = False
     if NO_VERDICT:
@@ -434,7 +431,7 @@ def _by_difference(answer, gold, tolerance):
 JUDGES = {"math_verify": _by_math_verify, "difference": _by_difference}
 
 
-def serve() -> None:
+def serve():
     """The program of a Worker: reads JSON lines [answer, gold, tolerance, judge] from stdin and writes "right" or "wrong" to
     stdout until stdin ends."""
     import logging

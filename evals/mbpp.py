@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.rows import read_rows
 from evals import main
-from evals.examples import as_text, read_examples
+from evals.examples import as_text, parse_rows
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -71,26 +72,26 @@ for shown in (TASK_2, TASK_3, TASK_4):
     ]
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"text", "tests": list, "setup", "solution": "" if unknown}.
 
     path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
     """
     path = path or HUB
     config = "full" if path == HUB else None
-    numbered = lambda row: (str(row.get("task_id", "")), _problem(row))
-    rows = read_examples(numbered, COLUMNS, path, split, config=config)
+    rows = read_rows(path, split, (), config=config)
     ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
-    return [problem for number, problem in rows if ours(number)][:limit]
+    rows = [row for row in rows if ours(str(row.get("task_id", "")))]
+    return parse_rows(_problem, COLUMNS, path, rows[:limit])
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """Three solved tasks as chat turns, then the task; DARE's file also opens the last answer."""
     task = TASK.format(text=example["text"], tests="\n".join(example["tests"]))
     return [*SHOTS, {"role": "user", "content": task}]
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     r"""The code of a completion, not checked; None if there is none.
 
     The first of these that defines a function of the tests: the text from the last [BEGIN] to the next [DONE] or the end,
@@ -105,14 +106,14 @@ def extract(completion: str, example: dict) -> str | None:
     return next((code for code in codes if defines(code, names)), codes[0] if codes else None)
 
 
-def unquoted(text: str) -> str:
+def unquoted(text):
     """Without one pair of single quotes around it, or without the first one if the pair is not closed."""
     inner = text.strip()
     quoted = inner.startswith("'") and not inner.startswith("''")
     return inner[1:].removesuffix("'") if quoted else text
 
 
-def names_of(example: dict) -> list[str]:
+def names_of(example):
     """What a program must define: names that the set-up code and the tests use and neither they nor Python define."""
     nodes = list(ast.walk(parsed(_tests(example)) or ast.Module([], [])))
     used, own = set(), set(dir(builtins))
@@ -130,7 +131,7 @@ def names_of(example: dict) -> list[str]:
     return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
 
 
-def job(completion: str, example: dict) -> Job | None:
+def job(completion, example):
     """The program of a completion and its tests; None if it is empty."""
     code, names = extract(completion, example), names_of(example)
     own_objects = len(names) > 1 or any(name in example["setup"] for name in names)
@@ -141,7 +142,7 @@ def job(completion: str, example: dict) -> Job | None:
 score, score_batch = scorers(job)
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The reference solution in the form of the solved tasks. SystemExit if unknown."""
     if not example["solution"]:
         raise SystemExit(f"mbpp: these rows have no solutions; take those of {HUB}, or mbpp.jsonl")
@@ -165,12 +166,7 @@ def _problem(row):
     if not isinstance(tests, list) or not tests:
         raise ValueError("no list of tests")
     tests = [*map(as_text, tests)]
-    return {
-        "text": as_text(text),
-        "tests": tests,
-        "setup": setup,
-        "solution": row.get("code") or "",
-    }
+    return {"text": text, "tests": tests, "setup": setup, "solution": row.get("code") or ""}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import read_rows
 from evals import choices, main
 from evals.choices import lettered, read_zip, with_shots
-from evals.examples import as_text, one_split, parse_rows
+from evals.examples import as_text, one_split, parse_rows, user
 
 HUB = "cais/mmlu"
 PRESETS = ("cot",)  # names that `load` takes besides zips and hub ids
@@ -38,7 +38,7 @@ COT = (
 extract, score = choices.extract, choices.score
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "style": "direct" | "cot", "shots":
     dev examples}, subject after subject.
 
@@ -59,11 +59,11 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return with_shots(examples, dev, path)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """direct: five pairs of question and letter, then the question. cot: one message."""
     if example["style"] == "cot":
         options = lettered(example["options"], "{}) {}")
-        return [{"role": "user", "content": f"{COT}\n\n{example['question']}\n\n{options}"}]
+        return user(f"{COT}\n\n{example['question']}\n\n{options}")
     hint = HINT.format(example["subject"].replace("_", " "))
     ask = lambda row, q, a: f"{hint}\n{q}: {row['question']}\n{lettered(row['options'])}\n{a}: "
     messages = []
@@ -73,7 +73,7 @@ def prompt(example: dict) -> list[dict]:
     return [*messages, {"role": "user", "content": ask(example, "Q", "A")}]
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The gold letter as the prompt asks for it."""
     return f"ANSWER: {example['gold']}" if example["style"] == "cot" else example["gold"]
 
@@ -82,10 +82,10 @@ def _problem(row):
     """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
     options = row["choices"] if "choices" in row else [row[label] for label in "ABCD"]
     gold = dict(enumerate("ABCD")).get(row["answer"], row["answer"])
-    question, subject, *options = map(as_text, (row["question"], row["subject"], *options))
+    subject, *options = map(as_text, (row["subject"], *options))
     if len(options) != 4 or gold not in list("ABCD"):
         raise ValueError("not four options and one of them")
-    return {"question": question, "options": options, "gold": gold, "subject": subject}
+    return {"question": row["question"], "options": options, "gold": gold, "subject": subject}
 
 
 if __name__ == "__main__":

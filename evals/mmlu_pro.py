@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evals import choices, main
 from evals.choices import LETTERS
-from evals.examples import as_text, one_split, read_examples
+from evals.examples import as_text, one_split, read_examples, user
 
 HUB = "TIGER-Lab/MMLU-Pro"
 VERSION = "OpenCompass mmlu_pro_0shot_cot_gen_08c1de"  # name of the prompt
@@ -29,7 +29,7 @@ INSTRUCTION = (
 extract, score = choices.extract, choices.score
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": letter -> text, "gold": letter, "subject": category}.
 
     path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns. Options "N/A" are left out;
@@ -39,14 +39,14 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return read_examples(_problem, NEEDS, path or HUB, split, limit=limit)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message."""
     options = "\n".join(f"{label}. {text}" for label, text in example["options"].items())
     content = f"{INSTRUCTION}\n\nQuestion:\n\n{example['question']}\n\nOptions:\n\n{options}"
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """The last line that the prompt asks for."""
     return f"ANSWER: {example['gold']}"
 
@@ -58,7 +58,7 @@ def _problem(row):
         raise ValueError("not an option")
     subject = as_text(row["category"])
     return {
-        "question": as_text(row["question"]),
+        "question": row["question"],
         "options": options,
         "gold": row["answer"],
         "subject": subject,

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from itertools import accumulate
 
 from evals import main
-from evals.examples import as_text, one_split, read_examples
+from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math_grader import in_threads, last_box, math_verify, number
 
@@ -38,7 +38,7 @@ TYPES = {
 FREE = ("Need_human_evaluate", "Tuple")  # answer types that the prompt does not name
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "gold": LaTeX, "error": list of tolerances, "multiple": bool, "type", "unit":
     bool, "field"}.
 
@@ -51,7 +51,7 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return read_examples(_problem, COLUMNS, path, split, (), limit, config)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """One user message, no examples: the task, what the answer is, its form, the problem."""
     many = r"\boxed{multiple answers connected with commas}"
     box, unit, explicitly = many if example["multiple"] else r"\boxed{answer}", "", "explicitly"
@@ -66,15 +66,15 @@ def prompt(example: dict) -> list[dict]:
         f'"So the final answer is {box}{unit}." and give the result {explicitly}.\n{example["question"]}'
         f"\n\n{INSTRUCTION}"
     )
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """Content of the last complete box; None without one. Never raises."""
     return last_box(completion)
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 if the answers in the last box are the gold ones, else 0.0. Never raises."""
     if (found := last_box(completion)) is None:
         return 0.0
@@ -88,22 +88,22 @@ def score(completion: str, example: dict) -> float:
     return float(len(answers) == len(golds) and matched(answers, golds))
 
 
-def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
+def score_batch(completions, examples):
     """`score` of many, on several cores."""
     return in_threads(score, completions, examples)
 
 
-def bare(text: str) -> str:
+def bare(text):
     r"""Without $, \left, \right, a final full stop and spaces around it."""
     return re.sub(r"\\?\$|\\(?:left|right)(?![A-Za-z])", "", text).strip().rstrip(".").strip()
 
 
-def depths(text: str) -> list[int]:
+def depths(text):
     """Number of open brackets after each character; "(0, 1]" has one bracket of each direction."""
     return list(accumulate((char in "([{") - (char in ")]}") for char in text))
 
 
-def split_outside(text: str, separator: str = ",") -> list[str]:
+def split_outside(text, separator=","):
     """Parts between separators outside all brackets."""
     parts, start = [], 0
     for i, depth in enumerate(depths(text)):
@@ -113,7 +113,7 @@ def split_outside(text: str, separator: str = ",") -> list[str]:
     return [part for part in [*parts, text[start:].strip()] if part]
 
 
-def answers_in(text: str, multiple: bool) -> list[str]:
+def answers_in(text, multiple):
     """The answers of a box. A single answer may have commas between its thousands."""
     text = bare(text)
     if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
@@ -121,13 +121,13 @@ def answers_in(text: str, multiple: bool) -> list[str]:
     return [text] if not multiple and number(text) is not None else split_outside(text)
 
 
-def both_signs(answer: str) -> list[str]:
+def both_signs(answer):
     r"""2\pm x as 2+x and 2-x; other answers as they are."""
     upper = answer.replace(r"\pm", "+").replace(r"\mp", "-")
     return list(dict.fromkeys([upper, answer.replace(r"\pm", "-").replace(r"\mp", "+")]))
 
 
-def matched(answers: list[str], golds: list[tuple[str, float]]) -> bool:
+def matched(answers, golds):
     """Whether answers and golds, of equal number, can be paired so that each pair is the same (augmenting paths)."""
     holder = {}  # answer -> its gold
 
@@ -143,7 +143,7 @@ def matched(answers: list[str], golds: list[tuple[str, float]]) -> bool:
     return all(place(gold, set()) for gold in range(len(golds)))
 
 
-def same(answer: str, gold: str, error: float) -> bool:
+def same(answer, gold, error):
     """One answer against one gold: unions of intervals, tuples and intervals part by part, all else by Math-Verify."""
     if answer == gold:
         return True
@@ -165,7 +165,7 @@ def same(answer: str, gold: str, error: float) -> bool:
     return math_verify(answer, gold, error)
 
 
-def members(text: str) -> list[str]:
+def members(text):
     """a and b of (a, b), [a, b) and so on; otherwise nothing."""
     if text[:1] not in ("(", "[") or text[-1] not in ")]":
         return []
@@ -193,19 +193,17 @@ def _kind(name):
 
 def _problem(row):
     final, kind, multiple = (
-        row["final_answer"],
-        as_text(row["answer_type"]),
-        row["is_multiple_answer"],
+        row[key] for key in ("final_answer", "answer_type", "is_multiple_answer")
     )
     error = [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")]
     known = any(name in kind for name in FREE) or all(map(_kind, kind.split(",")))
-    good = known and type(multiple) is bool and isinstance(final, list) and final
-    english = row.get("language", "English") == "English"
-    if not (good and english and all(0 <= part < float("inf") for part in error)):
-        raise ValueError("an unknown answer type, tolerance or language")
+    good = known and type(multiple) is bool and isinstance(final, list) and final and all(final)
+    finite = all(0 <= part < float("inf") for part in error)
+    if not good or not finite or row.get("language", "English") != "English":
+        raise ValueError("an unknown answer, type, tolerance or language")
     return {
-        "question": as_text(row["question"], blank=False),
-        "gold": ", ".join(bare(as_text(text, blank=False)) for text in final),
+        "question": row["question"],
+        "gold": ", ".join(map(bare, final)),
         "error": error,
         "multiple": multiple,
         "type": kind,

@@ -5,9 +5,8 @@ import re
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Sequence
 
-from evals.sandbox import Job, run_batch
+from evals.sandbox import run_batch
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
@@ -15,7 +14,7 @@ WARNINGS = threading.Lock()  # all threads share one warnings filter
 MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
-def fenced(text: str) -> list[tuple[str, str, bool]]:
+def fenced(text):
     """(language, code, closed) of the fenced blocks of a text; only the last one may be unclosed."""
     blocks, marks = [], FENCE.finditer(text)
     for opening in marks:
@@ -25,14 +24,14 @@ def fenced(text: str) -> list[tuple[str, str, bool]]:
     return blocks
 
 
-def defines(code: str, names: Sequence[str]) -> bool:
+def defines(code, names):
     """Whether it defines one of the names: a function or class at any indentation, or an assignment."""
     name = "|".join(map(re.escape, names))
     definition = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{name})\b|^(?:{name})[ \t]*="
     return bool(names) and bool(re.search(definition, code, re.M))
 
 
-def code_of(text: str, names: Sequence[str]) -> str | None:
+def code_of(text, names):
     """The code of a completion, not checked; None if there is no text.
 
     The first of these that exists: the last closed python block that defines one of `names`; the last closed block that
@@ -52,7 +51,7 @@ def code_of(text: str, names: Sequence[str]) -> str | None:
     return code if code.strip() else None
 
 
-def trimmed(text: str) -> str:
+def trimmed(text):
     """Code without the prose around it: all of the text if it parses; else from the first line that looks like code to the
     last one up to which it parses."""
     if parsed(text):
@@ -65,7 +64,7 @@ def trimmed(text: str) -> str:
     return next(filter(parsed, parts), code)
 
 
-def parsed(code: str) -> ast.Module | None:
+def parsed(code):
     """The syntax tree of a program; None if Python's parser rejects it for whatever reason."""
     with WARNINGS, warnings.catch_warnings(action="ignore"):
         try:
@@ -74,22 +73,22 @@ def parsed(code: str) -> ast.Module | None:
             return None
 
 
-def scorers(job: Callable[[str, dict], Job | None]) -> tuple[Callable, Callable]:
+def scorers(job):
     """`score` and `score_batch` of a task whose programs run as job(completion, example); None scores 0.0."""
 
-    def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
+    def score_batch(completions, examples):
         """1.0 where a program passes its tests, else 0.0. Uses all cores."""
         pairs = zip(completions, examples, strict=True)
         return pass_or_fail([job(*pair) for pair in pairs])
 
-    def score(completion: str, example: dict) -> float:
+    def score(completion, example):
         """1.0 if the program passes its tests, else 0.0."""
         return score_batch([completion], [example])[0]
 
     return score, score_batch
 
 
-def pass_or_fail(jobs: Sequence[Job | Callable[[], Job] | None]) -> list[float]:
+def pass_or_fail(jobs):
     """1.0 where a program passes its tests, 0.0 where it fails or is None. Uses all cores."""
     results = iter(run_batch([job for job in jobs if job is not None]))
     return [0.0 if job is None else float(next(results).passed) for job in jobs]

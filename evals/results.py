@@ -9,8 +9,6 @@ import fcntl
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from models.atomic import new_directory, write_atomically
 SHOWN = 20  # faults that are listed on stderr; result.json has their number
 
 
-def command_line(kind: type, program: str, description: str) -> object:
+def command_line(kind, program, description):
     """Flags of evals/<program>.py as a `kind`; with --resume DIR those of that run are the defaults. SystemExit if DIR belongs
     to another program."""
     args = tyro.cli(kind, description=description)
@@ -40,52 +38,53 @@ def command_line(kind: type, program: str, description: str) -> object:
     return tyro.cli(kind, default=kind(**saved | listed), description=description)
 
 
-@contextmanager
-def directory(flags: object, program: str, default: str) -> Iterator[Path]:
-    """The locked directory --resume, --out, or a new `default`. The system releases the lock of a process that dies.
+def take_directory(flags, program, default, held):
+    """-> the directory --resume, --out, or a new `default`, locked until the ExitStack `held` closes or the process ends.
     config.json is written once: --resume always starts from the flags of the first run.
 
     SystemExit if another process works there, if it cannot be created, or if files of another run would be overwritten.
     """
     out = Path(flags.resume or flags.out or default)
-    try:
-        if flags.out and not flags.resume:
-            out.mkdir(parents=True, exist_ok=True)
-        elif not flags.resume:
-            out = new_directory(default)
-    except OSError as error:
-        problem = f"the directory cannot be created ({error.strerror})"
-        raise SystemExit(f"--out {out}: {problem}") from error
     if not flags.resume:
-        refuse_overwriting(out)
-    with open(out / "config.json", "r+" if flags.resume else "x", encoding="utf-8") as config:
         try:
-            fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = "another evaluation works there; wait for its end, or take a new --out"
-            raise SystemExit(f"{out}: {problem}") from error
+            if flags.out:
+                out.mkdir(parents=True, exist_ok=True)
+            else:
+                out = new_directory(default)
         except OSError as error:
-            problem = f"no lock ({error.strerror}): start no second evaluation there"
-            print(f"{out}: {problem}", file=sys.stderr)
-        if not flags.resume:
-            json.dump(asdict(flags) | {"program": program}, config, indent=1)
-            config.flush()
-        yield out
+            problem = f"the directory cannot be created ({error.strerror})"
+            raise SystemExit(f"--out {out}: {problem}") from error
+        refuse_overwriting(out)
+    mode = "r+" if flags.resume else "x"
+    config = held.enter_context(open(out / "config.json", mode, encoding="utf-8"))
+    try:
+        fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        problem = "another evaluation works there; wait for its end, or take a new --out"
+        raise SystemExit(f"{out}: {problem}") from error
+    except OSError as error:
+        problem = f"no lock ({error.strerror}): start no second evaluation there"
+        print(f"{out}: {problem}", file=sys.stderr)
+    if not flags.resume:
+        json.dump(asdict(flags) | {"program": program}, config, indent=1)
+        config.flush()
+    return out
 
 
-def refuse_overwriting(out: str | Path, tasks: Iterable[str] = ()) -> None:
+def refuse_overwriting(out, tasks=()):
     """SystemExit if flags, samples or results lie in the directory `out` or in its folders of `tasks`. "" is no directory."""
     if not out:
         return
     folders = [Path(out), *(Path(out) / task for task in tasks)]
     found = [file for folder in folders for file in sorted(folder.glob("samples*.jsonl"))]
-    found += [Path(out) / f"{name}.json" for name in ("config", "result", "results")]
-    if files := [str(file.relative_to(out)) for file in found if file.exists()]:
+    found += [file for name in ("config", "result*") for file in Path(out).glob(f"{name}.json")]
+    if found:
+        files = " and ".join(str(file.relative_to(out)) for file in found)
         rest = "name another directory, continue with --resume, or remove them"
-        raise SystemExit(f"--out {out}: {' and '.join(files)} would be overwritten; {rest}")
+        raise SystemExit(f"--out {out}: {files} would be overwritten; {rest}")
 
 
-def begin(name: str, folder: Path, settings: dict, resume: str) -> None:
+def begin(name, folder, settings, resume):
     """Write settings.json of a task. SystemExit if a resumed run used other settings: samples of two settings, or of two
     models, do not make one number."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,24 +99,24 @@ def begin(name: str, folder: Path, settings: dict, resume: str) -> None:
     write_atomically(path, as_json(settings))
 
 
-def as_json(value: object) -> str:
+def as_json(value):
     return json.dumps(value, indent=1) + "\n"
 
 
-def finished(out: Path) -> dict[str, dict]:
+def finished(out):
     """Results of the tasks in results.json."""
     path = out / "results.json"
     return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.is_file() else {}
 
 
-def write_all(out: Path, model: str, results: dict[str, dict], lost: dict[str, str]) -> None:
+def write_all(out, model, results, lost):
     """results.json and table.md of the tasks so far."""
     everything = {"model": model, "tasks": results, "not evaluated": lost}
     write_atomically(out / "results.json", as_json(everything))
     write_atomically(out / "table.md", table(results, lost))
 
 
-def table(results: dict[str, dict], lost: dict[str, str]) -> str:
+def table(results, lost):
     """Results as a Markdown table with aligned columns, then the tasks that were not evaluated. Scores in percent; tok/s of
     one rank."""
     head = "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|temperature"
@@ -144,52 +143,51 @@ def table(results: dict[str, dict], lost: dict[str, str]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def summary(
-    name: str, rows: list[dict], examples: list[dict], repeats: int, reward: str = ""
-) -> dict:
-    """Everything in a result.json but its settings.
+def summary(name, rows, examples, repeats, reward):
+    """Everything in a result.json but its settings. reward: name of the shaped reward that rows may have.
 
     stderr: for a mean of independent problems; with repeats that of the problems' own means, because several answers to one
     problem are not independent. tokens_per_s: of one rank, without scoring.
     """
-    n, scores = len(rows), {"problem": {}, "repeat": {}, "subject": {}}
-    for row in rows:
-        subject = examples[row["index"]].get("subject")
-        groups = {"problem": row["index"], "repeat": row.get("repeat", 0), "subject": subject}
-        for kind, group in groups.items():
-            scores[kind].setdefault(group, []).append(row["score"])
     mean = lambda values: sum(values) / len(values)
-    means = {kind: {key: mean(x) for key, x in groups.items()} for kind, groups in scores.items()}
+
+    def means(key):
+        groups = {}
+        for row in rows:
+            groups.setdefault(key(row), []).append(row["score"])
+        return {group: mean(scores) for group, scores in groups.items()}
+
     accuracy = mean([row["score"] for row in rows])
-    result = {"task": name, "n": len(means["problem"]), "accuracy": accuracy}
-    result["stderr"] = math.sqrt(accuracy * (1 - accuracy) / n)
+    problems = means(lambda row: row["index"]).values()
+    result = {"task": name, "n": len(problems), "accuracy": accuracy}
+    result["stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(rows))
     if repeats > 1:
-        spread = math.sqrt(sum((x - accuracy) ** 2 for x in means["problem"].values()))
-        result["stderr"] = spread / len(means["problem"])
-        result["repeats"] = repeats
-        result["accuracies"] = [means["repeat"][repeat] for repeat in sorted(means["repeat"])]
+        result["stderr"] = math.sqrt(sum((p - accuracy) ** 2 for p in problems)) / len(problems)
+        by_repeat = means(lambda row: row["repeat"])
+        accuracies = [by_repeat[repeat] for repeat in sorted(by_repeat)]
+        result |= {"repeats": repeats, "accuracies": accuracies}
     generated = "tokens" in rows[0]
     result["answered"] = mean([row["answer"] is not None for row in rows])
     result["truncated"] = mean([row["truncated"] for row in rows]) if generated else None
-    if None not in means["subject"]:  # subjects count alike, however many questions they have
-        result["macro_accuracy"] = mean(means["subject"].values())
+    if "subject" in examples[0]:  # subjects count alike, however many questions they have
+        subjects = means(lambda row: examples[row["index"]]["subject"])
+        result["macro_accuracy"] = mean(subjects.values())
     if generated:
-        tokens, forwards = sum(row["tokens"] for row in rows), [row["forwards"] for row in rows]
-        result["tokens"] = tokens / n
+        tokens, seconds = (sum(row[key] for row in rows) for key in ("tokens", "seconds"))
+        forwards = [row["forwards"] for row in rows]
+        result["tokens"] = tokens / len(rows)
         result["tokens_per_forward"] = None if None in forwards else tokens / sum(forwards)
-        result["tokens_per_s"] = tokens / sum(row["seconds"] for row in rows)
-    if parts := next((list(row["reward"]) for row in rows if "reward" in row), None):
-        paid = {
-            part: mean([row.get("reward", {}).get(part, 0.0) for row in rows]) for part in parts
-        }
-        result["reward"] = {"name": reward, "mean": sum(paid.values()), "components": paid}
+        result["tokens_per_s"] = tokens / seconds
+    if paid := [row["reward"] for row in rows if "reward" in row]:
+        parts = {part: sum(row[part] for row in paid) / len(rows) for part in paid[0]}
+        result["reward"] = {"name": reward, "mean": sum(parts.values()), "components": parts}
     failed = [f"index {row['index']}: {row['failed']}" for row in rows if "failed" in row]
     result["failed"] = len(failed)
     print_faults(name, failed, "without a verdict, scored 0")
     return result
 
 
-def print_faults(source: str, faults: list[str], what: str) -> None:
+def print_faults(source, faults, what):
     """One line on stderr with the number of faults and the first SHOWN of them; nothing if there are none."""
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""

@@ -11,14 +11,10 @@ import json
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType
-
-from tqdm import tqdm
 
 from evals import math_grader, results, score_all
 from models import prompt_ids
@@ -27,9 +23,7 @@ from models.atomic import write_atomically
 WAITING = 4  # batches that may wait for their scores while the engine continues
 
 
-def given(
-    path: str, num_examples: int, repeats: int = 1
-) -> tuple[list[dict], list[str], list[str]]:
+def given(path, num_examples, repeats=1):
     """Rows {"index", "completion"} of a .jsonl (or .jsonl.gz), in file order; other keys are dropped, so that a samples.jsonl
     can be scored again. With repeats > 1 they also have "repeat", one of 0..repeats-1.
 
@@ -63,7 +57,7 @@ def given(
     return rows, faults, [named(*key, repeats) for key in asked if key not in lines]
 
 
-def named(index: int, repeat: int, repeats: int) -> str:
+def named(index, repeat, repeats):
     return f"{index} of repeat {repeat}" if repeats > 1 else str(index)
 
 
@@ -95,9 +89,7 @@ def _row(raw, num_examples, repeats):
     )
 
 
-def shares(
-    done: set[tuple[int, int]], num_examples: int, repeats: int, most: int, ranks: int
-) -> list[tuple[int, int, int]]:  # fmt: skip
+def shares(done, num_examples, repeats, most, ranks):
     """(repeat, first, end) of the engine calls that answer everything but `done`, a set of (repeat, index): at most `most`
     examples per call, and at least one call for every rank if possible. Ranks take them in turn."""
     left = [key for key in product(range(repeats), range(num_examples)) if key not in done]
@@ -110,10 +102,7 @@ def shares(
     return calls
 
 
-def generated(
-    engine: object, tokenizer: object, prompts: list[list[dict]], calls: list, repeats: int, seed: int,
-    **sampling: object
-) -> Iterator[list[dict]]:  # fmt: skip
+def generated(engine, tokenizer, prompts, calls, repeats, seed, **sampling):
     """Rows of each of `calls` (`shares`), without scores. Repeat r uses seed + r and example i is sample i of that seed, so
     that neither calls nor ranks change a completion. `sampling` goes to engine.generate."""
     for repeat, first, end in calls:
@@ -141,9 +130,7 @@ def generated(
         ]
 
 
-def scored(
-    task: ModuleType, rows: list[dict], examples: list[dict], reward: Callable | None = None
-) -> list[dict]:  # fmt: skip
+def scored(task, rows, examples, reward=None):
     """Rows with score, answer, the components of a `reward`, and `failed` if there was no verdict.
 
     If a completion makes the scorer raise, all are scored one by one, and that one gets score 0 and the exception.
@@ -170,10 +157,7 @@ def scored(
     return rows
 
 
-def write_scored(
-    path: Path, batches: Iterable[list[dict]], task: ModuleType, examples: list[dict],
-    reward: Callable | None, bar: tqdm
-) -> None:  # fmt: skip
+def write_scored(path, batches, task, examples, reward, bar):
     """Append the rows of batches to a .jsonl. A thread scores a batch while the engine generates the next one.
     SystemExit if the sandbox does not work."""
     waiting = deque()
@@ -194,7 +178,7 @@ def write_scored(
             write(0)
 
 
-def gather(folder: Path) -> list[dict]:
+def gather(folder):
     """All rows of samples.jsonl and of the other ranks' files, by repeat and index, merged into one samples.jsonl. Called on
     one rank. A last line without a line end is dropped: its rank was killed while writing it."""
     rows, files = {}, sorted(folder.glob("samples*.jsonl"))

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.planning import SUDOKU, stable_hash, sudoku, sudoku_solutions
 from evals import main, tagged_answer
-from evals.examples import as_text, read_examples
+from evals.examples import read_examples, user
 
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
 
@@ -51,7 +51,7 @@ COLUMNS = (
 )
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
+def load(split, path=None, limit=None):
     """The first `limit` examples {"puzzle": 16 digits, 0 = blank, "solution": 16 digits, "style": "compact" | "tags"}.
 
     path: empty for "sudoku4"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub id. Rows may have our
@@ -64,20 +64,20 @@ def load(split: str, path: str | None = None, limit: int | None = None) -> list[
     return read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """Messages. "compact" is `sud:` and the 16 cells, 20 characters."""
     puzzle = example["puzzle"]
     content = f"sud:{puzzle}" if example["style"] == "compact" else PROMPT.format(puzzle=puzzle)
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     """The grid of a completion, not checked; None where there is none. "compact": all of it; "tags": the last answer tag."""
     text = completion.strip() if example["style"] == "compact" else tagged_answer(completion)
     return text or None
 
 
-def cells(completion: str, example: dict) -> str | None:
+def cells(completion, example):
     """The grid of a completion, if it is 16 digits from 1 to 4 (apart from white space) and keeps the given cells."""
     grid = "".join((extract(completion, example) or "").split())
     if not re.fullmatch("[1-4]{16}", grid):
@@ -86,12 +86,12 @@ def cells(completion: str, example: dict) -> str | None:
     return grid if kept else None
 
 
-def score(completion: str, example: dict) -> float:
+def score(completion, example):
     """1.0 for any legal grid that keeps the given cells, else 0.0. Never raises."""
     return float(cells(completion, example) in sudoku_solutions(example["puzzle"]))
 
 
-def answer(example: dict, draw: int = 0) -> str:
+def answer(example, draw=0):
     """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash of (example, draw)."""
     solutions = sudoku_solutions(example["puzzle"])
     if not solutions:
@@ -110,7 +110,7 @@ def _problem(row):
     else:
         board = row["puzzle"], row["solution"]
     # text only: a file that was read as numbers has lost its leading zeros
-    puzzle, solution = ("".join(as_text(part).split()) for part in board)
+    puzzle, solution = ("".join(part.split()) for part in board)
     if not re.fullmatch("[0-4]{16}", puzzle) or solution not in sudoku_solutions(puzzle):
         raise ValueError("not a board and its solution")
     return {"puzzle": puzzle, "solution": solution, "style": "tags"}
