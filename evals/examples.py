@@ -15,10 +15,10 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None)
     return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
 
 
-def parse_rows(read, needs, path, rows):
+def parse_rows(read, needs, path, rows, first=1):
     """read(row) of every row. SystemExit names the first row for which `read` raises, its columns, and what it `needs`."""
     examples = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows, first):
         try:
             examples.append(read(row))
             for key in QUESTION & examples[-1].keys():

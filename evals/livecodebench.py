@@ -193,9 +193,9 @@ def load(split, path=None, limit=None):
     )
     examples = []
     for number, (source, row, place) in enumerate(_rows(path, split), 1):
-        [example] = parse_rows(_problem, COLUMNS, source := f"{source} row {number}", [row])
+        [example] = parse_rows(_problem, COLUMNS, source, [row], number)
         if first <= example.pop("date") <= last:
-            examples.append(example | {"source": source} | ({"private": place} if place else {}))
+            examples.append(example | {"source": f"{source} row {number}"} | ({"private": place} if place else {}))
         if len(examples) == limit:
             break
     if not examples and window:

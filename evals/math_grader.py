@@ -19,7 +19,6 @@ import atexit
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -321,34 +320,36 @@ class Worker:
         # sympy's sets) in every process
         environment = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = [sys.executable, os.path.abspath(__file__)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
-        if self._line(START_TIMEOUT) != "ready":
+        command = [sys.executable, os.path.abspath(__file__)]
+        self.process = subprocess.Popen(
+            command, **pipes, env=environment, start_new_session=True, text=True
+        )
+        if self.reply(START_TIMEOUT) != "ready":
             self.kill()
             reason = "python evals/math_grader.py says why"
             raise SystemExit(
                 f"Math-Verify does not start: pip install -r requirements.txt; {reason}"
             )
 
-    def ask(self, answer, gold, tolerance=0.0, judge="math_verify"):
-        """The verdict by a key of JUDGES; None if the process died or was killed at TIMEOUT. It is unusable then."""
-        try:
-            self.process.stdin.write(json.dumps([answer, gold, tolerance, judge]).encode() + b"\n")
-            self.process.stdin.flush()
-            reply = self._line(TIMEOUT)
-        except OSError:
-            reply = None
-        if reply in ("right", "wrong"):
-            return reply == "right"
+    def ask(self, *question):
+        """Verdict of a question: answer, gold, tolerance, key of JUDGES. None if the process died or was killed at TIMEOUT;
+        it is unusable then."""
+        with suppress(OSError):
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+            verdict = {"right": True, "wrong": False}.get(self.reply(TIMEOUT))
+            if verdict is not None:
+                return verdict
         self.kill()
-        return None
 
-    def _line(self, seconds):
-        """The next line that the process writes within so many seconds. Replies are shorter than a pipe's atomic write."""
-        ready, stdout = select.poll(), self.process.stdout.fileno()
-        ready.register(stdout, select.POLLIN | select.POLLHUP)
-        return os.read(stdout, 64).decode().strip() if ready.poll(1000 * seconds) else None
+    def reply(self, seconds):
+        """The next line that the process writes; "" if it ends, or is killed after so many seconds."""
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            return self.process.stdout.readline().strip()
+        finally:
+            timer.cancel()
 
     def kill(self):
         self.process.kill()
