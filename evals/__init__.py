@@ -1,4 +1,5 @@
-"""Benchmarks, one file each: load, prompt, score. This file finds them and scores a model during training."""
+"""Benchmarks, one file each: load, prompt, score. This file finds them and scores a model during
+training."""
 
 import math
 from importlib import import_module
@@ -9,14 +10,16 @@ import torch.distributed as dist
 
 from models import prompt_ids
 
-# tasks with train and validation rows of their own; to train on another task, give it a file with --data
+# tasks with train and validation rows of their own; to train on another task, give it a file with
+# --data
 TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "sudoku")
-# scored once at the start of a command, so that a sandbox that does not work stops it before any work is done
+# scored once at the start of a command, so that a sandbox that does not work stops it before any
+# work is done
 TRIAL = "```python\npass\n```"
 
 
 def load_task(name):
-    """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks if the name is unknown."""
+    """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks if it is unknown."""
     files = Path(__file__).parent.glob("*.py")
     tasks = sorted(file.stem for file in files if "\ndef load(" in file.read_text(encoding="utf-8"))
     if name not in tasks:
@@ -60,7 +63,8 @@ def score_all(task, completions, examples):
 
 
 def mean_score(engine, task, tokenizer, problems, **settings):
-    """Mean exact score of one completion per problem; the ranks of a run share the problems. -> float
+    """Mean exact score of one completion per problem; the ranks of a run share the problems. ->
+    float
 
     problems: from load_problems; settings: for engine.generate.
     """

@@ -1,11 +1,11 @@
 r"""AIME 2024: 30 problems whose answers are integers from 0 to 999.
 
-    python evals/aime24.py --model sdar-8b --gen-length 4096 --denoising-steps 4 --temperature 1.0 --repeats 8
+    python evals/aime24.py --model sdar-8b --temperature 1.0 --repeats 8
     python evals/aime24.py --completions FILE.jsonl --data test_aime2024.parquet
 
-The metric is exact: the content of the last complete box as an integer; 033 is 33. One problem is 3.3 points. Published
-values are means of eight runs: --repeats 8, at the published temperature above 0; at 0 all eight are the same.
-There is no train split.
+The metric is exact: the content of the last complete box as an integer; 033 is 33. One problem is
+3.3 points. Published values are means of eight runs: --repeats 8, at the published temperature
+above 0; at 0 all eight are the same. There is no train split.
 """
 
 import sys
@@ -23,10 +23,11 @@ VERSION = "OpenCompass aime2024, DARE"  # name of the prompt
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "gold": integer as text, "solution": worked, "" if unknown}.
+    """The first `limit` examples {"question", "gold": integer as text, "solution": worked, "" if
+    unknown}.
 
-    path: empty for the hub's rows, which are "test" only; a .jsonl, .csv or .parquet file, which gives the same rows for
-    every split; or a hub id.
+    path: empty for the hub's rows, which are "test" only; a .jsonl, .csv or .parquet file, which
+    gives the same rows for every split; or a hub id.
     """
     return problems("aime24", HUB, HUB_SPLIT, split, path, limit)
 

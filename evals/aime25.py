@@ -1,6 +1,6 @@
 r"""AIME 2025: 30 problems whose answers are integers from 0 to 999.
 
-    python evals/aime25.py --model sdar-8b --gen-length 4096 --denoising-steps 4 --temperature 1.0 --repeats 8
+    python evals/aime25.py --model sdar-8b --temperature 1.0 --repeats 8
     python evals/aime25.py --completions FILE.jsonl --data test_aime2025.parquet
 
 Metric, repeats and splits as in evals/aime24.py; DARE uses another prompt here.

@@ -1,12 +1,14 @@
-"""ARC-Challenge: school science questions with three to five options; 1,172 in test, 299 in validation, 1,119 in train.
+"""ARC-Challenge: school science questions with three to five options; 1,172 in test, 299 in
+validation, 1,119 in train.
 
-    python evals/arc_c.py --model llada-8b --data dare --gen-length 512 --block-length 512 --denoising-steps 512
+    python evals/arc_c.py --model llada-8b --data dare
     python evals/arc_c.py --completions FILE.jsonl --data rows.jsonl
 
-The prompt is OpenCompass' ARC_c_gen_1e0de5, without worked examples. DARE's number is for the 295 validation questions that
-have four options: --data dare gives these for every --split (lengths there: LLaDA, Dream and LLaDA2 512, SDAR 4,096).
-DARE's table: LLaDA-8B-Instruct 87.80 (259 of 295), Dream-7B-Instruct 81.36, SDAR-8B-Chat 86.78, LLaDA2.0-mini 85.76.
-lm-eval compares the likelihoods of the options on test and gets 45 to 60 % for the same models: a different quantity.
+The prompt is OpenCompass' ARC_c_gen_1e0de5, without worked examples. DARE's number is for the 295
+validation questions that have four options: --data dare gives these for every --split (lengths
+there: LLaDA, Dream and LLaDA2 512, SDAR 4,096). DARE's table: LLaDA-8B-Instruct 87.80 (259 of 295),
+Dream-7B-Instruct 81.36, SDAR-8B-Chat 86.78, LLaDA2.0-mini 85.76. lm-eval compares the likelihoods
+of the options on test and gets 45 to 60 % for the same models: a different quantity.
 """
 
 import sys
@@ -27,7 +29,8 @@ extract, score, answer = choices.extract, choices.score, choices.answer
 def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": 3 to 5, "gold": letter}.
 
-    path: empty for the hub's rows, "dare", or a .jsonl or .parquet file or hub id with HUB's columns.
+    path: empty for the hub's rows, "dare", or a .jsonl or .parquet file or hub id with HUB's
+    columns.
     """
     if path in PRESETS:
         examples = read_examples(_problem, NEEDS, HUB, "validation", config=CONFIG)

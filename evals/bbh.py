@@ -1,15 +1,17 @@
-"""BIG-Bench Hard: 27 tasks, 6,511 questions; options in 17 tasks, free answers (numbers, words, brackets) in 10.
+"""BIG-Bench Hard: 27 tasks, 6,511 questions; options in 17 tasks, free answers (numbers, words,
+brackets) in 10.
 
     git clone https://github.com/suzgunmirac/BIG-Bench-Hard
-    python evals/bbh.py --model llada-8b-base --data BIG-Bench-Hard --gen-length 256 --block-length 256 --denoising-steps 256
-    python evals/bbh.py --model sdar-8b --gen-length 512 --denoising-steps 4                      lukaemon/bbh, no examples
+    python evals/bbh.py --model llada-8b-base --data BIG-Bench-Hard
+    python evals/bbh.py --model sdar-8b  lukaemon/bbh, no examples
 
-The published setting needs the clone: the authors' three worked examples in front of each question, in one message, as in
-OpenCompass' bbh_gen_ee62e9 (DARE and LLaDA, base models only, length 256). The hub's rows and other files have no examples;
-their prompt only asks for the same last sentence, a setting without published numbers.
-The published number is macro_accuracy in result.json, the plain mean of the 27 tasks: LLaDA-8B-Base 49.7 (length 1,024),
-Dream-7B-Base 57.9, LLaDA2.0-mini 78.21.
-OpenCompass takes the text after the first "answer is" and is case-sensitive; here the last one counts, and yes is Yes.
+The published setting needs the clone: the authors' three worked examples in front of each question,
+in one message, as in OpenCompass' bbh_gen_ee62e9 (DARE and LLaDA, base models only, length 256).
+The hub's rows and other files have no examples; their prompt only asks for the same last sentence,
+a setting without published numbers. The published number is macro_accuracy in result.json, the
+plain mean of the 27 tasks: LLaDA-8B-Base 49.7 (length 1,024), Dream-7B-Base 57.9, LLaDA2.0-mini
+78.21. OpenCompass takes the text after the first "answer is" and is case-sensitive; here the last
+one counts, and yes is Yes.
 """
 
 import json
@@ -27,23 +29,31 @@ from evals.math_grader import MAX_LENGTH, boxes
 HUB = "lukaemon/bbh"
 VERSION = {"shown": "OpenCompass bbh_gen_ee62e9", "alone": "ours"}  # name of the prompt, by style
 TASKS = (
-    "boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages formal_fallacies "
+    "boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages "
+    "formal_fallacies "
     "geometric_shapes hyperbaton logical_deduction_five_objects logical_deduction_seven_objects "
-    "logical_deduction_three_objects movie_recommendation multistep_arithmetic_two navigate object_counting "
-    "penguins_in_a_table reasoning_about_colored_objects ruin_names salient_translation_error_detection snarks "
+    "logical_deduction_three_objects movie_recommendation multistep_arithmetic_two navigate "
+    "object_counting "
+    "penguins_in_a_table reasoning_about_colored_objects ruin_names "
+    "salient_translation_error_detection snarks "
     "sports_understanding temporal_sequences tracking_shuffled_objects_five_objects "
-    "tracking_shuffled_objects_seven_objects tracking_shuffled_objects_three_objects web_of_lies word_sorting"
+    "tracking_shuffled_objects_seven_objects tracking_shuffled_objects_three_objects web_of_lies "
+    "word_sorting"
 ).split()
-INSTRUCTION = 'Think step by step, and end with the sentence "So the answer is X.", where X is the answer alone.'
+INSTRUCTION = (
+    'Think step by step, and end with the sentence "So the answer is X.", where X is the '
+    "answer alone."
+)
 ANSWER_IS = re.compile(r"answer is\s{0,4}:?", re.IGNORECASE)
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "gold": "(B)" or free text, "subject": task, "shots": worked examples or "",
-    "style": "shown" with worked examples, else "alone"}; only split "test".
+    """The first `limit` examples {"question", "gold": "(B)" or free text, "subject": task, "shots":
+    worked examples or "", "style": "shown" with worked examples, else "alone"}; only split "test".
 
-    path: empty for the hub's rows; a clone of the authors' repository; a hub id with one config per task; or a .jsonl, .csv
-    or .parquet file with columns input and target, and task if it holds several.
+    path: empty for the hub's rows; a clone of the authors' repository; a hub id with one config per
+    task; or a .jsonl, .csv or .parquet file with columns input and target, and task if it holds
+    several.
     """
     path, split = path or HUB, one_split("bbh", split, {"test": "test"})
     if Path(path).is_dir():
@@ -57,7 +67,8 @@ def load(split, path=None, limit=None):
 
 
 def prompt(example):
-    """One user message: worked examples and the question, or the question and an instruction for the last sentence."""
+    """One user message: worked examples and the question, or the question and an instruction for
+    the last sentence."""
     content = f"{example['question']}\n\n{INSTRUCTION}"
     if example["shots"]:
         question = f"Q: {example['question']}\nA: Let's think step by step."
@@ -73,8 +84,9 @@ def shots(example):
 
 
 def extract(completion, example):
-    r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the first of: the line after
-    the last "answer is", the last \boxed{}, a completion of one line; without the full stop. None if there is none.
+    r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the
+    first of: the line after the last "answer is", the last \boxed{}, a completion of one line;
+    without the full stop. None if there is none.
     """
     if re.fullmatch(r"\([A-Z]\)", example["gold"]):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
@@ -93,7 +105,7 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 if the answer is the gold one, apart from case and white space, else 0.0. Never raises."""
+    """1.0 if the answer is the gold one, ignoring case and white space, else 0.0."""
     plain = lambda text: " ".join((text or "").split()).casefold()
     return float(plain(extract(completion, example)) == plain(example["gold"]))
 
@@ -117,7 +129,8 @@ def _problem(row):
 
 
 def _clone_rows(folder, task):
-    """Rows of a task with its worked examples, less the line that marks benchmark data. SystemExit if a file is missing."""
+    """Rows of a task with its worked examples, less the line that marks benchmark data. SystemExit
+    if a file is missing."""
     try:
         rows = json.loads((folder / f"bbh/{task}.json").read_text(encoding="utf-8"))["examples"]
         shots = (folder / f"cot-prompts/{task}.txt").read_text(encoding="utf-8")

@@ -1,12 +1,13 @@
-"""C-Eval: Chinese exams in 52 subjects, four options; 1,346 questions, the validation split, because test has no labels.
+"""C-Eval: Chinese exams in 52 subjects, four options; 1,346 questions, the validation split,
+because test has no labels.
 
-    python evals/ceval.py --model llada2-mini --gen-length 32 --denoising-steps 32                ceval/ceval-exam
-    python evals/ceval.py --completions FILE.jsonl --data ceval.zip                  the zip of the original csv files
+    python evals/ceval.py --model llada2-mini --gen-length 32 --denoising-steps 32  ceval/ceval-exam
+    python evals/ceval.py --completions FILE.jsonl --data ceval.zip  the original csv files
 
---split test reads the val rows. The prompt shows five examples of the subject (dev rows 0-4) as chat turns: OpenCompass'
-ceval_gen_5f30c7, which has no published length for these models. macro_accuracy in result.json is the plain mean of the
-subjects. Reported: LLaDA2.0-mini 81.38 (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, a different
-quantity.
+--split test reads the val rows. The prompt shows five examples of the subject (dev rows 0-4) as
+  chat turns: OpenCompass' ceval_gen_5f30c7, which has no published length for these models.
+  macro_accuracy in result.json is the plain mean of the subjects. Reported: LLaDA2.0-mini 81.38
+  (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, a different quantity.
 """
 
 import sys
@@ -82,8 +83,8 @@ extract, score, answer = choices.extract, choices.score, choices.answer
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "shots": dev examples}, subject after
-    subject; only split "test".
+    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "shots": dev
+    examples}, subject after subject; only split "test".
 
     path: empty for the hub's rows, a hub id with one config per subject, or a zip of csv files.
     """

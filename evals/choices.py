@@ -1,4 +1,5 @@
-"""Multiple choice: the letter that a completion answers, lettered options, worked examples, and csv files in a zip."""
+"""Multiple choice: the letter that a completion answers, lettered options, worked examples, and csv
+files in a zip."""
 
 import csv
 import io
@@ -34,16 +35,17 @@ LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 
 
 def letter(completion, letters="ABCD"):
-    r"""The letter of `letters` that a completion answers; None if there is none. Never raises, linear in time.
+    r"""The letter of `letters` that a completion answers; None if there is none. Never raises,
+    linear in time.
 
     The first rule that finds something:
-      1. the last explicit statement: "answer is (B)", "ANSWER: B", "**Answer:** B", "option is B", \boxed{B}, 答案是B,
-         故选B. Statements with a letter outside `letters` and "B or C" do not count;
+      1. the last explicit statement: "answer is (B)", "ANSWER: B", "**Answer:** B", "option is B",
+         \boxed{B}, 答案是B, 故选B. A letter outside `letters` and "B or C" do not count;
       2. the last line that is a letter and nothing else;
-      3. "B." or "(B) text" at the start of a line, unless another letter starts a line in the same way: a list of options
-         is no answer.
-    OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so that the article "A"
-    answers A there.
+      3. "B." or "(B) text" at the start of a line, unless another letter starts a line in the same
+         way: a list of options is no answer.
+    OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
+    that the article "A" answers A there.
     """
     said = [next(filter(None, match.groups())).upper() for match in EXPLICIT.finditer(completion)]
     if said := [choice for choice in said if choice in letters]:
@@ -58,7 +60,8 @@ def letter(completion, letters="ABCD"):
 
 
 def extract(completion, example):
-    """The letter of the completion, one of the example's options (a list, or a dict by letter); None if there is none."""
+    """The letter of the completion, one of the example's options (a list, or a dict by letter);
+    None if there is none."""
     options = example["options"]
     return letter(
         completion, "".join(options) if isinstance(options, dict) else LETTERS[: len(options)]
@@ -81,7 +84,8 @@ def lettered(options, form="{}. {}"):
 
 
 def with_shots(examples, dev, path):
-    """Examples with "shots": the first SHOTS dev examples of their subject. SystemExit if there are fewer."""
+    """Examples with "shots": the first SHOTS dev examples of their subject. SystemExit if there are
+    fewer."""
     by_subject = {}
     for shot in dev:
         by_subject.setdefault(shot["subject"], []).append(shot)
@@ -92,7 +96,8 @@ def with_shots(examples, dev, path):
 
 
 def read_zip(path, split, columns=None):
-    """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its "subject". Values are text.
+    """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its
+    "subject". Values are text.
 
     columns: for files without a header. SystemExit if the file is no such zip.
     """

@@ -1,13 +1,14 @@
 """Countdown: reach a target with every given number exactly once.
 
-    python evals/countdown.py --model tiny-sdar                                         preset "small", two tokens per step
+    python evals/countdown.py --model tiny-sdar   preset "small", two tokens per step
     python evals/countdown.py --model sdar-8b --data cd3 --gen-length 256 --denoising-steps 4
     python evals/countdown.py --completions FILE.jsonl --data countdown_cd3_test.jsonl
 
-The metric is exact: 1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. A legal
-expression has integer literals, + - * /, unary minus and brackets, and is evaluated in fractions. `//`, `**`, decimals,
-non-ASCII digits and leading zeros (07) are not legal. d1's rule, eval() after a character filter, accepts 100//30 = 3,
-hangs on 93**100**30 and reads 30.100 as the two numbers 30 and 100.
+The metric is exact: 1.0 for a legal expression over exactly the given numbers that equals the
+target, else 0.0. A legal expression has integer literals, + - * /, unary minus and brackets, and is
+evaluated in fractions. `//`, `**`, decimals, non-ASCII digits and leading zeros (07) are not legal.
+d1's rule, eval() after a character filter, accepts 100//30 = 3, hangs on 93**100**30 and reads
+30.100 as the two numbers 30 and 100.
 """
 
 import ast
@@ -36,7 +37,8 @@ MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth 
 LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])+")
 
 VERSION = {"compact": "compact", "tags": "d1, training"}  # name of the prompt, by style
-# The training prompt of d1 and DARE to the byte, so that scores can be compared (tested against DARE's file).
+# The training prompt of d1 and DARE to the byte, so that scores can be compared (tested against
+# DARE's file).
 PROMPT = """Respond in the following format:
 <reasoning>
 ...
@@ -45,11 +47,12 @@ PROMPT = """Respond in the following format:
 ...
 </answer>
 
-Using only the numbers {numbers}, create an arithmetic expression that evaluates to exactly {target}. \
-You must use all numbers from the list, and each number must be used exactly once. \
+Using only the numbers {numbers}, create an arithmetic expression that evaluates to exactly \
+{target}. You must use all numbers from the list, and each number must be used exactly once. \
 You may use the operations +, -, *, and / as needed. \
-After reasoning, provide only your final expression inside <answer></answer> tags without including an equals sign \
-or the target number. For example, if the numbers are [2, 3, 4] and the target is 5, a valid answer is: <answer>
+After reasoning, provide only your final expression inside <answer></answer> tags without \
+including an equals sign or the target number. For example, if the numbers are [2, 3, 4] and the \
+target is 5, a valid answer is: <answer>
 2*4-3
 </answer>"""
 
@@ -62,8 +65,9 @@ COLUMNS = (
 def load(split, path=None, limit=None):
     """The first `limit` examples {"numbers": list, "target": int, "style": "compact" | "tags"}.
 
-    path: empty for "small"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub id. Rows may have our
-    columns, d1's, Dream's or DARE's (COLUMNS). A file gives the same rows for every split. Only presets are "compact".
+    path: empty for "small"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub
+    id. Rows may have our columns, d1's, Dream's or DARE's (COLUMNS). A file gives the same rows for
+    every split. Only presets are "compact".
     """
     path = path or "small"
     if path in PRESETS:
@@ -84,8 +88,8 @@ def prompt(example):
 def extract(completion, example):
     r"""The expression of a completion, not checked; None where there is none.
 
-    "compact": the whole completion. "tags": the last complete answer tag, with \times, \cdot and \div as operators and
-    without a final "= number", whose value is not looked at.
+    "compact": the whole completion. "tags": the last complete answer tag, with \times, \cdot and
+    \div as operators and without a final "= number", whose value is not looked at.
     """
     if example["style"] == "compact":
         return completion.strip() or None
@@ -99,7 +103,8 @@ def extract(completion, example):
 
 
 def score(completion, example):
-    """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. Never raises."""
+    """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0.
+    Never raises."""
     return float(
         evaluate(extract(completion, example) or "")
         == (example["target"], sorted(example["numbers"]))
@@ -107,7 +112,8 @@ def score(completion, example):
 
 
 def answer(example, draw=0):
-    """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash of (example, draw).
+    """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash
+    of (example, draw).
 
     A compact example is answered with + and - only. ValueError where the example has no solution.
     """
@@ -120,7 +126,8 @@ def answer(example, draw=0):
 
 
 def evaluate(text):
-    """(value, sorted literals) of a legal expression; None for anything else, and for division by zero. Never raises."""
+    """(value, sorted literals) of a legal expression; None for anything else, and for division by
+    zero. Never raises."""
     depth = len(re.findall(r"[-+*/(]", text)) if len(text) <= MAX_LENGTH else MAX_DEPTH + 1
     if depth > MAX_DEPTH or not LEGAL.fullmatch(text):
         return None

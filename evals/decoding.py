@@ -1,16 +1,17 @@
 """How many tokens, in which blocks and steps: the settings of published numbers, by model and task.
 
-evals/run.py and every evals/<task>.py take their defaults from `settings`; any flag overrides its part, and result.json has
-what was used. Lengths are those of DARE's table (configurations of yjyddq/DARE); "*" is for tasks without a number of their
-own there. Where DARE has several variants, this is the plain one, without a rule for the end of text. Examples and prompts
-belong to the task.
+evals/run.py and every evals/<task>.py take their defaults from `settings`; any flag overrides its
+part, and result.json has what was used. Lengths are those of DARE's table (configurations of
+yjyddq/DARE); "*" is for tasks without a number of their own there. Where DARE has several variants,
+this is the plain one, without a rule for the end of text. Examples and prompts belong to the task.
 """
 
 from pathlib import Path
 
 
 def one_by_one(text, **more):
-    """{task: settings} of lines with task, length, block and maybe a cache: as many denoising steps as tokens."""
+    """{task: settings} of lines with task, length, block and maybe a cache: as many denoising steps
+    as tokens."""
     rows = {}
     for task, length, block, *cache in map(str.split, text.strip().splitlines()):
         sizes = {
@@ -23,7 +24,8 @@ def one_by_one(text, **more):
 
 
 def dream(length):
-    """Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain first."""
+    """Dream decodes the whole answer as one block, in steps of its own schedule, the least
+    uncertain first."""
     rule = {"schedule": "timesteps", "remasking": "entropy", "temperature": 0.2, "top_p": 0.95}
     return one_by_one(f"* {length} {length}", **rule)["*"]
 
@@ -51,7 +53,8 @@ BASE = {
     "repeats": 1,
 }
 
-# LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs. C-Eval is not published.
+# LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs.
+# C-Eval is not published.
 LLADA = one_by_one("""
 * 512 32
 mmlu 3 3 dual
@@ -71,7 +74,8 @@ LLADA |= one_by_one("aime24 2048 64 dual\naime25 2048 64 prefix", temperature=1.
 # DARE's validation during training: half as many steps as tokens
 HALF = {"gen_length": 256, "block_length": 32, "denoising_steps": 16}
 LLADA |= each("countdown sudoku", HALF)
-# LLaDA-1.5: no cache, and an end of text is revealed last in its block; other tasks as for LLaDA-8B-Instruct
+# LLaDA-1.5: no cache, and an end of text is revealed last in its block; other tasks as for
+# LLaDA-8B-Instruct
 LLADA_15 = LLADA | one_by_one("gpqa 256 16")
 LLADA_15 |= one_by_one(
     "gsm8k 256 16\nmath500 1024 128\nhumaneval 512 32\nmbpp 512 32", eos_policy="demote"
@@ -79,7 +83,8 @@ LLADA_15 |= one_by_one(
 DREAM = {"*": dream(512), "gsm8k": dream(256), "olympiad": dream(2048)}
 DREAM |= each("mmlu mmlu_pro gpqa hellaswag", dream(128))
 DREAM |= each("aime24 aime25", dream(2048) | {"repeats": 8})
-# greedy, one of the four tokens of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval and MBPP reveal above 0.95
+# greedy, one of the four tokens of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval
+# and MBPP reveal above 0.95
 SDAR = {"*": {"gen_length": 4096, "denoising_steps": 4}}
 LLADA2 = {"*": llada2(512), "gpqa": llada2(128)}
 LLADA2 |= each("mmlu mmlu_pro hellaswag gsm8k", llada2(256))
@@ -104,12 +109,13 @@ COMPACT = {
 
 
 def settings(model, model_type, task, style=""):
-    """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory with that name) or else its
-    architecture. style: of the task's examples; "compact" problems have one setting for all models. SystemExit for an
-    architecture without settings."""
+    """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
+    with that name) or else its architecture. style: of the task's examples; "compact" problems have
+    one setting for all models. SystemExit for an architecture without settings."""
     rows = SETTINGS.get(Path(model).name) or SETTINGS.get(model_type)
     if rows is None:
         raise SystemExit(
-            f"evals/decoding.py has no settings of a {model_type!r} model; known: {', '.join(SETTINGS)}"
+            f"evals/decoding.py has no settings of a {model_type!r} model; known: "
+            f"{', '.join(SETTINGS)}"
         )
     return BASE | (COMPACT[task] if style == "compact" else rows.get(task, rows["*"]))

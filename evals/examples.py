@@ -8,7 +8,8 @@ VALIDATION = 512  # rows held out of a hub data set's train split if it has no v
 
 
 def read_examples(read, needs, path, split, presets=(), limit=None, config=None):
-    """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first `limit` rows.
+    """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
+    `limit` rows.
 
     SystemExit if there is no such file or data set; the message lists the task's `presets`.
     """
@@ -16,7 +17,8 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None)
 
 
 def parse_rows(read, needs, path, rows, first=1):
-    """read(row) of every row. SystemExit names the first row for which `read` raises, its columns, and what it `needs`."""
+    """read(row) of every row. SystemExit names the first row for which `read` raises, its columns,
+    and what it `needs`."""
     examples = []
     for number, row in enumerate(rows, first):
         try:
@@ -58,7 +60,8 @@ def one_split(task, split, known):
 
 
 def held_out(rows, split, key):
-    """Train rows in their order: "validation" is the VALIDATION rows with the smallest key(index), "train" the others."""
+    """Train rows in their order: "validation" is the VALIDATION rows with the smallest key(index),
+    "train" the others."""
     order = sorted(range(len(rows)), key=key)
     chosen = order[:VALIDATION] if split == "validation" else order[VALIDATION:]
     return [rows[i] for i in sorted(chosen)]

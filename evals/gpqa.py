@@ -1,13 +1,15 @@
-"""GPQA diamond: 198 graduate-level questions, four options. Gated: accept its terms on the hub, and publish no rows.
+"""GPQA diamond: 198 graduate-level questions, four options. Gated: accept its terms on the hub, and
+publish no rows.
 
-    python evals/gpqa.py --model llada-8b --gen-length 128 --block-length 64 --denoising-steps 64      Idavidrein/gpqa
+    python evals/gpqa.py --model llada-8b  Idavidrein/gpqa
     python evals/gpqa.py --completions FILE.jsonl --data gpqa_diamond.csv
 
-Prompt and order of options are those of OpenCompass' gpqa_gen_4baadb (no worked examples; the right option is D, C, B, A in
-turn), as in DARE's lmdeploy runs of SDAR (4,096 tokens, 41.40 in its table). For LLaDA (128 tokens in blocks of 64), Dream
-and LLaDA2 (128) DARE puts five worked questions of the authors in front and shuffles the options with one generator. No
-questions are kept here, so those numbers are not reproduced: LLaDA-8B-Instruct 31.82 (63 of 198), Dream-7B-Instruct 26.77,
-LLaDA2.0-mini 34.34. One question is half a point; the standard error is 3.3 points.
+Prompt and order of options are those of OpenCompass' gpqa_gen_4baadb (no worked examples; the right
+option is D, C, B, A in turn), as in DARE's lmdeploy runs of SDAR (4,096 tokens, 41.40 in its
+table). For LLaDA (128 tokens in blocks of 64), Dream and LLaDA2 (128) DARE puts five worked
+questions of the authors in front and shuffles the options with one generator. No questions are kept
+here, so those numbers are not reproduced: LLaDA-8B-Instruct 31.82 (63 of 198), Dream-7B-Instruct
+26.77, LLaDA2.0-mini 34.34. One question is half a point; the standard error is 3.3 points.
 """
 
 import sys
@@ -26,7 +28,8 @@ extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter}; only split "test", which the hub calls train.
+    """The first `limit` examples {"question", "options": 4, "gold": letter}; only split "test",
+    which the hub calls train.
 
     path: empty for the hub's rows, or a .jsonl, .csv or .parquet file or hub id with COLUMNS.
     """

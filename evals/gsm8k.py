@@ -1,11 +1,11 @@
 r"""GSM8K: grade-school word problems with a number as answer.
 
-    python evals/gsm8k.py --model sdar-8b --gen-length 256 --denoising-steps 4      openai/gsm8k, test
+    python evals/gsm8k.py --model sdar-8b --gen-length 256 --denoising-steps 4   openai/gsm8k, test
     python evals/gsm8k.py --completions FILE.jsonl --data test.jsonl
 
-The metric is exact: 1.0 if the number of the completion (`extract`) equals the gold one as a fraction, else 0.0. So 18.00,
-\$18 and 18 dollars are 18, and 1,450,000 is one number; OpenCompass reads its last run of digits, 000.
-Units are not interpreted: 50\% is 50, and 2 dozen is 2.
+The metric is exact: 1.0 if the number of the completion (`extract`) equals the gold one as a
+fraction, else 0.0. So 18.00, \$18 and 18 dollars are 18, and 1,450,000 is one number; OpenCompass
+reads its last run of digits, 000. Units are not interpreted: 50\% is 50, and 2 dozen is 2.
 """
 
 import re
@@ -75,11 +75,12 @@ WHOLE = re.compile(
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "gold": number as text, "solution": worked, "" if unknown, "style": "boxed" |
-    "tags"}.
+    """The first `limit` examples {"question", "gold": number as text, "solution": worked, "" if
+    unknown, "style": "boxed" | "tags"}.
 
-    path: empty for the hub's rows; "d1" for the same in style "tags"; a .jsonl, .csv or .parquet file; or a hub id. The
-    hub's train split gives "train" and "validation" (512 of 7,473 rows). A file gives the same rows for every split.
+    path: empty for the hub's rows; "d1" for the same in style "tags"; a .jsonl, .csv or .parquet
+    file; or a hub id. The hub's train split gives "train" and "validation" (512 of 7,473 rows). A
+    file gives the same rows for every split.
     """
     path = path or HUB
     if path in (HUB, *PRESETS):
@@ -100,12 +101,15 @@ def prompt(example):
 
 
 def extract(completion, example):
-    r"""The answer of a completion, normalised if it is a number (`normalised`); None if there is none. Never raises.
+    r"""The answer of a completion, normalised if it is a number (`normalised`); None if there is
+    none. Never raises.
 
     "boxed", the first rule that finds something:
-      1. the last complete \boxed{...} that is not empty, even if an unclosed or too long one follows;
+      1. the last complete \boxed{...} that is not empty, even if an unclosed or too long one
+         follows;
       2. the number right after the last "####";
-      3. the first number of the sentence after the last "answer is", or after the last "=" in that sentence;
+      3. the first number of the sentence after the last "answer is", or after the last "=" in that
+         sentence;
       4. the last number.
     "tags": the last complete answer tag, or the last complete box in it.
     """
@@ -124,7 +128,8 @@ def score(completion, example):
 
 
 def answer(example, draw=0):
-    """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>. SystemExit if unknown."""
+    """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>.
+    SystemExit if unknown."""
     if not example["solution"]:
         where = f"train on {HUB} or on a file with question and answer"
         raise SystemExit(f"gsm8k: these rows have no worked solutions; {where}")
@@ -135,7 +140,8 @@ def answer(example, draw=0):
 
 
 def plain(text):
-    r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2, \text{eggs} -> eggs."""
+    r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2,
+    \text{eggs} -> eggs."""
     for latex, replacement in REPLACED.items():
         text = text.replace(latex, replacement)
     text = MONEY.sub(r" \1", WORDS.sub(r"\1", text))
@@ -143,7 +149,8 @@ def plain(text):
 
 
 def normalised(answer):
-    r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" -> "-1/2"; None for anything else."""
+    r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
+    "-1/2"; None for anything else."""
     text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")[2].strip(" \t\r\n{}()")
     match = WHOLE.fullmatch(text) if len(answer) <= MAX_LENGTH else None
     return match[1] + match[2].replace(",", "") if match else None

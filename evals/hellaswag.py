@@ -1,13 +1,15 @@
-"""HellaSwag: which of four endings continues a text; 10,042 rows, the hub's validation split, because test has no labels.
+"""HellaSwag: which of four endings continues a text; 10,042 rows, the hub's validation split,
+because test has no labels.
 
-    python evals/hellaswag.py --model llada-8b --gen-length 3 --block-length 3 --denoising-steps 3      Rowan/hellaswag
+    python evals/hellaswag.py --model llada-8b  Rowan/hellaswag
     python evals/hellaswag.py --completions FILE.jsonl --data rows.jsonl
 
---split test reads the hub's validation split; train and validation are its 39,905 train rows, 512 of them for validation.
-The prompt is OpenCompass' hellaswag_gen_6faab5, without worked examples and without the activity in front of the text.
-DARE's lengths: LLaDA 3, Dream 128, LLaDA2 256, SDAR 4,096. DARE's table: LLaDA-8B-Instruct 75.30, Dream-7B-Instruct 63.23,
-SDAR-8B-Chat 87.59, LLaDA2.0-mini 82.35. lm-eval compares likelihoods of the endings (per byte in acc_norm): a different
-quantity.
+--split test reads the hub's validation split; train and validation are its 39,905 train rows, 512
+  of them for validation. The prompt is OpenCompass' hellaswag_gen_6faab5, without worked examples
+  and without the activity in front of the text. DARE's lengths: LLaDA 3, Dream 128, LLaDA2 256,
+  SDAR 4,096. DARE's table: LLaDA-8B-Instruct 75.30, Dream-7B-Instruct 63.23, SDAR-8B-Chat 87.59,
+  LLaDA2.0-mini 82.35. lm-eval compares likelihoods of the endings (per byte in acc_norm): a
+  different quantity.
 """
 
 import re
@@ -29,8 +31,8 @@ extract, score, answer = choices.extract, choices.score, choices.answer
 def load(split, path=None, limit=None):
     """The first `limit` examples {"text", "options": 4, "gold": letter}.
 
-    path: empty for the hub's rows; a .jsonl or .parquet file or hub id with HUB's columns, or with query, choices and gold
-    (OpenCompass' file). A file gives the same rows for every split.
+    path: empty for the hub's rows; a .jsonl or .parquet file or hub id with HUB's columns, or with
+    query, choices and gold (OpenCompass' file). A file gives the same rows for every split.
     """
     hub_split = one_split(
         "hellaswag", split, {"test": "validation", "train": "train", "validation": "train"}
@@ -51,7 +53,8 @@ def prompt(example):
 
 
 def cleaned(text):
-    """Text without WikiHow's marks, as in lm-eval: "Wash. [title] Dry [step] it" -> "Wash. . Dry it"."""
+    """Text without WikiHow's marks, as in lm-eval: "Wash. [title] Dry [step] it" -> "Wash. . Dry
+    it"."""
     return re.sub(r"\[[^\]]*\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 

@@ -1,11 +1,13 @@
-"""HumanEval: complete a Python function from its signature and docstring; right if the hidden tests pass.
+"""HumanEval: complete a Python function from its signature and docstring; right if the hidden tests
+pass.
 
-    python evals/humaneval.py --model llada-8b --gen-length 512 --block-length 32 --denoising-steps 32     DARE's setting
+    python evals/humaneval.py --model llada-8b  DARE's setting
     python evals/humaneval.py --completions FILE.jsonl --data HumanEval.jsonl.gz
 
-pass@1: 1.0 if the tests pass within 5 seconds in evals/sandbox.py, mode "proxy", else 0.0. A completion may be the whole
-function or only its body, in a fenced block, in an unclosed one, or without any. OpenCompass, and so DARE, takes the first
-block and strips the indentation of a body, which then does not parse.
+pass@1: 1.0 if the tests pass within 5 seconds in evals/sandbox.py, mode "proxy", else 0.0. A
+completion may be the whole function or only its body, in a fenced block, in an unclosed one, or
+without any. OpenCompass, and so DARE, takes the first block and strips the indentation of a body,
+which then does not parse.
 """
 
 import ast
@@ -23,14 +25,18 @@ from evals.sandbox import Job
 HUB = "openai/openai_humaneval"
 VERSION = "OpenCompass humaneval_gen_8e312c"  # name of the prompt
 INSTRUCTION = "Complete the following python code:\n"  # OpenCompass' humaneval_gen_8e312c, DARE
-COLUMNS = "prompt, test, entry_point and canonical_solution, or prompt and reward_model.ground_truth (DARE)"
+COLUMNS = (
+    "prompt, test, entry_point and canonical_solution, or prompt and reward_model.ground_truth "
+    "(DARE)"
+)
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
 def load(split, path=None, limit=None, hub=HUB):
     """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown}.
 
-    path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
+    path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
+    file; or a hub id.
     """
     path = path or hub
     split = one_split(hub, split, {"test": "test"}) if path == hub else split
@@ -43,16 +49,19 @@ def prompt(example):
 
 
 def extract(completion, example):
-    """The code of a completion (evals/programs.py: code_of), a whole function or a body; None if it is empty."""
+    """The code of a completion (evals/programs.py: code_of), a whole function or a body; None if it
+    is empty."""
     return code_of(completion, [example["entry_point"]])
 
 
 def program(completion, example):
-    """The prompt, with its imports and helpers, followed by the code of the completion; None if there is none.
+    """The prompt, with its imports and helpers, followed by the code of the completion; None if
+    there is none.
 
-    Code that defines the function goes after the stub, which it replaces. Other code is the body: the first of these forms
-    that makes one is used: as it is, dedented and indented by 4, with only the first line indented by 4; then the same for
-    the lines before the first unindented one, where a base model goes on with something else.
+    Code that defines the function goes after the stub, which it replaces. Other code is the body:
+    the first of these forms that makes one is used: as it is, dedented and indented by 4, with only
+    the first line indented by 4; then the same for the lines before the first unindented one, where
+    a base model goes on with something else.
     """
     code = extract(completion, example)
     if code is None:
@@ -70,7 +79,8 @@ def program(completion, example):
 
 
 def job(completion, example, timeout=TIMEOUT):
-    """The program of a completion and its tests; None if it is empty. The prompt's own helpers are trusted."""
+    """The program of a completion and its tests; None if it is empty. The prompt's own helpers are
+    trusted."""
     code, name = program(completion, example), example["entry_point"]
     return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=timeout)
 

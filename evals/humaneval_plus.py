@@ -1,10 +1,12 @@
-"""HumanEval+: HumanEval with up to 1,100 inputs per problem (EvalPlus); same prompt and reading of completions.
+"""HumanEval+: HumanEval with up to 1,100 inputs per problem (EvalPlus); same prompt and reading of
+completions.
 
-    python evals/humaneval_plus.py --model llada-8b --gen-length 512 --block-length 32 --denoising-steps 32
+    python evals/humaneval_plus.py --model llada-8b
     python evals/humaneval_plus.py --completions FILE.jsonl --data test_humanevalplus_1.parquet
 
-All tests of a problem together have 20 seconds; DARE allows 1 second for each input, up to 18 minutes. DARE's file lacks
-HumanEval/32. The original solutions of HumanEval fail 16 of its 163 rows, because the tests are stricter.
+All tests of a problem together have 20 seconds; DARE allows 1 second for each input, up to 18
+minutes. DARE's file lacks HumanEval/32. The original solutions of HumanEval fail 16 of its 163
+rows, because the tests are stricter.
 """
 
 import sys

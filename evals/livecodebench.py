@@ -1,14 +1,16 @@
-r"""LiveCodeBench, code generation: programming contest problems, by release and date; right if all tests pass.
+r"""LiveCodeBench, code generation: programming contest problems, by release and date; right if all
+tests pass.
 
-    python evals/livecodebench.py --model sdar-8b --gen-length 4096 --denoising-steps 4                 all 1,055, release_v6
+    python evals/livecodebench.py --model sdar-8b  all 1,055, release_v6
     python evals/livecodebench.py --model sdar-8b --data release_v5@2024-08-01..2025-01-31
     python evals/livecodebench.py --completions FILE.jsonl --data test6.jsonl
 
-pass@1: 1.0 if every public and private test passes in evals/sandbox.py, mode "proxy", else 0.0. LeetCode's tests call a
-method and compare values; the others give stdin and compare stdout line by line, and lines that differ as numbers. Prompt
-and rules are those of LiveCodeBench's own runner (6 seconds per test), except that a program that reads stdin runs as a new
-process for every test; the runner calls it as a function with a fake stdin. There is no train split.
-LLaDA2.0-mini's report: 31.50, for a window of dates that it does not give.
+pass@1: 1.0 if every public and private test passes in evals/sandbox.py, mode "proxy", else 0.0.
+LeetCode's tests call a method and compare values; the others give stdin and compare stdout line by
+line, and lines that differ as numbers. Prompt and rules are those of LiveCodeBench's own runner (6
+seconds per test), except that a program that reads stdin runs as a new process for every test; the
+runner calls it as a function with a fake stdin. There is no train split. LLaDA2.0-mini's report:
+31.50, for a window of dates that it does not give.
 """
 
 import base64
@@ -36,7 +38,10 @@ RELEASES = {f"release_v{n}": range(1, n + 1) for n in range(1, 7)}
 RELEASES |= {f"v{n}": (n,) for n in range(1, 7)}
 PRESETS = (*RELEASES, "release_v6@2024-08-01..2025-01-31")
 WINDOW = re.compile(r"(.*)@(\d{4}-\d\d-\d\d)?\.\.(\d{4}-\d\d-\d\d)?")
-COLUMNS = "question_content, starter_code, contest_date, public_test_cases, private_test_cases and metadata"
+COLUMNS = (
+    "question_content, starter_code, contest_date, public_test_cases, private_test_cases and "
+    "metadata"
+)
 TIMEOUT = 6  # seconds per test; (TIMEOUT + 1) * tests + 5 for all of them
 MEMORY = 4 << 30  # bytes
 MAX_TESTS = 1 << 30  # bytes of a problem's tests, unpacked
@@ -45,22 +50,28 @@ LARGE = (
 )  # bytes of packed tests; larger problems are judged alone: judging takes 15 times as much
 
 SYSTEM = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will "
+    "You are an expert Python programmer. You will be given a question (problem specification) "
+    "and will "
     "generate a correct Python program that matches the specification and passes all tests."
 )
 WITH_STARTER = (
-    "You will use the following starter code to write the solution to the problem and enclose your code "
+    "You will use the following starter code to write the solution to the problem and enclose "
+    "your code "
     "within delimiters."
 )
 WITHOUT_STARTER = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test "
-    "on the sample inputs). Enclose your code within delimiters as follows. Ensure that when the python "
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not "
+    "directly test "
+    "on the sample inputs). Enclose your code within delimiters as follows. Ensure that when the "
+    "python "
     "program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
 )
 
-# the runner's imports in front of every program: starter code uses names such as List without importing them
+# the runner's imports in front of every program: starter code uses names such as List without
+# importing them
 STARS = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator "
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator "
     "io sys json"
 )
 IMPORTS = "".join(f"from {name} import *\n" for name in [*STARS.split(), "builtins", "typing"])
@@ -71,7 +82,8 @@ FUNCTION = """
 exec(compile({code!r}, "<solution>", "exec"), globals())
 def _judged_call(*arguments):
     owner = Solution() if "class Solution" in {code!r} else None
-    return getattr(owner, {name!r})(*arguments) if owner is not None else globals()[{name!r}](*arguments)
+    function = globals()[{name!r}] if owner is None else getattr(owner, {name!r})
+    return function(*arguments)
 """
 PROGRAM = """
 import os as _os, select as _select, sys as _sys
@@ -176,13 +188,14 @@ for number, (given, want) in enumerate(json.loads({tests!r})):
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "starter": code or "", "name": method, "" for stdin, "public": tests,
-    "private": packed tests, or their place (file, offset, bytes), "source": file and row}.
+    """The first `limit` examples {"question", "starter": code or "", "name": method, "" for stdin,
+    "public": tests, "private": packed tests, or their place (file, offset, bytes), "source": file
+    and row}.
 
-    path: empty for release_v6 of HUB; another release, release_v1 to release_v6, or what one added, v1 to v6; a .jsonl (such
-    as HUB's test6.jsonl), .jsonl.gz or .parquet file with HUB's columns; or a hub id. With @FIRST..LAST behind it only the
-    contests of these days, both included; either day may be left out. Private tests take gigabytes, so they are unpacked
-    only when needed.
+    path: empty for release_v6 of HUB; another release, release_v1 to release_v6, or what one added,
+    v1 to v6; a .jsonl (such as HUB's test6.jsonl), .jsonl.gz or .parquet file with HUB's columns;
+    or a hub id. With @FIRST..LAST behind it only the contests of these days, both included; either
+    day may be left out. Private tests take gigabytes, so they are unpacked only when needed.
     """
     window = WINDOW.fullmatch(path or "")
     path, first, last = window.groups() if window else (path, None, None)
@@ -195,7 +208,11 @@ def load(split, path=None, limit=None):
     for number, (source, row, place) in enumerate(_rows(path, split), 1):
         [example] = parse_rows(_problem, COLUMNS, source, [row], number)
         if first <= example.pop("date") <= last:
-            examples.append(example | {"source": f"{source} row {number}"} | ({"private": place} if place else {}))
+            examples.append(
+                example
+                | {"source": f"{source} row {number}"}
+                | ({"private": place} if place else {})
+            )
         if len(examples) == limit:
             break
     if not examples and window:
@@ -204,7 +221,8 @@ def load(split, path=None, limit=None):
 
 
 def prompt(example):
-    """A system and a user message, as LiveCodeBench's runner asks chat models. OpenCompass has no system message."""
+    """A system and a user message, as LiveCodeBench's runner asks chat models. OpenCompass has no
+    system message."""
     starter = example["starter"]
     ask = WITH_STARTER if starter else WITHOUT_STARTER
     ask = f"{ask}\n```python\n{starter or '# YOUR CODE HERE'}\n```"
@@ -214,8 +232,8 @@ def prompt(example):
 
 
 def extract(completion, example):
-    """The program of a completion, not checked (evals/programs.py: code_of); None if there is none. The runner takes the last
-    block, and nothing if it is not closed."""
+    """The program of a completion, not checked (evals/programs.py: code_of); None if there is none.
+    The runner takes the last block, and nothing if it is not closed."""
     return code_of(completion, ["Solution", example["name"]] if example["name"] else [])
 
 
@@ -240,7 +258,8 @@ def score(completion, example):
 
 
 def score_batch(completions, examples):
-    """`score` of each, on all cores. Tests are in memory only while their program runs, LARGE ones of one problem at a time."""
+    """`score` of each, on all cores. Tests are in memory only while their program runs, LARGE ones
+    of one problem at a time."""
     jobs, batches = [], [[]]
     for i, pair in enumerate(zip(completions, examples, strict=True)):
         jobs.append(partial(job, *pair) if extract(*pair) is not None else None)
@@ -256,7 +275,8 @@ def score_batch(completions, examples):
 
 
 def _rows(path, split):
-    """(file or hub id, row, (file, offset, bytes) of the row if it can be read again) of `path`, in order."""
+    """(file or hub id, row, (file, offset, bytes) of the row if it can be read again) of `path`, in
+    order."""
     files = [path] if path.endswith(".jsonl") and Path(path).is_file() else []
     if path in RELEASES:
         import huggingface_hub  # here, because scoring a file does not need it
@@ -301,7 +321,8 @@ def _problem(row):
 
 
 def tests_of(example):
-    """[input, output] of all tests, the public ones first. SystemExit names the row if its private tests are damaged."""
+    """[input, output] of all tests, the public ones first. SystemExit names the row if its private
+    tests are damaged."""
     text = example["private"]
     if not isinstance(text, str):
         with open(text[0], "rb") as file:
@@ -322,8 +343,8 @@ def _tests(tests):
 
 
 def unpacked(text):
-    """The text in base64 of zlib of a pickle of it. The pickle is parsed, not loaded: loading one can run anything.
-    ValueError or zlib.error if it holds anything but one text."""
+    """The text in base64 of zlib of a pickle of it. The pickle is parsed, not loaded: loading one
+    can run anything. ValueError or zlib.error if it holds anything but one text."""
     stream = zlib.decompressobj()
     data = stream.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
     if not stream.eof:

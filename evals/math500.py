@@ -1,12 +1,14 @@
-r"""MATH: competition problems with an answer in LaTeX. MATH-500 by default, the whole test set of 5,000 with --data full.
+r"""MATH: competition problems with an answer in LaTeX. MATH-500 by default, the whole test set of
+5,000 with --data full.
 
-    python evals/math500.py --model sdar-8b --gen-length 512 --denoising-steps 4       HuggingFaceH4/MATH-500, test
+    python evals/math500.py --model sdar-8b  HuggingFaceH4/MATH-500, test
     python evals/math500.py --model llada-8b --data full --gen-length 512 --reward math500_hendrycks
     python evals/math500.py --completions FILE.jsonl --data test_math500_1.parquet
-    python algos/d1.py --task math500 --model sdar-8b                                  trains on MATH's train split
+    python algos/d1.py --task math500 --model sdar-8b   trains on MATH's train split
 
-The metric is Math-Verify on the last complete box (evals/math_grader.py): SDAR's published setting, with MATH-500.
-DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a string matcher: --data full, and math500_hendrycks.
+The metric is Math-Verify on the last complete box (evals/math_grader.py): SDAR's published setting,
+with MATH-500. DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a string matcher:
+--data full, and math500_hendrycks.
 """
 
 import sys
@@ -21,27 +23,33 @@ from evals.gsm8k import INSTRUCTION, TAGS
 from evals.math_grader import grade, grade_batch, last_box
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
-# names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's prompt
+# names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
+# prompt
 PRESETS = ("full", "d1")
 # name of the prompt, by style
 VERSION = {"": "OpenCompass math_0shot_gen_11c4b5", "tags": "d1, training"}
 PARTS = (  # of FULL, each a config on the hub
-    "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus"
+    "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
+    "precalculus"
 ).split()
 D1 = (  # d1's prompt, to the byte
     f"{TAGS}You are a math expert. You will be given a question to solve. Solve it step by step. "
     "Wrap the final answer in a \\boxed{}. \n\n"
 )
-COLUMNS = "problem and answer, or problem and solution with a box, or prompt and reward_model.ground_truth (DARE)"
+COLUMNS = (
+    "problem and answer, or problem and solution with a box, or prompt and "
+    "reward_model.ground_truth (DARE)"
+)
 
 
 def load(split, path=None, limit=None):
-    r"""The first `limit` examples {"question", "gold": LaTeX, "solution": worked, "" if unknown}, with --data d1 also
-    "style": "tags".
+    r"""The first `limit` examples {"question", "gold": LaTeX, "solution": worked, "" if unknown},
+    with --data d1 also "style": "tags".
 
-    path: empty or "d1" for the hub's rows, where "test" is MATH-500, or all 5,000 test rows with "full", and FULL's train
-    split gives "train" and "validation" (512 rows); or a .jsonl, .csv or .parquet file, or a hub id. A file gives the same
-    rows for every split. Rows without an answer (DARE's train file has four) are left out and counted on stderr.
+    path: empty or "d1" for the hub's rows, where "test" is MATH-500, or all 5,000 test rows with
+    "full", and FULL's train split gives "train" and "validation" (512 rows); or a .jsonl, .csv or
+    .parquet file, or a hub id. A file gives the same rows for every split. Rows without an answer
+    (DARE's train file has four) are left out and counted on stderr.
     """
     if path == "d1":
         return [problem | {"style": "tags"} for problem in load(split, HUB, limit)]
@@ -58,7 +66,8 @@ def load(split, path=None, limit=None):
 
 
 def prompt(example):
-    """One user message, no examples: that of SDAR and of DARE's math_0shot_gen_11c4b5; with --data d1 d1's training prompt."""
+    """One user message, no examples: that of SDAR and of DARE's math_0shot_gen_11c4b5; with --data
+    d1 d1's training prompt."""
     question = example["question"]
     content = D1 + question if example.get("style") == "tags" else f"{question}\n{INSTRUCTION}"
     return user(content)
@@ -101,7 +110,8 @@ def _problems(rows, path):
 
 
 def problem(row):
-    """{"question", "gold": "" if the row has none, "solution": "" if it has none} of a row. Raises for other columns."""
+    """{"question", "gold": "" if the row has none, "solution": "" if it has none} of a row. Raises
+    for other columns."""
     solution = row.get("solution") if isinstance(row.get("solution"), str) else ""
     if chat := chat_row(row):
         question, gold = chat

@@ -1,4 +1,5 @@
-r"""Is a mathematical answer right? The last box of a completion, and four ways to judge its content.
+r"""Is a mathematical answer right? The last box of a completion, and four ways to judge its
+content.
 
     from evals.math_grader import grade
     grade(r"so $\boxed{\frac{2}{4}}$", r"\frac{1}{2}")                  True, by Math-Verify
@@ -6,13 +7,16 @@ r"""Is a mathematical answer right? The last box of a completion, and four ways 
 
 Graders, by name:
     math_verify   the last box against the gold answer with Math-Verify 0.9, as in SDAR's MATH-500
-    hendrycks     the last box against the gold answer as normalised strings, as in OpenCompass (DARE's MATH of 5,000 problems)
-    deepscaler    the last box against the gold answer as normalised strings, or by sympy with guards, as in DARE's RL reward
-    last_number   the last number of the last box, or of the whole completion if it has none, against the gold number
+    hendrycks     the last box against the gold answer as normalised strings, as in OpenCompass
+                  (DARE's MATH of 5,000 problems)
+    deepscaler    the last box against the gold answer as normalised strings, or by sympy with
+                  guards, as in DARE's RL reward
+    last_number   the last number of the last box, or of the whole completion if it has none,
+                  against the gold number
 
-Math-Verify is sympy, which can run forever, take all memory and (through its parser) run Python code. So it runs in
-separate processes, which are killed after TIMEOUT seconds. This file is also the program of these processes and therefore
-imports nothing slow.
+Math-Verify is sympy, which can run forever, take all memory and (through its parser) run Python
+code. So it runs in separate processes, which are killed after TIMEOUT seconds. This file is also
+the program of these processes and therefore imports nothing slow.
 """
 
 import atexit
@@ -45,7 +49,8 @@ FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-
 
 
 def boxes(text):
-    r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and \} do not count. Linear."""
+    r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and
+    \} do not count. Linear."""
     opened, found = (
         [],
         [],
@@ -61,14 +66,16 @@ def boxes(text):
 
 
 def last_box(text):
-    """Stripped content of the last complete box that is not empty; None if there is none. Unclosed boxes do not count."""
+    """Stripped content of the last complete box that is not empty; None if there is none. Unclosed
+    boxes do not count."""
     full = [box.strip() for box in boxes(text) if box.strip()]
     return full[-1] if full else None
 
 
 def grade(completion, gold, grader="math_verify"):
-    """Whether the answer of a completion is the gold one. Never raises for any text; an answer that a judge cannot read, or
-    not within TIMEOUT, is wrong. SystemExit if Math-Verify is not installed."""
+    """Whether the answer of a completion is the gold one. Never raises for any text; an answer that
+    a judge cannot read, or not within TIMEOUT, is wrong. SystemExit if Math-Verify is not
+    installed."""
     if grader == "last_number":
         return last_number(completion, gold)
     judge = {"math_verify": math_verify, "hendrycks": hendrycks, "deepscaler": deepscaler}[grader]
@@ -93,9 +100,11 @@ def in_threads(judge, completions, golds):
 
 
 def math_verify(answer, gold, tolerance=0.0):
-    """Whether Math-Verify finds two answers (LaTeX without \\boxed) equal. Equal strings and numbers need no process.
+    """Whether Math-Verify finds two answers (LaTeX without \\boxed) equal. Equal strings and
+    numbers need no process.
 
-    tolerance: values that differ by at most this much, plus 1 % for rounding of the last digit, are equal too."""
+    tolerance: values that differ by at most this much, plus 1 % for rounding of the last digit, are
+    equal too."""
     if answer == gold:
         return True
     if not answer.strip():
@@ -111,7 +120,8 @@ def math_verify(answer, gold, tolerance=0.0):
 
 
 def number(answer):
-    r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2"; None for anything else."""
+    r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2";
+    None for anything else."""
     text = answer.strip()
     if text.count("$") == 2:
         text = text.removeprefix("$").removesuffix("$")
@@ -163,9 +173,11 @@ def rewritten(text, rules):
 
 
 def hendrycks(answer, gold):
-    """Whether two answers are the same string after normalisation: the rule of MATH's authors, with OpenCompass' additions.
+    """Whether two answers are the same string after normalisation: the rule of MATH's authors, with
+    OpenCompass' additions.
 
-    Mostly stricter than Math-Verify: 0.5 is not \\frac{1}{2}, and 9i+6 is not 6+9i; but 18 dollars is 18.
+    Mostly stricter than Math-Verify: 0.5 is not \\frac{1}{2}, and 9i+6 is not 6+9i; but 18 dollars
+    is 18.
     """
 
     def stripped(text):
@@ -241,9 +253,10 @@ OUTER = re.compile(r"([\[(])([^()\[\]]+)([\])])")
 def deepscaler(answer, gold):
     """Whether two answers are equal by DeepScaleR's rule, DARE's RL reward.
 
-    They are if they are the same string by the rule of MATH's authors or by PRM800K's, or if sympy finds no difference
-    between them (for tuples and intervals in equal brackets: between their parts). Fractions must be in lowest terms, and an
-    integer must be written as one; nothing is calculated with more than two letters or a power of two digits.
+    They are if they are the same string by the rule of MATH's authors or by PRM800K's, or if sympy
+    finds no difference between them (for tuples and intervals in equal brackets: between their
+    parts). Fractions must be in lowest terms, and an integer must be written as one; nothing is
+    calculated with more than two letters or a power of two digits.
     """
     if rewritten(answer.strip(), MATHD) == rewritten(gold.strip(), MATHD):
         return True
@@ -284,7 +297,8 @@ def _symbol(name):
 
 
 def _same_part(answer, gold):
-    """Whether two parts of answers are the same; sympy subtracts those that neither string rule decides."""
+    """Whether two parts of answers are the same; sympy subtracts those that neither string rule
+    decides."""
     fraction, whole = r"-?[0-9]+.?/0*[1-9][0-9]*.?", r"[-+]?[0-9]+(?:\.0*)?"
     if re.fullmatch(fraction, answer) and re.fullmatch(fraction, gold):
         return answer == gold
@@ -299,7 +313,8 @@ def _same_part(answer, gold):
 
 
 def last_number(completion, gold):
-    """Whether the last number of the last box (without one: of the completion) is the gold answer, which must be a number."""
+    """Whether the last number of the last box (without one: of the completion) is the gold answer,
+    which must be a number."""
     text = last_box(completion) or completion[-100_000:]
     text = text.replace("{,}", ",").replace("\\!", "")
     flat = lambda found: f" {found[1]}{found[2] or found[4]}/{found[3] or found[5]}"
@@ -316,8 +331,8 @@ class Worker:
     """A process that judges one pair of answers at a time."""
 
     def __init__(self):
-        # no secrets in its environment, a process group of its own, and the same string hashes (order of
-        # sympy's sets) in every process
+        # no secrets in its environment, a process group of its own, and the same string hashes
+        # (order of sympy's sets) in every process
         environment = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -333,8 +348,8 @@ class Worker:
             )
 
     def ask(self, *question):
-        """Verdict of a question: answer, gold, tolerance, key of JUDGES. None if the process died or was killed at TIMEOUT;
-        it is unusable then."""
+        """Verdict of a question: answer, gold, tolerance, key of JUDGES. None if the process died
+        or was killed at TIMEOUT; it is unusable then."""
         with suppress(OSError):
             print(json.dumps(question), file=self.process.stdin, flush=True)
             verdict = {"right": True, "wrong": False}.get(self.reply(TIMEOUT))
@@ -343,7 +358,7 @@ class Worker:
         self.kill()
 
     def reply(self, seconds):
-        """The next line that the process writes; "" if it ends, or is killed after so many seconds."""
+        """The next line that the process writes; "" if it ends, or is killed after `seconds`."""
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
@@ -375,7 +390,8 @@ def close():
 
 
 def lacks_verdict(score):
-    """Whether score(), which ran before and is now answered from the cache, met a question without a verdict."""
+    """Whether score(), which ran before and is now answered from the cache, met a question without
+    a verdict."""
     LACKING.found = False
     if NO_VERDICT:
         score()
@@ -433,8 +449,8 @@ JUDGES = {"math_verify": _by_math_verify, "difference": _by_difference}
 
 
 def serve():
-    """The program of a Worker: reads JSON lines [answer, gold, tolerance, judge] from stdin and writes "right" or "wrong" to
-    stdout until stdin ends."""
+    """The program of a Worker: reads JSON lines [answer, gold, tolerance, judge] from stdin and
+    writes "right" or "wrong" to stdout until stdin ends."""
     import logging
     import resource
     import signal

@@ -1,12 +1,13 @@
 """MBPP: write a Python function from one sentence and three tests; right if those tests pass.
 
-    python evals/mbpp.py --model llada-8b --gen-length 512 --block-length 32 --denoising-steps 32          DARE's setting
+    python evals/mbpp.py --model llada-8b  DARE's setting
     python evals/mbpp.py --completions FILE.jsonl --data mbpp.jsonl
 
-1.0 if the tests pass within 10 seconds in evals/sandbox.py, else 0.0: mode "proxy", or "nonce" for the few problems whose
-tests create objects of the program's own classes or use its imports (367 of test, some of train).
-Splits are the paper's: tasks 11-510 are test, 511-600 validation, 601-974 train, also in a file whose rows have task_id.
-DARE leaves out the set-up code, so that nobody solves 367 there, and its RL reward keeps the quotes around an answer.
+1.0 if the tests pass within 10 seconds in evals/sandbox.py, else 0.0: mode "proxy", or "nonce" for
+   the few problems whose tests create objects of the program's own classes or use its imports (367
+   of test, some of train). Splits are the paper's: tasks 11-510 are test, 511-600 validation,
+   601-974 train, also in a file whose rows have task_id. DARE leaves out the set-up code, so that
+   nobody solves 367 there, and its RL reward keeps the quotes around an answer.
 """
 
 import ast
@@ -28,7 +29,8 @@ SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
 VERSION = "OpenCompass mbpp_gen_830460"  # name of the prompt
 TASK = (
-    "You are an expert Python programmer, and here is your task: {text} Your code should pass these "
+    "You are an expert Python programmer, and here is your task: {text} Your code should pass "
+    "these "
     "tests:\n\n {tests}  \n"
 )
 COLUMNS = (
@@ -54,7 +56,8 @@ def is_not_prime(n):\r
         if n % i == 0:\r
             result = True\r
     return result"""
-TASK_4 = """Write a function to find the largest integers from a given list of numbers using heap queue algorithm.
+TASK_4 = """Write a function to find the largest integers from a given list of numbers using heap \
+queue algorithm.
  assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65]\x20
 assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75]\x20
 assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]
@@ -94,9 +97,9 @@ def prompt(example):
 def extract(completion, example):
     r"""The code of a completion, not checked; None if there is none.
 
-    The first of these that defines a function of the tests: the text from the last [BEGIN] to the next [DONE] or the end,
-    without its quotes; the text before the first [DONE]; all of it. In each, fenced blocks come first (evals/programs.py:
-    code_of). \_ is _.
+    The first of these that defines a function of the tests: the text from the last [BEGIN] to the
+    next [DONE] or the end, without its quotes; the text before the first [DONE]; all of it. In
+    each, fenced blocks come first (evals/programs.py: code_of). \_ is _.
     """
     text = completion.replace("\\_", "_")
     names = names_of(example)
@@ -107,14 +110,16 @@ def extract(completion, example):
 
 
 def unquoted(text):
-    """Without one pair of single quotes around it, or without the first one if the pair is not closed."""
+    """Without one pair of single quotes around it, or without the first one if the pair is not
+    closed."""
     inner = text.strip()
     quoted = inner.startswith("'") and not inner.startswith("''")
     return inner[1:].removesuffix("'") if quoted else text
 
 
 def names_of(example):
-    """What a program must define: names that the set-up code and the tests use and neither they nor Python define."""
+    """What a program must define: names that the set-up code and the tests use and neither they nor
+    Python define."""
     nodes = list(ast.walk(parsed(_tests(example)) or ast.Module([], [])))
     used, own = set(), set(dir(builtins))
     for node in nodes:

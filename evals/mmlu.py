@@ -1,17 +1,18 @@
 """MMLU: 57 subjects, four options, 14,042 questions (validation 1,531).
 
-    python evals/mmlu.py --model llada-8b --gen-length 3 --block-length 3 --denoising-steps 3      cais/mmlu, test
+    python evals/mmlu.py --model llada-8b  cais/mmlu, test
     python evals/mmlu.py --model sdar-8b --data cot --gen-length 4096 --denoising-steps 4
-    python evals/mmlu.py --completions FILE.jsonl --data mmlu.zip                    the zip of the original csv files
+    python evals/mmlu.py --completions FILE.jsonl --data mmlu.zip  the zip of the original csv files
 
-There are two prompts. "direct", the default, shows five examples of the subject (dev rows 0-4) as chat turns and expects a
-letter: OpenCompass' mmlu_gen_a484b3, which DARE uses for LLaDA, Dream (128 tokens) and LLaDA2 (256). Its last question says
-Q and A, its examples Question and Answer. "cot" (--data cot) is simple-evals' prompt without examples, used in DARE's
-lmdeploy runs of SDAR (4,096 tokens; its transformers runs use "direct" with Question and Answer throughout).
-result.json has the mean over all questions, as lm-eval weights them, and macro_accuracy, the plain mean of the 57
-subjects, which OpenCompass and DARE's table print.
-DARE's table: LLaDA-8B-Instruct 65.24, Dream-7B-Instruct 66.83, SDAR-8B-Chat 77.23, LLaDA2.0-mini 72.54.
-Always answering A scores 22.95 %, always D 26.89 %.
+There are two prompts. "direct", the default, shows five examples of the subject (dev rows 0-4) as
+chat turns and expects a letter: OpenCompass' mmlu_gen_a484b3, which DARE uses for LLaDA, Dream (128
+tokens) and LLaDA2 (256). Its last question says Q and A, its examples Question and Answer. "cot"
+(--data cot) is simple-evals' prompt without examples, used in DARE's lmdeploy runs of SDAR (4,096
+tokens; its transformers runs use "direct" with Question and Answer throughout). result.json has the
+mean over all questions, as lm-eval weights them, and macro_accuracy, the plain mean of the 57
+subjects, which OpenCompass and DARE's table print. DARE's table: LLaDA-8B-Instruct 65.24,
+Dream-7B-Instruct 66.83, SDAR-8B-Chat 77.23, LLaDA2.0-mini 72.54. Always answering A scores 22.95 %,
+always D 26.89 %.
 """
 
 import sys
@@ -32,15 +33,17 @@ VERSION = {
 NEEDS = "question, subject, four choices (or A-D) and answer (index or letter)"
 HINT = "There is a single choice question about {}. Answer the question by replying A, B, C or D."
 COT = (
-    "Answer the following multiple choice question. The last line of your response should be of the following format: "
-    "'ANSWER: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering."
+    "Answer the following multiple choice question. The last line of your response should be of "
+    "the following format: "
+    "'ANSWER: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before "
+    "answering."
 )
 extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "style": "direct" | "cot", "shots":
-    dev examples}, subject after subject.
+    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "style":
+    "direct" | "cot", "shots": dev examples}, subject after subject.
 
     path: empty for the hub's rows, "cot", a hub id with HUB's columns, or a zip of csv files.
     """

@@ -1,14 +1,17 @@
-r"""OlympiadBench: open-ended olympiad problems in English without pictures, 674 of mathematics (OE_TO_maths_en_COMP).
+r"""OlympiadBench: open-ended olympiad problems in English without pictures, 674 of mathematics
+(OE_TO_maths_en_COMP).
 
-    python evals/olympiad.py --model llada-8b --gen-length 2048 --block-length 64 --denoising-steps 64
+    python evals/olympiad.py --model llada-8b
     python evals/olympiad.py --completions FILE.jsonl --data rows.jsonl
 
-The prompt is that of OpenCompass (OlympiadBench_0shot_gen_be8b13), which DARE uses. The metric follows the benchmark's own
-judge: answers between commas are matched one to one in any order, members of a tuple or an interval in theirs, and a number
-may be off by the `error` of its row. Unlike there, only the last complete box counts, two answers are the same if
-Math-Verify says so, and a hundredth or a hundred times a number is not that number.
-DARE's row (LLaDA-8B-Instruct 9.70, Dream-7B-Instruct 12.22, SDAR-8B-Chat 24.93, LLaDA2.0-mini 38.82) is not comparable: it
-covers five sets, three of them Chinese and two of physics, and its judge never sees `error`. There is no train split.
+The prompt is that of OpenCompass (OlympiadBench_0shot_gen_be8b13), which DARE uses. The metric
+follows the benchmark's own judge: answers between commas are matched one to one in any order,
+members of a tuple or an interval in theirs, and a number may be off by the `error` of its row.
+Unlike there, only the last complete box counts, two answers are the same if Math-Verify says so,
+and a hundredth or a hundred times a number is not that number. DARE's row (LLaDA-8B-Instruct 9.70,
+Dream-7B-Instruct 12.22, SDAR-8B-Chat 24.93, LLaDA2.0-mini 38.82) is not comparable: it covers five
+sets, three of them Chinese and two of physics, and its judge never sees `error`. There is no train
+split.
 """
 
 import re
@@ -26,7 +29,8 @@ from evals.math_grader import in_threads, last_box, math_verify, number
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
 COLUMNS = (
-    "question, final_answer (list of texts), answer_type, is_multiple_answer, unit, error, subject; "
+    "question, final_answer (list of texts), answer_type, is_multiple_answer, unit, error, "
+    "subject; "
     "English, no proofs"
 )
 TYPES = {
@@ -39,11 +43,11 @@ FREE = ("Need_human_evaluate", "Tuple")  # answer types that the prompt does not
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "gold": LaTeX, "error": list of tolerances, "multiple": bool, "type", "unit":
-    bool, "field"}.
+    """The first `limit` examples {"question", "gold": LaTeX, "error": list of tolerances,
+    "multiple": bool, "type", "unit": bool, "field"}.
 
-    path: empty for the hub's rows, which are "test" only; a .jsonl or .parquet file with the hub's columns, which gives the
-    same rows for every split; or a hub id.
+    path: empty for the hub's rows, which are "test" only; a .jsonl or .parquet file with the hub's
+    columns, which gives the same rows for every split; or a hub id.
     """
     path, config = path or HUB, None
     if path == HUB:
@@ -59,11 +63,15 @@ def prompt(example):
         unit = "(unit)"
         explicitly += r", note that the unit of the answer should not be included in \boxed{}"
     content = (
-        f"The following is an open-ended problem from an International {example['field']} competition. "
-        f"{_type_sentence(example)}Please calculate the answer according to the given requirements and "
-        "the information provided. Please use LaTeX format to represent the variables and formulas used "
+        f"The following is an open-ended problem from an International {example['field']} "
+        f"competition. "
+        f"{_type_sentence(example)}Please calculate the answer according to the given "
+        f"requirements and "
+        "the information provided. Please use LaTeX format to represent the variables and "
+        "formulas used "
         "in the solution process and results. Please end your solution with "
-        f'"So the final answer is {box}{unit}." and give the result {explicitly}.\n{example["question"]}'
+        f'"So the final answer is {box}{unit}." and give the result {explicitly}.\n'
+        f"{example['question']}"
         f"\n\n{INSTRUCTION}"
     )
     return user(content)
@@ -128,7 +136,8 @@ def both_signs(answer):
 
 
 def matched(answers, golds):
-    """Whether answers and golds, of equal number, can be paired so that each pair is the same (augmenting paths)."""
+    """Whether answers and golds, of equal number, can be paired so that each pair is the same
+    (augmenting paths)."""
     holder = {}  # answer -> its gold
 
     def place(gold, tried):
@@ -144,7 +153,8 @@ def matched(answers, golds):
 
 
 def same(answer, gold, error):
-    """One answer against one gold: unions of intervals, tuples and intervals part by part, all else by Math-Verify."""
+    """One answer against one gold: unions of intervals, tuples and intervals part by part, all else
+    by Math-Verify."""
     if answer == gold:
         return True
     if r"\in " in gold or r"\in " in answer:  # x \in (0, 1)
@@ -175,7 +185,7 @@ def members(text):
 
 
 def _type_sentence(example):
-    """What the prompt says about the answer's type, with a space at the end; "" if it says nothing."""
+    """What the prompt says about the answer's type, ending in a space; "" if it says nothing."""
     if any(name in example["type"] for name in FREE):
         return ""
     kinds = [_kind(name) for name in example["type"].split(",")]

@@ -15,7 +15,7 @@ MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
 def fenced(text):
-    """(language, code, closed) of the fenced blocks of a text; only the last one may be unclosed."""
+    """(language, code, closed) of the fenced blocks; only the last one may be unclosed."""
     blocks, marks = [], FENCE.finditer(text)
     for opening in marks:
         closing = next(marks, None)
@@ -25,7 +25,8 @@ def fenced(text):
 
 
 def defines(code, names):
-    """Whether it defines one of the names: a function or class at any indentation, or an assignment."""
+    """Whether it defines one of the names: a function or class at any indentation, or an
+    assignment."""
     name = "|".join(map(re.escape, names))
     definition = rf"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(?:{name})\b|^(?:{name})[ \t]*="
     return bool(names) and bool(re.search(definition, code, re.M))
@@ -34,9 +35,10 @@ def defines(code, names):
 def code_of(text, names):
     """The code of a completion, not checked; None if there is no text.
 
-    The first of these that exists: the last closed python block that defines one of `names`; the last closed block that
-    does; the last block, closed or not, that does; the text, if it does; the last closed python block; the last block; the
-    text. Leading spaces are kept: they may be the indentation of a body.
+    The first of these that exists: the last closed python block that defines one of `names`; the
+    last closed block that does; the last block, closed or not, that does; the text, if it does; the
+    last closed python block; the last block; the text. Leading spaces are kept: they may be the
+    indentation of a body.
     """
     blocks = fenced(text)
     closed = [block for block in blocks if block[2]]
@@ -52,8 +54,8 @@ def code_of(text, names):
 
 
 def trimmed(text):
-    """Code without the prose around it: all of the text if it parses; else from the first line that looks like code to the
-    last one up to which it parses."""
+    """Code without the prose around it: all of the text if it parses; else from the first line that
+    looks like code to the last one up to which it parses."""
     if parsed(text):
         return text
     start = CODE_LINE.search(text)
@@ -74,7 +76,8 @@ def parsed(code):
 
 
 def scorers(job):
-    """`score` and `score_batch` of a task whose programs run as job(completion, example); None scores 0.0."""
+    """`score` and `score_batch` of a task whose programs run as job(completion, example); None
+    scores 0.0."""
 
     def score_batch(completions, examples):
         """1.0 where a program passes its tests, else 0.0. Uses all cores."""

@@ -1,8 +1,9 @@
 """The output directory of an evaluation: its lock, its files, and how an interrupted run continues.
 
-config.json has the flags; the process that works in the directory holds a lock on it. A task has settings.json (everything
-that decides completions), samples.jsonl and result.json: in the directory itself, or in a folder per task for evals/run.py,
-which also rewrites results.json and table.md after every task.
+config.json has the flags; the process that works in the directory holds a lock on it. A task has
+settings.json (everything that decides completions), samples.jsonl and result.json: in the directory
+itself, or in a folder per task for evals/run.py, which also rewrites results.json and table.md
+after every task.
 """
 
 import fcntl
@@ -20,8 +21,8 @@ SHOWN = 20  # faults that are listed on stderr; result.json has their number
 
 
 def command_line(kind, program, description):
-    """Flags of evals/<program>.py as a `kind`; with --resume DIR those of that run are the defaults. SystemExit if DIR belongs
-    to another program."""
+    """Flags of evals/<program>.py as a `kind`; with --resume DIR those of that run are the
+    defaults. SystemExit if DIR belongs to another program."""
     args = tyro.cli(kind, description=description)
     if not args.resume:
         return args
@@ -39,10 +40,12 @@ def command_line(kind, program, description):
 
 
 def take_directory(flags, program, default, held):
-    """-> the directory --resume, --out, or a new `default`, locked until the ExitStack `held` closes or the process ends.
-    config.json is written once: --resume always starts from the flags of the first run.
+    """-> the directory --resume, --out, or a new `default`, locked until the ExitStack `held`
+    closes or the process ends. config.json is written once: --resume always starts from the flags
+    of the first run.
 
-    SystemExit if another process works there, if it cannot be created, or if files of another run would be overwritten.
+    SystemExit if another process works there, if it cannot be created, or if files of another run
+    would be overwritten.
     """
     out = Path(flags.resume or flags.out or default)
     if not flags.resume:
@@ -72,7 +75,8 @@ def take_directory(flags, program, default, held):
 
 
 def refuse_overwriting(out, tasks=()):
-    """SystemExit if flags, samples or results lie in the directory `out` or in its folders of `tasks`. "" is no directory."""
+    """SystemExit if flags, samples or results lie in the directory `out` or in its folders of
+    `tasks`. "" is no directory."""
     if not out:
         return
     folders = [Path(out), *(Path(out) / task for task in tasks)]
@@ -85,8 +89,8 @@ def refuse_overwriting(out, tasks=()):
 
 
 def begin(name, folder, settings, resume):
-    """Write settings.json of a task. SystemExit if a resumed run used other settings: samples of two settings, or of two
-    models, do not make one number."""
+    """Write settings.json of a task. SystemExit if a resumed run used other settings: samples of
+    two settings, or of two models, do not make one number."""
     folder.mkdir(parents=True, exist_ok=True)
     path, new = folder / "settings.json", json.loads(json.dumps(settings))
     old = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else new
@@ -117,9 +121,12 @@ def write_all(out, model, results, lost):
 
 
 def table(results, lost):
-    """Results as a Markdown table with aligned columns, then the tasks that were not evaluated. Scores in percent; tok/s of
-    one rank."""
-    head = "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|temperature"
+    """Results as a Markdown table with aligned columns, then the tasks that were not evaluated.
+    Scores in percent; tok/s of one rank."""
+    head = (
+        "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, "
+        "steps|temperature"
+    )
     lines = [head.split("|")]
     percent = lambda value: "" if value is None else f"{100 * value:.2f}"
     for name, result in results.items():
@@ -144,10 +151,12 @@ def table(results, lost):
 
 
 def summary(name, rows, examples, repeats, reward):
-    """Everything in a result.json but its settings. reward: name of the shaped reward that rows may have.
+    """Everything in a result.json but its settings. reward: name of the shaped reward that rows may
+    have.
 
-    stderr: for a mean of independent problems; with repeats that of the problems' own means, because several answers to one
-    problem are not independent. tokens_per_s: of one rank, without scoring.
+    stderr: for a mean of independent problems; with repeats that of the problems' own means,
+    because several answers to one problem are not independent. tokens_per_s: of one rank, without
+    scoring.
     """
     mean = lambda values: sum(values) / len(values)
 
@@ -188,7 +197,8 @@ def summary(name, rows, examples, repeats, reward):
 
 
 def print_faults(source, faults, what):
-    """One line on stderr with the number of faults and the first SHOWN of them; nothing if there are none."""
+    """One line on stderr with the number of faults and the first SHOWN of them; nothing if there
+    are none."""
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         print(f"{source}: {len(faults)} {what}: {'; '.join(faults[:SHOWN])}{more}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""Shaped rewards by name: function(completion, example) -> finite components, whose sum is the reward.
+"""Shaped rewards by name: function(completion, example) -> finite components, whose sum is the
+reward.
 
-They are for training and live beside the metric, never in it: without --reward a run is trained on the task's score().
-`load_reward` gives the scripts the reward of a whole rollout at once.
+They are for training and live beside the metric, never in it: without --reward a run is trained on
+the task's score(). `load_reward` gives the scripts the reward of a whole rollout at once.
 """
 
 import math
@@ -14,9 +15,11 @@ from evals.programs import parsed, pass_or_fail
 
 
 def countdown_partial(completion, example):
-    """1.0 solved; 0.1 for a legal expression over exactly the given numbers that misses the target; else 0.
+    """1.0 solved; 0.1 for a legal expression over exactly the given numbers that misses the target;
+    else 0.
 
-    d1, SPG, CJ-GRPO and DARE also pay 0.1 for free text, an empty answer tag and wrong numbers; d1's paper does not.
+    d1, SPG, CJ-GRPO and DARE also pay 0.1 for free text, an empty answer tag and wrong numbers;
+    d1's paper does not.
     """
     evaluated = countdown.evaluate(countdown.extract(completion, example) or "")
     uses_numbers = evaluated is not None and evaluated[1] == sorted(example["numbers"])
@@ -25,8 +28,9 @@ def countdown_partial(completion, example):
 
 
 def countdown_d1(completion, example):
-    """1.0 solved; 0.1 for an answer with any content; else 0: the released code of d1, SPG and CJ-GRPO, which their numbers
-    come from. That code also takes 100//30 and 2**3 for legal expressions.
+    """1.0 solved; 0.1 for an answer with any content; else 0: the released code of d1, SPG and
+    CJ-GRPO, which their numbers come from. That code also takes 100//30 and 2**3 for legal
+    expressions.
     """
     solved = countdown.score(completion, example)
     answers = tagged_answer(completion), countdown.extract(completion, example)
@@ -34,9 +38,11 @@ def countdown_d1(completion, example):
 
 
 def sudoku_cells(completion, example):
-    """Share of the blank cells that agree with the nearest legal solution; 0 if a given cell is changed or it is no grid.
+    """Share of the blank cells that agree with the nearest legal solution; 0 if a given cell is
+    changed or it is no grid.
 
-    The papers compare with the one stored solution, repair grids of other lengths and do not look at the given cells.
+    The papers compare with the one stored solution, repair grids of other lengths and do not look
+    at the given cells.
     """
     grid = sudoku.cells(completion, example)
     if grid is None:
@@ -51,7 +57,7 @@ def sudoku_cells(completion, example):
 
 
 def gsm8k_boxed(completion, example):
-    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} that holds a number."""
+    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} with a number."""
     boxes = gsm8k.boxes(completion)
     one_number = len(boxes) == 1 and gsm8k.normalised(boxes[0]) is not None
     return {"correct": gsm8k.score(completion, example), "format": 0.1 if one_number else 0.0}
@@ -62,21 +68,23 @@ def graded(completion, example, grader):
 
 
 def math500_hendrycks(completion, example):
-    """1.0 if the last box equals the gold answer as a normalised string: the matcher of DARE's MATH of 5,000 problems."""
+    """1.0 if the last box equals the gold answer as a normalised string: the matcher of DARE's MATH
+    of 5,000 problems."""
     return graded(completion, example, "hendrycks")
 
 
 def math500_last_number(completion, example):
-    """1.0 if the last number of the last box, or without one of the completion, is the gold answer."""
+    """1.0 if the last number of the last box (without one: of all) is the gold answer."""
     return graded(completion, example, "last_number")
 
 
 def math500_d1(completion, example):
-    r"""d1's two parts, for the prompt of `--data d1`: 2.0 for the gold answer as a normalised string in the last box, and for
-    the layout 1.0 with a box in answer tags, 0.75 with the tags alone, 0.5 with a box alone, 0.25 with neither.
+    r"""d1's two parts, for the prompt of `--data d1`: 2.0 for the gold answer as a normalised
+    string in the last box, and for the layout 1.0 with a box in answer tags, 0.75 with the tags
+    alone, 0.5 with a box alone, 0.25 with neither.
 
-    The code of d1 looks for "oxed" with its  read as a backspace, so that it pays 0.75 or 0.25; takes an answer tag that is
-    never closed; and reads a text without a box as the answer.
+    The code of d1 looks for "oxed" with its  read as a backspace, so that it pays 0.75 or 0.25;
+    takes an answer tag that is never closed; and reads a text without a box as the answer.
     """
     if example.get("style") != "tags":
         raise SystemExit(
@@ -89,7 +97,8 @@ def math500_d1(completion, example):
 
 
 def math500_deepscaler(completion, example):
-    """1.0 if the last box is the gold answer by DeepScaleR's rule, which DARE uses to train on MATH."""
+    """1.0 if the last box is the gold answer by DeepScaleR's rule, which DARE uses to train on
+    MATH."""
     return graded(completion, example, "deepscaler")
 
 
@@ -99,14 +108,16 @@ def gsm8k_deepscaler(completion, example):
 
 
 def gsm8k_d1(completion, example):
-    """d1's five parts, for the prompt of `--data d1`: at most 0.5 for each of four, and 2.0 for the right number.
+    """d1's five parts, for the prompt of `--data d1`: at most 0.5 for each of four, and 2.0 for the
+    right number.
 
-    xmlcount: 0.125 for each tag that occurs once with its newlines, less 0.001 for each character after the last one, at
-    least 0. soft_format: the four tags once and in order, with only white space before and between the two parts.
-    strict_format: soft_format with exactly d1's newlines. integer: the answer tag holds an integer. correctness: the task's
-    score. d1's code does not always do this: its format patterns fail on reasoning of more than one line, it subtracts 0.001
-    for every character of a text without </answer>, reads a text without tags as the answer, and does not accept -3 and
-    1,000 as integers.
+    xmlcount: 0.125 for each tag that occurs once with its newlines, less 0.001 for each character
+    after the last one, at least 0. soft_format: the four tags once and in order, with only white
+    space before and between the two parts. strict_format: soft_format with exactly d1's newlines.
+    integer: the answer tag holds an integer. correctness: the task's score. d1's code does not
+    always do this: its format patterns fail on reasoning of more than one line, it subtracts 0.001
+    for every character of a text without </answer>, reads a text without tags as the answer, and
+    does not accept -3 and 1,000 as integers.
     """
     if example["style"] != "tags":
         raise SystemExit(
@@ -133,11 +144,13 @@ def gsm8k_d1(completion, example):
 
 
 def code_format(completion, example):
-    """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text followed by one complete
-    ```python block at its end; 0.25 more if the code in it is not empty and parses. It runs nothing.
+    """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text
+    followed by one complete ```python block at its end; 0.25 more if the code in it is not empty
+    and parses. It runs nothing.
 
-    DiffuCoder also requires a newline after the block, which an answer that ends there does not have, pays for an empty
-    block, and fails on code whose parsing raises anything but a SyntaxError.
+    DiffuCoder also requires a newline after the block, which an answer that ends there does not
+    have, pays for an empty block, and fails on code whose parsing raises anything but a
+    SyntaxError.
     """
     before, *rest = re.split(r"^```", completion.rstrip(), flags=re.MULTILINE)
     whole = len(rest) == 2 and rest[0].startswith("python\n") and not rest[1]
@@ -147,9 +160,11 @@ def code_format(completion, example):
 
 
 def mbpp_diffucoder(completion, example):
-    """DiffuCoder's reward: code_format, and if that is complete 2.0 times the share of tests that pass, each run alone.
+    """DiffuCoder's reward: code_format, and if that is complete 2.0 times the share of tests that
+    pass, each run alone.
 
-    There a test passes by exit status 0, so that sys.exit(0) earns everything, and one timeout voids the completion.
+    There a test passes by exit status 0, so that sys.exit(0) earns everything, and one timeout
+    voids the completion.
     """
     form, jobs = code_format(completion, example), []
     if form["syntax"]:
@@ -175,17 +190,20 @@ REWARDS = {reward.__name__: reward for reward in REWARDS}
 
 
 def task_of(name):
-    """The task whose examples the reward `name` reads, which its name starts with; None if it suits every task."""
+    """The task whose examples the reward `name` reads, which its name starts with; None if it suits
+    every task."""
     tasks = ("countdown", "sudoku", "gsm8k", "math500", "mbpp")
     return next((task for task in tasks if name.startswith(f"{task}_")), None)
 
 
 def load_reward(name, task):
-    """--reward NAME -> function(completions, examples) -> [{component: value}]; "" -> the score of the task, as "score".
+    """--reward NAME -> function(completions, examples) -> [{component: value}]; "" -> the score of
+    the task, as "score".
 
-    The function judges a whole rollout: programs and mathematical answers in processes of their own, on all cores of this
-    rank, and equal completions of one example once. It ends in SystemExit if a reward is not finite. load_reward ends in
-    SystemExit if there is no such reward, or if it reads the examples of another task, and lists the rewards.
+    The function judges a whole rollout: programs and mathematical answers in processes of their
+    own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
+    if a reward is not finite. load_reward ends in SystemExit if there is no such reward, or if it
+    reads the examples of another task, and lists the rewards.
     """
     own = task.__name__.removeprefix("evals.")
     if name and (name not in REWARDS or task_of(name) not in (own, None)):
@@ -210,7 +228,8 @@ def load_reward(name, task):
             for part, value in found[key].items():
                 if not math.isfinite(value):
                     raise SystemExit(
-                        f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, not finite; "
+                        f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, not "
+                        f"finite; "
                         f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
                     )
         return [dict(found[key]) for key in keys]

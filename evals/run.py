@@ -1,19 +1,19 @@
 """Benchmarks on one loaded engine, and the command line that all benchmark files share.
 
     python evals/run.py --model tiny-sdar --tasks countdown,sudoku,gsm8k --data gsm8k=test.jsonl
-    torchrun --standalone --nproc-per-node 8 evals/run.py --model sdar-8b --tasks gsm8k,math500,mmlu,humaneval,aime24
-    python evals/run.py --resume runs/eval-...                               continue: finished samples are kept
-    python evals/countdown.py --model tiny-sdar                              one task; --resume works here too
-    python evals/countdown.py --completions samples.jsonl --data cd3         only score rows {"index": i, "completion": text}
+    torchrun --standalone --nproc-per-node 8 evals/run.py --model sdar-8b --tasks gsm8k,math500,mmlu
+    python evals/run.py --resume runs/eval-...   continue: finished samples are kept
+    python evals/countdown.py --model tiny-sdar   one task; --resume works here too
+    python evals/countdown.py --completions samples.jsonl --data cd3   only score completions
 
-The defaults of lengths, steps and temperatures come from evals/decoding.py: the settings of the published number for this
-model and task. Ranks share the problems of every task; the number of ranks changes no completion. evals/results.py describes
-the output directory.
-For one task the last line on stdout is a JSON object: task, n, accuracy, stderr, answered, truncated, ..., settings, and
-macro_accuracy, the plain mean of the subjects, if the examples have a "subject". With --repeats N every problem is answered
-N times, with seeds --seed to --seed + N - 1: accuracy is the mean of the repeats, `accuracies` lists them, and stderr is that
-of the problems' means.
-A task is a module of evals/ with load(split, path, limit), prompt(example), extract(completion, example) and
+The defaults of lengths, steps and temperatures come from evals/decoding.py: the settings of the
+published number for this model and task. Ranks share the problems of every task; the number of
+ranks changes no completion. evals/results.py describes the output directory. For one task the last
+line on stdout is a JSON object: task, n, accuracy, stderr, answered, truncated, ..., settings, and
+macro_accuracy, the plain mean of the subjects, if the examples have a "subject". With --repeats N
+every problem is answered N times, with seeds --seed to --seed + N - 1: accuracy is the mean of the
+repeats, `accuracies` lists them, and stderr is that of the problems' means. A task is a module of
+evals/ with load(split, path, limit), prompt(example), extract(completion, example) and
 score(completion, example) in [0, 1]; for slow scorers also score_batch(completions, examples).
 """
 
@@ -55,13 +55,15 @@ class Sampling:
     remasking: str | None = None
     """rule that chooses the positions to reveal; an unknown name prints the engine's rules"""
     confidence_threshold: float | None = None
-    """dynamic remasking reveals every position above this confidence; static remasking ignores it"""
+    """dynamic remasking reveals every position above this confidence; static remasking ignores it
+    """
     factor: float = 1.0
     """low_confidence_factor: Fast-dLLM's f; larger values reveal more per step"""
     eb_threshold: float = 0.35
     """entropy_bounded: nats revealed per step; SDAR's default"""
     editing_threshold: float | None = None
-    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for speed)"""
+    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for
+    speed)"""
     max_post_steps: int = 16
     """LLaDA2.1: maximum number of steps that only edit a block"""
     cache: str | None = None
@@ -71,7 +73,8 @@ class Sampling:
     alg_temp: float = 0.0
     """bidirectional models: Dream's temperature for a random order; 0: most confident first"""
     eos_policy: str | None = None
-    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early"""
+    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
+    """
     stop_at_eos: bool = True
     """stop after the block with the end of text (--no-stop-at-eos: all blocks); same answers"""
     temperature: float | None = None
@@ -100,11 +103,13 @@ class Common(Sampling):
     batch_size: int = 64
     """prompts decoded together; changes results only by rounding"""
     repeats: int | None = None
-    """answers per problem, with seeds seed, seed + 1, ...; published AIME values have 8. evals/run.py repeats only AIME"""
+    """answers per problem, with seeds seed, seed + 1, ...; published AIME values have 8.
+    evals/run.py repeats only AIME"""
     out: str = ""
     """output directory, which must hold no results; empty: a new one below runs/"""
     resume: str = ""
-    """continue in this directory of an earlier run: its flags are the defaults, finished samples are kept"""
+    """continue in this directory of an earlier run: its flags are the defaults, finished samples
+    are kept"""
 
 
 @dataclass
@@ -112,7 +117,8 @@ class Args(Common):
     """Flags of evals/<task>.py."""
 
     completions: str = ""
-    """score this .jsonl of {"index": i, "completion": text} instead of generating (index: row of the task's split)"""
+    """score this .jsonl of {"index": i, "completion": text} instead of generating (index: row of
+    the task's split)"""
     data: str = ""
     """preset of the task, file (.jsonl, .csv, .parquet) or hub id; empty: the task's default"""
     split: Literal["train", "validation", "test"] = "test"
@@ -137,7 +143,8 @@ REPEATED = ("aime24", "aime25")  # tasks that --repeats of evals/run.py applies 
 
 
 def main(name):
-    """Command line of evals/<name>.py. Unusable input ends in SystemExit with one line that says what to change."""
+    """Command line of evals/<name>.py. Unusable input ends in SystemExit with one line that says
+    what to change."""
     args = results.command_line(Args, name, f"Evaluate a model, or score completions, on {name}.")
     if bool(args.model) == bool(args.completions):
         raise SystemExit("give either --model (generate and score) or --completions (only score)")
@@ -151,7 +158,8 @@ def main(name):
 
 
 def many():
-    """Command line of evals/run.py. A task with missing data is skipped; the exit status is then non-zero."""
+    """Command line of evals/run.py. A task with missing data is skipped; the exit status is then
+    non-zero."""
     args = results.command_line(ManyArgs, "run", "Evaluate a model on many benchmarks.")
     names = list(dict.fromkeys(filter(None, args.tasks.replace(",", " ").split())))
     if not (args.model and names):
@@ -167,9 +175,11 @@ def many():
 
 
 def evaluate(args, program, data):
-    """Score the tasks in `data`, {task: --data}, on all ranks. -> {task: result} on rank 0, {task: why it was skipped}
+    """Score the tasks in `data`, {task: --data}, on all ranks. -> {task: result} on rank 0, {task:
+    why it was skipped}
 
-    program: "run", or the only task, whose files lie in the output directory itself and whose errors are raised.
+    program: "run", or the only task, whose files lie in the output directory itself and whose
+    errors are raised.
     """
     alone, completions = program != "run", getattr(args, "completions", "")
     for name in ("batch_size", "limit", "repeats"):
@@ -267,7 +277,8 @@ def load_examples(task, split, data, limit):
 
 
 def score_file(folder, name, task, examples, reward, settings):
-    """Score --completions. -> rows, {"unused": lines of the file, "missing": problems without a completion}"""
+    """Score --completions. -> rows, {"unused": lines of the file, "missing": problems without a
+    completion}"""
     path = settings["completions"]
     rows, faults, missing = samples.given(path, len(examples), settings["repeats"])
     results.print_faults(path, faults, "rows not used")
@@ -315,7 +326,7 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer):
 
 
 def place():
-    """-> device, number of ranks. Ranks exchange samples through files, which all of them must see."""
+    """-> device, number of ranks. Ranks exchange samples through files that all must see."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
         torch.cuda.set_device(device)
@@ -326,7 +337,8 @@ def place():
 
 
 def task_settings(args, engine, name, task, examples, alone):
-    """Everything that decides the completions of a task: flags, or else evals/decoding.py. -> part of result.json
+    """Everything that decides the completions of a task: flags, or else evals/decoding.py. -> part
+    of result.json
 
     SystemExit for settings that the engine cannot use, and for repeats that would all be the same.
     """

@@ -1,12 +1,13 @@
 """4x4 sudoku: fill the blanks so that rows, columns and 2x2 boxes hold 1 to 4 once each.
 
-    python evals/sudoku.py --model tiny-sdar --gen-length 16                             preset "sudoku4"
-    python evals/sudoku.py --model sdar-8b --data 4x4_test_sudoku.csv --gen-length 256 --denoising-steps 16
+    python evals/sudoku.py --model tiny-sdar --gen-length 16   preset "sudoku4"
+    python evals/sudoku.py --model sdar-8b --data 4x4_test_sudoku.csv
     python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv --reward sudoku_cells
 
-The metric is exact: 1.0 for 16 digits that keep the given cells and form a legal grid, else 0.0. Any legal grid counts: 124
-of the 500 boards in the papers' test file have several. The papers report the share of blank cells that equal the one
-stored solution, where sixteen 1s score 25 %; evals/rewards.py has a cell reward without that flaw.
+The metric is exact: 1.0 for 16 digits that keep the given cells and form a legal grid, else 0.0.
+Any legal grid counts: 124 of the 500 boards in the papers' test file have several. The papers
+report the share of blank cells that equal the one stored solution, where sixteen 1s score 25 %;
+evals/rewards.py has a cell reward without that flaw.
 """
 
 import re
@@ -21,8 +22,10 @@ from evals.examples import read_examples, user
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
 
 VERSION = {"compact": "compact", "tags": "d1, training"}  # name of the prompt, by style
-# The prompt of d1 and DARE to the byte, so that scores can be compared (tested against DARE's file).
-PROMPT = """Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character string reading \
+# The prompt of d1 and DARE to the byte, so that scores can be compared (tested against DARE's
+# file).
+PROMPT = """Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character \
+string reading \
 left-to-right, top-to-bottom, where '0' represents empty cells.
 
 Rules:
@@ -31,7 +34,8 @@ Rules:
 - Each column must contain digits 1-4 exactly once
 - Each 2x2 box must contain digits 1-4 exactly once
 
-Important: Your solution must be a COMPLETE 16-character string with only the digits 1-4, representing your final solved grid.
+Important: Your solution must be a COMPLETE 16-character string with only the digits 1-4, \
+representing your final solved grid.
 
 Respond in this exact format:
 <reasoning>
@@ -47,16 +51,18 @@ Solve the following Sudoku puzzle: {puzzle}
 
 COLUMNS = (
     "16 digits as text in Puzzle and Solution, input and output (Dream), "
-    "or extra_info.puzzle and reward_model.ground_truth (DARE), where the solution completes the puzzle"
+    "or extra_info.puzzle and reward_model.ground_truth (DARE), where the solution completes the "
+    "puzzle"
 )
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"puzzle": 16 digits, 0 = blank, "solution": 16 digits, "style": "compact" | "tags"}.
+    """The first `limit` examples {"puzzle": 16 digits, 0 = blank, "solution": 16 digits, "style":
+    "compact" | "tags"}.
 
-    path: empty for "sudoku4"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub id. Rows may have our
-    columns, d1's and SPG's, Dream's (grids with newlines) or DARE's (COLUMNS). A file gives the same rows for every split,
-    in style "tags".
+    path: empty for "sudoku4"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a
+    hub id. Rows may have our columns, d1's and SPG's, Dream's (grids with newlines) or DARE's
+    (COLUMNS). A file gives the same rows for every split, in style "tags".
     """
     path = path or "sudoku4"
     if path in PRESETS:
@@ -72,13 +78,15 @@ def prompt(example):
 
 
 def extract(completion, example):
-    """The grid of a completion, not checked; None where there is none. "compact": all of it; "tags": the last answer tag."""
+    """The grid of a completion, not checked; None where there is none. "compact": all of it;
+    "tags": the last answer tag."""
     text = completion.strip() if example["style"] == "compact" else tagged_answer(completion)
     return text or None
 
 
 def cells(completion, example):
-    """The grid of a completion, if it is 16 digits from 1 to 4 (apart from white space) and keeps the given cells."""
+    """The grid of a completion, if it is 16 digits from 1 to 4 (apart from white space) and keeps
+    the given cells."""
     grid = "".join((extract(completion, example) or "").split())
     if not re.fullmatch("[1-4]{16}", grid):
         return None
@@ -92,7 +100,8 @@ def score(completion, example):
 
 
 def answer(example, draw=0):
-    """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash of (example, draw)."""
+    """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash
+    of (example, draw)."""
     solutions = sudoku_solutions(example["puzzle"])
     if not solutions:
         raise ValueError(f"board {example['puzzle']} has no solution")

@@ -1,4 +1,4 @@
-"""Files and directories that appear only when they are complete, and what rank 0 does for all ranks."""
+"""Files and directories that appear only when complete, and work that rank 0 does for all ranks."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def write_atomically(path, text):
 
 
 def new_directory(path):
-    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path. OSError if it cannot be made."""
+    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path; raises OSError."""
     for number in count(1):
         directory = Path(path if number == 1 else f"{path}-{number}")
         with suppress(FileExistsError):  # mkdir itself is the test: two runs never share a name
@@ -46,13 +46,14 @@ def new_directory(path):
 
 
 class AtomicDirectory:
-    """Build `directory` under a hidden name next to it, then rename it. All ranks construct it, rank 0 writes.
+    """Build a directory under a hidden name, then rename it. All ranks construct it, rank 0 writes.
 
         save = AtomicDirectory(directory)
         save.attempt(write_something, save.folder / "file")     # rank 0; skipped after a failure
-        save.finish()                                           # all ranks: renamed, or SystemExit everywhere
+        save.finish()                                           # all ranks: renamed, or SystemExit
 
-    Errors are kept until `finish`: a rank that stopped earlier would leave the others waiting in a collective.
+    Errors are kept until `finish`: a rank that stopped earlier would leave the others waiting in a
+    collective.
     A killed process or a full disk leaves what was there before.
     """
 

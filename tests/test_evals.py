@@ -1,7 +1,8 @@
 """Scorers, rewards, prompts and loaders, on a table of verdicts and on the benchmarks' real files.
 
-tests/golden/evals.jsonl has the verdicts of every task and reward on hand-written completions, examples read from rows of every
-layout (null: refused), and prompts. Real files are read from the folder in CLEANDLLM_DATA; without it their tests are skipped.
+tests/golden/evals.jsonl has the verdicts of every task and reward on hand-written completions,
+examples read from rows of every layout (null: refused), and prompts. Real files are read from the
+folder in CLEANDLLM_DATA; without it their tests are skipped.
 """
 
 import json
@@ -29,11 +30,12 @@ pytestmark = pytest.mark.usefixtures("patient")
 GOLDEN = [json.loads(line) for line in (ROOT / "tests/golden/evals.jsonl").read_text().splitlines()]
 TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
 HOSTILE = [
-    "", " \n\t", "\x00", "\ud800", "{" * 5000, "}" * 5000, r"\boxed{" * 5000, r"\boxed{}", "\\boxed{\\}",
-    r"\boxed{\frac{1}{0}}", r"\boxed{" + "(" * 500 + "}", r"\boxed{" + r"1\pm" * 100 + "}", r"\boxed{(,)}",
-    "<answer>" * 5000, "<answer>" + "(" * 10**5 + "</answer>", "[BEGIN]'" + "-" * 50_000 + "1",
-    "```python\n" + "(" * 5000 + "\n```", "x" * 1_000_001, "9" * 10**5, "1 " * 10**5, "answer is " * 10**5,
-    "A\n" * 10**5, "-" * 500 + "1", "99**99**99", "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**5,
+    "", " \n\t", "\x00", "\ud800", "{" * 5000, "}" * 5000, r"\boxed{" * 5000, r"\boxed{}",
+    "\\boxed{\\}", r"\boxed{\frac{1}{0}}", r"\boxed{" + "(" * 500 + "}", r"\boxed{(,)}",
+    r"\boxed{" + r"1\pm" * 100 + "}", "<answer>" * 5000, "<answer>" + "(" * 10**5 + "</answer>",
+    "[BEGIN]'" + "-" * 50_000 + "1", "```python\n" + "(" * 5000 + "\n```", "x" * 1_000_001,
+    "9" * 10**5, "1 " * 10**5, "answer is " * 10**5, "A\n" * 10**5, "-" * 500 + "1", "99**99**99",
+    "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**5,
 ]  # fmt: skip
 CHOICE = {"question": "Which?", "options": list("wxyz"), "subject": "x", "shots": []}
 
@@ -57,7 +59,8 @@ def write(path, rows):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_verdicts(task, tmp_path):
-    """Scores, single and in a batch, and extracted answers; what stands before the answer changes nothing."""
+    """Scores, single and in a batch, and extracted answers; what stands before the answer changes
+    nothing."""
     module, wrong = load_task(task), []
     for case in of("scores", task):
         texts, example = [text for text, _, _ in case["scores"]], case["example"]
@@ -172,7 +175,8 @@ def test_answers_of_the_planning_tasks_score_one_and_cover_all_solutions():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """hub({(id, config or None, split): rows}): what `datasets` finds; other data sets do not exist."""
+    """hub({(id, config or None, split): rows}): what `datasets` finds; other data sets do not
+    exist."""
     import datasets
 
     def install(rows):
@@ -191,7 +195,8 @@ def row_of(task, **changed):
 
 
 MATH_PARTS = (
-    "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus"
+    "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
+    "precalculus"
 ).split()
 HUB = {  # task: data set, config, hub's name of the test split
     "arc_c": ("allenai/ai2_arc", "ARC-Challenge", "test"),
@@ -340,7 +345,8 @@ def test_splits(tmp_path):
 
 
 def test_load_reward(monkeypatch):
-    """Equal completions are judged once; a reward that is not finite stops the run and names its place."""
+    """Equal completions are judged once; a reward that is not finite stops the run and names its
+    place."""
     mbpp, asked, judge = load_task("mbpp"), [], programs.run_batch
     monkeypatch.setattr(programs, "run_batch", lambda jobs: asked.extend(jobs) or judge(jobs))
     case = of("scores", "mbpp")[0]
@@ -455,7 +461,8 @@ def test_real_validation_rows_never_change(hub):
 
 @needs_files
 def test_reference_programs():
-    """Whole functions, bodies, helpers; without their body they fail. One MBPP task needs mode "nonce"."""
+    """Whole functions, bodies, helpers; without their body they fail. One MBPP task needs mode
+    "nonce"."""
     humaneval, mbpp = load_task("humaneval"), load_task("mbpp")
     examples = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     some = [examples[i] for i in (0, 10, 32, 38, 50, 64, 115, 163)]
@@ -474,7 +481,8 @@ def test_reference_programs():
 @needs_files
 @pytest.mark.full
 def test_every_reference_program():
-    """All of HumanEval and MBPP pass. HumanEval+ is stricter: 16 original solutions fail, some others are slow."""
+    """All of HumanEval and MBPP pass. HumanEval+ is stricter: 16 original solutions fail, some
+    others are slow."""
     humaneval, plus, mbpp = map(load_task, ("humaneval", "humaneval_plus", "mbpp"))
     original = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     for task, examples in (

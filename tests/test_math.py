@@ -1,4 +1,5 @@
-"""The processes of the math grader: killed, replaced, without secrets; and LiveCodeBench's packed tests."""
+"""The processes of the math grader: killed, replaced, without secrets; and LiveCodeBench's packed
+tests."""
 
 import base64
 import json
@@ -42,7 +43,8 @@ def quick_timeout(monkeypatch):
 
 
 def test_shortcuts_say_what_math_verify_says():
-    """Equal strings and numbers are not sent to the processes; only the base of 52_8 is beyond Math-Verify."""
+    """Equal strings and numbers are not sent to the processes; only the base of 52_8 is beyond
+    Math-Verify."""
     for text, gold, verdict in of("grader")[2]["verdicts"]:
         answer = math_grader.last_box(text)
         if answer and gold != "52_8" and "9" not in gold:
@@ -166,9 +168,10 @@ def test_private_tests(tmp_path, monkeypatch):
     found = livecodebench.tests_of({"public": [], "private": real, "source": "x"})
     assert found[0] == ["1\nabc\n", "YES\n"] and len(found) == 4
     bad = {
-        packed(Attack()): "not of a text", packed([]): "not of a text", packed("no"): "Expecting value",
-        packed("{}"): "no list of tests", packed('[{"input": "x"}]'): "output", "[{]": "Expecting",
-        "not base64": "base64", "": "cut off", packed(cases(("1", "2")))[:40]: "cut off",
+        packed(Attack()): "not of a text", packed([]): "not of a text",
+        packed("no"): "Expecting value", packed("{}"): "no list of tests",
+        packed('[{"input": "x"}]'): "output", "[{]": "Expecting", "not base64": "base64",
+        "": "cut off", packed(cases(("1", "2")))[:40]: "cut off",
         packed("x" * 2000): "more than 1000 bytes",
     }  # fmt: skip
     monkeypatch.setattr(livecodebench, "MAX_TESTS", 1000)
@@ -246,7 +249,8 @@ def test_problems_with_large_tests_are_judged_one_at_a_time(tmp_path, monkeypatc
 @pytest.mark.skipif(os.getuid() != 0, reason="reads its own memory, as root")
 @pytest.mark.parametrize("known", [False, True])
 def test_the_expected_output_is_in_no_memory_of_the_program(tmp_path, known):
-    """The program's process is forked from one that never had it. known: the search finds what is there."""
+    """The program's process is forked from one that never had it. known: the search finds what is
+    there."""
     search = """
 import os, re
 kept = "-".join(["needle", "5", "6"]) if KNOWN else ""

@@ -1,4 +1,4 @@
-"""evals/run.py and the command line of tasks: ranks, resuming, files of completions, result files."""
+"""evals/run.py and the command line of tasks: ranks, resuming, files of completions, results."""
 
 import gzip
 import json
@@ -410,7 +410,7 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake):
     before = (tmp_path / "countdown/settings.json").read_text()
     resume = lambda *flags: one_line(lambda: many(monkeypatch, "--resume", tmp_path, *flags))
     for flags, words in {
-        "--temperature 0.5": "countdown was begun with temperature 0.0, now 0.5; take the old value",
+        "--temperature 0.5": "was begun with temperature 0.0, now 0.5; take the old value",
         "--model n": "model 'm', now 'n'",
         "--seed 1": "seed 0, now 1",
         "--limit 5": "limit 4, now 5",
@@ -433,7 +433,7 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake):
 
 
 def test_directories(tmp_path, monkeypatch, capsys, fake):
-    """One evaluation at a time; nothing is overwritten; a wrong --model leaves no directory behind."""
+    """One evaluation at a time; nothing is overwritten; a wrong --model leaves no directory."""
     monkeypatch.chdir(tmp_path)
     path = completions(tmp_path / "c.jsonl", ["12"])
     monkeypatch.setattr(run.time, "strftime", lambda form: "20260102-030405")
@@ -537,7 +537,7 @@ ONE_REFUSED = {  # flags of evals/countdown.py
     "--model m --limit 0": "--limit 0 must be at least 1",
     "--completions none.jsonl": "none.jsonl: no such file",
     "--model tiny-llada --gen-length 10": "--gen-length 10 is no multiple of the block length 4",
-    "--model tiny-llada --factor 0 --remasking low_confidence_factor": "--factor 0.0 must be above 0",
+    "--model tiny-llada --factor 0 --remasking low_confidence_factor": "--factor 0.0 must be",
     "--model tiny-llada --confidence-threshold 1.5": "--confidence-threshold 1.5",
 }
 
