@@ -7,9 +7,8 @@ Metric, repeats and splits as in evals/aime24.py; DARE uses another prompt here.
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import aime24, main
 from evals.examples import user
 

@@ -12,9 +12,8 @@ of the options on test and gets 45 to 60 % for the same models: a different quan
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import choices, main
 from evals.choices import LETTERS, lettered
 from evals.examples import read_examples, user

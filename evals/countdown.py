@@ -15,9 +15,8 @@ import ast
 import operator
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash

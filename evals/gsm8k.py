@@ -10,9 +10,8 @@ reads its last run of digits, 000. Units are not interpreted: 50\% is 50, and 2 
 
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from fractions import Fraction
 
 from data.planning import stable_hash

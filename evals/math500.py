@@ -12,9 +12,8 @@ with MATH-500. DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a 
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import main

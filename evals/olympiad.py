@@ -16,9 +16,8 @@ split.
 
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from itertools import accumulate
 
 from evals import main

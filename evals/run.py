@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import TRIAL, decoding, load_task, results, samples
 from evals.rewards import load_reward
 from models import load_tokenizer

@@ -12,9 +12,8 @@ evals/rewards.py has a cell reward without that flaw.
 
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import SUDOKU, stable_hash, sudoku, sudoku_solutions
 from evals import main, tagged_answer
 from evals.examples import read_examples, user
