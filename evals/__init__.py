@@ -1,4 +1,5 @@
-"""Benchmarks, one file each: load, prompt, score. Here: their names, their prompts as token ids, and a mean score."""
+"""Benchmarks, one file each: load, prompt, score. This file finds them and scores a model during
+training."""
 
 import math
 from importlib import import_module
@@ -9,75 +10,79 @@ import torch.distributed as dist
 
 from models import prompt_ids
 
-# the tasks whose hub rows or generators have a train and a validation split; others train on a file, where they take one
+# tasks with train and validation rows of their own; to train on another task, give it a file with
+# --data
 TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "sudoku")
-# what a command has scored first, so that what cannot work ends it before its work begins: a program, for the sandbox
+# scored once at the start of a command, so that a sandbox that does not work stops it before any
+# work is done
 TRIAL = "```python\npass\n```"
 
 
 def load_task(name):
-    """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks for an unknown name."""
-    tasks = sorted(
-        path.stem
-        for path in Path(__file__).parent.glob("*.py")
-        if "\ndef score(" in path.read_text(encoding="utf-8")
-    )
+    """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks if it is unknown."""
+    files = Path(__file__).parent.glob("*.py")
+    tasks = sorted(file.stem for file in files if "\ndef load(" in file.read_text(encoding="utf-8"))
     if name not in tasks:
         raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
     return import_module(f"evals.{name}")
 
 
+def main(task):
+    """The command line of evals/<task>.py."""
+    import_module("evals.run").main(task)
+
+
 def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
-    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long. SystemExit if none is left,
-    or if one holds the mask token: samplers refuse it, at the step that would ask it."""
-    problems = [
-        (example, prompt_ids(tokenizer, task.prompt(example)))
-        for example in task.load(split, data, limit)
-    ]
+    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long.
+
+    SystemExit if no problem is left, or if a prompt contains the mask token, which samplers refuse.
+    """
+    examples = task.load(split, data, limit)
+    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
     if not problems:
         raise SystemExit(f"--data {data}: no problems in it")
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
         shortest = min(len(ids) for _, ids in problems)
-        limit = f"--max-prompt-length (or --max-length) {max_prompt_length}"
-        raise SystemExit(f"{limit}: the shortest {split} prompt has {shortest} tokens")
-    mask = {
-        i: token for token, i in tokenizer.get_added_vocab().items() if "mask" in token.lower()
-    }  # so named in all families
+        flag = f"--max-prompt-length (or --max-length) {max_prompt_length}"
+        raise SystemExit(f"{flag}: the shortest {split} prompt has {shortest} tokens")
+    # every model family has "mask" in the name of its mask token
+    masks = {i: name for name, i in tokenizer.get_added_vocab().items() if "mask" in name.lower()}
     for number, (_, ids) in enumerate(problems):
-        if inside := [mask[i] for i in ids if i in mask]:
-            raise SystemExit(
-                f"--data {data}: {split} prompt {number} holds the mask token {inside[0]}: remove it"
-            )
+        if found := next((masks[i] for i in ids if i in masks), None):
+            where = f"--data {data}: {split} prompt {number}"
+            raise SystemExit(f"{where} contains the mask token {found}: remove it")
     return kept, len(problems) - len(kept)
 
 
 def score_all(task, completions, examples):
-    """-> [score], by the task's score_batch where it has one: slow scorers keep all cores busy"""
+    """-> [score], with the task's score_batch if it has one: slow scorers use all cores"""
     if hasattr(task, "score_batch"):
         return task.score_batch(completions, examples)
-    return [
-        task.score(completion, example)
-        for completion, example in zip(completions, examples, strict=True)
-    ]
+    return [task.score(*pair) for pair in zip(completions, examples, strict=True)]
 
 
 def mean_score(engine, task, tokenizer, problems, **settings):
-    """Mean exact score of one completion per problem, the problems dealt out over the ranks of a run. -> float
+    """Mean exact score of one completion per problem; the ranks of a run share the problems. ->
+    float
 
-    problems: of load_problems; settings: of engine.generate.
+    problems: from load_problems; settings: for engine.generate.
     """
     share = math.ceil(len(problems) / dist.get_world_size())
     first = dist.get_rank() * share
     score = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine := problems[first : first + share]:
         trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
-        score += sum(
-            score_all(
-                task,
-                [trace.text(i, tokenizer) for i in range(len(mine))],
-                [example for example, _ in mine],
-            )
-        )
+        texts = [trace.text(i, tokenizer) for i in range(len(mine))]
+        score += sum(score_all(task, texts, [example for example, _ in mine]))
     dist.all_reduce(score)
     return score.item() / len(problems)
+
+
+def tagged_answer(completion):
+    """Stripped content of the last complete <answer>...</answer>; None if there is none."""
+    start = completion.rfind("<answer>", 0, max(completion.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    # if several closing tags follow, the first one ends the answer
+    return completion[start + len("<answer>") : completion.index("</answer>", start)].strip()

@@ -1,161 +1,122 @@
-"""C-Eval: Chinese exams in 52 subjects, four options; 1,346 questions, the validation split, as test has no labels.
+"""C-Eval: Chinese exams in 52 subjects, four options; 1,346 questions, the validation split,
+because test has no labels.
 
-    python evals/ceval.py --model llada2-mini --gen-length 32 --denoising-steps 32                ceval/ceval-exam
-    python evals/ceval.py --completions FILE.jsonl --data ceval.zip                  the zip of the original csv files
+    python evals/ceval.py --model llada2-mini --gen-length 32 --denoising-steps 32  ceval/ceval-exam
+    python evals/ceval.py --completions FILE.jsonl --data ceval.zip  the original csv files
 
---split test reads the val rows. Five examples of the subject (the dev rows 0-4) as turns of the chat: OpenCompass'
-ceval_gen_5f30c7, which has no published length for these models. macro_accuracy of result.json is the plain mean of the
-subjects. Reported: LLaDA2.0-mini 81.38 (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, another quantity.
+--split test reads the val rows. The prompt shows five examples of the subject (dev rows 0-4) as
+  chat turns: OpenCompass' ceval_gen_5f30c7, which has no published length for these models.
+  macro_accuracy in result.json is the plain mean of the subjects. Reported: LLaDA2.0-mini 81.38
+  (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, a different quantity.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, read_rows
-from evals.choices import letter, lettered, one_split, read_zip
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from data.rows import read_rows
+from evals import choices, main
+from evals.choices import lettered, read_zip, with_shots
+from evals.examples import as_text, one_split, parse_rows
 
 HUB = "ceval/ceval-exam"
-PRESETS = ()  # names that `load` takes besides zips and hub ids
 VERSION = "OpenCompass ceval_gen_5f30c7"  # name of the prompt
-SHOTS = 5
 HINT = "以下是中国关于{}考试的单项选择题，请选出其中的正确答案。"
-SUBJECTS = {
-    "accountant": "注册会计师",
-    "advanced_mathematics": "高等数学",
-    "art_studies": "艺术学",
-    "basic_medicine": "基础医学",
-    "business_administration": "工商管理",
-    "chinese_language_and_literature": "中国语言文学",
-    "civil_servant": "公务员",
-    "clinical_medicine": "临床医学",
-    "college_chemistry": "大学化学",
-    "college_economics": "大学经济学",
-    "college_physics": "大学物理",
-    "college_programming": "大学编程",
-    "computer_architecture": "计算机组成",
-    "computer_network": "计算机网络",
-    "discrete_mathematics": "离散数学",
-    "education_science": "教育学",
-    "electrical_engineer": "注册电气工程师",
-    "environmental_impact_assessment_engineer": "环境影响评价工程师",
-    "fire_engineer": "注册消防工程师",
-    "high_school_biology": "高中生物",
-    "high_school_chemistry": "高中化学",
-    "high_school_chinese": "高中语文",
-    "high_school_geography": "高中地理",
-    "high_school_history": "高中历史",
-    "high_school_mathematics": "高中数学",
-    "high_school_physics": "高中物理",
-    "high_school_politics": "高中政治",
-    "ideological_and_moral_cultivation": "思想道德修养与法律基础",
-    "law": "法学",
-    "legal_professional": "法律职业资格",
-    "logic": "逻辑学",
-    "mao_zedong_thought": "毛泽东思想和中国特色社会主义理论体系概论",
-    "marxism": "马克思主义基本原理",
-    "metrology_engineer": "注册计量师",
-    "middle_school_biology": "初中生物",
-    "middle_school_chemistry": "初中化学",
-    "middle_school_geography": "初中地理",
-    "middle_school_history": "初中历史",
-    "middle_school_mathematics": "初中数学",
-    "middle_school_physics": "初中物理",
-    "middle_school_politics": "初中政治",
-    "modern_chinese_history": "近代史纲要",
-    "operating_system": "操作系统",
-    "physician": "医师资格",
-    "plant_protection": "植物保护",
-    "probability_and_statistics": "概率统计",
-    "professional_tour_guide": "导游资格",
-    "sports_science": "体育学",
-    "tax_accountant": "税务师",
-    "teacher_qualification": "教师资格",
-    "urban_and_rural_planner": "注册城乡规划师",
-    "veterinary_medicine": "兽医学",
-}
+SUBJECTS = dict(
+    line.split()
+    for line in """
+accountant 注册会计师
+advanced_mathematics 高等数学
+art_studies 艺术学
+basic_medicine 基础医学
+business_administration 工商管理
+chinese_language_and_literature 中国语言文学
+civil_servant 公务员
+clinical_medicine 临床医学
+college_chemistry 大学化学
+college_economics 大学经济学
+college_physics 大学物理
+college_programming 大学编程
+computer_architecture 计算机组成
+computer_network 计算机网络
+discrete_mathematics 离散数学
+education_science 教育学
+electrical_engineer 注册电气工程师
+environmental_impact_assessment_engineer 环境影响评价工程师
+fire_engineer 注册消防工程师
+high_school_biology 高中生物
+high_school_chemistry 高中化学
+high_school_chinese 高中语文
+high_school_geography 高中地理
+high_school_history 高中历史
+high_school_mathematics 高中数学
+high_school_physics 高中物理
+high_school_politics 高中政治
+ideological_and_moral_cultivation 思想道德修养与法律基础
+law 法学
+legal_professional 法律职业资格
+logic 逻辑学
+mao_zedong_thought 毛泽东思想和中国特色社会主义理论体系概论
+marxism 马克思主义基本原理
+metrology_engineer 注册计量师
+middle_school_biology 初中生物
+middle_school_chemistry 初中化学
+middle_school_geography 初中地理
+middle_school_history 初中历史
+middle_school_mathematics 初中数学
+middle_school_physics 初中物理
+middle_school_politics 初中政治
+modern_chinese_history 近代史纲要
+operating_system 操作系统
+physician 医师资格
+plant_protection 植物保护
+probability_and_statistics 概率统计
+professional_tour_guide 导游资格
+sports_science 体育学
+tax_accountant 税务师
+teacher_qualification 教师资格
+urban_and_rural_planner 注册城乡规划师
+veterinary_medicine 兽医学
+""".strip().splitlines()
+)
+extract, score, answer = choices.extract, choices.score, choices.answer
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
-    """Examples {"question", "options": 4, "gold": letter, "subject", "shots": dev rows}; only split "test".
+def load(split, path=None, limit=None):
+    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "shots": dev
+    examples}, subject after subject; only split "test".
 
-    path: empty for the hub's rows, a hub id with one config per subject, or a zip of csv files. At most `limit` rows, always
-    the first; subjects stand one behind the other. SystemExit with one line on all else.
+    path: empty for the hub's rows, a hub id with one config per subject, or a zip of csv files.
     """
-    path, name = path or HUB, one_split("ceval", split, {"test": "val"})
-    if path.endswith(".zip"):
-        dev, rows = (list(read_zip(path, part)) for part in ("dev", name))
-    elif Path(path).exists():
-        raise SystemExit(
-            f"--data {path}: ceval takes a .zip or a hub id, because its examples are those of a second split"
-        )
+    path, split = path or HUB, one_split("ceval", split, {"test": "val"})
+    if path.endswith(".zip") or Path(path).exists():
+        read = lambda part: list(read_zip(path, part))
     else:
-        read = lambda part: [
-            {"subject": s} | row
-            for s in SUBJECTS
-            for row in read_rows(path, part, PRESETS, config=s)
-        ]
-        dev, rows = read("dev"), read(name)
-    shots = {}
-    for row in dev:
-        shots.setdefault(row["subject"], []).append(_problem(row, path))
-    examples = []
-    for row in rows[:limit]:
-        if len(shots.get(row["subject"], [])) < SHOTS:
-            raise SystemExit(f"{path}: fewer than {SHOTS} dev rows of {row['subject']!r}")
-        examples.append(_problem(row, path) | {"shots": shots[row["subject"]][:SHOTS]})
-    return examples
+        rows = lambda subject, part: read_rows(path, part, (), config=subject)
+        read = lambda part: [{"subject": s} | row for s in SUBJECTS for row in rows(s, part)]
+    needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
+    dev, examples = (parse_rows(_problem, needs, path, read(part)) for part in ("dev", split))
+    return with_shots(examples[:limit], dev, path)
 
 
-def prompt(example: dict) -> list[dict]:
+def prompt(example):
     """Five pairs of question and letter, then the question."""
     hint = HINT.format(SUBJECTS[example["subject"]])
-    ask = lambda row: {
-        "role": "user",
-        "content": f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: ",
-    }
-    pairs = [
-        (ask(shot), {"role": "assistant", "content": shot["gold"]}) for shot in example["shots"]
-    ]
-    return [*(message for pair in pairs for message in pair), ask(example)]
+    ask = lambda row: f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: "
+    messages = []
+    for shot in example["shots"]:
+        messages.append({"role": "user", "content": ask(shot)})
+        messages.append({"role": "assistant", "content": shot["gold"]})
+    return [*messages, {"role": "user", "content": ask(example)}]
 
 
-def extract(completion: str, example: dict) -> str | None:
-    """The letter of the completion (`choices.letter`), or None. OpenCompass takes the first capital letter of any word."""
-    return letter(completion)
-
-
-def score(completion: str, example: dict) -> float:
-    """1.0 if the letter is the gold one, else 0.0. Never raises."""
-    return float(extract(completion, example) == example["gold"])
-
-
-def answer(example: dict, draw: int = 0) -> str:
-    """The gold letter."""
-    return example["gold"]
-
-
-def _problem(row: dict, path: str) -> dict:
-    """A row of a csv file or of the hub, which have the same columns. SystemExit names what it lacks."""
-    texts = [row.get(name) for name in ("question", *"ABCD")]
-    if (
-        not all(isinstance(text, str) for text in texts)
-        or row.get("answer") not in tuple("ABCD")
-        or row["subject"] not in SUBJECTS
-    ):
-        needs = f"question, A, B, C, D and answer (letter); subject {row['subject']!r}"
-        raise SystemExit(
-            f"{path}: cannot read a question from {describe_columns(row)}; needs {needs}"
-        )
-    return {
-        "question": texts[0],
-        "options": texts[1:],
-        "gold": row["answer"],
-        "subject": row["subject"],
-    }
+def _problem(row):
+    options = [as_text(row[label]) for label in "ABCD"]
+    if row["answer"] not in list("ABCD") or row["subject"] not in SUBJECTS:
+        raise ValueError(f"answer {row['answer']!r}, subject {row['subject']!r}")
+    example = {"question": row["question"], "options": options, "gold": row["answer"]}
+    return example | {"subject": row["subject"]}
 
 
 if __name__ == "__main__":
-    from evals.run import main
-
     main("ceval")

@@ -1,44 +1,51 @@
-"""Multiple choice: the letter that a completion answers, lettered options, and the zips that MMLU and C-Eval came in."""
+"""Multiple choice: the letter that a completion answers, lettered options, worked examples, and csv
+files in a zip."""
 
 import csv
 import io
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from evals import TRAIN_TASKS
-
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-NOT_IN_A_WORD = r"(?![A-Za-z0-9_]|['’][A-Za-z])"  # no \b: a Chinese character behind a letter ends the answer too
-# a letter in brackets may be small; one of "B or C" is none
+SHOTS = 5  # solved questions of the same subject in front of a question
+NOT_IN_A_WORD = (
+    r"(?![A-Za-z0-9_]|['’][A-Za-z])"  # \b does not end a letter before a Chinese character
+)
+# a letter in brackets may be lower case; "B or C" is no choice
 HEDGED = rf"[ \t]*(?:or\b|and\b|/|&|或|和)[ \t]*\(?[A-Za-z]{NOT_IN_A_WORD}"
 BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!{HEDGED})"
 IN_BRACKETS = r"[\[({（]\s*(?:\\?text(?:bf)?\{\s*)?\(?([A-Za-z])\)?\s*[\])}）]"
-LETTER = rf"(?:{BARE}|{IN_BRACKETS})"
-SAID = (  # a phrase, then markup
-    r"(?:\b(?:answer|choice|option)(?:\s{1,4}(?:is|would be|should be|must be)\s{0,4}:?|\s{0,4}[*_]{0,2}\s{0,4}[:：])"
-    r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?|(?:应|故|应该|因此|所以)[，,]?选(?:择|项)?\s{0,4}[:：]?"
+SAID = (  # a phrase such as "the answer is", then markup
+    r"(?:\b(?:answer|choice|option)"
+    r"(?:\s{1,4}(?:is|would be|should be|must be)\s{0,4}:?|\s{0,4}[*_]{0,2}\s{0,4}[:：])"
+    r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?"
+    r"|(?:应|故|应该|因此|所以)[，,]?选(?:择|项)?\s{0,4}[:：]?"
     r"|(?:正确|错误|符合题意)的?(?:选项|一项|说法)?(?:是|为)\s{0,4}[:：]?)"
     r"[\s*_$\"'“‘]{0,8}(?:(?:option|choice|选项)\s{0,4})?[*_$\"'“‘]{0,4}"
 )
-EXPLICIT = re.compile(rf"(?i:{SAID})(?:\\boxed\s*)?{LETTER}|\\boxed\s*{IN_BRACKETS}")
+EXPLICIT = re.compile(
+    rf"(?i:{SAID})(?:\\boxed\s*)?(?:{BARE}|{IN_BRACKETS})|\\boxed\s*{IN_BRACKETS}"
+)
 LABEL = re.compile(
     rf"^[ \t*_$\"'(\[（]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
-    re.MULTILINE,
+    re.M,
 )
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 
 
-def letter(completion: str, letters: str = "ABCD") -> str | None:
-    r"""The letter of `letters` that a completion answers; None where there is none. Never raises, linear in time.
+def letter(completion, letters="ABCD"):
+    r"""The letter of `letters` that a completion answers; None if there is none. Never raises,
+    linear in time.
 
     The first rule that finds something:
-      1. the last explicit statement: "answer is (B)", "ANSWER: B", "**Answer:** B", "option is B", \boxed{B}, 答案是B, 故选B.
-         One whose letter is none of `letters` is passed over, and so is "B or C";
+      1. the last explicit statement: "answer is (B)", "ANSWER: B", "**Answer:** B", "option is B",
+         \boxed{B}, 答案是B, 故选B. A letter outside `letters` and "B or C" do not count;
       2. the last line that is a letter and nothing else;
-      3. "B." or "(B) text" at the start of a line, if no other letter starts a line so: a list of options is no answer.
-    OpenCompass takes the first match of some fifty patterns, at last any capital letter: an article "A" answers A there.
+      3. "B." or "(B) text" at the start of a line, unless another letter starts a line in the same
+         way: a list of options is no answer.
+    OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
+    that the article "A" answers A there.
     """
     said = [next(filter(None, match.groups())).upper() for match in EXPLICIT.finditer(completion)]
     if said := [choice for choice in said if choice in letters]:
@@ -46,44 +53,64 @@ def letter(completion: str, letters: str = "ABCD") -> str | None:
     lone, labels = None, set()
     for match in LABEL.finditer(completion):
         if match[1] in letters:
-            end = completion.find("\n", match.end())
-            rest = completion[
-                match.end() : match.end() + 32 if end < 0 else min(end, match.end() + 32)
-            ]
+            rest = completion[match.end() : match.end() + 32].partition("\n")[0]
             lone = match[1] if LONE.fullmatch(rest) else lone
             labels.add(match[1])
     return lone or (labels.pop() if len(labels) == 1 else None)
 
 
-def lettered(options: list[str], form: str = "{}. {}") -> str:
-    """One line per option: "A. first", "B. second"; form "{}) {}" gives "A) first"."""
-    return "\n".join(form.format(LETTERS[i], option) for i, option in enumerate(options))
+def extract(completion, example):
+    """The letter of the completion, one of the example's options (a list, or a dict by letter);
+    None if there is none."""
+    options = example["options"]
+    return letter(
+        completion, "".join(options) if isinstance(options, dict) else LETTERS[: len(options)]
+    )
 
 
-def one_split(task: str, split: str, known: dict[str, str]) -> str:
-    """The name that the data give to `split`; SystemExit names the splits that the task has."""
-    if split not in known:
-        other = f"; train on another task: {', '.join(TRAIN_TASKS)}" if split == "train" else ""
-        raise SystemExit(
-            f"--split {split}: {task} has no such labelled split; use {' or '.join(known)}{other}"
-        )
-    return known[split]
+def score(completion, example):
+    """1.0 if the letter is the gold one, else 0.0. Never raises."""
+    return float(extract(completion, example) == example["gold"])
 
 
-def read_zip(path: str, split: str, columns: list[str] | None = None) -> Iterator[dict]:
-    """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each with its "subject". Values are text.
+def answer(example, draw=0):
+    """The gold letter."""
+    return example["gold"]
 
-    columns: names for files without a header. SystemExit where the file is no such zip.
+
+def lettered(options, form="{}. {}"):
+    """One line per option: "A. first", "B. second"; with the form "{}) {}" "A) first"."""
+    return "\n".join(form.format(*pair) for pair in zip(LETTERS, options, strict=False))
+
+
+def with_shots(examples, dev, path):
+    """Examples with "shots": the first SHOTS dev examples of their subject. SystemExit if there are
+    fewer."""
+    by_subject = {}
+    for shot in dev:
+        by_subject.setdefault(shot["subject"], []).append(shot)
+    for example in examples:
+        if len(by_subject.get(example["subject"], [])) < SHOTS:
+            raise SystemExit(f"{path}: fewer than {SHOTS} dev rows of {example['subject']!r}")
+    return [example | {"shots": by_subject[example["subject"]][:SHOTS]} for example in examples]
+
+
+def read_zip(path, split, columns=None):
+    """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its
+    "subject". Values are text.
+
+    columns: for files without a header. SystemExit if the file is no such zip.
     """
-    if not Path(path).is_file() or not zipfile.is_zipfile(path):
+    if not path.endswith(".zip"):
+        raise SystemExit(
+            f"--data {path}: takes a .zip or a hub id, for the dev split of the worked examples"
+        )
+    if not zipfile.is_zipfile(path):
         raise SystemExit(f"--data {path}: no such zip file")
     with zipfile.ZipFile(path) as archive:
         suffix = f"_{split}.csv"
-        names = sorted(
-            name
-            for name in archive.namelist()
-            if name.endswith(suffix) and f"/{split}/" in f"/{name}"
-        )
+        names = [name for name in archive.namelist() if f"/{split}/" in f"/{name}"]
+        names = sorted(name for name in names if name.endswith(suffix))
         if not names:
             raise SystemExit(f"--data {path}: no {split}/<subject>{suffix} in it")
         for name in names:

@@ -1,29 +1,43 @@
 """Countdown: reach a target with every given number exactly once.
 
-    python evals/countdown.py --model tiny-sdar                                         preset "small", two tokens per step
+    python evals/countdown.py --model tiny-sdar   preset "small", two tokens per step
     python evals/countdown.py --model sdar-8b --data cd3 --gen-length 256 --denoising-steps 4
     python evals/countdown.py --completions FILE.jsonl --data countdown_cd3_test.jsonl
 
-The metric is exact: 1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. A legal
-expression has integer literals, + - * /, unary minus and brackets, and is evaluated in fractions. `//`, `**`, decimals,
-digits of other scripts and leading zeros (07) are not legal: d1's rule, eval() after a character filter, accepts
-100//30 = 3, hangs on 93**100**30 and reads 30.100 as the two numbers 30 and 100.
+The metric is exact: 1.0 for a legal expression over exactly the given numbers that equals the
+target, else 0.0. A legal expression has integer literals, + - * /, unary minus and brackets, and is
+evaluated in fractions. `//`, `**`, decimals, non-ASCII digits and leading zeros (07) are not legal.
+d1's rule, eval() after a character filter, accepts 100//30 = 3, hangs on 93**100**30 and reads
+30.100 as the two numbers 30 and 100.
 """
 
+import ast
+import operator
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from fractions import Fraction
+
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from data.rows import describe_columns, read_rows
-from evals.arithmetic import evaluate
-from evals.run import tagged_answer
+from evals import main, tagged_answer
+from evals.examples import read_examples, user
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+MAX_LENGTH = 512  # characters of an answer; longer ones are not legal
+MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
+# ASCII integers without leading zeros
+LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])+")
 
 VERSION = {"compact": "compact", "tags": "d1, training"}  # name of the prompt, by style
-# The training prompt of d1 and DARE to the byte, so that scores can be compared (a test holds it against DARE's file).
+# The training prompt of d1 and DARE to the byte, so that scores can be compared (tested against
+# DARE's file).
 PROMPT = """Respond in the following format:
 <reasoning>
 ...
@@ -32,53 +46,49 @@ PROMPT = """Respond in the following format:
 ...
 </answer>
 
-Using only the numbers {numbers}, create an arithmetic expression that evaluates to exactly {target}. \
-You must use all numbers from the list, and each number must be used exactly once. \
+Using only the numbers {numbers}, create an arithmetic expression that evaluates to exactly \
+{target}. You must use all numbers from the list, and each number must be used exactly once. \
 You may use the operations +, -, *, and / as needed. \
-After reasoning, provide only your final expression inside <answer></answer> tags without including an equals sign \
-or the target number. For example, if the numbers are [2, 3, 4] and the target is 5, a valid answer is: <answer>
+After reasoning, provide only your final expression inside <answer></answer> tags without \
+including an equals sign or the target number. For example, if the numbers are [2, 3, 4] and the \
+target is 5, a valid answer is: <answer>
 2*4-3
 </answer>"""
 
-COLUMNS = "numbers (or nums) and target, input and output (d1, Dream), or extra_info.numbers and reward_model.ground_truth (DARE)"
+COLUMNS = (
+    "numbers (or nums) and target, input and output (d1, Dream), "
+    "or extra_info.numbers and reward_model.ground_truth (DARE)"
+)
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
-    """Examples {"numbers": list, "target": int, "style": "compact" | "tags"}, at most `limit`, always the first.
+def load(split, path=None, limit=None):
+    """The first `limit` examples {"numbers": list, "target": int, "style": "compact" | "tags"}.
 
-    path: empty for "small"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub id. Rows may be ours,
-    d1's, Dream's or DARE's (COLUMNS). A file has no splits: it gives the same rows for every one. Rows that do not come
-    from a preset are asked in style "tags". SystemExit with one line on an unknown path or a row of another form.
+    path: empty for "small"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub
+    id. Rows may have our columns, d1's, Dream's or DARE's (COLUMNS). A file gives the same rows for
+    every split. Only presets are "compact".
     """
     path = path or "small"
     if path in PRESETS:
         return countdown(path, split, limit)
-    examples = []
-    for number, row in enumerate(read_rows(path, split, PRESETS, limit), 1):
-        problem = _problem(row)
-        if problem is None:
-            raise SystemExit(
-                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
-            )
-        examples.append({"numbers": problem[0], "target": problem[1], "style": "tags"})
-    return examples
+    return read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
 
 
-def prompt(example: dict) -> list[dict]:
-    """Messages. "compact" is fixed width (`12  7  3 =   8`, 14 characters for three numbers): no padding in a batch."""
+def prompt(example):
+    """Messages. "compact" is fixed width (`12  7  3 =   8`, 14 characters for three numbers)."""
     numbers, target = example["numbers"], example["target"]
     if example["style"] == "compact":
         content = f"{' '.join(f'{n:2d}' for n in numbers)} = {target:3d}"
     else:
         content = PROMPT.format(numbers=numbers, target=target)
-    return [{"role": "user", "content": content}]
+    return user(content)
 
 
-def extract(completion: str, example: dict) -> str | None:
+def extract(completion, example):
     r"""The expression of a completion, not checked; None where there is none.
 
-    "compact": the whole completion. "tags": the last complete answer tag, with \times, \cdot and \div as operators and
-    without a final "= number", whose value is not looked at.
+    "compact": the whole completion. "tags": the last complete answer tag, with \times, \cdot and
+    \div as operators and without a final "= number", whose value is not looked at.
     """
     if example["style"] == "compact":
         return completion.strip() or None
@@ -91,16 +101,18 @@ def extract(completion: str, example: dict) -> str | None:
     return text.strip() or None
 
 
-def score(completion: str, example: dict) -> float:
-    """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0. Never raises."""
+def score(completion, example):
+    """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0.
+    Never raises."""
     return float(
         evaluate(extract(completion, example) or "")
         == (example["target"], sorted(example["numbers"]))
     )
 
 
-def answer(example: dict, draw: int = 0) -> str:
-    """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash of (example, draw).
+def answer(example, draw=0):
+    """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash
+    of (example, draw).
 
     A compact example is answered with + and - only. ValueError where the example has no solution.
     """
@@ -112,39 +124,57 @@ def answer(example: dict, draw: int = 0) -> str:
     return expression if style == "compact" else f"<answer>\n{expression}\n</answer>"
 
 
-def _problem(row: dict) -> tuple[list[int], int] | None:
-    """(numbers, target) of a row in any of the formats of COLUMNS; None where columns or values fit none of them."""
+def evaluate(text):
+    """(value, sorted literals) of a legal expression; None for anything else, and for division by
+    zero. Never raises."""
+    depth = len(re.findall(r"[-+*/(]", text)) if len(text) <= MAX_LENGTH else MAX_DEPTH + 1
+    if depth > MAX_DEPTH or not LEGAL.fullmatch(text):
+        return None
+    literals = []
+
+    def value(node):
+        match node:
+            case ast.Constant(value=literal):
+                literals.append(literal)
+                return Fraction(literal)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+                return OPERATIONS[type(op)](value(left), value(right))
+        raise SyntaxError("not legal")  # **, //, unary plus, calls like 2(3), ()
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body), sorted(literals)
+    except (SyntaxError, ZeroDivisionError):
+        return None
+
+
+def _problem(row):
     extra, reward_model = row.get("extra_info"), row.get("reward_model")
     if isinstance(extra, dict) and isinstance(reward_model, dict):
-        numbers, target = (
-            _integers(extra.get("numbers")),
-            _integers(reward_model.get("ground_truth")),
-        )
+        numbers, target = extra["numbers"], reward_model["ground_truth"]
     elif "input" in row and "output" in row:
-        numbers, target = _integers(row["input"]), _integers(row["output"])
+        numbers, target = row["input"], row["output"]
         if "=" in str(
-            row["output"]
-        ):  # Dream: the output is one way, step by step, and the input ends with the target
-            numbers, target = numbers[:-1], numbers[-1:]
-            if _integers(row["output"].rpartition("=")[2]) != target:
-                return None
+            target
+        ):  # Dream: the input ends with the target, the output is a solution in steps
+            *numbers, end = _integers(numbers)
+            target = target.rpartition("=")[2]
+            if _integers(target) != [end]:
+                raise ValueError("the steps of the output do not reach the target")
     else:
-        numbers, target = (
-            _integers(row.get("numbers", row.get("nums"))),
-            _integers(row.get("target")),
-        )
-    return (numbers, target[0]) if numbers and len(target) == 1 else None
+        numbers, target = row["numbers"] if "numbers" in row else row["nums"], row["target"]
+    [target] = _integers(target)
+    return {"numbers": _integers(numbers), "target": target, "style": "tags"}
 
 
-def _integers(value: object) -> list[int]:
-    """Integers of 7, "7", [1, 2], "[1, 2]" or "1,2" (none negative); [] for anything else."""
+def _integers(value):
+    """Integers of 7, "7", [1, 2], "[1, 2]" or "1,2", none of them negative."""
     text = str(value).strip().removeprefix("[").removesuffix("]")
-    return (
-        [int(n) for n in text.split(",")] if re.fullmatch(r" *[0-9]+ *(, *[0-9]+ *)*", text) else []
-    )
+    if not re.fullmatch(r" *[0-9]+ *(, *[0-9]+ *)*", text):
+        raise ValueError(f"{text!r:.40} is no list of integers")
+    return [int(n) for n in text.split(",")]
 
 
 if __name__ == "__main__":
-    from evals.run import main
-
     main("countdown")

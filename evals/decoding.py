@@ -1,42 +1,46 @@
 """How many tokens, in which blocks and steps: the settings of published numbers, by model and task.
 
-`settings` gives them to evals/run.py and to every evals/<task>.py; any flag overrides its part, and result.json has what was
-used. Lengths are those with which DARE's table was made (configurations of yjyddq/DARE); "*" stands for tasks that have no
-number of their own there. Where DARE has several variants of a setting, the plain one is here: no rule for the end of a text.
-Not here: examples and prompts, which are the task's.
+evals/run.py and every evals/<task>.py take their defaults from `settings`; any flag overrides its
+part, and result.json has what was used. Lengths are those of DARE's table (configurations of
+yjyddq/DARE); "*" is for tasks without a number of their own there. Where DARE has several variants,
+this is the plain one, without a rule for the end of text. Examples and prompts belong to the task.
 """
 
 from pathlib import Path
 
 
-def one_by_one(gen_length: int, block_length: int, **more: object) -> dict:
-    """As many denoising steps as tokens."""
-    return {
-        "gen_length": gen_length,
-        "block_length": block_length,
-        "denoising_steps": block_length,
-    } | more
+def one_by_one(text, **more):
+    """{task: settings} of lines with task, length, block and maybe a cache: as many denoising steps
+    as tokens."""
+    rows = {}
+    for task, length, block, *cache in map(str.split, text.strip().splitlines()):
+        sizes = {
+            "gen_length": int(length),
+            "block_length": int(block),
+            "denoising_steps": int(block),
+        }
+        rows[task] = sizes | more | ({"cache": cache[0]} if cache else {})
+    return rows
 
 
-def dream(gen_length: int) -> dict:
-    """Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain first."""
-    return one_by_one(
-        gen_length,
-        gen_length,
-        schedule="timesteps",
-        remasking="entropy",
-        temperature=0.2,
-        top_p=0.95,
-    )
+def dream(length):
+    """Dream decodes the whole answer as one block, in steps of its own schedule, the least
+    uncertain first."""
+    rule = {"schedule": "timesteps", "remasking": "entropy", "temperature": 0.2, "top_p": 0.95}
+    return one_by_one(f"* {length} {length}", **rule)["*"]
 
 
-def llada2(gen_length: int) -> dict:
+def llada2(length):
     """32 tokens a block (the model's own), revealed above 0.95, in at most 32 steps."""
     rule = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
-    return {"gen_length": gen_length, "denoising_steps": 32} | rule
+    return {"gen_length": length, "denoising_steps": 32} | rule
 
 
-# what no row names
+def each(names, row):
+    return dict.fromkeys(names.split(), row)
+
+
+# what no row sets
 BASE = {
     "block_length": None,  # the model's own
     "remasking": "low_confidence_static",
@@ -49,61 +53,52 @@ BASE = {
     "repeats": 1,
 }
 
-# LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs. C-Eval is not published.
-LLADA = {
-    "*": one_by_one(512, 32),
-    "mmlu": one_by_one(3, 3, cache="dual"),
-    "hellaswag": one_by_one(3, 3, cache="prefix"),
-    "ceval": one_by_one(3, 3),
-    "mmlu_pro": one_by_one(256, 256, cache="dual"),
-    "arc_c": one_by_one(512, 512, cache="prefix"),
-    "gsm8k": one_by_one(256, 8, cache="prefix"),
-    "math500": one_by_one(512, 64, cache="prefix"),
-    "gpqa": one_by_one(128, 64, cache="prefix"),
-    **dict.fromkeys(("humaneval", "humaneval_plus", "mbpp"), one_by_one(512, 32, cache="prefix")),
-    "aime24": one_by_one(2048, 64, temperature=1.0, repeats=8, cache="dual"),
-    "aime25": one_by_one(2048, 64, temperature=1.0, repeats=8, cache="prefix"),
-    "olympiad": one_by_one(2048, 64, cache="prefix"),
-    # DARE's validation in training: half as many steps as tokens
-    "countdown": {"gen_length": 256, "block_length": 32, "denoising_steps": 16},
-    "sudoku": {"gen_length": 256, "block_length": 32, "denoising_steps": 16},
-}
-# LLaDA-1.5: no cache, and an end of text is revealed last of its block; what has no row here is LLaDA-8B-Instruct's
-LLADA_15 = LLADA | {
-    "gsm8k": one_by_one(256, 16, eos_policy="demote"),
-    "math500": one_by_one(1024, 128, eos_policy="demote"),
-    "gpqa": one_by_one(256, 16),
-    "humaneval": one_by_one(512, 32, eos_policy="demote"),
-    "mbpp": one_by_one(512, 32, eos_policy="demote"),
-}
-DREAM = {
-    "*": dream(512),
-    **dict.fromkeys(("mmlu", "mmlu_pro", "gpqa", "hellaswag"), dream(128)),
-    "gsm8k": dream(256),
-    **dict.fromkeys(("aime24", "aime25"), dream(2048) | {"repeats": 8}),
-    "olympiad": dream(2048),
-}
-# greedy, one of the four tokens of a block a step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval and MBPP reveal above 0.95
+# LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs.
+# C-Eval is not published.
+LLADA = one_by_one("""
+* 512 32
+mmlu 3 3 dual
+hellaswag 3 3 prefix
+ceval 3 3
+mmlu_pro 256 256 dual
+arc_c 512 512 prefix
+gsm8k 256 8 prefix
+math500 512 64 prefix
+gpqa 128 64 prefix
+humaneval 512 32 prefix
+humaneval_plus 512 32 prefix
+mbpp 512 32 prefix
+olympiad 2048 64 prefix
+""")
+LLADA |= one_by_one("aime24 2048 64 dual\naime25 2048 64 prefix", temperature=1.0, repeats=8)
+# DARE's validation during training: half as many steps as tokens
+HALF = {"gen_length": 256, "block_length": 32, "denoising_steps": 16}
+LLADA |= each("countdown sudoku", HALF)
+# LLaDA-1.5: no cache, and an end of text is revealed last in its block; other tasks as for
+# LLaDA-8B-Instruct
+LLADA_15 = LLADA | one_by_one("gpqa 256 16")
+LLADA_15 |= one_by_one(
+    "gsm8k 256 16\nmath500 1024 128\nhumaneval 512 32\nmbpp 512 32", eos_policy="demote"
+)
+DREAM = {"*": dream(512), "gsm8k": dream(256), "olympiad": dream(2048)}
+DREAM |= each("mmlu mmlu_pro gpqa hellaswag", dream(128))
+DREAM |= each("aime24 aime25", dream(2048) | {"repeats": 8})
+# greedy, one of the four tokens of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval
+# and MBPP reveal above 0.95
 SDAR = {"*": {"gen_length": 4096, "denoising_steps": 4}}
-LLADA2 = {
-    "*": llada2(512),
-    **dict.fromkeys(("mmlu", "mmlu_pro", "hellaswag", "gsm8k"), llada2(256)),
-    "gpqa": llada2(128),
-    **dict.fromkeys(("aime24", "aime25", "olympiad"), llada2(2048)),
-}
-TINY = {"*": {"gen_length": 64, "denoising_steps": 2}}  # of the shipped models, for a try on a CPU
+LLADA2 = {"*": llada2(512), "gpqa": llada2(128)}
+LLADA2 |= each("mmlu mmlu_pro hellaswag gsm8k", llada2(256))
+LLADA2 |= each("aime24 aime25 olympiad", llada2(2048))
+TINY = {"*": {"gen_length": 64, "denoising_steps": 2}}  # the shipped models, for a try on a CPU
 
 # names of --model, then model_type of config.json
 SETTINGS = {
     "llada-1.5": LLADA_15,
-    "llada-8b-base": {"*": one_by_one(256, 256)},
-    **dict.fromkeys(
-        ("tiny-sdar", "tiny-llada", "tiny-dream", "tiny-sdar-moe", "tiny-llada2"), TINY
-    ),
+    "llada-8b-base": one_by_one("* 256 256"),
+    **each("tiny-sdar tiny-llada tiny-dream tiny-sdar-moe tiny-llada2", TINY),
     "llada": LLADA,
     "Dream": DREAM,
-    "sdar": SDAR,
-    "sdar_moe": SDAR,
+    **each("sdar sdar_moe", SDAR),
     "llada2_moe": LLADA2,
 }
 # the short prompts of the shipped models: an expression and an end of text, or 16 cells
@@ -113,13 +108,14 @@ COMPACT = {
 }
 
 
-def settings(model: str, model_type: str, task: str, style: str = "") -> dict:
-    """-> arguments of engine.generate, and "repeats": of `model` (a key of MODELS or a directory of that name), else of its
-    architecture. style: of the task's examples; "compact" problems have one setting for all models. SystemExit for a new
-    architecture without a row."""
+def settings(model, model_type, task, style=""):
+    """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
+    with that name) or else its architecture. style: of the task's examples; "compact" problems have
+    one setting for all models. SystemExit for an architecture without settings."""
     rows = SETTINGS.get(Path(model).name) or SETTINGS.get(model_type)
     if rows is None:
         raise SystemExit(
-            f"evals/decoding.py has no settings of a {model_type!r} model; known: {', '.join(SETTINGS)}"
+            f"evals/decoding.py has no settings of a {model_type!r} model; known: "
+            f"{', '.join(SETTINGS)}"
         )
     return BASE | (COMPACT[task] if style == "compact" else rows.get(task, rows["*"]))

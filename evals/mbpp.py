@@ -1,32 +1,42 @@
 """MBPP: write a Python function from one sentence and three tests; right if those tests pass.
 
-    python evals/mbpp.py --model llada-8b --gen-length 512 --block-length 32 --denoising-steps 32          DARE's setting
+    python evals/mbpp.py --model llada-8b  DARE's setting
     python evals/mbpp.py --completions FILE.jsonl --data mbpp.jsonl
 
-1.0 if the tests pass within 10 seconds in evals/sandbox.py, else 0.0: mode "proxy", or "nonce" for the few problems whose
-tests make objects of the program's own classes or use its imports: 367 of test, some of train.
-Splits are the paper's: tasks 11-510 are test, 511-600 validation, 601-974 train; also for a file whose rows have task_id.
-DARE leaves out the set-up code, so nobody solves 367 there, and its RL reward keeps the quotes around an answer.
+1.0 if the tests pass within 10 seconds in evals/sandbox.py, else 0.0: mode "proxy", or "nonce" for
+   the few problems whose tests create objects of the program's own classes or use its imports (367
+   of test, some of train). Splits are the paper's: tasks 11-510 are test, 511-600 validation,
+   601-974 train, also in a file whose rows have task_id. DARE leaves out the set-up code, so that
+   nobody solves 367 there, and its RL reward keeps the quotes around an answer.
 """
 
+import ast
+import builtins
 import json
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, read_rows
-from evals.programs import code_of, defines, names_of, pass_or_fail, unquoted
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from data.rows import read_rows
+from evals import main
+from evals.examples import as_text, parse_rows
+from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
 HUB = "google-research-datasets/mbpp"
-PRESETS = ()
 SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
 VERSION = "OpenCompass mbpp_gen_830460"  # name of the prompt
-TASK = "You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:\n\n {tests}  \n"
-COLUMNS = "text (or prompt), code, test_list (test_setup_code, test_imports); or prompt and reward_model.ground_truth (DARE)"
-# The tasks 2, 3 and 4 as OpenCompass' mbpp_gen_830460 shows them, to the byte of DARE's file (a test).
+TASK = (
+    "You are an expert Python programmer, and here is your task: {text} Your code should pass "
+    "these "
+    "tests:\n\n {tests}  \n"
+)
+COLUMNS = (
+    "text (or prompt), code, test_list (test_setup_code, test_imports); "
+    "or prompt and reward_model.ground_truth (DARE)"
+)
+# tasks 2, 3 and 4 as OpenCompass' mbpp_gen_830460 shows them, to the byte of DARE's file
 TASK_2 = """Write a function to find the similar elements from the given two tuple lists.
  assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)
 assert similar_elements((1, 2, 3, 4),(5, 4, 3, 7)) == (3, 4)\x20
@@ -45,7 +55,8 @@ def is_not_prime(n):\r
         if n % i == 0:\r
             result = True\r
     return result"""
-TASK_4 = """Write a function to find the largest integers from a given list of numbers using heap queue algorithm.
+TASK_4 = """Write a function to find the largest integers from a given list of numbers using heap \
+queue algorithm.
  assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65]\x20
 assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75]\x20
 assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]
@@ -63,38 +74,31 @@ for shown in (TASK_2, TASK_3, TASK_4):
     ]
 
 
-def load(split: str, path: str | None = None, limit: int | None = None) -> list[dict]:
-    """Examples {"text", "tests": list, "setup", "solution": "" if unknown}, at most `limit`, always the first.
+def load(split, path=None, limit=None):
+    """The first `limit` examples {"text", "tests": list, "setup", "solution": "" if unknown}.
 
-    path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id. SystemExit with one line on an
-    unknown path or a row of another form (COLUMNS).
+    path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
     """
     path = path or HUB
-    rows = read_rows(path, split, PRESETS, config="full" if path == HUB else None)
-    examples = []
-    for number, row in enumerate(rows, 1):
-        problem = _problem(row)
-        if problem is None:
-            raise SystemExit(
-                f"{path} row {number}: cannot read a problem from {describe_columns(row)}; needs {COLUMNS}"
-            )
-        if not str(row.get("task_id", "")).isdigit() or int(row["task_id"]) in SPLITS[split]:
-            examples.append(problem)
-    return examples[:limit]
+    config = "full" if path == HUB else None
+    rows = read_rows(path, split, (), config=config)
+    ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
+    rows = [row for row in rows if ours(str(row.get("task_id", "")))]
+    return parse_rows(_problem, COLUMNS, path, rows[:limit])
 
 
-def prompt(example: dict) -> list[dict]:
-    """Three solved tasks as chat turns, then the task: DARE's file but for its last turn, an answer that is opened."""
+def prompt(example):
+    """Three solved tasks as chat turns, then the task; DARE's file also opens the last answer."""
     task = TASK.format(text=example["text"], tests="\n".join(example["tests"]))
     return [*SHOTS, {"role": "user", "content": task}]
 
 
-def extract(completion: str, example: dict) -> str | None:
-    r"""The code of a completion, not checked; None where there is none.
+def extract(completion, example):
+    r"""The code of a completion, not checked; None if there is none.
 
-    The first of these that defines a function of the tests: what stands from the last [BEGIN] to the next [DONE] or the end,
-    without its quotes; the same of the text in front of the first [DONE]; in each, first the fenced blocks
-    (evals/programs.py: code_of). \_ is _.
+    The first of these that defines a function of the tests: the text from the last [BEGIN] to the
+    next [DONE] or the end, without its quotes; the text before the first [DONE]; all of it. In
+    each, fenced blocks come first (evals/programs.py: code_of). \_ is _.
     """
     text = completion.replace("\\_", "_")
     names = names_of(example)
@@ -104,76 +108,70 @@ def extract(completion: str, example: dict) -> str | None:
     return next((code for code in codes if defines(code, names)), codes[0] if codes else None)
 
 
-def job(completion: str, example: dict) -> Job | None:
-    """The program of a completion with its tests, for the sandbox; None where it is empty."""
+def unquoted(text):
+    """Without one pair of single quotes around it, or without the first one if the pair is not
+    closed."""
+    inner = text.strip()
+    quoted = inner.startswith("'") and not inner.startswith("''")
+    return inner[1:].removesuffix("'") if quoted else text
+
+
+def names_of(example):
+    """What a program must define: names that the set-up code and the tests use and neither they nor
+    Python define."""
+    nodes = list(ast.walk(parsed(_tests(example)) or ast.Module([], [])))
+    used, own = set(), set(dir(builtins))
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.alias):
+            own.add((node.asname or node.name).partition(".")[0])
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {function.id for function in functions if isinstance(function, ast.Name)}
+    return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
+
+
+def job(completion, example):
+    """The program of a completion and its tests; None if it is empty."""
     code, names = extract(completion, example), names_of(example)
-    if code is None:
-        return None
     own_objects = len(names) > 1 or any(name in example["setup"] for name in names)
-    tests = "\n".join([example["setup"], *example["tests"]])
-    return Job(code, tests, tuple(names), timeout=TIMEOUT, mode="nonce" if own_objects else "proxy")
+    mode = "nonce" if own_objects else "proxy"
+    return code and Job(code, _tests(example), tuple(names), timeout=TIMEOUT, mode=mode)
 
 
-def score(completion: str, example: dict) -> float:
-    """1.0 if the tests pass, else 0.0."""
-    return score_batch([completion], [example])[0]
+score, score_batch = scorers(job)
 
 
-def score_batch(completions: list[str], examples: list[dict]) -> list[float]:
-    """`score` of each, on all cores."""
-    return pass_or_fail(
-        [
-            job(completion, example)
-            for completion, example in zip(completions, examples, strict=True)
-        ]
-    )
-
-
-def answer(example: dict, draw: int = 0) -> str:
-    """The reference solution in the form of the shown tasks, one for every draw. SystemExit where the rows have none."""
+def answer(example, draw=0):
+    """The reference solution in the form of the solved tasks. SystemExit if unknown."""
     if not example["solution"]:
         raise SystemExit(f"mbpp: these rows have no solutions; take those of {HUB}, or mbpp.jsonl")
     return f"[BEGIN]\n '{example['solution']}' \n[DONE]"
 
 
-def _problem(row: dict) -> dict | None:
-    """The example of a row in one of the formats of COLUMNS; None where it fits none of them."""
-    reward_model, text, setup = (
-        row.get("reward_model"),
-        row.get("text"),
-        row.get("test_setup_code") or "",
-    )
-    if isinstance(reward_model, dict) and isinstance(row.get("prompt"), list):
-        users = [
-            message.get("content") for message in row["prompt"] if message.get("role") == "user"
-        ] or [""]
-        match = re.fullmatch(
-            re.escape(TASK).replace(r"\{text\}", "(.*)").replace(r"\{tests\}", ".*"),
-            str(users[-1]),
-            re.S,
-        )
-        try:
-            tests = json.loads(reward_model.get("ground_truth"))
-        except (TypeError, ValueError):
-            return None
-        text = match and match[1]
+def _tests(example):
+    return "\n".join([example["setup"], *example["tests"]])
+
+
+def _problem(row):
+    setup = row.get("test_setup_code") or ""
+    if isinstance(row.get("reward_model"), dict):
+        asked = [turn["content"] for turn in row["prompt"] if turn["role"] == "user"][-1]
+        form = re.escape(TASK).replace(r"\{text\}", "(.*)").replace(r"\{tests\}", ".*")
+        text = re.fullmatch(form, asked, re.S)[1]
+        tests = json.loads(row["reward_model"]["ground_truth"])
     else:
-        text, tests = text or row.get("prompt"), row.get("test_list")
+        text, tests = row.get("text") or row["prompt"], row["test_list"]
         setup = "\n".join([*(row.get("test_imports") or []), setup]).strip("\n")
-    good = (
-        isinstance(text, str)
-        and isinstance(tests, list)
-        and tests
-        and all(isinstance(test, str) for test in tests)
-    )
-    return (
-        {"text": text, "tests": tests, "setup": setup, "solution": row.get("code") or ""}
-        if good
-        else None
-    )
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("no list of tests")
+    tests = [*map(as_text, tests)]
+    return {"text": text, "tests": tests, "setup": setup, "solution": row.get("code") or ""}
 
 
 if __name__ == "__main__":
-    from evals.run import main
-
     main("mbpp")

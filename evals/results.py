@@ -1,25 +1,28 @@
-"""The directory of an evaluation: who may write there, what lies in it, and how a run that was cut goes on.
+"""The output directory of an evaluation: its lock, its files, and how an interrupted run continues.
 
-config.json has the flags, and whoever works there holds its lock. settings.json (all that decides completions), samples.jsonl
-and result.json of a task lie in the directory itself, of the tasks of evals/run.py each in its own folder; beside these are
-results.json and table.md, rewritten after every task.
+config.json has the flags; the process that works in the directory holds a lock on it. A task has
+settings.json (everything that decides completions), samples.jsonl and result.json: in the directory
+itself, or in a folder per task for evals/run.py, which also rewrites results.json and table.md
+after every task.
 """
 
 import fcntl
 import json
-import os
+import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import tyro
 
+from models.atomic import new_directory, write_atomically
 
-def command_line(kind: type, program: str, description: str) -> object:
-    """Flags of evals/<program>.py as a `kind`; with --resume DIR those of that run are the defaults. SystemExit where DIR is of
-    another program."""
+SHOWN = 20  # faults that are listed on stderr; result.json has their number
+
+
+def command_line(kind, program, description):
+    """Flags of evals/<program>.py as a `kind`; with --resume DIR those of that run are the
+    defaults. SystemExit if DIR belongs to another program."""
     args = tyro.cli(kind, description=description)
     if not args.resume:
         return args
@@ -30,152 +33,112 @@ def command_line(kind: type, program: str, description: str) -> object:
     if saved.pop("program", "") != program or saved.keys() != {
         field.name for field in fields(kind)
     }:
-        raise SystemExit(
-            f"--resume {args.resume} is no directory of evals/{program}.py: config.json with its flags is not there"
-        )
-    saved = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
-    }
-    return tyro.cli(kind, default=kind(**saved), description=description)
+        need = f"config.json with the flags of evals/{program}.py is not there"
+        raise SystemExit(f"--resume {args.resume} is no directory of evals/{program}.py: {need}")
+    listed = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+    return tyro.cli(kind, default=kind(**saved | listed), description=description)
 
 
-@contextmanager
-def directory(flags: object, program: str, default: str) -> Iterator[Path]:
-    """The directory --resume, a new --out, or a new `default`, and its lock, which the system takes back from a process that
-    dies. config.json is written once: --resume alone always takes the flags that the run was begun with.
+def take_directory(flags, program, default, held):
+    """-> the directory --resume, --out, or a new `default`, locked until the ExitStack `held`
+    closes or the process ends. config.json is written once: --resume always starts from the flags
+    of the first run.
 
-    SystemExit where another process works there, where it cannot be made, or where anything of another run would be lost.
+    SystemExit if another process works there, if it cannot be created, or if files of another run
+    would be overwritten.
     """
-    out = Path(flags.resume) if flags.resume else make_out(flags.out, default)
-    with open(out / "config.json", "r+" if flags.resume else "x", encoding="utf-8") as config:
+    out = Path(flags.resume or flags.out or default)
+    if not flags.resume:
         try:
-            fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SystemExit(
-                f"{out}: another evaluation works there; wait for its end, or take a new --out"
-            ) from error
+            if flags.out:
+                out.mkdir(parents=True, exist_ok=True)
+            else:
+                out = new_directory(default)
         except OSError as error:
-            print(
-                f"{out}: no lock ({error.strerror}): start no second evaluation there",
-                file=sys.stderr,
-            )
-        if not flags.resume:
-            json.dump(asdict(flags) | {"program": program}, config, indent=1)
-            config.flush()
-        yield out
+            problem = f"the directory cannot be created ({error.strerror})"
+            raise SystemExit(f"--out {out}: {problem}") from error
+        refuse_overwriting(out)
+    mode = "r+" if flags.resume else "x"
+    config = held.enter_context(open(out / "config.json", mode, encoding="utf-8"))
+    try:
+        fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        problem = "another evaluation works there; wait for its end, or take a new --out"
+        raise SystemExit(f"{out}: {problem}") from error
+    except OSError as error:
+        problem = f"no lock ({error.strerror}): start no second evaluation there"
+        print(f"{out}: {problem}", file=sys.stderr)
+    if not flags.resume:
+        json.dump(asdict(flags) | {"program": program}, config, indent=1)
+        config.flush()
+    return out
 
 
-def make_out(out: str, default: str) -> Path:
-    """Make the directory `out`; where `out` is empty, `default`, with -2, -3 ... where that exists."""
-    path, number = Path(out or default), 1
-    while True:
-        try:  # mkdir itself is the test: of two evaluations in one second only one gets the name
-            path.mkdir(parents=True, exist_ok=bool(out))
-            break
-        except OSError as error:
-            if out or not path.exists():
-                raise SystemExit(
-                    f"--out {path}: the directory cannot be made ({error.strerror})"
-                ) from error
-            number += 1
-            path = Path(f"{default}-{number}")
-    keep_results(path)
-    return path
-
-
-def keep_results(out: str | Path, tasks: Iterable[str] = ()) -> None:
-    """SystemExit where flags, rows or results lie in the directory `out`, or in those of `tasks` in it; nothing for an empty
-    name."""
+def refuse_overwriting(out, tasks=()):
+    """SystemExit if flags, samples or results lie in the directory `out` or in its folders of
+    `tasks`. "" is no directory."""
     if not out:
         return
     folders = [Path(out), *(Path(out) / task for task in tasks)]
-    found = [
-        file
-        for folder in folders
-        for file in (folder / "samples.jsonl", *sorted(folder.glob("samples-*.jsonl")))
-    ]
-    found += [Path(out) / name for name in ("config.json", "result.json", "results.json")]
-    if files := [str(file.relative_to(out)) for file in found if file.exists()]:
-        rest = "name another directory, go on with --resume, or remove them"
-        raise SystemExit(f"--out {out}: {' and '.join(files)} would be overwritten; {rest}")
+    found = [file for folder in folders for file in sorted(folder.glob("samples*.jsonl"))]
+    found += [file for name in ("config", "result*") for file in Path(out).glob(f"{name}.json")]
+    if found:
+        files = " and ".join(str(file.relative_to(out)) for file in found)
+        rest = "name another directory, continue with --resume, or remove them"
+        raise SystemExit(f"--out {out}: {files} would be overwritten; {rest}")
 
 
-def begin(name: str, folder: Path, settings: dict, resume: str) -> None:
-    """Write settings.json of a task. SystemExit where a resumed run began it with others: samples of two settings, or of two
-    models, do not make one number."""
+def begin(name, folder, settings, resume):
+    """Write settings.json of a task. SystemExit if a resumed run used other settings: samples of
+    two settings, or of two models, do not make one number."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, settings = folder / "settings.json", json.loads(json.dumps(settings))
-    before = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else settings
-    free = {"batch_size"}  # changes no completion beyond rounding
-    differ = sorted(
-        key
-        for key in before.keys() | settings.keys()
-        if before.get(key) != settings.get(key) and key not in free
-    )
-    if differ:
-        changed = ", ".join(
-            f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in differ
-        )
-        raise SystemExit(
-            f"--resume {resume}: {name} was begun with {changed}; take the old value, or a new --out"
-        )
-    write(path, settings)
+    path, new = folder / "settings.json", json.loads(json.dumps(settings))
+    old = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else new
+    # the batch size changes completions only by rounding
+    keys = sorted((old.keys() | new.keys()) - {"batch_size"})
+    if differ := [key for key in keys if old.get(key) != new.get(key)]:
+        changed = ", ".join(f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in differ)
+        advice = "take the old value, or a new --out"
+        raise SystemExit(f"--resume {resume}: {name} was begun with {changed}; {advice}")
+    write_atomically(path, as_json(settings))
 
 
-def finished(out: Path) -> dict[str, dict]:
-    """Results of the tasks that results.json has."""
+def as_json(value):
+    return json.dumps(value, indent=1) + "\n"
+
+
+def finished(out):
+    """Results of the tasks in results.json."""
     path = out / "results.json"
     return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.is_file() else {}
 
 
-def write(path: Path, value: object) -> None:
-    """JSON; a process killed at any moment leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def write_all(out: Path, model: str, results: dict[str, dict], lost: dict[str, str]) -> None:
+def write_all(out, model, results, lost):
     """results.json and table.md of the tasks so far."""
-    write(out / "results.json", {"model": model, "tasks": results, "not evaluated": lost})
-    (out / "table.md").write_text(table(results, lost), encoding="utf-8")
+    everything = {"model": model, "tasks": results, "not evaluated": lost}
+    write_atomically(out / "results.json", as_json(everything))
+    write_atomically(out / "table.md", table(results, lost))
 
 
-def table(results: dict[str, dict], lost: dict[str, str]) -> str:
-    """Results as a Markdown table with aligned columns; percent, and tok/s of one rank. Behind it what was not evaluated."""
-    head = [
-        "task",
-        "n",
-        "score",
-        "by subject",
-        "answered",
-        "cut off",
-        "tok/forward",
-        "tok/s",
-        "shots",
-        "tokens, block, steps",
-    ]
-    lines = [[*head, "temperature"]]
+def table(results, lost):
+    """Results as a Markdown table with aligned columns, then the tasks that were not evaluated.
+    Scores in percent; tok/s of one rank."""
+    head = (
+        "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, "
+        "steps|temperature"
+    )
+    lines = [head.split("|")]
     percent = lambda value: "" if value is None else f"{100 * value:.2f}"
     for name, result in results.items():
         how, forward = result["settings"], result["tokens_per_forward"]
-        times = f" x {how['repeats']}" if how["repeats"] > 1 else ""
         line = [
             name,
-            f"{result['n']}{times}",
+            f"{result['n']} x {how['repeats']}" if how["repeats"] > 1 else f"{result['n']}",
             f"{percent(result['accuracy'])} ± {percent(result['stderr'])}",
-        ]
-        line += [
-            percent(result.get("macro_accuracy")),
-            percent(result["answered"]),
-            percent(result["truncated"]),
-        ]
-        line += [
+            *map(percent, (result.get("macro_accuracy"), result["answered"], result["truncated"])),
             "" if forward is None else f"{forward:.2f}",
             f"{result['tokens_per_s']:.0f}",
-            str(how["shots"]),
-        ]
-        line += [
+            f"{how['shots']}",
             f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}",
             f"{how['temperature']:g}",
         ]
@@ -183,9 +146,59 @@ def table(results: dict[str, dict], lost: dict[str, str]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    return (
-        "\n".join(
-            [*rows, *(f"\n{name}: not evaluated: {message}" for name, message in lost.items())]
-        )
-        + "\n"
-    )
+    rows += [f"\n{name}: not evaluated: {message}" for name, message in lost.items()]
+    return "\n".join(rows) + "\n"
+
+
+def summary(name, rows, examples, repeats, reward):
+    """Everything in a result.json but its settings. reward: name of the shaped reward that rows may
+    have.
+
+    stderr: for a mean of independent problems; with repeats that of the problems' own means,
+    because several answers to one problem are not independent. tokens_per_s: of one rank, without
+    scoring.
+    """
+    mean = lambda values: sum(values) / len(values)
+
+    def means(key):
+        groups = {}
+        for row in rows:
+            groups.setdefault(key(row), []).append(row["score"])
+        return {group: mean(scores) for group, scores in groups.items()}
+
+    accuracy = mean([row["score"] for row in rows])
+    problems = means(lambda row: row["index"]).values()
+    result = {"task": name, "n": len(problems), "accuracy": accuracy}
+    result["stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(rows))
+    if repeats > 1:
+        result["stderr"] = math.sqrt(sum((p - accuracy) ** 2 for p in problems)) / len(problems)
+        by_repeat = means(lambda row: row["repeat"])
+        accuracies = [by_repeat[repeat] for repeat in sorted(by_repeat)]
+        result |= {"repeats": repeats, "accuracies": accuracies}
+    generated = "tokens" in rows[0]
+    result["answered"] = mean([row["answer"] is not None for row in rows])
+    result["truncated"] = mean([row["truncated"] for row in rows]) if generated else None
+    if "subject" in examples[0]:  # subjects count alike, however many questions they have
+        subjects = means(lambda row: examples[row["index"]]["subject"])
+        result["macro_accuracy"] = mean(subjects.values())
+    if generated:
+        tokens, seconds = (sum(row[key] for row in rows) for key in ("tokens", "seconds"))
+        forwards = [row["forwards"] for row in rows]
+        result["tokens"] = tokens / len(rows)
+        result["tokens_per_forward"] = None if None in forwards else tokens / sum(forwards)
+        result["tokens_per_s"] = tokens / seconds
+    if paid := [row["reward"] for row in rows if "reward" in row]:
+        parts = {part: sum(row[part] for row in paid) / len(rows) for part in paid[0]}
+        result["reward"] = {"name": reward, "mean": sum(parts.values()), "components": parts}
+    failed = [f"index {row['index']}: {row['failed']}" for row in rows if "failed" in row]
+    result["failed"] = len(failed)
+    print_faults(name, failed, "without a verdict, scored 0")
+    return result
+
+
+def print_faults(source, faults, what):
+    """One line on stderr with the number of faults and the first SHOWN of them; nothing if there
+    are none."""
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        print(f"{source}: {len(faults)} {what}: {'; '.join(faults[:SHOWN])}{more}", file=sys.stderr)

@@ -1,25 +1,25 @@
-"""Shaped rewards by name: function(completion, example) -> finite components, whose sum is the reward.
+"""Shaped rewards by name: function(completion, example) -> finite components, whose sum is the
+reward.
 
-They are for training and live beside the metric, never in it: without --reward a run is trained on the task's score().
-`load_reward` gives the scripts the reward of a whole rollout at once.
+They are for training and live beside the metric, never in it: without --reward a run is trained on
+the task's score(). `load_reward` gives the scripts the reward of a whole rollout at once.
 """
 
 import math
 import re
-from collections.abc import Callable
-from types import ModuleType
 
 from data.planning import sudoku_solutions
-from evals import countdown, gsm8k, math500, mbpp, score_all, sudoku
+from evals import countdown, gsm8k, math500, mbpp, score_all, sudoku, tagged_answer
 from evals.math_grader import grade, in_threads
 from evals.programs import parsed, pass_or_fail
-from evals.run import tagged_answer
 
 
-def countdown_partial(completion: str, example: dict) -> dict[str, float]:
-    """1.0 solved; 0.1 for a legal expression over exactly the given numbers that misses the target; else 0.
+def countdown_partial(completion, example):
+    """1.0 solved; 0.1 for a legal expression over exactly the given numbers that misses the target;
+    else 0.
 
-    d1, SPG, CJ-GRPO and DARE also pay 0.1 for free text, an empty answer tag and wrong numbers; d1's paper does not.
+    d1, SPG, CJ-GRPO and DARE also pay 0.1 for free text, an empty answer tag and wrong numbers;
+    d1's paper does not.
     """
     evaluated = countdown.evaluate(countdown.extract(completion, example) or "")
     uses_numbers = evaluated is not None and evaluated[1] == sorted(example["numbers"])
@@ -27,21 +27,22 @@ def countdown_partial(completion: str, example: dict) -> dict[str, float]:
     return {"solved": float(solved), "partial": 0.1 if uses_numbers and not solved else 0.0}
 
 
-def countdown_d1(completion: str, example: dict) -> dict[str, float]:
-    """1.0 solved; 0.1 for an answer, whatever stands in it; else 0: the released code of d1, SPG and CJ-GRPO, behind their
-    numbers. It also takes 100//30 and 2**3 for legal expressions.
+def countdown_d1(completion, example):
+    """1.0 solved; 0.1 for an answer with any content; else 0: the released code of d1, SPG and
+    CJ-GRPO, which their numbers come from. That code also takes 100//30 and 2**3 for legal
+    expressions.
     """
-    solved, answers = (
-        countdown.score(completion, example),
-        (tagged_answer(completion), countdown.extract(completion, example)),
-    )
+    solved = countdown.score(completion, example)
+    answers = tagged_answer(completion), countdown.extract(completion, example)
     return {"solved": solved, "answered": 0.0 if solved or answers == (None, None) else 0.1}
 
 
-def sudoku_cells(completion: str, example: dict) -> dict[str, float]:
-    """Share of the blank cells that agree with the nearest legal solution; 0 if a given cell is changed or it is no grid.
+def sudoku_cells(completion, example):
+    """Share of the blank cells that agree with the nearest legal solution; 0 if a given cell is
+    changed or it is no grid.
 
-    The papers compare with the one stored solution, repair grids of other lengths and do not look at the given cells.
+    The papers compare with the one stored solution, repair grids of other lengths and do not look
+    at the given cells.
     """
     grid = sudoku.cells(completion, example)
     if grid is None:
@@ -55,29 +56,35 @@ def sudoku_cells(completion: str, example: dict) -> dict[str, float]:
     return {"cells": max(agreeing, default=0.0) / len(blanks) if blanks else float(bool(agreeing))}
 
 
-def gsm8k_boxed(completion: str, example: dict) -> dict[str, float]:
-    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} that holds a number."""
+def gsm8k_boxed(completion, example):
+    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} with a number."""
     boxes = gsm8k.boxes(completion)
     one_number = len(boxes) == 1 and gsm8k.normalised(boxes[0]) is not None
     return {"correct": gsm8k.score(completion, example), "format": 0.1 if one_number else 0.0}
 
 
-def math500_hendrycks(completion: str, example: dict) -> dict[str, float]:
-    """1.0 where the last box is the gold answer as a normalised string: the matcher of DARE's MATH of 5,000 problems."""
-    return {"correct": float(grade(completion, example["gold"], "hendrycks"))}
+def graded(completion, example, grader):
+    return {"correct": float(grade(completion, example["gold"], grader))}
 
 
-def math500_last_number(completion: str, example: dict) -> dict[str, float]:
-    """1.0 where the last number of the last box, or without one of the completion, is the gold answer."""
-    return {"correct": float(grade(completion, example["gold"], "last_number"))}
+def math500_hendrycks(completion, example):
+    """1.0 if the last box equals the gold answer as a normalised string: the matcher of DARE's MATH
+    of 5,000 problems."""
+    return graded(completion, example, "hendrycks")
 
 
-def math500_d1(completion: str, example: dict) -> dict[str, float]:
-    r"""d1's two parts, for the prompt of `--data d1`: 2.0 for the gold answer as a normalised string in the last box, and for
-    the layout 1.0 with a box in answer tags, 0.75 with the tags alone, 0.5 with a box alone, 0.25 with neither.
+def math500_last_number(completion, example):
+    """1.0 if the last number of the last box (without one: of all) is the gold answer."""
+    return graded(completion, example, "last_number")
 
-    The code of d1 looks for "oxed" with its  read as a backspace, so that it pays 0.75 or 0.25; takes an answer tag that is
-    never closed; and reads a text without a box as the answer.
+
+def math500_d1(completion, example):
+    r"""d1's two parts, for the prompt of `--data d1`: 2.0 for the gold answer as a normalised
+    string in the last box, and for the layout 1.0 with a box in answer tags, 0.75 with the tags
+    alone, 0.5 with a box alone, 0.25 with neither.
+
+    The code of d1 looks for "oxed" with its  read as a backspace, so that it pays 0.75 or 0.25;
+    takes an answer tag that is never closed; and reads a text without a box as the answer.
     """
     if example.get("style") != "tags":
         raise SystemExit(
@@ -89,143 +96,129 @@ def math500_d1(completion: str, example: dict) -> dict[str, float]:
     return {"correctness": 2.0 * grade(completion, example["gold"], "hendrycks"), "layout": layout}
 
 
-def math500_deepscaler(completion: str, example: dict) -> dict[str, float]:
-    """1.0 where the last box is the gold answer by DeepScaleR's rule: what DARE trains MATH on."""
-    return {"correct": float(grade(completion, example["gold"], "deepscaler"))}
+def math500_deepscaler(completion, example):
+    """1.0 if the last box is the gold answer by DeepScaleR's rule, which DARE uses to train on
+    MATH."""
+    return graded(completion, example, "deepscaler")
 
 
-def gsm8k_deepscaler(completion: str, example: dict) -> dict[str, float]:
-    """The same, for GSM8K: what DARE trains it on. Without a box the answer is wrong."""
-    return math500_deepscaler(completion, example)
+def gsm8k_deepscaler(completion, example):
+    """The same for GSM8K, also used by DARE. Without a box the answer is wrong."""
+    return graded(completion, example, "deepscaler")
 
 
-def gsm8k_d1(completion: str, example: dict) -> dict[str, float]:
-    """d1's five parts, for the prompt of `--data d1`: at most 0.5 for each of four, and 2.0 for the right number.
+def gsm8k_d1(completion, example):
+    """d1's five parts, for the prompt of `--data d1`: at most 0.5 for each of four, and 2.0 for the
+    right number.
 
-    xmlcount: 0.125 for each tag that stands once with its newlines, less 0.001 for each character behind the last one, not
-    below 0. soft_format: the four tags once and in order, with blanks only before and between the two parts. strict_format:
-    soft_format with exactly d1's newlines. integer: an integer stands in the answer tag. correctness: the task's score.
-    The code of d1 differs where it did not do what it says: its two format patterns fail on reasoning of more than one line,
-    it takes 0.001 for every character of a text without </answer>, reads a text without tags as the answer, and does not
-    know -3 and 1,000 as integers.
+    xmlcount: 0.125 for each tag that occurs once with its newlines, less 0.001 for each character
+    after the last one, at least 0. soft_format: the four tags once and in order, with only white
+    space before and between the two parts. strict_format: soft_format with exactly d1's newlines.
+    integer: the answer tag holds an integer. correctness: the task's score. d1's code does not
+    always do this: its format patterns fail on reasoning of more than one line, it subtracts 0.001
+    for every character of a text without </answer>, reads a text without tags as the answer, and
+    does not accept -3 and 1,000 as integers.
     """
     if example["style"] != "tags":
         raise SystemExit(
             "--reward gsm8k_d1 pays for a layout that only the prompt of --data d1 asks for"
         )
     before, *rest = re.split("(</?(?:reasoning|answer)>)", completion)
-    soft = (
-        rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-        and not (before + rest[3]).strip()
-    )
+    in_order = rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
+    soft = in_order and not (before + rest[3]).strip()
     strict = soft and (before, rest[3]) == ("", "\n") and rest[7] in ("", "\n")
     strict = strict and all(re.fullmatch(r"\n.*\n", part, re.DOTALL) for part in (rest[1], rest[5]))
-    tags = sum(
-        completion.count(tag) == 1
-        for tag in ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
-    )
-    behind = (
-        len(completion.rpartition("</answer>")[2].removeprefix("\n"))
-        if "</answer>" in completion
-        else 0
-    )
+    tags = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
+    xmlcount = 0.125 * sum(completion.count(tag) == 1 for tag in tags)
+    _, closed, after = completion.rpartition("</answer>")
+    if closed:
+        xmlcount = max(0.0, xmlcount - 0.001 * len(after.removeprefix("\n")))
     integer = re.fullmatch("-?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)", tagged_answer(completion) or "")
     return {
-        "xmlcount": max(0.0, 0.125 * tags - 0.001 * behind),
-        "soft_format": 0.5 if soft else 0.0,
-        "strict_format": 0.5 if strict else 0.0,
-        "integer": 0.5 if integer else 0.0,
+        "xmlcount": xmlcount,
+        "soft_format": 0.5 * bool(soft),
+        "strict_format": 0.5 * bool(strict),
+        "integer": 0.5 * bool(integer),
         "correctness": 2.0 * gsm8k.score(completion, example),
     }
 
 
-def code_format(completion: str, example: dict) -> dict[str, float]:
-    """DiffuCoder's format reward at its weight of 0.5: 0.25 where a completion is text and then one whole ```python block, with
-    nothing behind it; 0.25 more where that code is not empty and parses. It runs nothing.
+def code_format(completion, example):
+    """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text
+    followed by one complete ```python block at its end; 0.25 more if the code in it is not empty
+    and parses. It runs nothing.
 
-    DiffuCoder also asks for a newline behind the block, which an answer that ends there does not have, pays for an empty block,
-    and fails on code whose parsing raises anything but a SyntaxError.
+    DiffuCoder also requires a newline after the block, which an answer that ends there does not
+    have, pays for an empty block, and fails on code whose parsing raises anything but a
+    SyntaxError.
     """
     before, *rest = re.split(r"^```", completion.rstrip(), flags=re.MULTILINE)
-    whole = (
-        len(rest) == 2
-        and rest[0].startswith("python\n")
-        and not rest[1]
-        and "```" not in before + rest[0]
-    )
+    whole = len(rest) == 2 and rest[0].startswith("python\n") and not rest[1]
+    whole = whole and "```" not in before + rest[0]
     code = rest[0].removeprefix("python\n").strip() if whole else ""
-    return {"block": 0.25 if whole else 0.0, "syntax": 0.25 if code and parsed(code) else 0.0}
+    return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and parsed(code))}
 
 
-def mbpp_diffucoder(completion: str, example: dict) -> dict[str, float]:
-    """DiffuCoder's reward: code_format, and where that is whole 2.0 times the share of the tests that pass, each run alone.
+def mbpp_diffucoder(completion, example):
+    """DiffuCoder's reward: code_format, and if that is complete 2.0 times the share of tests that
+    pass, each run alone.
 
-    There a test is passed by exit status 0, so sys.exit(0) earns all of it, and one timeout voids the completion.
+    There a test passes by exit status 0, so that sys.exit(0) earns everything, and one timeout
+    voids the completion.
     """
-    form = code_format(completion, example)
-    jobs = (
-        [mbpp.job(completion, example | {"tests": [test]}) for test in example["tests"]]
-        if form["syntax"]
-        else []
-    )
+    form, jobs = code_format(completion, example), []
+    if form["syntax"]:
+        jobs = [mbpp.job(completion, example | {"tests": [test]}) for test in example["tests"]]
     return form | {"passed": 2.0 * sum(pass_or_fail(jobs)) / len(jobs) if jobs else 0.0}
 
 
-REWARDS = {
-    "countdown_partial": countdown_partial,
-    "countdown_d1": countdown_d1,
-    "sudoku_cells": sudoku_cells,
-    "gsm8k_boxed": gsm8k_boxed,
-    "gsm8k_d1": gsm8k_d1,
-    "math500_d1": math500_d1,
-    "gsm8k_deepscaler": gsm8k_deepscaler,
-    "math500_hendrycks": math500_hendrycks,
-    "math500_deepscaler": math500_deepscaler,
-    "math500_last_number": math500_last_number,
-    "mbpp_diffucoder": mbpp_diffucoder,
-    "code_format": code_format,
-}
-# the task whose examples a reward reads; one that is not named here fits every task
-TASKS = {
-    "countdown_partial": countdown,
-    "countdown_d1": countdown,
-    "sudoku_cells": sudoku,
-    "mbpp_diffucoder": mbpp,
-}
-TASKS |= {"gsm8k_boxed": gsm8k, "gsm8k_d1": gsm8k, "gsm8k_deepscaler": gsm8k, "math500_d1": math500}
-TASKS |= {
-    "math500_hendrycks": math500,
-    "math500_deepscaler": math500,
-    "math500_last_number": math500,
-}
+REWARDS = [
+    countdown_partial,
+    countdown_d1,
+    sudoku_cells,
+    gsm8k_boxed,
+    gsm8k_d1,
+    math500_d1,
+    gsm8k_deepscaler,
+    math500_hendrycks,
+    math500_deepscaler,
+    math500_last_number,
+    mbpp_diffucoder,
+    code_format,
+]
+REWARDS = {reward.__name__: reward for reward in REWARDS}
 
 
-def load_reward(
-    name: str, task: ModuleType
-) -> Callable[[list[str], list[dict]], list[dict[str, float]]]:
-    """--reward NAME -> function(completions, examples) -> components of each; an empty name -> the score of `task`, "score".
+def task_of(name):
+    """The task whose examples the reward `name` reads, which its name starts with; None if it suits
+    every task."""
+    tasks = ("countdown", "sudoku", "gsm8k", "math500", "mbpp")
+    return next((task for task in tasks if name.startswith(f"{task}_")), None)
 
-    A rollout is one batch: programs and mathematical answers are judged in processes of their own, on all cores of this rank,
-    while the calling thread waits; equal completions of one example are judged once. The function ends in SystemExit where a
-    reward is not finite, with the place in the batch. SystemExit here where there is no such reward, or where it reads the
-    examples of another task, with the rewards that fit.
+
+def load_reward(name, task):
+    """--reward NAME -> function(completions, examples) -> [{component: value}]; "" -> the score of
+    the task, as "score".
+
+    The function judges a whole rollout: programs and mathematical answers in processes of their
+    own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
+    if a reward is not finite. load_reward ends in SystemExit if there is no such reward, or if it
+    reads the examples of another task, and lists the rewards.
     """
-    short = lambda module: module.__name__.removeprefix("evals.")
-    if name and not (name in REWARDS and TASKS.get(name, task) is task):
-        fitting = "; ".join(
-            f"{reward} for {short(TASKS[reward]) if reward in TASKS else 'every task'}"
-            for reward in REWARDS
-        )
-        problem = f"does not fit {short(task)}" if name in REWARDS else "no such reward"
-        raise SystemExit(f"--reward {name}: {problem}; known: {fitting}")
+    own = task.__name__.removeprefix("evals.")
+    if name and (name not in REWARDS or task_of(name) not in (own, None)):
+        problem = f"does not fit {own}" if name in REWARDS else "no such reward"
+        known = "; ".join(f"{reward} for {task_of(reward) or 'every task'}" for reward in REWARDS)
+        raise SystemExit(f"--reward {name}: {problem}; known: {known}")
 
-    def rewards(completions: list[str], examples: list[dict]) -> list[dict[str, float]]:
-        keys = [
-            (completion, id(example))
-            for completion, example in zip(completions, examples, strict=True)
-        ]
-        once = {key: example for key, example in zip(keys, examples, strict=True)}
-        texts, asked = [text for text, _ in once], list(once.values())
+    def rewards(completions, examples):
+        pairs = list(zip(completions, examples, strict=True))
+        keys = [(completion, id(example)) for completion, example in pairs]
+        once = dict(zip(keys, pairs, strict=True))
+        texts, asked = (
+            [text for text, _ in once.values()],
+            [example for _, example in once.values()],
+        )
         if name:
             parts = in_threads(REWARDS[name], texts, asked)
         else:
@@ -234,9 +227,10 @@ def load_reward(
         for i, key in enumerate(keys):
             for part, value in found[key].items():
                 if not math.isfinite(value):
-                    where = f"--task {short(task)}: {part} of completion {i} of {len(keys)} is {value}, not finite"
                     raise SystemExit(
-                        f"{where}; --reward {name or 'none: the score'}, completion {key[0][:60]!a}"
+                        f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, not "
+                        f"finite; "
+                        f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
                     )
         return [dict(found[key]) for key in keys]
 

@@ -1,21 +1,27 @@
-"""Model-written code, run and judged where it can do no harm: evals/humaneval.py, evals/mbpp.py and their rewards.
+"""Model-written code, run and judged where it can do no harm: evals/humaneval.py, evals/mbpp.py and
+their rewards.
 
     result = run(Job(code="def f(x): return x + 1", tests="assert f(1) == 2", entry_points=("f",)))
     results = run_batch(jobs)            keeps all cores busy; the calling thread only waits
 
-A program runs in a process of its own (evals/sandbox_child.py says how its three processes are arranged), with
-  - namespaces of its own for network (no device), IPC, processes and files (Python and the system's libraries read-only, one
-    empty directory), an unprivileged uid that no other program has, no capabilities and no way to new ones;
-  - limits: wall time, CPU time, address space, resident memory of all its processes together, processes, files, file size;
+A program runs in a process of its own (evals/sandbox_child.py says how its three processes are
+arranged), with
+  - namespaces of its own for network (no device), IPC, processes and files (Python and the system's
+    libraries read-only, one empty directory), an unprivileged uid that no other program has, no
+    capabilities and no way to new ones;
+  - limits: wall time, CPU time, address space, resident memory of all its processes together,
+    processes, files, file size;
   - a clean environment, stdin from /dev/null, output of which the first 64 KiB are kept;
   - an end: everything that it started is killed before `run` returns, and its files are gone.
-Mode "proxy": the tests run in another process, and the functions under test are called over a pipe with plain values. So an
-object that equals everything, a patched builtin, a walk over the frames or memory, and an early exit win nothing. Mode
-"nonce": code and tests share a process, as in every published number; passed is a random number that is sent after the tests,
-so an early exit does not pass, but code that looks for the number can. Rewards use "proxy".
+Mode "proxy": the tests run in another process, and the functions under test are called over a pipe
+with plain values. So an object that equals everything, a patched builtin, a walk over the frames or
+memory, and an early exit win nothing. Mode "nonce": code and tests share a process, as in every
+published number; passed is a random number that is sent after the tests, so an early exit does not
+pass, but code that looks for the number can. Rewards use "proxy".
 
-A protection that the kernel does not give (containers often forbid namespaces) is named once on stderr, and in
-`Result.missing` each time. Against a bug of the kernel itself only a virtual machine helps.
+A protection that the kernel does not give (containers often forbid namespaces) is named once on
+stderr, and in `Result.missing` each time. Against a bug of the kernel itself only a virtual machine
+helps.
 """
 
 import json
@@ -40,7 +46,8 @@ from typing import Literal
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
-GRACE = 20.0  # seconds that start and clean-up may take beyond the limit of a program, on a busy machine
+# seconds that start and clean-up may take beyond the limit of a program, on a busy machine
+GRACE = 20.0
 LOSSES = {  # what is lost without a protection
     "uid": "it runs as this user, so file permissions do not hold it back",
     "network": "it can reach the network",
@@ -53,16 +60,18 @@ _said, _lock = set(), threading.Lock()
 
 
 class SandboxError(SystemExit):
-    """The sandbox itself did not work; says nothing about the program. A command ends in the one line that it has."""
+    """The sandbox itself did not work; says nothing about the program. A command ends in the one
+    line that it has."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A program and its tests.
 
-    code: the program. tests: statements that raise where it is wrong. entry_points: names of the program's functions that
-    the tests call (proxy). prelude: trusted definitions that the tests need beside them (proxy). timeout: seconds of wall time.
-    memory: bytes of address space of a process, and of resident memory of all. processes: threads count too.
+    code: the program. tests: statements that raise where it is wrong. entry_points: names of the
+    program's functions that the tests call (proxy). prelude: trusted definitions that the tests
+    need beside them (proxy). timeout: seconds of wall time. memory: bytes of address space of a
+    process, and of resident memory of all. processes: threads count too.
     """
 
     code: str
@@ -79,10 +88,11 @@ class Job:
 class Result:
     """What became of a program.
 
-    reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an answer), "timeout", "memory",
-    "unsupported" (the tests pass values that cannot be sent, so they need mode "nonce"), "long" (not run).
-    detail: exception and message. output: stdout and stderr, the first 64 KiB. seconds: wall time. missing: protections
-    that the kernel did not give, with its reason. uid: of the program, None for the caller's.
+    reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
+    answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
+    need mode "nonce"), "long" (not run). detail: exception and message. output: stdout and stderr,
+    the first 64 KiB. seconds: wall time. missing: protections that the kernel did not give, with
+    its reason. uid: of the program, None for the caller's.
     """
 
     passed: bool
@@ -95,9 +105,11 @@ class Result:
 
 
 def run(job: Job, without: Sequence[str] = ()) -> Result:
-    """Run one program to its end. SandboxError where the sandbox does not work; never for what a program does.
+    """Run one program to its end. SandboxError where the sandbox does not work; never for what a
+    program does.
 
-    without: protections (LOSSES, and "users", the user namespace of callers that are not root) to do without, for tests.
+    without: protections (LOSSES, and "users", the user namespace of callers that are not root) to
+    do without, for tests.
     """
     if len(job.code) > MAX_CODE:
         return Result(False, "long", f"{len(job.code)} characters")
@@ -113,9 +125,11 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
 
 
 def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = None) -> list[Result]:
-    """`run` of every job, in their order, `workers` at a time (None: one per core, which the ranks of a machine share).
+    """`run` of every job, in their order, `workers` at a time (None: one per core, which the ranks
+    of a machine share).
 
-    A job may be a function that makes it when its turn comes, so that large tests are not in memory all at once.
+    A job may be a function that makes it when its turn comes, so that large tests are not in memory
+    all at once.
     """
     if not jobs:
         return []
@@ -128,7 +142,8 @@ def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = Non
 
 
 def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
-    """Start the supervisor, send it the program and then the tests, read its one answer. -> fields of a Result"""
+    """Start the supervisor, send it the program and then the tests, read its one answer. -> fields
+    of a Result"""
     nonce = secrets.token_hex(16)
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix]
@@ -192,7 +207,8 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
     if len(answer) < 8 or len(answer) != 8 + struct.unpack("<Q", answer[:8])[0]:
         lines = error.decode(errors="replace").strip().splitlines()
         raise SandboxError(
-            f"sandbox: no answer from its supervisor ({lines[-1] if lines else f'exit {process.returncode}'})"
+            f"sandbox: no answer from its supervisor "
+            f"({lines[-1] if lines else f'exit {process.returncode}'})"
         )
     fields = json.loads(answer[8:])
     if fields.pop("nonce", nonce) != nonce:
@@ -201,7 +217,8 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
 
 
 def _remove(folder: str) -> None:
-    """Delete what a program left where it had no file system of its own, directories without permissions too."""
+    """Delete what a program left where it had no file system of its own, directories without
+    permissions too."""
 
     def retry(function, path, _):
         for target in (os.path.dirname(path), path):
@@ -218,6 +235,7 @@ def _say(missing: dict[str, str]) -> None:
         for name in missing.keys() - _said:
             _said.add(name)
             print(
-                f"sandbox: no protection of {name} ({missing[name]}): model-written code is run, and {LOSSES[name]}",
+                f"sandbox: no protection of {name} ({missing[name]}): model-written code is run, "
+                f"and {LOSSES[name]}",
                 file=sys.stderr,
             )

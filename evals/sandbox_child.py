@@ -1,13 +1,16 @@
-"""What runs inside evals/sandbox.py: three processes, so that a program never sits where its verdict is made.
+"""What runs inside evals/sandbox.py: three processes, so that a program never sits where its
+verdict is made.
 
-    supervisor   started per program with a clean environment; makes the namespaces, keeps the clock and the memory bound,
-                 drains the output, ends everything
-    tests        process 1 of the new PID namespace: when it ends, the kernel ends all others. Holds the tests and expected
-                 values, which reach it only after the candidate was forked, so they are in no memory that the candidate has
-    candidate    the program: another uid, limits, no descriptor but its output and one pipe pair to the tests
+    supervisor   started per program with a clean environment; makes the namespaces, keeps the clock
+                 and the memory bound, drains the output, ends everything
+    tests        process 1 of the new PID namespace: when it ends, the kernel ends all others. Holds
+                 the tests and expected values, which reach it only after the candidate was forked,
+                 so they are in no memory that the candidate has
+    candidate    the program: another uid, limits, no descriptor but its output and one pipe pair to
+                 the tests
 
-Between tests and candidate go JSON messages of plain values (`encode`), never pickles. Standard library only, and few
-modules, because every program pays for their import. Linux.
+Between tests and candidate go JSON messages of plain values (`encode`), never pickles. Standard
+library only, and few modules, because every program pays for their import. Linux.
 """
 
 import ctypes
@@ -62,7 +65,7 @@ class CandidateGone(Exception):
     """The candidate ended without an answer."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # messages: length and JSON
 
 
@@ -95,10 +98,11 @@ def send(fd: int, message: object) -> None:
 
 
 def encode(value: object) -> object:
-    """A plain value as JSON: what is neither None, bool, str, float, a short int nor a list becomes [kind, content].
+    """A plain value as JSON: what is neither None, bool, str, float, a short int nor a list becomes
+    [kind, content].
 
-    Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Lists are ["list", ...].
-    Unsupported for functions, objects of the candidate's classes and all else.
+    Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Lists are
+    ["list", ...]. Unsupported for functions, objects of the candidate's classes and all else.
     """
     if value is None or value is True or value is False:
         return value
@@ -189,7 +193,7 @@ def decode(message: object) -> object:
     raise CandidateError(f"a message of kind {kind!r:.40}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # walls
 
 
@@ -222,7 +226,8 @@ def write(path: str, text: str) -> None:
 
 
 def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
-    """Enter a user namespace that knows one user and one group: (name inside, name outside) of each."""
+    """Enter a user namespace that knows one user and one group: (name inside, name outside) of
+    each."""
     system("unshare", NEW_USER)
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", "{} {} 1".format(*user))
@@ -230,7 +235,7 @@ def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
 
 
 def enter_namespaces(without: list[str]) -> dict[str, str]:
-    """Leave the machine's network, IPC, mounts and processes. -> what could not be left: the reason"""
+    """Leave the machine's network, IPC, mounts and processes. -> {what it could not leave: why}"""
     missing, reason = {}, ""
     user, group = os.getuid(), os.getgid()
 
@@ -254,7 +259,8 @@ def enter_namespaces(without: list[str]) -> dict[str, str]:
     elif "uid" in without:
         missing["uid"] = "not asked for"
     leave("ipc")
-    try:  # System V memory is in no process's size; only root of the namespace may say how much there is
+    # System V memory is in no process's size; only root of the namespace may say how much there is
+    try:
         if "ipc" in missing:
             raise OSError(0, missing["ipc"])
         for name in ("shmall", "shmmax"):
@@ -271,8 +277,8 @@ def enter_namespaces(without: list[str]) -> dict[str, str]:
 
 
 def make_root(folder: str, paths: list[str], owner: int | None) -> None:
-    """A read-only root directory in memory, with Python and the system's libraries, and in it one empty directory /sandbox of
-    32 MB that belongs to `owner`. It goes with the namespace."""
+    """A read-only root directory in memory, with Python and the system's libraries, and in it one
+    empty directory /sandbox of 32 MB that belongs to `owner`. It goes with the namespace."""
     mount("", "/", "", RECURSIVE | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,nr_inodes=4096,mode=755")
     for device in ("null", "zero", "urandom"):
@@ -300,7 +306,8 @@ def make_root(folder: str, paths: list[str], owner: int | None) -> None:
 
 
 def user_ids(seed: int) -> tuple[int, int]:
-    """uids of a candidate and its tests, that no other living supervisor has (seed: its process id), nor any account."""
+    """uids of a candidate and its tests, that no other living supervisor has (seed: its process
+    id), nor any account."""
     with open("/proc/self/uid_map") as file:
         first, _, count = map(int, file.readline().split())
     lowest = 2_000_000_000 if first + count > 2_050_000_000 else 20_000
@@ -330,12 +337,13 @@ def become(uid: int | None) -> None:
     prctl(DEATH_SIGNAL, signal.SIGKILL)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the candidate
 
 
 def described(error: BaseException) -> dict:
-    """{"raise": type, "detail": text} of an exception that a candidate made, whose methods may be anything."""
+    """{"raise": type, "detail": text} of an exception that a candidate made, whose methods may be
+    anything."""
     try:
         detail = str(error)[:500]
     except BaseException:
@@ -376,7 +384,10 @@ def candidate(
         os.listdir(os.path.dirname(os.__file__))
     except OSError as error:
         place = os.path.dirname(os.__file__)
-        advice = "let others enter the directories above it (chmod o+x), or use a Python that lies elsewhere"
+        advice = (
+            "let others enter the directories above it (chmod o+x), or use a Python that lies "
+            "elsewhere"
+        )
         raise OSError(f"uid {uid} cannot read Python's library in {place}: {advice}") from error
     send(61, "walls stand")  # what comes after this message may be the program's own
     sys.set_int_max_str_digits(0)
@@ -403,12 +414,13 @@ def candidate(
             send(61, described(error))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the tests
 
 
 def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
-    """{"passed", "reason", "detail"} of a candidate that listens on the two pipes. The module of sandbox.py names reasons."""
+    """{"passed", "reason", "detail"} of a candidate that listens on the two pipes. The module of
+    sandbox.py names reasons."""
     unsupported = []
 
     def ask(request: dict) -> dict:
@@ -508,7 +520,7 @@ def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing
     os._exit(0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the supervisor
 
 
@@ -583,7 +595,8 @@ def end_all(first: int, uid: int | None, missing: dict) -> None:
 
 
 def remove(folder: str, mounted: bool) -> None:
-    """What the caller would have removed. Below a mounted root lie the machine's own directories: nothing is walked there."""
+    """What the caller would have removed. Below a mounted root lie the machine's own directories:
+    nothing is walked there."""
     if mounted:
         system("umount2", folder.encode(), 2)  # MNT_DETACH
         os.rmdir(folder)
@@ -594,7 +607,8 @@ def remove(folder: str, mounted: bool) -> None:
 
 
 def supervise() -> None:
-    """One job from stdin, one result to stdout. Ends everything when stdin ends, because then the caller is gone."""
+    """One job from stdin, one result to stdout. Ends everything when stdin ends, because then the
+    caller is gone."""
     job = receive(0)
     write(
         "/proc/self/oom_score_adj", "1000"

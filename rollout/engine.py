@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from models.checkpoint import tensor_names
+from models.tensors import tensor_names
 from models.lora import adapter_tensors
 from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 import rollout.lmdeploy as backend
 from models import export_weights, save_model
-from models.random_init import TINY_SDAR, byte_tokenizer, random_model
+from models.tiny import TINY_SDAR, byte_tokenizer, random_model
 from rollout import make_engine, probe
 from rollout.lmdeploy import is_tiled, repair_sampling
 from rollout.probe import greedy_agreement

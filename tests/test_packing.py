@@ -10,7 +10,7 @@ import torch
 
 from algos import sft
 from models import add_lora
-from models.random_init import TINY_CONFIGS, TINY_SDAR, random_model
+from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
 from rollout.sampling import keyed_uniform
 
 FAMILIES = list(TINY_CONFIGS)

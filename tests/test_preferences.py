@@ -21,7 +21,7 @@ from data.preferences import (
 )
 from data.sft import conversation
 from evals import score_all
-from models.random_init import byte_tokenizer
+from models.tiny import byte_tokenizer
 
 USER = turns("1+1")
 SPLITS = ("validation", "test")

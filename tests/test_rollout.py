@@ -13,7 +13,7 @@ from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_dra
 
 import rollout
 from models import export_weights, save_model
-from models.random_init import byte_tokenizer, random_model
+from models.tiny import byte_tokenizer, random_model
 from rollout import Trace, make_engine, rollout_means, rollout_sums
 from rollout.traces import concatenate
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from models import add_lora, export_weights
 from models.lora import adapter_tensors, export_adapter
-from models.random_init import (
+from models.tiny import (
     TINY_DREAM,
     TINY_LLADA,
     TINY_LLADA2,

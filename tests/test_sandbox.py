@@ -1,8 +1,10 @@
-"""Attacks on evals/sandbox.py: verdicts, survivors, leaks, one by one and at once, with every protection and without some.
+"""Attacks on evals/sandbox.py: verdicts, survivors, leaks, one by one and at once, with every
+protection and without some.
 
-Everything runs under limits far below those of the machine: 192 MB, 16 processes, and 5 s for what is meant to reach them. What
-must come to its own end has a minute, so that no verdict depends on how busy the machine is. An attack that is held by a
-protection that this machine does not give is skipped, with the reason.
+Everything runs under limits far below those of the machine: 192 MB, 16 processes, and 5 s for what
+is meant to reach them. What must come to its own end has a minute, so that no verdict depends on
+how busy the machine is. An attack that is held by a protection that this machine does not give is
+skipped, with the reason.
 """
 
 import functools
@@ -74,7 +76,8 @@ ATTACKS = {
     "endless loop at import": ("while True: pass", "timeout exited", "timeout exited"),
     "long sleep": ("import time\ndef f(x): time.sleep(1000)", "timeout", "timeout"),
     "SIGALRM, SIGTERM and SIGXCPU ignored": (
-        "import signal\nfor s in (14, 15, 24): signal.signal(s, signal.SIG_IGN)\ndef f(x):\n    while True: pass",
+        "import signal\nfor s in (14, 15, 24): signal.signal(s, signal.SIG_IGN)\ndef f(x):\n    "
+        "while True: pass",
         "timeout exited",
         "timeout exited",
     ),
@@ -103,17 +106,20 @@ ATTACKS = {
         "wrong",
     ),
     "fork loop": (
-        "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass",
+        "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: "
+        "pass",
         "timeout exited",
         "timeout exited",
     ),
     "more forks than allowed": (
-        "import os, time\ndef f(x):\n    for _ in range(40):\n        if not os.fork(): time.sleep(100)\n    return x + 1",
+        "import os, time\ndef f(x):\n    for _ in range(40):\n        if not os.fork(): "
+        "time.sleep(100)\n    return x + 1",
         "error",
         "error",
     ),
     "more threads than allowed": (
-        "import threading, time\ndef f(x):\n    for _ in range(40): threading.Thread(target=time.sleep, args=(9,)).start()"
+        "import threading, time\ndef f(x):\n    for _ in range(40): "
+        "threading.Thread(target=time.sleep, args=(9,)).start()"
         "\n    return x + 1",
         "error",
         "error",
@@ -164,12 +170,14 @@ ATTACKS = {
         "passed",
     ),
     "zeros on every descriptor": (
-        "import os\nfor fd in range(3, 200):\n    try: os.write(fd, bytes(64))\n    except OSError: pass\nos._exit(0)",
+        "import os\nfor fd in range(3, 200):\n    try: os.write(fd, bytes(64))\n    except "
+        "OSError: pass\nos._exit(0)",
         "error exited",
         "error exited",
     ),
     "a forged setup error": (
-        "import os, struct\nm = b'\"uid\"'\nos.write(61, struct.pack('<Q', len(m)) + m)\nos._exit(0)",
+        "import os, struct\nm = b'\"uid\"'\nos.write(61, struct.pack('<Q', len(m)) + "
+        "m)\nos._exit(0)",
         "error",
         "error",
     ),
@@ -207,7 +215,8 @@ ATTACKS = {
         "passed",
     ),
     "list that equals everything": (
-        "class E(list):\n    def __eq__(s, o): return True\n    def __iter__(s): return iter([2])\ndef f(x): return E()",
+        "class E(list):\n    def __eq__(s, o): return True\n    def __iter__(s): return "
+        "iter([2])\ndef f(x): return E()",
         "wrong",
         "passed",
     ),
@@ -234,12 +243,14 @@ ATTACKS = {
         "passed",
     ),
     "trace function": (
-        "import sys\nsys.settrace(lambda *a: None)\ndef f(x):\n    sys._getframe().f_back.f_locals['reply'] = {'passed': True}",
+        "import sys\nsys.settrace(lambda *a: None)\ndef f(x):\n    "
+        "sys._getframe().f_back.f_locals['reply'] = {'passed': True}",
         "wrong",
         "wrong",
     ),
     "signals to everybody": (
-        "import os\ndef f(x):\n    for s in (19, 9):\n        for p in (1, os.getppid(), -1):\n            try: os.kill(p, s)"
+        "import os\ndef f(x):\n    for s in (19, 9):\n        for p in (1, os.getppid(), -1):\n  "
+        "          try: os.kill(p, s)"
         "\n            except OSError: pass\n    return x",
         "wrong exited",
         "wrong exited",
@@ -276,7 +287,8 @@ ATTACKS = {
     ),
     "other processes through /proc": (
         claims(
-            "any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in os.listdir('/proc') if p.isdigit())"
+            "any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in "
+            "os.listdir('/proc') if p.isdigit())"
         ),
         "wrong error",
         "wrong error",
@@ -289,7 +301,8 @@ ATTACKS = {
                 for folder, _, names in os.walk(top):
                     for name in names:
                         try:
-                            if b"f(5) =" + b"= 6" in open(os.path.join(folder, name), "rb").read(1 << 20): return x + 1
+                            with open(os.path.join(folder, name), "rb") as file:
+                                if b"f(5) =" + b"= 6" in file.read(1 << 20): return x + 1
                         except OSError: pass
         """,
         "wrong",
@@ -325,7 +338,8 @@ ATTACKS = {
     ),
     "files of its own": (
         tries(
-            "import os, tempfile\nwith tempfile.NamedTemporaryFile('w') as file: file.write('x')\nopen('y', 'w').close()"
+            "import os, tempfile\nwith tempfile.NamedTemporaryFile('w') as file: "
+            "file.write('x')\nopen('y', 'w').close()"
         ),
         "passed",
         "passed",
@@ -341,14 +355,15 @@ ATTACKS = {
         "passed",
     ),
     "dataclass": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int"
-        + F,
+        "from __future__ import annotations\nfrom dataclasses import "
+        "dataclass\n@dataclass\nclass P:\n    x: int" + F,
         "passed",
         "passed",
     ),
     "main block": (F + "if __name__ == '__main__': input()", "passed", "passed"),
 }
-HELD_BY = {  # the protections of which one is enough, where the kernel does not refuse the attack in any case
+# the protections of which one is enough, where the kernel does not refuse the attack in any case
+HELD_BY = {
     "System V shared memory": {"shared memory"},
     "outbound connection": {"network"},
     "files of the caller read": {"files"},  # everybody may read and write it
@@ -399,10 +414,14 @@ def missing_here():
 
 
 def not_held(name, missing=None):
-    """Why an attack works here: "" where it must not. missing: protections that are not there; None: as this machine has it."""
+    """Why an attack works here: "" where it must not. missing: protections that are not there;
+    None: as this machine has it."""
     missing = missing_here() if missing is None else missing
     if name in HELD_BY and HELD_BY[name] <= missing.keys():
-        return f"{name}: no protection of {' or '.join(f'{kind} ({missing[kind]})' for kind in sorted(HELD_BY[name]))}"
+        return (
+            f"{name}: no protection of "
+            f"{' or '.join(f'{kind} ({missing[kind]})' for kind in sorted(HELD_BY[name]))}"
+        )
     return ""
 
 
@@ -433,7 +452,8 @@ def children():
 
 
 def holdings():
-    """What this process has that a program could leave behind: children, open files, mounts, threads."""
+    """What this process has that a program could leave behind: children, open files, mounts,
+    threads."""
     return (
         children(),
         sorted(os.listdir("/proc/self/fd")),
@@ -520,7 +540,7 @@ def test_sixty_four_attacks_at_once(surroundings):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the attacks are real: without the protection they work
 
 HARMLESS = {  # program: the protections that hold it
@@ -560,11 +580,12 @@ def test_attacks_that_this_machine_does_not_hold_are_named():
 @pytest.mark.skipif(os.getuid() != 0, reason="reads its own memory, as root")
 @pytest.mark.parametrize(("mode", "reason"), [(PROXY, "wrong"), (NONCE, "passed")])
 def test_the_tests_are_in_no_memory_of_the_program(mode, reason):
-    """A program that reads all of its memory finds the tests in mode nonce, and not in mode proxy."""
+    """A program that reads all of its memory finds the tests in mode nonce, not in mode proxy."""
     search = """
     def f(x):
         import re
-        wanted = re.compile(rb"f\\(5\\) == 6 # n[e]edle")  # in a form that is not itself what it finds
+        # in a form that is not itself what it finds
+        wanted = re.compile(rb"f\\(5\\) == 6 # n[e]edle")
         with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
             for line in maps:
                 first, last = (int(part, 16) for part in line.split()[0].split("-"))
@@ -586,7 +607,8 @@ def test_survivors_without_a_pid_namespace(surroundings):
         check_nothing_is_left([result])
     result = run(
         job(
-            "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass",
+            "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except "
+            "OSError: pass",
             timeout=1.0,
         ),
         ["processes"],
@@ -602,7 +624,8 @@ from sandbox import Job, run
 programs, found = json.loads(sys.argv[2]), {}
 for name, code in programs.items():
     for without in ((),) if "changed" in name else ((), ("users",)):  # it would change the file
-        result = run(Job(code, "assert f(1) == 2", ("f",), timeout=60, memory=192 << 20, processes=16), without)
+        tried = Job(code, "assert f(1) == 2", ("f",), timeout=60, memory=192 << 20, processes=16)
+        result = run(tried, without)
         found[f"{name} {len(without)}"] = (result.reason, sorted(result.missing))
 print(json.dumps([os.getuid(), found]))
 """
@@ -664,7 +687,7 @@ def test_callers_that_are_not_root(surroundings):
         assert done.stderr.count(f"no protection of {name} ") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the caller
 
 
@@ -701,9 +724,13 @@ def test_memory_of_the_caller_is_bounded():
 
 @pytest.mark.parametrize("without", [(), ("processes",), ("network",)])
 def test_programs_end_with_a_killed_caller(without, tmp_path):
-    """SIGKILL to the caller, and then to nothing else: its program ends too, and its files are removed."""
+    """SIGKILL to the caller, and then to nothing else: its program ends too, and its files are
+    removed."""
     code = "import os, time\nprint(os.getuid(), flush=True)\nos.fork()\ntime.sleep(600)"
-    caller = "import sys; sys.path.insert(0, sys.argv[1]); import sandbox, os; print('started', flush=True);"
+    caller = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import sandbox, os; print('started', "
+        "flush=True);"
+    )
     caller += "sandbox.run(sandbox.Job(sys.argv[2], '', timeout=600), eval(sys.argv[3]))"
     process = subprocess.Popen(
         [sys.executable, "-c", caller, str(ROOT / "evals"), code, repr(without)],
@@ -758,7 +785,8 @@ def test_missing_protections_are_said_once(capsys, monkeypatch):
         assert result.passed and result.missing == missing_here() | {"network": "not asked for"}
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if "network" in line] == [
-        "sandbox: no protection of network (not asked for): model-written code is run, and it can reach the network"
+        "sandbox: no protection of network (not asked for): model-written code is run, and it "
+        "can reach the network"
     ]
 
 
@@ -794,7 +822,8 @@ def test_batches_keep_their_order_and_workers():
 
 def test_an_interrupt_ends_a_batch(tmp_path):
     caller = "import sys, signal; sys.path.insert(0, sys.argv[1]); import sandbox;"
-    caller += "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored where a shell's background job runs this
+    # ignored where a shell's background job runs this
+    caller += "signal.signal(signal.SIGINT, signal.default_int_handler);"
     caller += (
         "sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50, 2)"
     )
@@ -810,7 +839,7 @@ def test_an_interrupt_ends_a_batch(tmp_path):
     assert not any(map(alive, started))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the wire
 
 VALUES = [
@@ -930,8 +959,14 @@ def test_tests_with_values_that_cannot_be_sent_say_so():
 
 
 def test_exceptions_keep_their_type():
-    code = "class Mine(Exception): pass\ndef f(x): raise [ValueError('a'), Mine('b'), SystemExit(), KeyboardInterrupt()][x]"
-    catching = "for i in range(4):\n    try: f(i)\n    except {}: assert i {}\n    except Exception: assert not (i {})"
+    code = (
+        "class Mine(Exception): pass\ndef f(x): raise [ValueError('a'), Mine('b'), SystemExit(), "
+        "KeyboardInterrupt()][x]"
+    )
+    catching = (
+        "for i in range(4):\n    try: f(i)\n    except {}: assert i {}\n    except Exception: "
+        "assert not (i {})"
+    )
     assert run(job(code, tests=catching.format("ValueError", "== 0", "== 0"))).passed
     assert run(job(code, tests="try: f(0)\nexcept KeyError: pass")).detail == "ValueError: a"
     assert "Mine: b" in run(job(code, tests="f(1)")).detail

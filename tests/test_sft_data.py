@@ -18,7 +18,7 @@ from data.stream import ShuffledStream
 from data.tokens import Dropped, TokenRows
 from evals import load_task
 from models import load_tokenizer, prompt_ids
-from models.random_init import byte_tokenizer
+from models.tiny import byte_tokenizer
 
 EOS, MASK, COUNTDOWN, GSM8K = 256, 257, load_task("countdown"), load_task("gsm8k")
 TINY = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=MASK)  # the first closes an answer

@@ -1,0 +1,67 @@
+"""Examples of a task, read from the rows of a file or a hub data set, and their splits."""
+
+from data.rows import describe_columns, read_rows
+from evals import TRAIN_TASKS
+
+QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
+VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
+
+
+def read_examples(read, needs, path, split, presets=(), limit=None, config=None):
+    """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
+    `limit` rows.
+
+    SystemExit if there is no such file or data set; the message lists the task's `presets`.
+    """
+    return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
+
+
+def parse_rows(read, needs, path, rows, first=1):
+    """read(row) of every row. SystemExit names the first row for which `read` raises, its columns,
+    and what it `needs`."""
+    examples = []
+    for number, row in enumerate(rows, first):
+        try:
+            examples.append(read(row))
+            for key in QUESTION & examples[-1].keys():
+                if not examples[-1][key].strip():
+                    raise ValueError("a blank question")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            where = f"{path} row {number}: cannot read a problem from {describe_columns(row)}"
+            raise SystemExit(f"{where}; needs {needs} ({type(error).__name__}: {error})") from error
+    return examples
+
+
+def as_text(value):
+    """`value`, which must be text. ValueError otherwise."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is no text")
+    return value
+
+
+def user(content):
+    """A prompt of one user message."""
+    return [{"role": "user", "content": content}]
+
+
+def chat_row(row):
+    """(last message, ground truth) of a row in DARE's layout; None for other layouts."""
+    if not isinstance(row.get("reward_model"), dict):
+        return None
+    return row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+
+
+def one_split(task, split, known):
+    """The name of `split` in the data set of a task. SystemExit if the task has no such split."""
+    if split not in known:
+        other = f"; train on another task: {', '.join(TRAIN_TASKS)}" if split == "train" else ""
+        raise SystemExit(f"--split {split}: {task} has only {' and '.join(known)}{other}")
+    return known[split]
+
+
+def held_out(rows, split, key):
+    """Train rows in their order: "validation" is the VALIDATION rows with the smallest key(index),
+    "train" the others."""
+    order = sorted(range(len(rows)), key=key)
+    chosen = order[:VALIDATION] if split == "validation" else order[VALIDATION:]
+    return [rows[i] for i in sorted(chosen)]
