@@ -45,10 +45,10 @@ def changed(thing, **fields):
     return thing
 
 
-def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9):
+def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9, records=None):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
     G = args.num_generations
-    shape = {"num_samples": G, "gen_length": length, "denoising_steps": 2}
+    shape = {"num_samples": G, "gen_length": length, "denoising_steps": 2, "records": records}
     trace = make_engine(model).generate([list(p) for p in prompts], **shape, seed=6)
     batch = module.Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
