@@ -45,7 +45,9 @@ def changed(thing, **fields):
     return thing
 
 
-def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9, records=None):
+def rollout_batch(
+    module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9, records=None
+):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
     G = args.num_generations
     shape = {"num_samples": G, "gen_length": length, "denoising_steps": 2, "records": records}

@@ -17,7 +17,10 @@ SCHEDULES = [  # settings, learning rates of steps 0, 1, ... for a rate of 1
     ({"lr_schedule": "linear", "max_steps": 4}, [1, 0.75, 0.5, 0.25, 0, 0]),
     ({"lr_schedule": "linear", "schedule_steps": 4}, [1, 0.75, 0.5, 0.25, 0, 0]),
     ({"lr_schedule": "linear", "schedule_steps": 6, "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5]),
-    ({"lr_schedule": "cosine", "schedule_steps": 5, "warmup_steps": 3}, [1 / 3, 2 / 3, 1, 1, 0.5, 0]),
+    (
+        {"lr_schedule": "cosine", "schedule_steps": 5, "warmup_steps": 3},
+        [1 / 3, 2 / 3, 1, 1, 0.5, 0],
+    ),
 ]
 
 
