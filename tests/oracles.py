@@ -24,13 +24,15 @@ CONFIGS = {
 
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     """A peaked random model in fp64 with 8 tokens; shift: moves every weight a little."""
-    model = random_model(CONFIGS[family] | config, seed).double()
+    config = CONFIGS[family] | config
+    model, eos = random_model(config, seed).double(), config["eos_token_id"]
+    model.eos_token_ids, model.pad_token_id = [eos], eos
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, value in model.state_dict().items():
             is_head = value.data_ptr() == model.lm_head.weight.data_ptr()
             value.mul_(8 if is_head else 30 if "wte" in name or "embed_tokens" in name else 1)
-        model.lm_head.weight[model.eos_token_ids[0]] = 0  # an EOS that is not too frequent
+        model.lm_head.weight[eos] = 0  # an EOS that is not too frequent
         for p in model.parameters():
             p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     model.set_requires_gradient_sync = lambda sync: None
