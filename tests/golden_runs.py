@@ -1,4 +1,5 @@
-"""Three rollouts of every method on tiny models, one thread: what a change of behaviour would change.
+"""Three rollouts of every method on tiny models, one thread: what a change of behaviour would
+change.
 
     python tests/golden_runs.py --write    rewrites tests/golden/runs.json
 

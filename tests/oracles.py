@@ -1,4 +1,6 @@
-"""Truths that tests compare with: tiny models in fp64, likelihoods by enumeration, losses written out with the full graph."""
+"""Truths that tests compare with: tiny models in fp64, likelihoods by enumeration, losses written
+out with the full graph.
+"""
 
 import copy
 import itertools
@@ -110,7 +112,8 @@ def log_probs(model, ids):
 
 
 def exact_elbo(model, prompt, completion):
-    """Mean over all orders of sum_k log p(y_order[k] | prompt, y_order[<k]) inside each block, blocks left to right.
+    """Mean over all orders of sum_k log p(y_order[k] | prompt, y_order[<k]) inside each block,
+    blocks left to right.
 
     Independent of masks, counts and weights: what every unbiased estimator must give on average.
     """
@@ -130,7 +133,7 @@ def exact_elbo(model, prompt, completion):
 
 
 class OneBlock:
-    """Every completion of one block of 4 over 5 usable tokens: 625, their 24 orders and 15 masks."""
+    """All completions of one block of 4 over 5 usable tokens: 625, 24 orders, 15 masks."""
 
     prompt, mask = [1, 2, 0, 3], 5
     completions = torch.tensor(list(itertools.product(range(5), repeat=4)))
@@ -170,7 +173,9 @@ class OneBlock:
 
 
 def full_graph_loss(name, model, rows, args):
-    """An online method's loss written out: loops over rows, draws, tokens and blocks, every graph kept."""
+    """An online method's loss written out: loops over rows, draws, tokens and blocks, every graph
+    kept.
+    """
     R, K, L = rows.weights.shape
     total, tokens = torch.zeros((), dtype=torch.float64), rows.batch.num_tokens
     for r in range(R):

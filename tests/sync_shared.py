@@ -1,9 +1,9 @@
 """The methods of the project, and the code that their scripts share.
 
-    python tests/sync_shared.py SCRIPT    copies the shared blocks of algos/SCRIPT.py to the other scripts
+    python tests/sync_shared.py SCRIPT    copies its shared blocks to the other scripts
 
-A block stands between `# >>> shared: name` and `# <<< shared: name`. Blocks of one name are byte-identical in all scripts
-of METHODS. A script that is not listed here is your own: no test looks at it.
+A block stands between `# >>> shared: name` and `# <<< shared: name`. Blocks of one name are
+byte-identical in all scripts of METHODS. A script that is not listed here is your own: no test looks at it.
 """
 
 import re
@@ -66,7 +66,7 @@ def source(script):
 
 
 def shared_blocks(text, name):
-    """Text of a script -> {block: (first line, end line)} without markers. ValueError if unpaired."""
+    """Text of a script -> {block: (first line, end line)}. ValueError if markers are unpaired."""
     blocks, opened = {}, None
     for number, line in enumerate(text.splitlines()):
         if not (mark := MARK.match(line)):

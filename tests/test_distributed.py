@@ -1,4 +1,4 @@
-"""FSDP2 on gloo: two ranks equal one, and the traps that cost a day each: stale root, sync, saving."""
+"""FSDP2 on gloo: two ranks equal one, and the known traps: stale root, sync, saving."""
 
 from types import SimpleNamespace
 

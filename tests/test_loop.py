@@ -1,4 +1,6 @@
-"""The training loop's functions against hand-made steps: which rows train, on which old and reference values, how far."""
+"""The training loop's functions against hand-made steps: which rows train, on which old and
+reference values, how far.
+"""
 
 import math
 from types import SimpleNamespace
@@ -33,7 +35,9 @@ def test_learning_rate_schedules(settings, want):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rollout_deals_prompts_and_draws_over_ranks(monkeypatch, ranks):
-    """Step s takes prompts 4 s, ..., 4 s + 3; each completion is the sample of its number, each step has its seed."""
+    """Step s takes prompts 4 s, ..., 4 s + 3; each completion is the sample of its number, each
+    step has its seed.
+    """
     asked, seen = [], []
     generate = lambda prompts, **settings: asked.append((prompts, settings)) or "trace"
     args = d1.Args(prompts_per_step=4, num_generations=3, seed=7)
@@ -58,7 +62,9 @@ def gap(a, b):
 
 @pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg])
 def test_rows_are_prepared_before_the_first_update(run_ranks, module):
-    """Without KL dead rows go, one stays if all are dead, and counts stay; old and reference values are of their models."""
+    """Without KL dead rows go, one stays if all are dead, and counts stay; old and reference values
+    are of their models.
+    """
 
     def body(rank, world_size):
         model, other = tiny_model(), tiny_model(seed=1)
@@ -101,7 +107,9 @@ def sharded_model(module, seed=0):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("module", [d1, bgpo])
 def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, module, ranks):
-    """Two inner updates on one and two ranks, the second of which has fewer live rows, against a model without FSDP."""
+    """Two inner updates on one and two ranks, the second of which has fewer live rows, against a
+    model without FSDP.
+    """
 
     def body(rank, world_size):
         settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.3, "warmup_steps": 4}

@@ -1,4 +1,6 @@
-"""Commands that cannot work end before their work begins: one line that names the fix, no traceback."""
+"""Commands that cannot work end before their work begins: one line that names the fix, no
+traceback.
+"""
 
 import json
 import runpy

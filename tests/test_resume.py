@@ -1,4 +1,5 @@
-"""Exact resume: states on disk, what a run keeps, its log and arguments, and runs that are killed at random moments.
+"""Exact resume: states on disk, what a run keeps, its log and arguments, and runs that are killed
+at random moments.
 
 The runs are the scripts themselves, executed as __main__ in forks of this process, without figures.
 """
@@ -74,7 +75,7 @@ def refused(*words):
     return pytest.raises(SystemExit, match=".*".join(map(re.escape, words)))
 
 
-# --- states ------------------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank, world_size", [(0, 1), (0, 2), (4, 2)])
@@ -118,10 +119,9 @@ def test_the_newest_complete_state_is_found_and_old_ones_are_pruned(run_ranks, t
 
     def body(rank, world_size):
         names = lambda: [int(path.name[5:]) for path in sorted(tmp_path.glob("step-*"))]
-        spare = ["step-000002"]
         for keep, spare, left in [
             (0, [], [2, 4, 6, 10, 14]),
-            (2, spare, [2, 10, 14]),
+            (2, ["step-000002"], [2, 10, 14]),
             (1, [], [14]),
         ]:
             prune(tmp_path, keep, spare)
@@ -144,7 +144,9 @@ OTHER = {  # state, model
 
 @pytest.mark.parametrize("was, now", OTHER.values(), ids=list(OTHER))
 def test_a_state_of_another_model_or_world_is_refused(run_ranks, tmp_path, was, now):
-    """Tensors that are missing, misshapen, or left over: one line, and nothing is trained on a half."""
+    """Tensors that are missing, misshapen, or left over: one line, and nothing is trained on a
+    half.
+    """
 
     def body(rank, world_size):
         model, optimizer = build(**was)
@@ -162,7 +164,9 @@ def test_a_state_of_another_model_or_world_is_refused(run_ranks, tmp_path, was, 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypatch, failing):
-    """Whichever rank meets the full disk: all exit with one line, nothing hangs; then there is room again."""
+    """Whichever rank meets the full disk: all exit with one line, nothing hangs; then there is room
+    again.
+    """
     writer = dcp.filesystem.FileSystemWriter
 
     def body(rank, world_size):
@@ -237,7 +241,9 @@ def listing(tmp_path):
 
 
 def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_path):
-    """A tie keeps the earlier; after a kill weights of steps to come go, and the link names the best of what stays."""
+    """A tie keeps the earlier; after a kill weights of steps to come go, and the link names the
+    best of what stays.
+    """
 
     def body(rank, world_size):
         model, optimizer = build()
@@ -266,7 +272,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
     run_ranks(2, body)
 
 
-# --- the log and the command line --------------------------------------------------------------------------------------------
+# --- the log and the command line -----------------------------------------------------------------
 
 
 def run_directory(tmp_path, rows=6, **args):
@@ -281,7 +287,9 @@ def run_directory(tmp_path, rows=6, **args):
 
 
 def test_a_resumed_log_goes_on_after_the_step(tmp_path):
-    """Rows of later steps are dropped, config.json stays, the table follows; no run is resumed to a step behind it."""
+    """Rows of later steps are dropped, config.json stays, the table follows; no run is resumed to a
+    step behind it.
+    """
     directory = run_directory(tmp_path)
     config = (directory / "config.json").read_bytes()
     with RunLog("elsewhere", "y", 0, {"seed": 2}, 6, resume=str(directory), step=4) as log:
@@ -331,7 +339,9 @@ CHANGED = {
 
 
 def test_resume_takes_the_arguments_of_the_run(monkeypatch, tmp_path):
-    """Only --max-steps and --track may change; a change is refused with the flag, the old value and the new one."""
+    """Only --max-steps and --track may change; a change is refused with the flag, the old value and
+    the new one.
+    """
     had = {"learning_rate": 3e-4, "lora_targets": ("q_proj",), "compile": True, "seed": 7}
     had |= {"betas": (0.8, 0.95), "max_steps": 20}
     directory = str(run_directory(tmp_path, rows=1, **had))
@@ -351,7 +361,7 @@ def test_resume_takes_the_arguments_of_the_run(monkeypatch, tmp_path):
         parse(f"--resume {tmp_path}/nowhere")
 
 
-# --- real runs ---------------------------------------------------------------------------------------------------------------
+# --- real runs ------------------------------------------------------------------------------------
 
 RUN = "--prompts-per-step 2 --num-generations 4 --eval-every 4 --eval-limit 2 --max-steps 6"
 EXEMPT = ("time/", "speed/", "memory/")
@@ -444,7 +454,9 @@ def num_rows(directory):
 
 
 def assert_same_record(directory, want):
-    """All metrics but what a clock measures, every sample, the same saves with the same bytes in them."""
+    """All metrics but what a clock measures, every sample, the same saves with the same bytes in
+    them.
+    """
     shown = lambda row: {key: value for key, value in row.items() if not key.startswith(EXEMPT)}
     for name in ("metrics", "samples"):
         assert [*map(shown, rows_of(directory, name))] == [*map(shown, rows_of(want, name))]
@@ -488,7 +500,9 @@ def test_killed_runs_are_the_uninterrupted_run(tmp_path, script, flags, ranks, k
 
 
 def test_sigterm_saves_and_the_resumed_run_is_the_uninterrupted_one(tmp_path):
-    """After the step it was in; the run says how to go on. A finished run that is resumed writes nothing new."""
+    """After the step it was in; the run says how to go on. A finished run that is resumed writes
+    nothing new.
+    """
     flags = "--mc-num", 2, "--learning-rate", 1e-3, *RUN.split()
     start = lambda name, *more: Run(tmp_path / name, 1, "algos/bgpo.py", *more)
     start("a", *flags, "--out", tmp_path / "whole").finish()

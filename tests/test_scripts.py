@@ -51,7 +51,9 @@ def test_golden_run(one_rank, case):
 
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_two_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
-    """Metrics to 1e-4, tokens of the first rollout exactly; the sampler is the policy when it evaluates."""
+    """Metrics to 1e-4, tokens of the first rollout exactly; the sampler is the policy when it
+    evaluates.
+    """
     flags = flags_of(case) | {"micro_batch_size": 5}
     one, two = one_rank(case), run_script(case.split("-")[0], flags, 2, tmp_path / "two")
     assert any(row.get("optim/grad_norm", 0) > 0 for row in rows_of(one))
@@ -93,7 +95,9 @@ def test_the_commands_of_a_user(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
-    """An infinite learning rate spoils the weights at step 1; the run names the step and keeps its record."""
+    """An infinite learning rate spoils the weights at step 1; the run names the step and keeps its
+    record.
+    """
     flags = "--learning-rate 1e30 --max-steps 4 --eval-limit 0 --prompts-per-step 8 --mc-num 2"
     words = "algos/bgpo.py", *flags.split(), "--track", "--out", tmp_path
     done = command(*words, WANDB_MODE="offline")

@@ -1,4 +1,6 @@
-"""`diff algos/d1.py algos/bgpo.py` is the method: what stands between shared markers is byte-identical."""
+"""`diff algos/d1.py algos/bgpo.py` is the method: what stands between shared markers is
+byte-identical.
+"""
 
 import ast
 import importlib
@@ -37,7 +39,7 @@ def own(text):
 
 @pytest.mark.parametrize("script", METHODS)
 def test_shared_blocks_are_identical(script):
-    """Every script against every other one; online scripts have all blocks of d1.py in its order."""
+    """Every script against every other; online scripts have all blocks of d1.py in its order."""
     skip = [block for name, block in EXCEPTIONS if name == script]
     for other in METHODS:
         same = sync(source(other), source(script), skip) == source(script)

@@ -1,4 +1,6 @@
-"""VRPO against brute force: the loss in numbers, the estimator by enumeration, the gradient of the full graph, held-out pairs."""
+"""VRPO against brute force: the loss in numbers, the estimator by enumeration, the gradient of the
+full graph, held-out pairs.
+"""
 
 import itertools
 import json
@@ -48,7 +50,9 @@ def loss_of(elbos, ref_elbos, args, num_tokens=1.0):
 
 
 def test_the_loss_in_numbers():
-    """ln 2 and slopes of half beta where policy = reference; a margin of 20 nats; the supervised term; margin variance."""
+    """ln 2 and slopes of half beta where policy = reference; a margin of 20 nats; the supervised
+    term; margin variance.
+    """
     same = [[-50.0, -70.0]] * 2
     loss, slope, metrics = loss_of(same, same, args_of(mc_num=2, sft_coef=0.0))
     assert loss == pytest.approx(math.log(2), abs=1e-12) and metrics["reward/accuracy"] == 0.5
@@ -70,7 +74,9 @@ def test_the_loss_in_numbers():
 
 
 def toy(rows, sizes, prompt=2):
-    """Equal rows without a model: prompt tokens of block 0, then the answer's blocks with these sizes."""
+    """Equal rows without a model: prompt tokens of block 0, then the answer's blocks with these
+    sizes.
+    """
     ids = [0] * prompt + [b for b, size in enumerate(sizes) for _ in range(size)]
     block, index = torch.tensor(ids).repeat(rows, 1), torch.arange(rows)
     answer = torch.arange(len(ids)).repeat(rows, 1) >= prompt
@@ -89,7 +95,8 @@ def elbos_of(masks, batch, table):
 
 
 def test_draws_are_unbiased_stratified_and_shared():
-    """p = .9, .5, .2 at 1, 2, 3 masked tokens: ln .9 + ln .5 + ln .2 a block. Variance at equal cost: (8, 1) < (4, 1) < (2, 2)
+    """p = .9, .5, .2 at 1, 2, 3 masked tokens: ln .9 + ln .5 + ln .2 a block. Variance at equal
+    cost: (8, 1) < (4, 1) < (2, 2)
     < (1, 4); masks shared with the reference far below unshared ones."""
     curve = torch.tensor([1.0, 0.9, 0.5, 0.2]).double().log()
     for sizes in ((3,), (3, 3)):
@@ -118,7 +125,9 @@ def test_draws_are_unbiased_stratified_and_shared():
 
 @families
 def test_what_is_scored(one_rank, family):
-    """Answers with their end of turn; a block model sees its last block whole and masked; values = one row after the other."""
+    """Answers with their end of turn; a block model sees its last block whole and masked; values =
+    one row after the other.
+    """
     model, args = tiny_model(family), args_of(mc_num=2, micro_batch_size=3)
     batch = batch_of(model, args)
     masks = vrpo.sample_masks(batch, args)
@@ -145,7 +154,9 @@ def test_what_is_scored(one_rank, family):
 
 
 def full_graph_loss(model, batch, masks, ref, args):
-    """The loss written a second time: one row, one draw after the other, weights counted anew, a single graph."""
+    """The loss written a second time: one row, one draw after the other, weights counted anew, a
+    single graph.
+    """
     elbos = []
     for i, valid in enumerate(batch.valid_mask):
         length, draws = int(valid.sum()), []
@@ -174,7 +185,9 @@ def gradient_of(model, batch, masks, ref, args):
 
 @families
 def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
-    """1e-10 in fp64, for any micro-batch, any padding, and as the sum of two ranks' gradients; memory of one draw."""
+    """1e-10 in fp64, for any micro-batch, any padding, and as the sum of two ranks' gradients;
+    memory of one draw.
+    """
     model, args = tiny_model(family), args_of(masks_per_timestep=2, mc_num=2)
     batch = batch_of(model, args)
     masks = vrpo.sample_masks(batch, args)
@@ -209,7 +222,9 @@ def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
 
 @pytest.mark.parametrize("family, world_size", [("sdar", 1), ("sdar", 4), ("llada", 2)])
 def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size):
-    """Seven pairs on 1, 2 and 4 ranks against one pair after the other; training's own draws do not matter."""
+    """Seven pairs on 1, 2 and 4 ranks against one pair after the other; training's own draws do not
+    matter.
+    """
 
     def body(rank, ranks):
         args = args_of(micro_batch_size=3, seed=3)
@@ -233,7 +248,7 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
     run_ranks(world_size, body)
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 RUN = OFFLINE | {
     "max_steps": 1,
@@ -249,7 +264,9 @@ def write(path, pairs):
 
 
 def test_naive_dpo_is_a_matter_of_fields(tmp_path):
-    """Masks of its own for the reference: noise in the first margin, though both models are the same."""
+    """Masks of its own for the reference: noise in the first margin, though both models are the
+    same.
+    """
     for share in (True, False):
         flags = RUN | {"mc_num": 1, "share_masks": share, "eval_limit": 0}
         row = rows_of(run_script("vrpo", flags, 1, tmp_path / str(share)))[-1]
@@ -257,7 +274,9 @@ def test_naive_dpo_is_a_matter_of_fields(tmp_path):
 
 
 def test_what_the_run_is_scored_on_is_not_trained_on(tmp_path, capfd):
-    """Neither problems nor held-out pairs of either split: one training pair asks each of them, five are new."""
+    """Neither problems nor held-out pairs of either split: one training pair asks each of them,
+    five are new.
+    """
     task, splits = load_task("countdown"), ("validation", "test")
     prompts = {split: [f"held out for {split}"] for split in splits}
     asked = [task.prompt(task.load(split)[0])[-1]["content"] for split in splits]
