@@ -178,7 +178,8 @@ def sample_masks(batch, iteration, args):
     mask everything after the EOS, so that no later token shows where the end is.
     -> Rows, R = B, K = 3
     """
-    c, (low, high), P = batch.completion_mask, args.t_range, batch.P
+    c, P = batch.completion_mask, batch.P
+    low, high = args.t_range
     # keyed by the first sample of the group
     u = batch.uniform(iteration, "t")[:: args.num_generations, P, None]
     t = (low + (high - low) * u).repeat_interleave(args.num_generations, 0)  # [B, 1]

@@ -3,7 +3,8 @@
     python tests/sync_shared.py SCRIPT    copies its shared blocks to the other scripts
 
 A block stands between `# >>> shared: name` and `# <<< shared: name`. Blocks of one name are
-byte-identical in all scripts of METHODS. A script that is not listed here is your own: no test looks at it.
+byte-identical in all scripts of METHODS. A script that is not listed here is your own: no test
+looks at it.
 """
 
 import re

@@ -166,7 +166,8 @@ def full_graph_loss(model, batch, masks, ref, args):
         for masked in masks.masked[i, :, :length]:
             noisy, scored = torch.where(masked, MASK, ids), masked & answer
             logps = model.logps(ids[None], noisy[None], scored[None])[0]
-            parts = [b.sum() / (b & masked).sum() * logps[b & masked].sum() for b in inside]
+            shares = [b.sum().item() / (b & masked).sum().item() for b in inside]
+            parts = [w * logps[b & masked].sum() for w, b in zip(shares, inside, strict=True)]
             draws.append(sum(parts))
         elbos.append(torch.stack(draws).mean())
     loss = 0.0
