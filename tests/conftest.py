@@ -1,6 +1,7 @@
 """Paths, real data, the full grid, and forked ranks."""
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -70,6 +71,20 @@ def patient(monkeypatch):
         "run_batch",
         lambda jobs: run_batch([patiently(j() if callable(j) else j) for j in jobs]),
     )
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """Import what the scripts import, once, so that every fork shares it."""
+    import peft  # noqa: F401
+    import tyro  # noqa: F401
+    from sync_shared import METHODS
+
+    from models import load_tokenizer
+
+    load_tokenizer("tiny-sdar")
+    for script in METHODS:
+        importlib.import_module(f"algos.{script}")
 
 
 def _rank_main(rank, world_size, store, target, arguments):

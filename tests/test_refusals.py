@@ -77,7 +77,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("command, words", REFUSALS, ids=[command for command, _ in REFUSALS])
-def test_refusal(run_ranks, tmp_path, monkeypatch, command, words):
+def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
     row = {"question": "1 + 1?", "answer": "Two.\n#### 2"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "TMP").mkdir()

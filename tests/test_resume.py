@@ -367,15 +367,6 @@ RUN = "--prompts-per-step 2 --num-generations 4 --eval-every 4 --eval-limit 2 --
 EXEMPT = ("time/", "speed/", "memory/")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm():
-    """What the scripts import late, so that forks share it."""
-    import tyro  # noqa: F401
-    from peft import LoraConfig  # noqa: F401
-
-    load_tokenizer("tiny-sdar")
-
-
 class Run:
     """A script at work on some ranks: forks of this process that run it as __main__."""
 
@@ -478,7 +469,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("script, flags, ranks, kills", KILLED.values(), ids=list(KILLED))
-def test_killed_runs_are_the_uninterrupted_run(tmp_path, script, flags, ranks, kills):
+def test_killed_runs_are_the_uninterrupted_run(warm, tmp_path, script, flags, ranks, kills):
     """SIGKILL at random moments, resumed each time: metrics, samples and weights bit for bit."""
     counter, rng = itertools.count(), random.Random(kills)
     flags = [f"algos/{script}.py", "--save-every", 2, "--learning-rate", 1e-3, *flags.split()]
@@ -499,7 +490,7 @@ def test_killed_runs_are_the_uninterrupted_run(tmp_path, script, flags, ranks, k
     assert not list(directory.glob("*/.step-*")), "remains of a killed save"
 
 
-def test_sigterm_saves_and_the_resumed_run_is_the_uninterrupted_one(tmp_path):
+def test_sigterm_saves_and_the_resumed_run_is_the_uninterrupted_one(warm, tmp_path):
     """After the step it was in; the run says how to go on. A finished run that is resumed writes
     nothing new.
     """

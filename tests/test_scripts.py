@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import importlib
 import json
 import math
 import os
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from golden_runs import CASES, FILE, flags_of, record, rows_of, run_script
-from sync_shared import METHODS
 
 ROOT = Path(__file__).parents[1]
 EXEMPT = ("time/", "speed/", "memory/", "router/")  # routing counts padding
@@ -23,11 +21,7 @@ TWO_RANKS = list({case.split("-")[0]: case for case in CASES}.values())
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    import peft  # noqa: F401  what every child would otherwise import for itself
-
-    for script in METHODS:
-        importlib.import_module(f"algos.{script}")
+def one_rank(warm, tmp_path_factory):
     out = lambda case: tmp_path_factory.mktemp(case) / "out"
     return functools.cache(
         lambda case: run_script(case.split("-")[0], flags_of(case), 1, out(case))

@@ -264,7 +264,7 @@ def write(path, pairs):
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def test_naive_dpo_is_a_matter_of_fields(tmp_path):
+def test_naive_dpo_is_a_matter_of_fields(warm, tmp_path):
     """Masks of its own for the reference: noise in the first margin, though both models are the
     same.
     """
@@ -274,7 +274,7 @@ def test_naive_dpo_is_a_matter_of_fields(tmp_path):
         assert (abs(row["reward/margin"]) > 1e-3) != share and "reward/margin_var" not in row
 
 
-def test_what_the_run_is_scored_on_is_not_trained_on(tmp_path, capfd):
+def test_what_the_run_is_scored_on_is_not_trained_on(warm, tmp_path, capfd):
     """Neither problems nor held-out pairs of either split: one training pair asks each of them,
     five are new.
     """
@@ -293,7 +293,7 @@ def test_what_the_run_is_scored_on_is_not_trained_on(tmp_path, capfd):
     assert "5 training pairs, " in said and "4 of 9 dropped:\n  4 ask what the run" in said
 
 
-def test_held_out_pairs_that_are_asked_for_must_be_there(tmp_path, capfd):
+def test_held_out_pairs_that_are_asked_for_must_be_there(warm, tmp_path, capfd):
     write(tmp_path / "pairs.jsonl", [{"prompt": "1+1", "chosen": "2", "rejected": "2"}])
     with pytest.raises(mp.ProcessExitedException):
         run_script("vrpo", RUN | {"eval_pairs": str(tmp_path / "pairs.jsonl")}, 1, tmp_path / "run")
