@@ -112,7 +112,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
     """
 
     def body(rank, world_size):
-        settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.3, "warmup_steps": 4}
+        settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.05, "warmup_steps": 4}
         args = module.Args(**settings, **{"beta": 0.0} if module is d1 else {"mc_num": 2})
         plain, model = tiny_model(), sharded_model(module)
         adamw = lambda m: torch.optim.AdamW(m.parameters(), betas=(0.8, 0.9), weight_decay=0.1)
@@ -132,11 +132,11 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
             rows.old = module.frozen_estimates(plain, rows, args)
         for rows in draws:
             got = module.backward(plain, rows, 1.0, True, args)
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3).item()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
             reference.param_groups[0]["lr"] = 0.5e-2  # warm-up: step 1 of 4
             reference.step()
             reference.zero_grad()
-        assert norm > 0.3
+        assert norm > 0.05
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.full_tensor(), q, atol=1e-6, rtol=1e-5, msg=name)
         assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)

@@ -60,7 +60,7 @@ def within(draws, want, sigmas=4.5):
     """Whether the mean of independent draws [n, ...] is the wanted value, within its standard
     error.
     """
-    return (draws.mean(0) - want).abs() < sigmas * draws.std(0) / len(draws) ** 0.5 + 1e-9
+    return (draws.mean(0) - want).abs() < sigmas * draws.std(0) / len(draws) ** 0.5 + 1e-6
 
 
 def is_uniform(counts, n):
@@ -82,7 +82,7 @@ def test_one_block_by_enumeration(family):
     orders, table = space.by_order(), space.by_mask()  # [24, 625], [15, 625, 4]
     exact, elbo = orders.logsumexp(0) - math.log(24), orders.mean(0)
     assert exact.exp().sum().item() == pytest.approx(1, abs=1e-10)
-    assert (elbo <= exact + 1e-10).all() and (exact - elbo).max() > 0.1
+    assert (elbo <= exact + 1e-10).all() and (exact - elbo).max() > 0.05
     # the masks and weights that BGPO draws are these 15, with weights n / m
     batch = made_batch(bgpo, space.ids, torch.ones(625, 4, dtype=torch.bool), mask=5)
     rows = bgpo.sample_masks(batch, 0, bgpo.Args(mc_num=4))
