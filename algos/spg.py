@@ -1,30 +1,31 @@
-"""SPG, sandwiched policy gradient (arXiv 2510.09541): plain policy gradient on bounds of the log-likelihood.
+"""SPG, sandwiched policy gradient (arXiv 2510.09541): policy gradient on likelihood bounds.
 
-    elbo = mean over draws of w lp, per token;  eubo = 1/beta mean over tokens of log mean over draws of w p^beta
-    loss = -sum over sequences of A L bound / tokens of the step;  bound = elbo if A > 0, omega eubo + (1 - omega) elbo if A < 0
-           w = tokens / masked tokens where masked. One block of the rollout is masked in part, what follows it fully, what
-           precedes it lightly; a block model masks a part of each of its blocks and sees the clean blocks before it
+    elbo  = mean over draws of w logp, per token
+    eubo  = 1/beta mean over tokens of log mean over draws of w p^beta
+    bound = elbo if A > 0, omega eubo + (1 - omega) elbo if A < 0
+    loss  = -sum over sequences of A L bound / tokens of the step
+    w     = tokens / masked tokens where masked. A draw masks part of one block of the rollout, all
+            that follows it, and a little of what precedes it; a block model does so inside each of
+            its blocks and sees the clean blocks before it
 
-Run it on the shipped tiny model on CPU, or on eight GPUs; `diff algos/d1.py algos/spg.py` is the method:
+`diff algos/d1.py algos/spg.py` is the method. Run it on the shipped tiny model on CPU, or on GPUs:
 
     python   algos/spg.py --learning-rate 1e-4 --max-steps 30
-    torchrun --nproc-per-node 8 algos/spg.py --model llada-8b --data cd3 --gen-length 256 --block-length 32 --denoising-steps 16
+    torchrun --nproc-per-node 8 algos/spg.py --model llada-8b --data cd3 --gen-length 256 \
+        --block-length 32 --denoising-steps 16
 """
 
 # >>> shared: imports
 import math
-import os
 import sys
-import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,95 +42,20 @@ from models import (
     meta_model,
 )
 from models.experts import router_metrics, routing_extremes
+from models.ranks import all_reduce, close_distributed, maximum, setup_distributed
 from models.training_state import Saves
-from rollout import Trace, make_engine, probe, rollout_means, rollout_sums
+from rollout import make_engine, probe, rollout_means, rollout_sums
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
-# B sequences, G generations per prompt, P prompt length, L completion length, T = P + L, V vocabulary
+# B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: forwards per row
 # <<< shared: imports
 
 
 @dataclass
 class Args:
-    # >>> shared: args
-    model: str = "tiny-sdar"
-    """key of models.MODELS, or a directory in HF layout"""
-    task: str = "countdown"
-    """module of evals/ that gives prompts and scores"""
-    data: str = ""
-    """problems: preset of the task, file, or hub id; empty: the task's own preset"""
-    eval_data: str = ""
-    """held-out problems; empty: other splits of --data (a file has none: then name one here)"""
-    reward: str = ""
-    """name in evals/rewards.py; empty: the task's exact score"""
-    gen_length: int = 12
-    """tokens per completion: whole blocks; block models add what completes the last one"""
-    block_length: int = 0
-    """tokens per denoising block; 0: the model's own"""
-    denoising_steps: int = 2
-    """denoising steps per block"""
-    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = (
-        "low_confidence_static"
-    )
-    """which masked tokens a step reveals"""
-    confidence_threshold: float = 0.9
-    """low_confidence_dynamic reveals every token above it"""
-    cache: Literal["none", "prefix", "dual"] = "none"
-    """of bidirectional models: Fast-dLLM's, faster and approximate; not for methods that replay the rollout"""
-    rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
-    """sampler; auto: the one of the model's attention pattern; lmdeploy: that package's engine, docs/lmdeploy.md"""
-    max_prompt_length: int = 1024
-    """tokens; problems with longer prompts are dropped and counted"""
-    prompts_per_step: int = 32
-    """prompts per rollout, over all ranks"""
-    micro_batch_size: int = 256
-    """rows per forward; does not change the gradient"""
-    lora_rank: int = 0
-    """rank of the LoRA adapters; 0: full fine-tuning"""
-    lora_alpha: int = 64
-    """adapters are scaled by lora_alpha / lora_rank"""
-    lora_targets: tuple[str, ...] = ()
-    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
-    lora_merged_rollout: bool = False
-    """sample from adapters merged into bf16 weights, which rounds small updates away, instead of beside them"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
-    schedule_steps: int = 0
-    """rollout steps of the schedule; 0: --max-steps"""
-    warmup_steps: int = 0
-    """linear warm-up of the learning rate, in rollout steps"""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
-    """backend of training's attention; auto: the fastest that was measured for the model's pattern"""
-    activation_checkpointing: bool = False
-    """recompute every block in the backward pass: less memory, a third more compute"""
-    compile: bool = False
-    """torch.compile every block: faster steps, minutes of warm-up"""
-    sync_every_backward: bool = False
-    """reduce gradients after every backward, not only the last: slower, but no rank holds full-size gradients"""
-    max_steps: int = 100
-    """rollouts"""
-    eval_every: int = 25
-    """steps between evaluations on the validation split, 0: never"""
-    eval_limit: int = 512
-    """held-out problems per evaluation; 0: no evaluation at all, not even before and after"""
-    eval_temperature: float = 0.0
-    """of evaluation completions; 0 is greedy"""
-    save_every: int = 0
-    """steps between saves of weights and of all that --resume needs, 0: only the weights, at the end"""
-    keep_saves: int = 0
-    """newest saves to keep beside the best by validation score; 0: all"""
-    resume: str = ""
-    """run directory to continue, with the arguments it had; only --max-steps may change"""
-    out: str = "runs"
-    """parent of the run directory"""
-    seed: int = 42
-    """every draw is keyed by (seed, step, sample, ...)"""
-    track: bool = False
-    """mirror the log to wandb"""
-    # <<< shared: args
-    # method
+    # the method's own
     learning_rate: float = 3e-6
     """AdamW (official train.yaml: 3e-6)"""
     betas: tuple[float, float] = (0.9, 0.99)
@@ -147,276 +73,180 @@ class Args:
     beta: float = 0.0
     """KL coefficient (paper: no KL; anything else is refused)"""
     mc_num: int = 2
-    """mask draws per sequence, m, at least 2: one draw makes both bounds the same (official scripts `num_t`: 2)"""
+    """mask draws per sequence, at least 2, or both bounds are the same (official `num_t`: 2)"""
     omega: float = 0.5
     """share of the upper bound where A < 0 (paper: 0.5; 1 is its EUBO row, 0 its ELBO row)"""
     eubo_beta: float = 1.5
     """order of the upper bound (paper, mixture: 1.5, sudoku 1.0; EUBO alone: countdown 2.0)"""
     p_mask_context: float = 0.15
-    """probability of masking a token of the prompt and of blocks before the chosen one (official train.yaml `p_mask_prompt`)"""
-
-
-# >>> shared: setup
-def setup_distributed():
-    """-> rank, world_size, device. A plain `python` run is one rank of the same code."""
-    cuda = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    """probability of masking tokens of the prompt and of earlier blocks (official: 0.15)"""
+    # >>> shared: args
+    model: str = "tiny-sdar"
+    """key of models.MODELS, or a directory in HF layout"""
+    task: str = "countdown"
+    """module of evals/ that gives prompts and scores"""
+    data: str = ""
+    """problems: preset of the task, file, or hub id; empty: the task's own preset"""
+    eval_data: str = ""
+    """held-out problems; empty: other splits of --data (required where --data is a file)"""
+    reward: str = ""
+    """name in evals/rewards.py; empty: the task's exact score"""
+    gen_length: int = 12
+    """tokens per completion, whole blocks; block models fill up the last one"""
+    block_length: int = 0
+    """tokens per denoising block; 0: the model's own"""
+    denoising_steps: int = 2
+    """denoising steps per block"""
+    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = (
+        "low_confidence_static"
     )
-    if cuda:
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
-    return dist.get_rank(), dist.get_world_size(), device
+    """which masked tokens a step reveals"""
+    confidence_threshold: float = 0.9
+    """low_confidence_dynamic reveals every token above it"""
+    cache: Literal["none", "prefix", "dual"] = "none"
+    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
+    """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
+    max_prompt_length: int = 1024
+    """tokens; problems with longer prompts are dropped and counted"""
+    prompts_per_step: int = 32
+    """prompts per rollout, over all ranks"""
+    micro_batch_size: int = 256
+    """rows per forward; does not change the gradient"""
+    lora_rank: int = 0
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    lora_alpha: int = 64
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
+    lora_merged_rollout: bool = False
+    """merge the adapters into the sampler's bf16 weights (loses small updates)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
+    schedule_steps: int = 0
+    """rollout steps of the schedule; 0: --max-steps"""
+    warmup_steps: int = 0
+    """linear warm-up of the learning rate, in rollout steps"""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
+    """attention backend in training; auto: the fastest measured for the model's pattern"""
+    activation_checkpointing: bool = False
+    """recompute every block in the backward pass: less memory, a third more compute"""
+    compile: bool = False
+    """torch.compile every block: faster steps, minutes of warm-up"""
+    sync_every_backward: bool = False
+    """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    max_steps: int = 100
+    """rollouts"""
+    eval_every: int = 25
+    """steps between evaluations on the validation split, 0: never"""
+    eval_limit: int = 512
+    """held-out problems per evaluation; 0: no evaluation at all, not even before and after"""
+    eval_temperature: float = 0.0
+    """of evaluation completions; 0 is greedy"""
+    save_every: int = 0
+    """steps between saves of weights and of all that --resume needs, 0: only weights, at the end"""
+    keep_saves: int = 0
+    """newest saves to keep besides the best by validation score; 0: all"""
+    resume: str = ""
+    """run directory to continue, with the arguments it had; only --max-steps may change"""
+    out: str = "runs"
+    """parent of the run directory"""
+    seed: int = 42
+    """every draw is keyed by (seed, step, sample, ...)"""
+    track: bool = False
+    """mirror the log to wandb"""
+    # <<< shared: args
 
 
-def parallelize(model, args):
-    """FSDP2: compile and shard each block, then shard the rest. fp32 masters; bf16 compute on GPU, fp32 on CPU."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    bf16 = (
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        if device_type == "cuda"
-        else {}
-    )
-    # Floating inputs are left alone: rotary tables and masks would be rounded on their way into a block.
-    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
-    model.activation_checkpointing, model.attention_backend = (
-        args.activation_checkpointing,
-        args.attention,
-    )
-    torch._functorch.config.activation_memory_budget = (
-        0.7  # compiled blocks recompute what is cheap: less memory, same speed
-    )
-    alone = (
-        {p for p in model.parameters() if not p.requires_grad} if mesh.size() == 1 else None
-    )  # FSDP2 would copy these
-    for module in model.fp32_modules:
-        fully_shard(module, mesh=mesh, ignored_params=alone)
-    for layer in model.layers:
-        if args.compile:
-            layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=alone)
-    # The root reshards after its forward too: parameters left gathered by a no-grad pass would hide the next optimizer step.
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=alone
-    )
-    for name in ("logps", "logits"):
-        register_fsdp_forward_method(model, name)
-    return model
-
-
-def lr_at(step, args):
-    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
-    warm = min(1.0, (step + 1) / max(args.warmup_steps, 1))
-    progress = min(
-        1.0,
-        max(0, step - args.warmup_steps)
-        / max((args.schedule_steps or args.max_steps) - args.warmup_steps, 1),
-    )
-    decay = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[args.lr_schedule]
-    return args.learning_rate * warm * decay
-
-
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """{name: number or 0-d tensor} summed over ranks, or their maximum, in one collective. -> {name: float}"""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensor = torch.stack(
-        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()]
-    )
-    dist.all_reduce(tensor, op)
-    return dict(zip(values, tensor.tolist(), strict=True))
-
-
-# <<< shared: setup
-
-
-# >>> shared: batch
-@dataclass
-class Batch:
-    """What a rollout gives this rank: B sequences, the G generations of a prompt together. Completions: the last L columns."""
-
-    input_ids: torch.Tensor  # [B, T] prompt (padded on the left) + completion, clean
-    valid_mask: (
-        torch.Tensor
-    )  # [B, T] bool: no padding, and no column that the sampler did not denoise
-    completion_mask: torch.Tensor  # [B, L] bool, up to and with the first EOS
-    block_ids: torch.Tensor  # [B, L] likelihood block: tokens of one block are predicted jointly, given the blocks before it
-    sample_index: (
-        torch.Tensor
-    )  # [B] index of the sequence in this step, over all ranks: the key of its draws
-    trace: Trace  # step maps, canvas lengths, records
-    mask_token_id: int
-    seed: int  # of this step
-    num_tokens: float  # completion tokens of this step on all ranks
-    num_sequences: float  # sequences of this step on all ranks
-    advantages: torch.Tensor | None = None  # [B]
-
-    def uniform(self, iteration, draw):
-        """[B, T] fp64 in [0, 1), keyed by (seed, sample, iteration, draw, offset from the start of the completion)."""
-        T, L = self.input_ids.shape[1], self.completion_mask.shape[1]
-        offset = torch.arange(L - T, L, device=self.input_ids.device)  # padding moves no draw
-        return keyed_uniform(
-            self.seed, "masks", self.sample_index[:, None], iteration, draw, offset
-        )
-
-    def rows(self, masked, weights, index=None, input_ids=None, advantages=None, temperature=1.0):
-        """One row per term of the loss. masked [R, K, T], weights [R, K, L]; index [R]: each row's sequence, default all."""
-        index = torch.arange(len(self.input_ids), device=masked.device) if index is None else index
-        return Rows(
-            input_ids=self.input_ids[index] if input_ids is None else input_ids,
-            valid_mask=self.valid_mask[index],
-            masked=masked,
-            weights=weights.float(),
-            completion_mask=self.completion_mask[index],
-            advantages=self.advantages[index] if advantages is None else advantages,
-            mask_token_id=self.mask_token_id,
-            temperature=temperature,
-            num_tokens=self.num_tokens,
-            num_sequences=self.num_sequences,
-        )
-
-
-@dataclass
-class Rows:
-    """The masks of one inner iteration. A row is one term of the loss, estimated with K forwards."""
-
-    input_ids: torch.Tensor  # [R, T] clean
-    valid_mask: torch.Tensor  # [R, T] bool
-    masked: torch.Tensor  # [R, K, T] bool: shown to the model as [MASK]
-    weights: (
-        torch.Tensor
-    )  # [R, K, L] fp32: weight of a token in the estimate or the loss; 0 is not scored
-    completion_mask: torch.Tensor  # [R, L] bool
-    advantages: torch.Tensor  # [R]
-    mask_token_id: int
-    temperature: float  # of the scored distribution
-    num_tokens: float
-    num_sequences: float
-    old: torch.Tensor | None = None  # estimates before the first update; None: now
-    ref: torch.Tensor | None = None  # estimates of the reference; None: no KL
-
-    def select(self, index):
-        """rows[index]: slice, bool or long index on every tensor; numbers and None stay."""
-        return replace(
-            self,
-            **{
-                name: value[index]
-                for name, value in vars(self).items()
-                if isinstance(value, torch.Tensor)
-            },
-        )
-
-    def split(self, size):
-        return [self.select(slice(i, i + size)) for i in range(0, len(self.input_ids), size)]
-
-
-def make_batch(trace, model, seed):
-    """Trace of a rollout -> Batch. Collective: the token and sequence counts are sums over ranks."""
-    (input_ids, valid_mask), L = trace.sequences(model.pad_token_id), trace.completion_ids.shape[1]
-    counts = all_reduce({"tokens": trace.completion_mask.sum(), "sequences": len(input_ids)})
-    return Batch(
-        input_ids=input_ids,
-        valid_mask=valid_mask,
-        completion_mask=trace.completion_mask,
-        block_ids=model.grid(valid_mask)[1][:, -L:],
-        sample_index=trace.sample_index,
-        trace=trace,
-        mask_token_id=model.mask_token_id,
-        seed=seed,
-        num_tokens=counts["tokens"],
-        num_sequences=counts["sequences"],
-    )
-
-
-# <<< shared: batch
-
-
-ROLLOUT = (
-    "gen_length",
-    "block_length",
-    "denoising_steps",
-    "remasking",
-    "confidence_threshold",
-    "cache",
-)  # the sampler's
-RECORDS = None  # read of a rollout besides tokens: "steps" (step maps, log-probabilities), "events", "states"
+# Args that go to the sampler
+ROLLOUT = "gen_length block_length denoising_steps remasking confidence_threshold cache".split()
+RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
 USES_OLD = False  # no ratio
 USES_REF = False  # no KL in this method
 
 
-def sample_masks(batch, iteration, args):
-    """A row is a sequence with mc_num draws. In each likelihood block a draw picks one block of the rollout: k of its n scored
-    tokens are masked, k uniform on 1..n, all after it, and each before it with p_mask_context. Picks and counts are stratified
-    over the draws (floor form). Weights: tokens / masked tokens of the likelihood block. The prompt's mask is one for all
-    draws and replaces the clean prompt: a block model would see it in its clean copy. -> Rows, R = B, K = mc_num
+# >>> shared: draws
+def block_counts(tokens, block):
+    """Marked tokens in the likelihood block of each token, and in all blocks before it.
+
+    tokens, block [B, L] -> two [B, L]
     """
-    c, L = batch.completion_mask, batch.completion_mask.shape[1]
-    block = batch.block_ids - batch.block_ids.min()  # [B, L]
+    ends, block = tokens.long().cumsum(1), block.contiguous()
+    before = (ends - tokens.long()).gather(1, torch.searchsorted(block, block))
+    return ends.gather(1, torch.searchsorted(block, block, right=True) - 1) - before, before
+
+
+def choose_in_blocks(tokens, block, u, noise):
+    """Choose m of the n marked tokens of each likelihood block, m = floor(u n) + 1, in the random
+    order of their noise. tokens, block, u, noise [B, L]; u is equal within a block
+
+    -> chosen [B, L] bool, n and m [B, L]
+    """
+    n, before = block_counts(tokens, block)
+    m = (u * n).floor() + 1
+    rank = torch.where(tokens, block + noise, torch.inf).argsort(1).argsort(1) - before
+    return tokens & (rank < m), n, m
+
+
+# <<< shared: draws
+
+
+def sample_masks(batch, iteration, args):
+    """In each likelihood block a draw picks one block of the rollout.
+
+    Of its n scored tokens k are masked, k uniform on 1..n; all tokens after it are masked, and each
+    before it with p_mask_context. Picks and counts are stratified over the draws (floor form).
+    Weights: tokens / masked tokens of the likelihood block. All draws mask the same prompt tokens,
+    in the clean ids too, because a block model attends to those. -> Rows, R = B, K = mc_num
+    """
+    c, block, P = batch.completion_mask, batch.block_ids.contiguous(), batch.P
     head, n = torch.searchsorted(block, block), batch.trace.settings["block_length"]
-    part = (
-        torch.arange(L, device=c.device) - head
-    ) // n  # number of the rollout's block in the likelihood block
-    count = lambda tokens: torch.zeros(len(c), int(block.max()) + 1, device=c.device).scatter_add_(
-        1, block, tokens.float()
-    )
-    per_token = lambda counts: counts.gather(1, block)  # [B, L] from [B, likelihood blocks]
-    tokens = per_token(count(c))
-    u, v = (batch.uniform(iteration, key)[:, -L:].gather(1, head) for key in ("block", "count"))
+    part = (torch.arange(c.shape[1], device=c.device) - head) // n  # block of the rollout
+    tokens, _ = block_counts(c, block)
+    u, v = (batch.uniform(iteration, key)[:, P:].gather(1, head) for key in ("block", "count"))
     hidden = (batch.uniform(iteration, "prompt") < args.p_mask_context) & batch.valid_mask  # [B, T]
-    hidden[:, -L:] = False
+    hidden[:, P:] = False
     masked, weights = hidden[:, None].repeat(1, args.mc_num, 1), []
     for j in range(args.mc_num):
-        noise, shift = batch.uniform(iteration, j)[:, -L:], j / args.mc_num
-        chosen = ((u + shift) % 1 * (tokens / n).ceil()).floor()
-        inside = c & (part == chosen)
-        size = count(inside)
-        k = ((v + shift) % 1 * per_token(size)).floor() + 1
-        rank = torch.where(inside, block + noise, torch.inf).argsort(1).argsort(1) - per_token(
-            size.cumsum(1) - size
-        )
-        lightly = (part < chosen) & (noise < args.p_mask_context)
-        masked[:, j, -L:] = (
-            (inside & (rank < k)) | (part > chosen) | lightly | ~c
-        )  # after the EOS all, so that nothing tells it
-        scored = masked[:, j, -L:] & c
-        weights.append(scored * tokens / per_token(count(scored)).clamp(min=1))
-    input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
-    return batch.rows(masked, torch.stack(weights, 1), input_ids=input_ids)
+        noise, shift = batch.uniform(iteration, j)[:, P:], j / args.mc_num
+        picked = ((u + shift) % 1 * (tokens / n).ceil()).floor()
+        chosen, *_ = choose_in_blocks(c & (part == picked), block, (v + shift) % 1, noise)
+        lightly = (part < picked) & (noise < args.p_mask_context)
+        # after the EOS all is masked, so that no later token shows where the end is
+        masked[:, j, P:] = chosen | (part > picked) | lightly | ~c
+        scored = masked[:, j, P:] & c
+        weights.append(scored * tokens / block_counts(scored, block)[0].clamp(min=1))
+    rows = Rows(batch, masked, torch.stack(weights, 1))
+    rows.input_ids = torch.where(hidden, batch.mask_token_id, batch.input_ids)
+    return rows
 
 
 def estimate_logps(logps, rows, args):
     """Lower and upper bound of the log-likelihood, per token. [R, K, L] -> [R, 2]
 
-    The upper one is a mean over the tokens that a draw masked, in log space, because p^beta underflows.
+    The upper one averages over tokens that a draw masked, in log space, because p^beta underflows.
     """
     w, K = rows.weights, rows.weights.shape[1]
     elbo = (w * logps).sum((1, 2)) / (K * rows.completion_mask.sum(1))
     covered = (w > 0).any(1)  # [R, L]
-    terms = torch.where(w > 0, args.eubo_beta * logps + w.log(), -torch.inf).masked_fill(
-        ~covered[:, None], 0.0
-    )
-    eubo = ((terms.logsumexp(1) - math.log(K)) / args.eubo_beta * covered).sum(1) / covered.sum(1)
+    terms = torch.where(w > 0, args.eubo_beta * logps + w.log(), -torch.inf)
+    terms = terms.masked_fill(~covered[:, None], 0.0).logsumexp(1) - math.log(K)
+    eubo = (terms / args.eubo_beta * covered).sum(1) / covered.sum(1)
     return torch.stack([elbo, eubo], 1)
 
 
 def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
-    groups = (
-        rewards.view(-1, args.num_generations) - rewards[:: args.num_generations, None]
-    )  # equal rewards: exactly 0
+    groups = rewards.view(-1, args.num_generations)
+    groups = groups - groups[:, :1]  # equal rewards give exactly 0
     return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
-    """Advantage times bound, mean over all completion tokens of the step; no ratio, so old is not used. -> loss, metrics"""
+    """Advantage times bound, mean over all tokens of the step. estimates [R, 2] -> loss, metrics"""
     (elbo, eubo), A = estimates.unbind(1), rows.advantages  # [R]
     bound = torch.where(A > 0, elbo, args.omega * eubo + (1 - args.omega) * elbo)
-    c = rows.completion_mask.sum(1).to(estimates) / rows.num_tokens
+    c = rows.completion_mask.sum(1).to(estimates) / rows.batch.num_tokens
     policy = -(A * bound * c).sum()
     return policy, {
         "loss/policy": policy,
@@ -426,22 +256,184 @@ def policy_loss(estimates, old, ref, rows, args):
     }
 
 
+# >>> shared: setup
+def parallelize(model, args):
+    """FSDP2: compile and shard each block, then shard the rest.
+
+    fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
+    """
+    bf16 = {}
+    if torch.cuda.is_available():
+        from kernels import speed_up_training
+
+        speed_up_training(model)
+        bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    # forward inputs are not cast: rotary tables and masks stay exact
+    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    model.activation_checkpointing = args.activation_checkpointing
+    model.attention_backend = args.attention
+    # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
+    torch._functorch.config.activation_memory_budget = 0.7
+    # on one rank FSDP2 would copy frozen parameters
+    frozen = {p for p in model.parameters() if dist.get_world_size() == 1 and not p.requires_grad}
+    for module in model.fp32_modules:
+        fully_shard(module, ignored_params=frozen)
+    for layer in model.layers:
+        if args.compile:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy, ignored_params=frozen)
+    # the root reshards after its forward too: parameters that a no-grad pass left gathered would
+    # hide the next optimizer step
+    fully_shard(model, mp_policy=policy, ignored_params=frozen, reshard_after_forward=True)
+    for name in ("logps", "logits"):
+        register_fsdp_forward_method(model, name)
+    return model
+
+
+def lr_at(step, args):
+    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
+    steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
+    warm = min(1.0, (step + 1) / max(warmup, 1))
+    progress = min(1.0, max(0, step - warmup) / max(steps - warmup, 1))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[args.lr_schedule]
+    return args.learning_rate * warm * decay
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """Clip the gradient and step. sums: this rank's metrics. -> metrics summed over ranks
+
+    A loss or gradient that is not finite on any rank stops the run before the step.
+    """
+    (group,), metrics = optimizer.param_groups, all_reduce(sums)
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
+    if not math.isfinite(metrics["loss/total"] + norm):
+        raise SystemExit(
+            f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
+            f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
+        )
+    group["lr"] = lr_at(step, args)
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
+
+
+def open_run(model, tokenizer, args):
+    """-> optimizer, first step, log, saves; with --resume they continue that run"""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
+    )
+    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
+    name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
+    log = RunLog(
+        args.out,
+        name,
+        dist.get_rank(),
+        asdict(args),
+        args.max_steps,
+        args.track,
+        args.resume,
+        start,
+    )
+    scores = log.history(f"eval/{args.task}")
+    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, scores)
+    return optimizer, start, log, saves
+
+
+def save(saves, log, stop, metrics, step, args):
+    """Save the weights and the state to resume from, where they are due. -> whether to stop"""
+    stopped, last = stop.is_set(), step + 1 == args.max_steps
+    due = stopped or (args.save_every and (step + 1) % args.save_every == 0)
+    saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last, state=due)
+    if stopped:
+        log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+    return stopped
+
+
+# <<< shared: setup
+
+
+# >>> shared: batch
+class Batch:
+    """A rollout on this rank: B sequences, the G completions of a prompt together.
+
+    The completion is the last L columns. Collective: token counts are sums over ranks.
+    """
+
+    def __init__(self, trace, model):
+        self.trace = trace
+        # [B, T] prompt (padded on the left) + completion; bool: no padding, reached by the sampler
+        self.input_ids, self.valid_mask = trace.sequences(model.pad_token_id)
+        self.completion_mask = trace.completion_mask  # [B, L] bool, up to and with the first EOS
+        self.P = self.input_ids.shape[1] - self.completion_mask.shape[1]
+        # [B, L] likelihood block: its tokens are predicted jointly, given the blocks before it
+        self.block_ids = model.grid(self.valid_mask)[1][:, self.P :]
+        self.mask_token_id = model.mask_token_id
+        counts = {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
+        self.num_tokens, self.num_sequences = all_reduce(counts).values()  # of this step
+
+    def uniform(self, iteration, draw):
+        """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
+        offset from the start of the completion, so that left padding changes nothing.
+
+        -> [B, T] fp64 in [0, 1)
+        """
+        offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+        seed, sample = self.trace.settings["seed"], self.trace.sample_index[:, None]
+        return keyed_uniform(seed, "masks", sample, iteration, draw, offset)
+
+
+class Rows:
+    """The masks of an inner iteration. A row is one term of the loss, estimated with K forwards."""
+
+    temperature = 1.0  # of the scored distribution
+    old = None  # estimates before the first update; None: the current ones
+    ref = None  # estimates of the reference; None: no KL
+
+    def __init__(self, batch, masked, weights, index=slice(None)):
+        """index [R]: the sequence of each row; default: row r is sequence r"""
+        self.batch = batch
+        self.masked = masked  # [R, K, T] bool: shown to the model as [MASK]
+        self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
+        self.input_ids = batch.input_ids[index]  # [R, T] clean
+        self.valid_mask = batch.valid_mask[index]  # [R, T] bool
+        self.completion_mask = batch.completion_mask[index]  # [R, L] bool
+        self.advantages = batch.advantages[index]  # [R]
+
+    def select(self, index):
+        """rows[index] for a slice, bool or long index"""
+        rows = copy(self)
+        for name, value in vars(self).items():
+            setattr(rows, name, value[index] if isinstance(value, torch.Tensor) else value)
+        return rows
+
+
+# <<< shared: batch
+
+
 # >>> shared: inner
 def draw_logps(model, rows, k):
-    """The only forward in training: log-probabilities of the tokens that draw k scores. -> [R, L] fp32, 0 elsewhere"""
-    L = rows.weights.shape[2]
-    noisy_ids = torch.where(rows.masked[:, k], rows.mask_token_id, rows.input_ids)
-    score_mask = torch.zeros_like(rows.valid_mask)
-    score_mask[:, -L:] = rows.weights[:, k] != 0
+    """The only forward in training: log-probabilities of the tokens that draw k scores.
+
+    -> [R, L] fp32, 0 elsewhere
+    """
+    batch = rows.batch
+    noisy_ids = torch.where(rows.masked[:, k], batch.mask_token_id, rows.input_ids)
+    score_mask = torch.nn.functional.pad(rows.weights[:, k] != 0, (batch.P, 0))
     return model.logps(
         rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
-    )[:, -L:]
+    )[:, batch.P :]
 
 
 def micro_batches(rows, args):
-    """-> [(micro, is_real)], equally many on every rank: a rank that has run out repeats its last one without effect."""
-    micros = rows.split(args.micro_batch_size)
-    count = int(all_reduce({"count": len(micros)}, dist.ReduceOp.MAX)["count"])
+    """-> [(micro-batch, is real)], equally many on every rank: FSDP's collectives must match.
+
+    A rank that has run out repeats its last one without effect.
+    """
+    size = args.micro_batch_size
+    micros = [rows.select(slice(i, i + size)) for i in range(0, len(rows.input_ids), size)]
+    count = maximum(len(micros))
     return [(micros[min(i, len(micros) - 1)], i < len(micros)) for i in range(count)]
 
 
@@ -456,281 +448,226 @@ def frozen_estimates(model, rows, args):
 
 
 def backward(model, rows, scale, last, args):
-    """Exact gradient of scale * policy_loss with the graph of a single forward in memory. -> metrics
+    """Exact gradient of scale * policy_loss with the graph of one forward in memory. -> metrics
 
-    One draw: its graph is kept. Several: the loss may couple them, so first their values without a graph, then
-    d loss / d value, then the chain rule with one forward and backward per draw.
+    One draw: its graph is kept. Several: the loss may couple them, so first their values without a
+    graph, then d loss / d value, then the chain rule with one forward and backward per draw.
     """
     K = rows.masked.shape[1]
     with torch.set_grad_enabled(K == 1):
         draws = [draw_logps(model, rows, k) for k in range(K)]
     values = torch.stack(draws, 1).detach().requires_grad_()  # [R, K, L]
     estimates = estimate_logps(values, rows, args)
-    old = (
-        estimates.detach() if rows.old is None else rows.old
-    )  # with one update per rollout, old is the value itself
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
     (slope,) = torch.autograd.grad(loss, values)
     for k in range(K):
         model.set_requires_gradient_sync(args.sync_every_backward or (last and k == K - 1))
         logps = draws[k] if K == 1 else draw_logps(model, rows, k)
         (scale * (slope[:, k] * logps).sum()).backward()
-    return {
-        "loss/total": loss.detach(),
-        **{name: value.detach() for name, value in metrics.items()},
-    }
+    metrics["loss/total"] = loss
+    return {name: value.detach() for name, value in metrics.items()}
 
 
 # <<< shared: inner
 
 
-def main(args):
-    if args.mc_num < 2:
-        raise SystemExit(
-            f"--mc-num {args.mc_num}: with one draw the upper bound has the gradient of the lower; use at least 2"
-        )
-    if not (0 <= args.omega <= 1 and args.eubo_beta >= 1 and 0 <= args.p_mask_context < 1):
-        given = f"--omega {args.omega} --eubo-beta {args.eubo_beta} --p-mask-context {args.p_mask_context}"
-        raise SystemExit(
-            f"{given}: omega is a share, the order at least 1 and p-mask-context below 1"
-        )
-    # >>> shared: main_setup
-    rank, world_size, device = setup_distributed()
+# >>> shared: loop
+def load_data(world_size, args):
+    """-> task, tokenizer, reward, {split: [(example, prompt ids)]}, a line on the problems
+
+    Stops the run here, before any work on a GPU, if the arguments or the reward cannot train.
+    """
     if left := args.prompts_per_step % world_size:
         raise SystemExit(
-            f"--prompts-per-step {args.prompts_per_step} does not divide by {world_size} ranks: {left} left over"
+            f"--prompts-per-step {args.prompts_per_step} does not divide by {world_size} ranks: "
+            f"{left} left over"
         )
     if args.num_generations < 2:
         raise SystemExit(
-            f"--num-generations {args.num_generations}: a group needs at least 2 completions to compare"
+            f"--num-generations {args.num_generations}: a group needs at least 2 completions"
         )
     if args.beta and not USES_REF:
         raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
-    prompts_per_rank = args.prompts_per_step // world_size
-    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    reward = load_reward(args.reward, task)
     if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
         raise SystemExit(
-            f"--data {args.data} has no held-out split: name one with --eval-data, or pass --eval-limit 0"
+            f"--data {args.data} has no held-out split: "
+            "name one with --eval-data, or pass --eval-limit 0"
         )
-    load = lambda split, data, limit: load_problems(
-        task, split, data, tokenizer, args.max_prompt_length, limit
+    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
+    reward, held_out = (
+        load_reward(args.reward, task),
+        (args.eval_data or args.data, args.eval_limit),
     )
-    problems, dropped = load("train", args.data, None)
-    reward(
-        [TRIAL], [problems[0][0]]
-    )  # refuses problems that it does not fit, a broken sandbox too, before any work on a GPU
-    held_out = {
-        s: load(s, args.eval_data or args.data, args.eval_limit)
-        for s in ("validation", "test")
-        if args.eval_limit
-    }
-    rollout = {
-        name: getattr(args, name) for name in ROLLOUT
-    }  # what training and evaluation have in common
-    frozen = (
-        torch.bfloat16 if device.type == "cuda" else torch.float32
-    )  # of weights that are not trained
+    problems, dropped = {}, {}
+    for split in ("train", "validation", "test") if args.eval_limit else ("train",):
+        data, limit = (args.data, None) if split == "train" else held_out
+        problems[split], dropped[split] = load_problems(
+            task, split, data, tokenizer, args.max_prompt_length, limit
+        )
+    reward([TRIAL], [problems["train"][0][0]])
+    facts = f"{len(problems['train'])} problems; dropped by --max-prompt-length: {dropped}"
+    return task, tokenizer, reward, problems, facts
+
+
+def load_models(device, sampling, args):
+    """-> policy, frozen reference, engine
+
+    The reference is None without KL, and with LoRA: then it is the policy without its adapters.
+    """
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
-    engine = make_engine(
-        args.model, args.rollout_backend, device, asked=(RECORDS, rollout)
-    )  # refuses what it cannot do
-    plan = engine.plan(RECORDS, **rollout)
-    beside = args.lora_rank and not args.lora_merged_rollout  # the engine holds adapters of its own
+    # refuses settings that it cannot serve, before weights are read
+    engine = make_engine(args.model, args.rollout_backend, device, asked=(RECORDS, sampling))
     if args.lora_rank:
-        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    if beside:
-        add_lora(
-            engine.model,
-            args.lora_rank,
-            args.lora_alpha,
-            args.lora_targets,
-            args.seed,
-            engine.dtype,
-        )
-    model = load_weights(
-        parallelize(model, args), device
-    )  # sharded first: no rank ever holds the whole of it
-    ref_model = None  # with LoRA the reference is the model without its adapters
+        lora = args.lora_rank, args.lora_alpha, args.lora_targets, args.seed
+        add_lora(model, *lora)
+        if not args.lora_merged_rollout:
+            add_lora(engine.model, *lora, engine.dtype)
+    # sharded before weights are read: no rank ever holds the whole model
+    model, ref_model = load_weights(parallelize(model, args), device), None
     if args.beta and not args.lora_rank:
-        ref_model = load_weights(
-            parallelize(meta_model(args.model, frozen).requires_grad_(False), args), device
+        ref_model = meta_model(args.model, frozen).requires_grad_(False)
+        load_weights(parallelize(ref_model, args), device)
+    return model, ref_model, engine
+
+
+def sync_engine(engine, model, args):
+    """Hand the policy's weights, or its adapters, to the engine."""
+    adapters = args.lora_rank and not args.lora_merged_rollout
+    engine.load_weights(export_adapter(model) if adapters else export_weights(model))
+
+
+def roll_out(engine, stream, sampling, step, args):
+    """G completions for each of this rank's prompts of the step. -> Trace, example of each"""
+    G, count = args.num_generations, args.prompts_per_step // dist.get_world_size()
+    first = dist.get_rank() * count
+    chosen = [stream[step * args.prompts_per_step + first + i] for i in range(count)]
+    trace = engine.generate(
+        [ids for _, ids in chosen],
+        num_samples=G,
+        temperature=args.temperature,
+        records=RECORDS,
+        seed=(args.seed << 32) + step,
+        sample_offset=first * G,
+        **sampling,
+    )
+    return trace, [example for example, _ in chosen for _ in range(G)]
+
+
+def prepare_rows(model, ref_model, batch, args):
+    """Rows of every inner iteration, with old and reference values, before the first update."""
+    iterations = []
+    for iteration in range(args.num_iterations):
+        rows = sample_masks(batch, iteration, args)
+        if rows is None:  # nothing random: the same rows for all
+            return iterations * args.num_iterations
+        if not args.beta:
+            # rows with advantage 0 have no gradient; one stays, because every rank must run
+            live = rows.advantages != 0
+            live[0] |= ~live.any()
+            rows = rows.select(live)
+        if USES_OLD and args.num_iterations > 1:
+            rows.old = frozen_estimates(model, rows, args)
+        if args.beta:
+            with adapters_off(ref_model or model) as reference:
+                rows.ref = frozen_estimates(reference, rows, args)
+        iterations.append(rows)
+    return iterations
+
+
+def update(model, ref_model, optimizer, batch, step, args):
+    """One optimizer step per inner iteration. -> metrics of the last"""
+    for rows in prepare_rows(model, ref_model, batch, args):
+        micros, sums = micro_batches(rows, args), {}
+        has_gradient = bool(args.beta or rows.advantages.any())
+        for i, (micro, is_real) in enumerate(micros):
+            scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
+            shares = backward(model, micro, scale, i + 1 == len(micros), args)
+            for name, value in shares.items():
+                sums[name] = sums.get(name, 0) + value * (scale > 0)
+        metrics = optimizer_step(optimizer, sums, step, args)
+    weight = metrics.pop("policy/weight")  # 0 if no row on any rank had a gradient
+    shares = {name: weight if name.startswith("policy/") else 1 for name in metrics}
+    return {name: metrics[name] / share for name, share in shares.items() if share}
+
+
+# <<< shared: loop
+
+
+def main(args):
+    if args.mc_num < 2:
+        raise SystemExit(
+            f"--mc-num {args.mc_num}: with one draw both bounds have the same gradient; "
+            "use at least 2"
         )
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        params, betas=args.betas, weight_decay=args.weight_decay, fused=device.type == "cuda"
-    )
-    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
-    log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track, args.resume, start)
-    saves = Saves(
-        log.run_dir,
-        model,
-        optimizer,
-        tokenizer,
-        args.model,
-        args.keep_saves,
-        log.history(f"eval/{args.task}"),
-    )
-    stream, stop = ShuffledStream(problems, args.seed, log.run_dir), StopSignal()
-    lost = {"train": dropped} | {split: dropped for split, (_, dropped) in held_out.items()}
-    log.say(f"{len(problems)} problems; dropped by --max-prompt-length: {lost}; rollouts: {plan}")
-
-    hand_over = lambda: engine.load_weights(
-        export_adapter(model) if beside else export_weights(model)
-    )
-    probe_engine = lambda: probe(
-        engine, model, problems[0][1], temperature=args.temperature, seed=args.seed, **rollout
-    )
-
-    def evaluate(split):
-        hand_over()
-        settings = rollout | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
-        return mean_score(engine, task, tokenizer, held_out[split][0], **settings)
-
-    started, ended = time.perf_counter(), False
+    if not (0 <= args.omega <= 1 and args.eubo_beta >= 1 and 0 <= args.p_mask_context < 1):
+        raise SystemExit(
+            f"--omega {args.omega} --eubo-beta {args.eubo_beta} --p-mask-context "
+            f"{args.p_mask_context}: omega must be within 0 and 1, eubo-beta at least 1, and "
+            "p-mask-context below 1"
+        )
+    # >>> shared: start
+    _, world_size, device = setup_distributed()
+    task, tokenizer, reward, problems, facts = load_data(world_size, args)
+    sampling = {name: getattr(args, name) for name in ROLLOUT}
+    model, ref_model, engine = load_models(device, sampling, args)
+    optimizer, start, log, saves = open_run(model, tokenizer, args)
+    stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), StopSignal()
+    log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")
+    probed = sampling | {"temperature": args.temperature, "seed": args.seed}
+    check_sampler = lambda: probe(engine, model, problems["train"][0][1], **probed)
+    scored = sampling | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
+    score = lambda split: mean_score(engine, task, tokenizer, problems[split], **scored)
+    sync_engine(engine, model, args)
     if not start:
-        hand_over()
-        log.write(0, probe_engine())
+        log.write(0, check_sampler())
         if args.eval_limit:
-            log.write(0, {f"test/{args.task}": evaluate("test")})
-    # <<< shared: main_setup
-
+            log.write(0, {f"test/{args.task}": score("test")})
+    # <<< shared: start
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock = Stopwatch()
-        with clock("sync"):
-            hand_over()
         with clock("rollout"):
-            first = step * args.prompts_per_step + rank * prompts_per_rank
-            chosen = [stream[i] for i in range(first, first + prompts_per_rank)]
-            seed, offset = (args.seed << 32) + step, rank * prompts_per_rank * args.num_generations
-            sampling = {
-                "num_samples": args.num_generations,
-                "temperature": args.temperature,
-                "records": RECORDS,
-            }
-            trace = engine.generate(
-                [ids for _, ids in chosen], seed=seed, sample_offset=offset, **sampling, **rollout
-            )
+            trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
-            owners = [example for example, _ in chosen for _ in range(args.num_generations)]
-            components = reward([trace.text(i, tokenizer) for i in range(len(owners))], owners)
-            rewards = torch.tensor(
-                [sum(parts.values()) for parts in components], device=device
-            )  # [B]
-        batch = make_batch(trace, model, seed)
+            parts = reward([trace.text(i, tokenizer) for i in range(len(examples))], examples)
+            rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
+        batch = Batch(trace, model)
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
-
         # >>> shared: update
         with clock("update"), router_metrics(model) as routing:
-            iterations = []  # masks, old and reference values of every update come before the first of them
-            for iteration in range(args.num_iterations):
-                rows = sample_masks(batch, iteration, args)
-                if rows is None:  # nothing random: the same rows again
-                    iterations.append(iterations[0])
-                    continue
-                # Rows with advantage 0 have no gradient; one stays if there are no others, because every rank must run.
-                if not args.beta:
-                    live = rows.advantages != 0
-                    live[0] |= ~live.any()
-                    rows = rows.select(live)
-                if USES_OLD and args.num_iterations > 1:
-                    rows.old = frozen_estimates(model, rows, args)
-                if args.beta:
-                    with nullcontext(ref_model) if ref_model else adapters_off(model) as reference:
-                        rows.ref = frozen_estimates(reference, rows, args)
-                iterations.append(rows)
-            for rows in iterations:
-                micros, sums = micro_batches(rows, args), {}
-                has_gradient = bool(args.beta or rows.advantages.any())
-                for i, (micro, is_real) in enumerate(micros):
-                    scale = world_size * (is_real and has_gradient)  # FSDP averages over ranks
-                    for name, value in backward(
-                        model, micro, scale, i == len(micros) - 1, args
-                    ).items():
-                        sums[name] = sums.get(name, 0) + value * (scale > 0)
-                local_loss, sums = sums["loss/total"].item(), all_reduce(sums)
-                grad_norm = (
-                    torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).full_tensor().item()
-                )
-                if not math.isfinite(sums["loss/total"] + grad_norm):
-                    where = f"step {step + 1}: loss {local_loss} on rank {rank}, gradient norm {grad_norm}"
-                    raise SystemExit(
-                        f"not finite at {where}; stopped before the optimizer step, run directory {log.run_dir}"
-                    )
-                for group in optimizer.param_groups:
-                    group["lr"] = lr_at(step, args)
-                optimizer.step()
-                optimizer.zero_grad()
-            weight = sums.pop(
-                "policy/weight"
-            )  # 0 if no row on any rank had a gradient: then there is nothing to average
-            policy = {
-                name: sums.pop(name) / weight
-                for name in list(sums)
-                if name.startswith("policy/") and weight
-            }
-            metrics = {
-                name: value for name, value in sums.items() if not name.startswith("policy/")
-            } | policy
+            metrics = update(model, ref_model, optimizer, batch, step, args)
         # <<< shared: update
-
-        # >>> shared: log_eval_save
-        sums = all_reduce(rollout_sums(trace, rewards, components, args.num_generations))
-        metrics |= rollout_means(sums, batch.num_sequences) | {
-            "optim/grad_norm": grad_norm,
-            "optim/lr": lr_at(step, args),
-        }
+        # >>> shared: log
+        with clock("sync"):
+            sync_engine(engine, model, args)
+        sums = all_reduce(rollout_sums(trace, rewards, parts, args.num_generations))
+        metrics |= rollout_means(sums, batch.num_sequences) | routing_extremes(routing)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= {f"eval/{args.task}": evaluate("validation")} | probe_engine()
-        metrics |= routing_extremes(routing) | {
-            "speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]
-        }
-        log.write(
-            step + 1,
-            metrics
-            | clock
-            | {"time/step": sum(clock.values()), "memory/peak_gb": peak_memory_gb(device)},
-        )
-        log.samples(
-            step + 1,
-            [trace.describe(i, tokenizer, rewards[i]) for i in range(args.num_generations)],
-        )
-        due, last, ended = (
-            args.save_every and (step + 1) % args.save_every == 0,
-            step + 1 == args.max_steps,
-            stop.is_set(),
-        )
-        saves.after_step(
-            step + 1,
-            metrics.get(f"eval/{args.task}"),
-            weights=due or last or ended,
-            state=due or ended,
-        )
-        if ended:
-            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+                metrics |= {f"eval/{args.task}": score("validation")} | check_sampler()
+        metrics |= clock | {"time/step": sum(clock.values())}
+        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
+        log.write(step + 1, metrics | {"memory/peak_gb": peak_memory_gb(device)})
+        shown = range(args.num_generations)
+        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in shown])
+        if save(saves, log, stop, metrics, step, args):
             break
-        # <<< shared: log_eval_save
-
-    # >>> shared: after
-    if args.eval_limit and not ended:
-        before, after = log.history(f"test/{args.task}")[0][1], evaluate("test")
-        log.write(args.max_steps, {f"test/{args.task}": after})
-        log.say(
-            f"{args.task} on {len(held_out['test'][0])} held-out problems: {before:.1%} before, {after:.1%} after"
-        )
-    if start < args.max_steps:
-        log.say(trace.draw(0, tokenizer))
-    log.say(
-        f"{time.perf_counter() - started:.0f} s; curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}"
-    )
+        # <<< shared: log
+    else:  # not stopped by a signal
+        # >>> shared: end
+        if args.eval_limit:
+            before, after = log.history(f"test/{args.task}")[0][1], score("test")
+            log.write(args.max_steps, {f"test/{args.task}": after})
+            facts = f"on {len(problems['test'])} held-out problems"
+            log.say(f"{args.task} {facts}: {before:.1%} before, {after:.1%} after")
+    log.say(f"curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}")
     log.close()
-    dist.barrier()  # a rank that leaves while another still draws can abort in gloo
-    dist.destroy_process_group()
-    # <<< shared: after
+    close_distributed()
+    # <<< shared: end
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Paths, real data, the full grid, and forked ranks."""
 
 import gc
+import importlib
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,17 +16,12 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG = (
-    "test_scripts",
-    "test_families",
-    "test_loop",
-    "test_resume",
-    "test_vrpo",
-)  # these first: no worker ends alone with one
+# these first: no worker ends alone with one of them
+LONG = ("test_scripts", "test_resume", "test_vrpo", "test_families")
 sys.path.insert(0, str(ROOT))
-# A child never collects what it was forked with: the end of a process group would wait for threads that only its parent has.
+# A forked child must not collect the parent's process groups: it would wait for their threads.
 os.register_at_fork(after_in_child=gc.freeze)
-# tqdm's own lock is shared by all forks: a child killed while it draws would stop every later one at its first bar.
+# tqdm's default lock is shared by forks: a child killed while drawing would block later ones.
 tqdm.set_lock(threading.RLock())
 
 
@@ -36,27 +30,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Ranks are forked and compute on the CPU: a GPU would change what they test. Said before CUDA is looked for.
+    # Ranks are forked and compute on the CPU. This must be set before CUDA is initialised.
     if "cuda" not in config.getoption("markexpr"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["OMP_NUM_THREADS"] = (
-            "1"  # of commands too; for tensors this small a second thread costs more than it gives
-        )
+        os.environ["OMP_NUM_THREADS"] = "1"  # for commands too; tiny tensors gain nothing from more
         torch.set_num_threads(1)
     config.addinivalue_line("markers", "full: part of the full grid (make test-all)")
-    config.addinivalue_line(
-        "markers", "cuda: for machines with a GPU, left out on others; run by `make test-gpu` alone"
-    )
-    config.addinivalue_line(
-        "markers", "lmdeploy: for machines with that package, left out on others"
-    )
-    os.environ["CLEANDLLM_CACHE"] = config.token_cache = (
-        tempfile.mkdtemp()
-    )  # not the user's own; scripts inherit it
-
-
-def pytest_unconfigure(config):
-    shutil.rmtree(config.token_cache, ignore_errors=True)
+    config.addinivalue_line("markers", "cuda: needs a GPU; run by `make test-gpu` alone")
+    config.addinivalue_line("markers", "lmdeploy: needs that package")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -70,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """CLEANDLLM_NO_SKIPS=1: everything must have run, the tests on real data too."""
+    """With CLEANDLLM_NO_SKIPS=1 a skipped test is a failure, those on real data included."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
     if os.environ.get("CLEANDLLM_NO_SKIPS") and skipped and exitstatus == 0:
@@ -80,7 +61,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Programs have a minute at least, so that what must come to its own end does so on a busy machine too."""
+    """Give programs at least a minute, so that a busy machine causes no timeout."""
     from evals import programs
 
     run_batch = programs.run_batch
@@ -90,6 +71,20 @@ def patient(monkeypatch):
         "run_batch",
         lambda jobs: run_batch([patiently(j() if callable(j) else j) for j in jobs]),
     )
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """Import what the scripts import, once, so that every fork shares it."""
+    import peft  # noqa: F401
+    import tyro  # noqa: F401
+    from sync_shared import METHODS
+
+    from models import load_tokenizer
+
+    load_tokenizer("tiny-sdar")
+    for script in METHODS:
+        importlib.import_module(f"algos.{script}")
 
 
 def _rank_main(rank, world_size, store, target, arguments):
@@ -103,7 +98,7 @@ def _rank_main(rank, world_size, store, target, arguments):
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """run_ranks(world_size, target, *arguments): target(rank, world_size, *arguments) in forked gloo processes."""
+    """run_ranks(n, target, *arguments): target(rank, n, *arguments) in forked gloo processes."""
     runs = iter(range(1000))
 
     def run(world_size, target, *arguments):

@@ -1,44 +1,84 @@
-"""Copy the marked shared blocks of a reference script to its siblings: `python tests/sync_shared.py d1`."""
+"""The methods of the project, and the code that their scripts share.
+
+    python tests/sync_shared.py SCRIPT    copies its shared blocks to the other scripts
+
+A block stands between `# >>> shared: name` and `# <<< shared: name`. Blocks of one name are
+byte-identical in all scripts of METHODS. A script that is not listed here is your own: no test
+looks at it.
+"""
 
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# reference -> {sibling: blocks that are shared, None for all}
-SIBLINGS = {
+ALL = ("sdar", "sdar-moe", "llada2", "llada", "dream")  # tiny-<family> is a model of each
+METHODS = {
     "d1": {
-        "coupled_grpo": None,
-        "spg": None,
-        "bgpo": None,
-        "cj_grpo": None,
-        "mdpo": None,
-        "sft": ["setup"],
-        "vrpo": ["setup"],
+        "title": "diffu-GRPO: one-pass mean-field log-probabilities, clipped ratio, KL",
+        "paper": "2504.12216",
+        "families": ALL,
     },
-    "sft": {"vrpo": ["args", "setup"]},
+    "coupled_grpo": {
+        "title": "Coupled-GRPO (DiffuCoder): scores from complementary masks, clipped ratio, KL",
+        "paper": "2506.20639",
+        "families": ALL,
+    },
+    "spg": {
+        "title": "SPG: policy gradient on a lower and an upper bound of the log-likelihood",
+        "paper": "2510.09541",
+        "families": ALL,
+    },
+    "bgpo": {
+        "title": "BGPO: bounds of the ELBO objective that are sums over mask draws",
+        "paper": "2510.11683",
+        "families": ALL,
+    },
+    "cj_grpo": {
+        "title": "CJ-GRPO: each token in the state that revealed it, replayed from the rollout",
+        "paper": "2509.23924",
+        "families": ALL,
+    },
+    "mdpo": {
+        "title": "MDPO: every denoising step graded by its prediction, with its own advantage",
+        "paper": "2508.13148",
+        "families": ("llada", "dream"),
+    },
+    "sft": {
+        "title": "supervised fine-tuning: each family's own masked cross-entropy",
+        "paper": "2510.06303",
+        "families": ALL,
+    },
+    "vrpo": {
+        "title": "VRPO (LLaDA 1.5): DPO on ELBO estimates, variance reduced by shared draws",
+        "paper": "2505.19223",
+        "families": ALL,
+    },
 }
-# (sibling, block) -> one sentence why this block may differ
+OFFLINE = ("sft", "vrpo")
+ONLINE = [script for script in METHODS if script not in OFFLINE]
+# (script, block): one sentence why this block differs from that of the other scripts
 EXCEPTIONS = {}
 MARK = re.compile(r"^\s*# (>>>|<<<) shared: (\w+)\s*$")
 
 
+def source(script):
+    return (ROOT / f"algos/{script}.py").read_text()
+
+
 def shared_blocks(text, name):
-    """Text of a script -> {block name: (first line, end line)}, the markers left out. ValueError on unpaired markers."""
+    """Text of a script -> {block: (first line, end line)}. ValueError if markers are unpaired."""
     blocks, opened = {}, None
     for number, line in enumerate(text.splitlines()):
         if not (mark := MARK.match(line)):
             continue
         side, title = mark.groups()
         if side == ">>>" and (opened or title in blocks):
-            raise ValueError(
-                f"{name}:{number + 1} opens {title!r}"
-                + (f" inside {opened[0]!r}" if opened else " again")
-            )
+            where = f" inside {opened[0]!r}" if opened else " again"
+            raise ValueError(f"{name}:{number + 1} opens {title!r}{where}")
         if side == "<<<" and (not opened or opened[0] != title):
-            raise ValueError(
-                f"{name}:{number + 1} closes {title!r}, open is {opened[0] if opened else None!r}"
-            )
+            found = opened[0] if opened else None
+            raise ValueError(f"{name}:{number + 1} closes {title!r}, open is {found!r}")
         if side == "<<<":
             blocks[title] = (opened[1], number)
         opened = (title, number + 1) if side == ">>>" else None
@@ -47,30 +87,25 @@ def shared_blocks(text, name):
     return blocks
 
 
-def sync(reference_text, sibling_text, names=None, skip=()):
-    """-> sibling_text with the shared blocks `names` (None: all) replaced by those of the reference."""
-    source, target = (
-        shared_blocks(reference_text, "reference"),
-        shared_blocks(sibling_text, "sibling"),
-    )
-    lines, reference = sibling_text.splitlines(), reference_text.splitlines()
-    for title, (start, end) in sorted(
-        target.items(), key=lambda item: -item[1][0]
-    ):  # from the end, so that numbers stay right
-        if title in source and title not in skip and (names is None or title in names):
-            lines[start:end] = reference[slice(*source[title])]
+def sync(reference, text, skip=()):
+    """-> text with its shared blocks, but those in skip, replaced by those of the reference text"""
+    blocks = shared_blocks(reference, "reference")
+    lines, new = text.splitlines(), reference.splitlines()
+    # from the end, so that earlier line numbers stay valid
+    for title, (start, end) in reversed(shared_blocks(text, "sibling").items()):
+        if title in blocks and title not in skip:
+            lines[start:end] = new[slice(*blocks[title])]
     return "\n".join(lines) + "\n"
 
 
 def main():
     reference = sys.argv[1] if len(sys.argv) == 2 else ""
-    if reference not in SIBLINGS:
-        raise SystemExit(f"usage: python tests/sync_shared.py {{{','.join(SIBLINGS)}}}")
-    text = (ROOT / f"algos/{reference}.py").read_text()
-    for sibling, names in SIBLINGS[reference].items():
-        path = ROOT / f"algos/{sibling}.py"
-        skip = [block for name, block in EXCEPTIONS if name == sibling]
-        path.write_text(sync(text, path.read_text(), names, skip))
+    if reference not in METHODS:
+        raise SystemExit(f"usage: python tests/sync_shared.py {{{','.join(METHODS)}}}")
+    for script in METHODS:
+        skip = [block for name, block in EXCEPTIONS if name == script]
+        text = sync(source(reference), source(script), skip)
+        (ROOT / f"algos/{script}.py").write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,37 @@
+"""Ranks of a run. A plain `python` command is one rank of the same code that torchrun starts."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def setup_distributed():
+    """Start the process group: gloo on CPU, NCCL for CUDA tensors. -> rank, world size, device"""
+    cuda = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def all_reduce(values):
+    """{name: number or 0-d tensor} -> {name: float}, fp64 sums over ranks"""
+    tensor = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return dict(zip(values, tensor.tolist(), strict=True))
+
+
+def maximum(number):
+    """The largest of an integer over all ranks."""
+    tensor = torch.tensor(number)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def close_distributed():
+    """End the process group on all ranks together: gloo can abort on a rank that still works."""
+    dist.barrier()
+    dist.destroy_process_group()

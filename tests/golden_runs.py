@@ -1,0 +1,115 @@
+"""Three rollouts of every method on tiny models, one thread: what a change of behaviour would
+change.
+
+    python tests/golden_runs.py --write    rewrites tests/golden/runs.json
+
+Tokens of the first rollout, its loss and gradient norm hold on every torch version; what follows on
+the version that the file names.
+"""
+
+import importlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+FILE = ROOT / "tests/golden/runs.json"
+EVERY = {"max_steps": 3, "eval_every": 2, "eval_limit": 2, "learning_rate": 1e-3, "seed": 8}
+ONLINE = EVERY | {
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "micro_batch_size": 6,
+    "reward": "coin",
+}
+OFFLINE = EVERY | {"batch_size": 4, "micro_batch_size": 3}
+LORA = {"lora_rank": 4}
+CASES = {
+    "d1-sdar": {"num_iterations": 2},
+    "d1-dream": LORA | {"num_iterations": 2},
+    "bgpo-sdar-moe": {"mc_num": 3, "num_iterations": 2, "warmup_steps": 2, "lr_schedule": "cosine"},
+    "bgpo-llada": LORA | {"mc_num": 2, "lora_merged_rollout": True},
+    "spg-llada": {"num_iterations": 1, "block_length": 4},
+    "coupled_grpo-sdar": {"ref_sync_steps": 3, "top_p": 0.9},
+    "coupled_grpo-dream": {"ref_sync_steps": 2, "baseline": "loo", "remasking": "entropy"},
+    "cj_grpo-llada2": LORA | {"num_iterations": 2, "denoising_steps": 4},
+    "cj_grpo-llada": {"num_iterations": 2, "eos_policy": "eoser", "schedule": "ascending"},
+    "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
+    "sft-sdar": {"pack_length": 128, "max_length": 100},
+    "sft-dream": LORA | {"cart_p": 0.2},
+    "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2},
+    "vrpo-llada": LORA | {"mc_num": 2, "share_masks": False},
+}
+SHOWN = "loss/total optim/grad_norm reward/mean loss/kl eval/countdown test/countdown".split()
+
+
+def coin(completion, example):
+    """A reward that tells completions and problems apart, in two components."""
+    draw = zlib.crc32(f"{completion} {example}".encode())
+    return {"a": float(draw % 5), "b": 0.25 * (draw // 5 % 3)}
+
+
+def _child(rank, ranks, port, script, flags, out):
+    import runlog
+    from evals import countdown, rewards
+
+    torch.set_num_threads(1)
+    torch.manual_seed(port)  # draws are keyed: the global generators change nothing
+    rewards.REWARDS["coin"], runlog.RunLog.plot = coin, lambda self: None
+    load = countdown.load
+    countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    module = importlib.import_module(f"algos.{script}")
+    module.main(module.Args(**flags, out=str(out)))
+
+
+def run_script(script, flags, ranks, out):
+    """A script's own main in forked processes, as under torchrun. -> its run directory"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ranks, port, script, flags, out
+    mp.start_processes(_child, args=arguments, nprocs=ranks, start_method="fork")
+    (directory,) = Path(out).iterdir()
+    return directory
+
+
+def flags_of(case):
+    script, family = case.split("-", 1)
+    return (
+        (OFFLINE if script in ("sft", "vrpo") else ONLINE)
+        | {"model": f"tiny-{family}"}
+        | CASES[case]
+    )
+
+
+def rows_of(directory, name="metrics"):
+    path = directory / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def record(directory):
+    """-> {"rows": metrics of each row, "tokens": of the first group of each rollout}"""
+    rows = [{name: row[name] for name in SHOWN if name in row} for row in rows_of(directory)]
+    return {
+        "rows": rows,
+        "tokens": [row["completion_ids"] for row in rows_of(directory, "samples")],
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(__doc__)
+    found = {"torch": torch.__version__.split("+")[0]}
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as out:
+            found[case] = record(run_script(case.split("-")[0], flags_of(case), 1, out))
+    FILE.write_text(json.dumps(found).replace('"rows"', '\n"rows"') + "\n")

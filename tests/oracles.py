@@ -1,0 +1,248 @@
+"""Truths that tests compare with: tiny models in fp64, likelihoods by enumeration, losses written
+out with the full graph.
+"""
+
+import copy
+import itertools
+import math
+from types import SimpleNamespace
+
+import torch
+
+from models.random_init import TINY_DREAM, TINY_LLADA, TINY_SDAR, random_model
+from rollout import make_engine
+
+MASK, EOS = 6, 5
+TOKENS = {"vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+LLADA = {"embedding_size": 8, "d_model": 32, "mlp_hidden_size": 48, "n_layers": 2}
+CONFIGS = {
+    "sdar": TINY_SDAR | TOKENS | SIZES | HEADS | {"head_dim": 16},
+    "llada": TINY_LLADA | TOKENS | LLADA | {"n_heads": 2, "n_kv_heads": 2},
+    "dream": TINY_DREAM | TOKENS | SIZES | HEADS,
+}
+
+
+def tiny_model(family="sdar", seed=0, shift=0.0, **config):
+    """A peaked random model in fp64 with 8 tokens; shift: moves every weight a little."""
+    config = CONFIGS[family] | config
+    model, eos = random_model(config, seed).double(), config["eos_token_id"]
+    model.eos_token_ids, model.pad_token_id = [eos], eos
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            is_head = value.data_ptr() == model.lm_head.weight.data_ptr()
+            value.mul_(8 if is_head else 30 if "wte" in name or "embed_tokens" in name else 1)
+        model.lm_head.weight[eos] = 0  # an EOS that is not too frequent
+        for p in model.parameters():
+            p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    model.set_requires_gradient_sync = lambda sync: None
+    return model
+
+
+def changed(thing, **fields):
+    """A copy with other attributes."""
+    thing = copy.copy(thing)
+    for name, value in fields.items():
+        setattr(thing, name, value)
+    return thing
+
+
+def rollout_batch(
+    module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9, records=None
+):
+    """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
+    G = args.num_generations
+    shape = {"num_samples": G, "gen_length": length, "denoising_steps": 2, "records": records}
+    trace = make_engine(model).generate([list(p) for p in prompts], **shape, seed=6)
+    batch = module.Batch(trace, model)
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
+    batch.advantages = module.compute_advantages(rewards[:, :G].flatten(), args)
+    assert (batch.advantages > 0).any() and (batch.advantages < 0).any()
+    return batch
+
+
+def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=4, mask=MASK):
+    """A batch without a rollout. input_ids [B, T], completion_mask [B, L]"""
+    B, L = completion_mask.shape
+    settings = {"block_length": block_length, "seed": 3}
+    return changed(
+        module.Batch.__new__(module.Batch),
+        trace=SimpleNamespace(settings=settings, sample_index=torch.arange(B)),
+        input_ids=input_ids,
+        valid_mask=torch.ones_like(input_ids, dtype=torch.bool),
+        completion_mask=completion_mask,
+        block_ids=torch.zeros(B, L, dtype=torch.long) if block_ids is None else block_ids,
+        P=input_ids.shape[1] - L,
+        mask_token_id=mask,
+        num_tokens=float(completion_mask.sum()),
+        num_sequences=float(B),
+        advantages=torch.ones(B),
+    )
+
+
+def made_rows(module, weights, advantages, num_tokens=None, num_sequences=None):
+    """Rows for a loss or an estimate alone. weights [R, K, L]"""
+    weights = torch.as_tensor(weights, dtype=torch.float64)
+    R, K, L = weights.shape
+    c = (weights != 0).any(1)
+    batch = made_batch(module, torch.zeros(R, L, dtype=torch.long), c)
+    batch.advantages = torch.as_tensor(advantages, dtype=torch.float64)
+    batch.num_tokens = num_tokens or batch.num_tokens
+    batch.num_sequences = num_sequences or batch.num_sequences
+    return changed(module.Rows(batch, weights != 0, weights), weights=weights)
+
+
+def blocks_of(batch):
+    """Likelihood blocks with scored tokens. -> [(sequence, columns of its scored tokens)]"""
+    found = []
+    for b, (ids, scored) in enumerate(zip(batch.block_ids, batch.completion_mask, strict=True)):
+        for block in ids[scored].unique():
+            found.append((b, (ids == block).logical_and(scored).nonzero().flatten()))
+    return found
+
+
+def log_probs(model, ids):
+    """[B, T] -> [B, T, V], the mask token never predicted"""
+    with torch.no_grad():
+        logits = model.logits(ids)
+    logits[..., model.mask_token_id] = -math.inf
+    return logits.log_softmax(-1)
+
+
+def exact_elbo(model, prompt, completion):
+    """Mean over all orders of sum_k log p(y_order[k] | prompt, y_order[<k]) inside each block,
+    blocks left to right.
+
+    Independent of masks, counts and weights: what every unbiased estimator must give on average.
+    """
+    n, ids, total = model.block_length, [*prompt, *completion], 0.0
+    for start in range(len(prompt) // n * n, len(ids), n):
+        where = [i for i in range(start, min(start + n, len(ids))) if i >= len(prompt)]
+        subsets = [s for size in range(len(where)) for s in itertools.combinations(where, size)]
+        padded, mask = ids + [model.mask_token_id] * n, model.mask_token_id
+        shown = lambda i, known: padded[i] if i < where[0] or i in known else mask  # noqa: B023
+        states = [[shown(i, known) for i in range(start + n)] for known in subsets]
+        logps = dict(zip(subsets, log_probs(model, torch.tensor(states)), strict=True))
+        orders = list(itertools.permutations(where))
+        for order in orders:
+            for k, i in enumerate(order):
+                total += logps[tuple(sorted(order[:k]))][i, ids[i]].item() / len(orders)
+    return total
+
+
+class OneBlock:
+    """All completions of one block of 4 over 5 usable tokens: 625, 24 orders, 15 masks."""
+
+    prompt, mask = [1, 2, 0, 3], 5
+    completions = torch.tensor(list(itertools.product(range(5), repeat=4)))
+    patterns = torch.tensor([p for p in itertools.product([False, True], repeat=4) if any(p)])
+    # probability of each mask: m uniform on 1..4, then a subset of that size; 48 times it is whole
+    chances = torch.tensor([1 / (4 * math.comb(4, int(p.sum()))) for p in patterns]).double()
+    times = (48 * chances).round().long()
+
+    def __init__(self, family="sdar", shift=0.0):
+        ids = {"vocab_size": 6, "mask_token_id": 5, "eos_token_id": 4, "pad_token_id": 4}
+        ids |= {"embedding_size": 6} if family == "llada" else {}
+        self.model = tiny_model(family, 0, shift, **ids)
+        self.ids = torch.cat([torch.tensor([self.prompt] * 625), self.completions], 1)
+
+    def by_order(self):
+        """-> [24, 625] log-probability of each completion revealed in that order"""
+        states = torch.tensor(list(itertools.product(range(6), repeat=4)))
+        prompts = torch.tensor([self.prompt] * len(states))
+        logps = log_probs(self.model, torch.cat([prompts, states], 1))[:, 4:]  # [1296, 4, V]
+        y, base, values = self.completions, torch.tensor([216, 36, 6, 1]), []
+        for order in itertools.permutations(range(4)):
+            shown, value = torch.full_like(y, 5), 0
+            for i in order:
+                value = value + logps[(shown * base).sum(1), i, y[:, i]]
+                shown[:, i] = y[:, i]
+            values.append(value)
+        return torch.stack(values)
+
+    def by_mask(self):
+        """-> [15, 625, 4] log-probabilities of the tokens that each mask hides, 0 elsewhere"""
+        found = []
+        for pattern in self.patterns:
+            masked = torch.cat([torch.zeros(4, dtype=torch.bool), pattern]).expand(625, -1)
+            logps = log_probs(self.model, torch.where(masked, 5, self.ids))
+            found.append(logps.gather(2, self.ids[..., None])[:, 4:, 0] * pattern)
+        return torch.stack(found)
+
+
+def full_graph_loss(name, model, rows, args):
+    """An online method's loss written out: loops over rows, draws, tokens and blocks, every graph
+    kept.
+    """
+    R, K, L = rows.weights.shape
+    total, tokens = torch.zeros((), dtype=torch.float64), rows.batch.num_tokens
+    for r in range(R):
+        valid = rows.valid_mask[r]
+        clean, noisy_mask = rows.input_ids[r][valid], rows.masked[r][:, valid]
+        P = len(valid) - L - int((~valid[:-L]).sum())
+        lp = [[torch.zeros((), dtype=torch.float64)] * L for _ in range(K)]
+        for k, j in (rows.weights[r] != 0).nonzero().tolist():
+            # a block model sees clean blocks and the token's own; others see the noisy canvas
+            start, end = 0, None
+            if model.attention == "block-causal":
+                start = (P + j) // 4 * 4
+                end = start + 4
+            noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])
+            logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, P + j]
+            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
+            lp[k][j] = logits.log_softmax(-1)[clean[P + j]]
+        A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]
+        old = None if rows.old is None else rows.old[r]
+        if name in ("d1", "coupled_grpo"):
+            for j in c.nonzero().flatten():
+                score = lp[0][j] if name == "d1" else sum(w[k, j] * lp[k][j] for k in range(3))
+                ratio = (score - old[j]).exp()
+                clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+                delta = rows.ref[r][j] - score
+                kl = delta.exp() - delta - 1
+                total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / tokens
+        elif name == "bgpo":
+            d = sum(w[0, j] * lp[0][j] for j in range(L)) - old
+            g = A * (1 + d) if A >= 0 else A * d.exp()
+            total = total - g / (rows.batch.num_sequences * args.mc_num)
+        else:  # spg
+            bound = sum(w[k, j] * lp[k][j] for k in range(K) for j in range(L)) / K
+            if A < 0:
+                covered = [[k for k in range(K) if w[k, j]] for j in range(L)]
+                power = lambda k, j: w[k, j] * lp[k][j].exp() ** args.eubo_beta  # noqa: B023
+                means = [sum(power(k, j) for k in ks) / K for j, ks in enumerate(covered) if ks]
+                upper = sum(mean.log() for mean in means) / args.eubo_beta / len(means)
+                bound = args.omega * upper * c.sum() + (1 - args.omega) * bound
+            total = total - A * bound / tokens
+    return total
+
+
+def gradient(model, loss=None):
+    """All gradients as one vector: of a loss, or those that the parameters hold."""
+    parameters = list(model.parameters())
+    grads = [p.grad for p in parameters] if loss is None else torch.autograd.grad(loss, parameters)
+    return torch.cat([grad.flatten() for grad in grads]).clone()
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def peak_of_graphs(action):
+    """Most bytes that autograd held for backward passes at one time."""
+    held = {"now": 0, "peak": 0}
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor
+            held["now"] += tensor.nbytes
+            held["peak"] = max(held["peak"], held["now"])
+
+        def __del__(self):
+            held["now"] -= self.tensor.nbytes
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        action()
+    return held["peak"]

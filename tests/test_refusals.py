@@ -1,0 +1,105 @@
+"""Commands that cannot work end before their work begins: one line that names the fix, no
+traceback.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+ALGO = "--max-steps 1 --eval-limit 0"
+# command line (TMP: an empty folder, ROWS: a file of GSM8K problems), words of its last line
+REFUSALS = [
+    ("algos/bgpo.py --model nothing", "nothing"),
+    ("algos/bgpo.py --task nothing", "unknown task 'nothing': use one of"),
+    ("algos/bgpo.py --reward nothing --eval-limit 0", "--reward nothing: no such reward"),
+    ("algos/bgpo.py --data TMP/none.jsonl --eval-limit 0", "none.jsonl: no such file"),
+    ("algos/d1.py --task gsm8k --data ROWS", "has no held-out split: name one with --eval-data"),
+    (
+        f"algos/d1.py --task gsm8k --data ROWS --reward gsm8k_d1 {ALGO}",
+        "gsm8k_d1 pays for a layout",
+    ),
+    (
+        "algos/bgpo.py --max-prompt-length 3",
+        "--max-prompt-length (or --max-length) 3: the shortest",
+    ),
+    (
+        "algos/bgpo.py --num-generations 1",
+        "--num-generations 1: a group needs at least 2 completions",
+    ),
+    ("algos/bgpo.py --beta 0.1", "--beta 0.1: this method has no KL to a reference"),
+    (
+        "algos/bgpo.py --gen-length 13 --eval-limit 0",
+        "--gen-length 13 is no multiple of the block length 4",
+    ),
+    (
+        "algos/bgpo.py --confidence-threshold 90 --eval-limit 0",
+        "--confidence-threshold 90.0 is no probability",
+    ),
+    (
+        f"algos/bgpo.py --attention flex {ALGO} --out TMP",
+        "--attention flex does only the forward pass on cpu",
+    ),
+    ("algos/bgpo.py --rollout-backend masked --eval-limit 0", "cannot serve a block-causal model"),
+    ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
+    ("algos/spg.py --mc-num 1 --model nothing", "--mc-num 1: with one draw"),
+    ("algos/spg.py --omega 1.5 --model nothing", "--omega 1.5"),
+    ("algos/spg.py --eubo-beta 0.5 --model nothing", "--eubo-beta 0.5"),
+    ("algos/coupled_grpo.py --t-range 0.0 0.8 --model nothing", "--t-range 0.0 0.8"),
+    ("algos/mdpo.py --model tiny-sdar", "mdpo needs a bidirectional model; a block-causal one"),
+    ("algos/vrpo.py --beta 0 --model nothing", "--beta 0.0"),
+    (
+        "algos/sft.py --pack-length 63 --max-length 64",
+        "--pack-length 63 is shorter than an example may be",
+    ),
+    ("algos/sft.py --pack-length 65 --max-length 65", "--max-length gives 68"),
+    ("algos/sft.py --cart-p 0.1", "--cart-p 0.1: a number between 0 and 1, for Dream alone"),
+    ("algos/sft.py --cart-p 1.5 --model tiny-dream", "--cart-p 1.5"),
+    ("algos/sft.py --batch-size 2 --block-length 8 --eval-limit 2 --out TMP", "blocks of 4"),
+    ("algos/sft.py --data README.md", "--data README.md: a file must end in .jsonl, .csv"),
+    ("algos/sft.py --batch-size 100000", "fewer than --batch-size 100000"),
+    ("algos/sft.py --max-length 4 --eval-limit 0", "--data holds no rows to train on"),
+    ("algos/sft.py --max-grad-norm 0", "--max-grad-norm 0.0 must be above 0: "),
+    ("algos/vrpo.py --data docs", "the folder has no train.jsonl and no train.parquet"),
+    ("data/preferences.py --samples none.jsonl --out TMP/x.jsonl", "none.jsonl: no such file"),
+    ("algos/mdpo.py --train-steps 0", "--train-steps 0 must be at least 1"),
+    ("algos/d1.py --betas 0.9 1.0", "--betas 0.9 1.0 must be at least 0 and below 1"),
+    ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
+    *(
+        (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
+        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo")
+    ),
+]
+
+
+@pytest.mark.parametrize("command, words", REFUSALS, ids=[command for command, _ in REFUSALS])
+def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
+    row = {"question": "1 + 1?", "answer": "Two.\n#### 2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "TMP").mkdir()
+    script, *flags = (
+        command.replace("TMP", str(tmp_path / "TMP"))
+        .replace("ROWS", str(tmp_path / "rows.jsonl"))
+        .split()
+    )  # noqa: E501
+
+    def body(rank, world_size):
+        dist.destroy_process_group()  # the script makes its own
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        monkeypatch.chdir(ROOT)
+        said = ""
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as error:
+            said = str(error)
+        (tmp_path / "said").write_text(said)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    run_ranks(1, body)
+    said = (tmp_path / "said").read_text()
+    assert words in said and "\n" not in said.strip(), said
