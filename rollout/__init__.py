@@ -43,10 +43,9 @@ def make_engine(
         engine(model, max_batch_size).plan(asked[0], **asked[1])
     model = load_weights(model, device) if is_named else model
     if model.lm_head.weight.is_cuda:
-        from kernels.masked import FastMaskedEngine
-
         from kernels import speed_up_engine
         from kernels.block import FastBlockEngine
+        from kernels.masked import FastMaskedEngine
 
         speed_up_engine(model)
         engine = {BlockEngine: FastBlockEngine, MaskedEngine: FastMaskedEngine}[engine]

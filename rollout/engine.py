@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from models.tensors import tensor_names
 from models.lora import adapter_tensors
+from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas
 from rollout.traces import concatenate

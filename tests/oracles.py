@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from models.random_init import TINY_DREAM, TINY_LLADA, TINY_SDAR, random_model
+from models.tiny import TINY_DREAM, TINY_LLADA, TINY_SDAR, random_model
 from rollout import make_engine
 
 MASK, EOS = 6, 5

@@ -29,7 +29,7 @@ from oracles import (
 )
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg
-from models.random_init import TINY_LLADA, random_model
+from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
 CPU = torch.device("cpu")
