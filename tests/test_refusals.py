@@ -17,7 +17,7 @@ REFUSALS = [
     ("algos/bgpo.py --model nothing", "nothing"),
     ("algos/bgpo.py --task nothing", "unknown task 'nothing': use one of"),
     ("algos/bgpo.py --reward nothing --eval-limit 0", "--reward nothing: no such reward"),
-    ("algos/bgpo.py --data TMP/none.jsonl --eval-limit 0", "none.jsonl: no such file"),
+    ("algos/bgpo.py --data TMP/none.jsonl --eval-limit 0", "none.jsonl: no such"),
     ("algos/d1.py --task gsm8k --data ROWS", "has no held-out split: name one with --eval-data"),
     (
         f"algos/d1.py --task gsm8k --data ROWS --reward gsm8k_d1 {ALGO}",
