@@ -1,7 +1,8 @@
-"""Size of the Python code in tokens: what tokenize yields without comments, layout and docstrings, so that dense code
-gains nothing.
+"""Size of the Python code in tokens.
 
-    python tests/size.py [FOLDER ...]    a line for each top folder, then the product and its tests; files of the folders named
+Counted is what tokenize yields without comments, layout and docstrings: dense code gains nothing.
+
+    python tests/size.py [FOLDER ...]    totals of every top folder; the files of those named
 """
 
 import ast

@@ -8,9 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import readme_table
 import torch
 import torch.multiprocessing as mp
+from sync_shared import METHODS
 from torch.distributed.tensor import DTensor
 
 import runlog
@@ -256,7 +256,7 @@ GRID = [
     for i, f in enumerate(FAMILIES)
     for j, s in enumerate(SCRIPTS)
     for rank, is_pair in ((0, (i + j) % 2 == 0), (4, (i + j) % 2 == 1))
-    if s not in readme_table.FAMILIES or f in ("tiny-llada", "tiny-dream")
+    if f.removeprefix("tiny-") in METHODS[s]["families"]
 ]
 
 
