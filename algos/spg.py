@@ -585,21 +585,18 @@ def main(args):
             "p-mask-context below 1"
         )
     # >>> shared: start
-    device = setup_distributed()
+    device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
-    sampling = {name: getattr(args, name) for name in ROLLOUT.split()}
     model, ref_model, engine = load_models(device, sampling, args)
     optimizer, start, log, saves = open_run(model, tokenizer, args)
     stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), StopSignal()
     log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")
-    check_sampler = lambda: probe(
-        engine, model, problems["train"][0][1], **sampling, seed=args.seed
-    )
+    check = lambda: probe(engine, model, problems["train"][0][1], seed=args.seed, **sampling)
     scored = sampling | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
     score = lambda split: mean_score(engine, task, tokenizer, problems[split], **scored)
     sync_engine(engine, model)
     if not start:
-        log.write(0, check_sampler())
+        log.write(0, check())
         if args.eval_limit:
             log.write(0, {f"test/{args.task}": score("test")})
     # <<< shared: start
@@ -622,17 +619,15 @@ def main(args):
         with clock("sync"):
             sync_engine(engine, model)
         metrics |= rollout_metrics(trace, rewards, parts, args.num_generations)
-        metrics |= routing_extremes(routing)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= {f"eval/{args.task}": score("validation")} | check_sampler()
-        metrics |= clock | {"time/step": sum(clock.values())}
+                metrics |= {f"eval/{args.task}": score("validation")} | check()
+        metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | {"memory/peak_gb": peak_memory_gb()})
         G = range(args.num_generations)  # of the first prompt
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
-        stopped = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped)
+        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped := stop.is_set())
         if stopped:
             log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break
