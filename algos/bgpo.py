@@ -148,8 +148,9 @@ class Args:
     # <<< shared: args
 
 
-# Args that go to the sampler
+# fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
+# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
 RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = False  # no KL in this method
@@ -218,6 +219,7 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old [R] -> loss, metrics
     """
+    # c: share of a row in the mean over sequences and draws
     A, d, c = rows.advantages, estimates - old, 1 / (rows.batch.num_sequences * args.mc_num)
     # masked_fill: no overflow in the branch that is not taken
     g = torch.where(A >= 0, A * (1 + d), A * d.masked_fill(A >= 0, 0.0).exp())

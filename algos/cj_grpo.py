@@ -155,16 +155,18 @@ class Args:
     # <<< shared: args
 
 
-# Args that go to the sampler
+# fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 ROLLOUT += " eos_policy schedule"
+# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
 RECORDS = "steps"  # the trace holds the step maps
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
 
 
 def sample_masks(batch, iteration, args):
-    """The forward of one denoising step, which scores what that step revealed; nothing is random.
+    """The forward of one denoising step, which scores what that step revealed. Nothing is
+    random, so that all iterations have the rows of the first.
 
     The terminal block is scored beyond its EOS too. One pass of a block model replays a step of all
     its blocks, and each block is a transition of its own.

@@ -149,8 +149,9 @@ class Args:
     # <<< shared: args
 
 
-# Args that go to the sampler
+# fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
+# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
 RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
@@ -163,6 +164,7 @@ def sample_masks(batch, iteration, args):
     -> Rows, R = B sequences, K = 1, weight 1 on every completion token
     """
     L = batch.completion_mask.shape[1]
+    # hidden: masked tokens of the prompt; masked: those and the completion
     hidden = (batch.uniform(iteration, 0) < args.p_mask_prompt) & batch.valid_mask  # [B, T]
     hidden[:, -L:] = False
     masked = hidden.clone()
@@ -189,6 +191,7 @@ def policy_loss(estimates, old, ref, rows, args):
 
     -> loss, metrics
     """
+    # c: share of a token in the mean over all tokens of the step
     A, c = rows.advantages[:, None], rows.weights[:, 0] / rows.batch.num_tokens  # [R, 1], [R, L]
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)

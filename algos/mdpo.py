@@ -161,8 +161,9 @@ class Args:
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
 
 
-# Args that go to the sampler
+# fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
+# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
 RECORDS = "states"  # the trace holds masks, predictions and confidences of every step
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
@@ -189,7 +190,8 @@ def step_rewards(trace, rewards, reward, tokenizer, examples):
 
 
 def sample_masks(batch, iteration, args):
-    """The state of a chosen step, scored on the step's own prediction; nothing is random.
+    """The state of a chosen step, scored on the step's own prediction. Nothing is random, so that
+    all iterations have the rows of the first.
 
     Chosen are the train_steps steps with the largest |A| among those with a forward. Weights q / M.
     -> Rows, one per (sequence, chosen step), R <= B train_steps, K = 1
@@ -197,8 +199,10 @@ def sample_masks(batch, iteration, args):
     if iteration > 0:
         return None
     A, record = batch.advantages, batch.trace.records  # A [B, S]
+    # made [B, S]: the step ran a forward. G: sequences that share their chosen steps
     made, G = record["masked"].any(2), args.num_generations if args.steps_of == "group" else 1
     in_groups = lambda values: values.view(-1, G, A.shape[1])
+    # [B / G, S] |A| of a step; -1 if no sequence of the group made it: it is chosen last
     size = in_groups(A.abs() * made).sum(1).masked_fill(~in_groups(made).any(1), -1.0)
     chosen = size.argsort(dim=1, descending=True, stable=True).argsort(1) < args.train_steps
     index, step = (chosen.repeat_interleave(G, 0) & made).nonzero(as_tuple=True)  # [R]
@@ -237,6 +241,7 @@ def policy_loss(estimates, old, ref, rows, args):
     estimates, old, ref [R, L] -> loss, metrics
     """
     A, c = rows.advantages[:, None], rows.weights[:, 0] / rows.batch.num_sequences  # [R, 1], [R, L]
+    # L / M: tokens of the completion over masked tokens
     scale = rows.weights.shape[2] / rows.masked.sum(2).to(estimates.dtype)  # [R, 1]
     ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)

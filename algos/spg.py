@@ -158,8 +158,9 @@ class Args:
     # <<< shared: args
 
 
-# Args that go to the sampler
+# fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
+# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
 RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
 USES_OLD = False  # no ratio
 USES_REF = False  # no KL in this method
