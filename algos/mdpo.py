@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -266,13 +267,12 @@ def parallelize(model, args):
     # forward inputs are not cast: rotary tables and masks stay exact
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if torch.cuda.is_available():
-        from kernels import speed_up_training
-
-        speed_up_training(model)
         # gradients are reduced in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
+    # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
+    torch._functorch.config.activation_memory_budget = 0.7
     # on one rank FSDP2 would copy frozen parameters
     frozen = {p for p in model.parameters() if dist.get_world_size() == 1 and not p.requires_grad}
     for module in model.fp32_modules:
@@ -410,12 +410,12 @@ def draw_logps(model, rows, k):
 
     -> [R, L] fp32, 0 elsewhere
     """
-    batch = rows.batch
-    noisy_ids = torch.where(rows.masked[:, k], batch.mask_token_id, rows.input_ids)
-    score_mask = torch.nn.functional.pad(rows.weights[:, k] != 0, (batch.P, 0))
+    P = rows.batch.P
+    noisy_ids = torch.where(rows.masked[:, k], model.mask_token_id, rows.input_ids)
+    score_mask = torch.nn.functional.pad(rows.weights[:, k] != 0, (P, 0))
     return model.logps(
         rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
-    )[:, batch.P :]
+    )[:, P:]
 
 
 def micro_batches(rows, args):
@@ -561,8 +561,7 @@ def update(model, ref_model, optimizer, batch, step, args):
         has_gradient = bool(args.beta or rows.advantages.any())
         for i, (micro, is_real) in enumerate(micros):
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
-            shares = backward(model, micro, scale, i + 1 == len(micros), args)
-            for name, value in shares.items():
+            for name, value in backward(model, micro, scale, i + 1 == len(micros), args).items():
                 sums[name] = sums.get(name, 0) + value * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
     weight = metrics.pop("policy/weight")  # 0 if no row on any rank had a gradient

@@ -8,7 +8,6 @@ scripts. Model files and plain samplers know nothing of it.
 from importlib.util import find_spec
 
 import torch
-import torch._functorch.config
 
 
 def has_triton():
@@ -39,12 +38,9 @@ def speed_up_engine(model):
 def speed_up_training(model):
     """Let `model.logps` compute softmax and slope of the head in one Triton kernel. -> the model
 
-    The kernel reads a chunk of logits twice and writes it once. A LoRA step of LLaDA-8B (16 x 512
-    tokens, one H200) took 483 ms instead of 494 with it and with the gradient kept from the forward
-    pass. Blocks that are compiled later recompute cheap operations in the backward pass: less
-    memory at the same speed.
+    It reads a chunk of logits twice and writes it once. A LoRA step of LLaDA-8B (16 x 512 tokens,
+    one H200) took 483 ms instead of 494 with it and with the gradient kept from the forward pass.
     """
-    torch._functorch.config.activation_memory_budget = 0.7
     if not has_triton():
         print("no Triton: the head's softmax takes several kernels", flush=True)
         return model
