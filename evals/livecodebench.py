@@ -25,7 +25,7 @@ import zlib
 from datetime import datetime
 from functools import partial
 
-from data.rows import one_line, read_rows
+from data.rows import json_object, one_line, read_rows
 from evals import main
 from evals.examples import as_text, one_split, parse_rows
 from evals.programs import code_of, pass_or_fail
@@ -281,11 +281,10 @@ def _rows(path, split):
             while line := file.readline():
                 if line.strip():
                     try:
-                        row = json.loads(line)
+                        row = json_object(line)
                     except ValueError:
-                        row = None  # `load` refuses it with the number of the row
-                    place = name, file.tell() - len(line), len(line)
-                    yield name, row if isinstance(row, dict) else {}, place
+                        row = {}  # `load` refuses it with the number of the row
+                    yield name, row, (name, file.tell() - len(line), len(line))
     if not files:
         for row in read_rows(path, split, PRESETS):
             yield path, row, None

@@ -362,14 +362,16 @@ def task_settings(args, engine, name, task, examples, alone):
         "eos_token_ids": list(model.eos_token_ids),
         "batch_size": args.batch_size,
     }
-    plan = engine.plan(**generation(settings))  # SystemExit for what the engine cannot do
+    asked = generation(settings)
+    del asked["stop_at_eos"]  # plan counts all blocks
+    plan = engine.plan(**asked)  # SystemExit for what the engine cannot do
     if is_first_rank():
         print(f"{name}: {plan}", file=sys.stderr)
     return settings
 
 
 def generation(settings):
-    """The settings that engine.generate and engine.plan take."""
+    """The settings that engine.generate takes."""
     return {key: settings[key] for key in SAMPLING}
 
 
