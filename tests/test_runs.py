@@ -181,8 +181,9 @@ def test_repeats(tmp_path, cli):
         for i, right in enumerate(rights)
     ]
     data, given = write(tmp_path / "rows.jsonl", AIME), tmp_path / "given.jsonl"
-    score = lambda rows, n, out: cli("--completions", write(given, rows), "--data", data, "--repeats", n,
-        "--out", tmp_path / out, task="aime24"
+    score = lambda rows, n, out: cli(
+        "--completions", write(given, rows), "--data", data, "--repeats", n,
+        "--out", tmp_path / out, task="aime24",
     )  # fmt: skip
     result = score(rows[::-1], 3, "a")
     assert (result["n"], result["repeats"], result["accuracies"]) == (4, 3, [0.5, 0.25, 0.75])
