@@ -434,7 +434,7 @@ def test_sequences_hold_the_whole_canvas(engine):
         ({"records": "states", "cache": "dual"}, "--cache dual"),
         ({"alg_temp": -0.5, "remasking": "entropy"}, "--alg-temp -0.5 must be at least 0"),
         ({"alg_temp": math.nan, "remasking": "entropy"}, "--alg-temp nan must be at least 0"),
-        ({"alg_temp": 0.5}, "--alg-temp 0.5 .* 0 unless --remasking is low_confidence_static or"),
+        ({"alg_temp": 0.5}, "--alg-temp 0.5 must be 0 for .* unless --remasking is low_confidence_static or"),
         ({"schedule": "ascending"}, "ascending reveals 20 tokens in 4 steps .* --denoising-steps"),
         (
             {"schedule": "ascending", "denoising_steps": 4, "block_length": 3},
@@ -509,7 +509,7 @@ def test_a_full_device_is_one_line(monkeypatch, engine, fast):
     with monkeypatch.context() as patch:
         patch.setattr(engine.model, "hidden", full)
         with exits_with_one_line(
-            "a rollout of 3 rows ran out of memory: try 1; lower --batch-size"
+            "a rollout of 3 rows ran out of GPU memory: lower --batch-size"
         ):
             fast.generate(prompts_of([5]), num_samples=3, gen_length=8)
     assert fast.memory is None and fast.generate(prompts_of([5]), gen_length=8)

@@ -492,7 +492,7 @@ def test_memory_that_is_not_there_is_one_line(small_buckets, monkeypatch):
     engine = fast_of(model)
     full = lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError())
     monkeypatch.setattr(engine, "_forward", full)
-    with pytest.raises(SystemExit, match="a rollout of 8 rows ran out of memory: try 4; lower"):
+    with pytest.raises(SystemExit, match="a rollout of 6 rows ran out of GPU memory: lower --batch-size"):
         engine.generate(prompts, **options)
     assert engine.slots is None
 
