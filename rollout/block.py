@@ -87,8 +87,6 @@ class BlockEngine(Engine):
                     quota = quotas[step] if step < len(quotas) else 0
                     names = "remasking", "confidence_threshold", "factor", "eb_threshold"
                     change = select(confidence, noisy, quota, *(settings[name] for name in names))
-                    if (was_noisy & ~change.any(1)).any():
-                        raise RuntimeError(f"{settings['remasking']} left masks and revealed none")
                     noisy = noisy & ~change
                     if edits:
                         may_edit = working & (was_noisy | (post_steps < settings["max_post_steps"]))

@@ -30,6 +30,7 @@ from rollout.lmdeploy import is_tiled, repair_sampling
 from rollout.probe import greedy_agreement
 from rollout.sampling import keyed_uniform
 
+pytestmark = [pytest.mark.fast]
 V, MASK, EOS, PAD, N = 60, 50, [1, 2], 0, 4
 
 
