@@ -512,13 +512,6 @@ def test_a_full_gpu_is_one_line_that_names_flags(monkeypatch, build, family):
 # --- what every sampler keeps ---------------------------------------------------------------------
 
 
-def test_quotas_sum_to_the_block():
-    for n, steps in itertools.product(range(1, 40), range(1, 45)):
-        quota = reveal_quota(n, steps)
-        assert sum(quota) == n and len(quota) == steps and max(quota) - min(quota) <= 1
-        assert quota == sorted(quota, reverse=True)
-
-
 @pytest.mark.parametrize("remasking", RULES)
 def test_select_against_loops(remasking):
     """Ties, fewer masks than the quota, thresholds met exactly, blocks without masks."""
