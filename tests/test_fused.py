@@ -30,7 +30,9 @@ RUNS = bool(find_spec("triton") and (ON_GPU or os.environ.get("TRITON_INTERPRET"
 if RUNS:
     from kernels import fused_triton, layers, moe_triton
 needs_triton = (lambda test: test) if RUNS and not ON_GPU else pytest.mark.cuda
-pytestmark = [pytest.mark.cuda] if ON_GPU else []  # all of them belong to `make test-gpu`
+pytestmark = [pytest.mark.fast] + [
+    pytest.mark.cuda
+] * ON_GPU  # all of them belong to `make test-gpu`
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
