@@ -8,7 +8,7 @@ from models import load_weights, meta_model
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
-from rollout.traces import Trace, rollout_means, rollout_sums
+from rollout.traces import Trace, rollout_metrics
 
 
 def make_engine(
@@ -50,4 +50,4 @@ def make_engine(
     return engine(model, max_batch_size)
 
 
-__all__ = ["Trace", "make_engine", "probe", "rollout_means", "rollout_sums"]
+__all__ = ["Trace", "make_engine", "probe", "rollout_metrics"]

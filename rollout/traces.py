@@ -6,6 +6,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from models.ranks import all_reduce
 from rollout.schedules import block_quotas
 
 
@@ -109,6 +110,10 @@ class Trace:
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
+
+    def texts(self, tokenizer):
+        """All completions as text."""
+        return [self.text(i, tokenizer) for i in range(len(self.prompt_ids))]
 
     def describe(self, i, tokenizer, reward):
         """Completion i and its reward for samples.jsonl. -> dict that JSON can hold"""
@@ -220,6 +225,13 @@ def rollout_means(sums, num_sequences):
     return means | {
         "reward/std": max(means.pop("reward/square") - means["reward/mean"] ** 2, 0.0) ** 0.5
     }
+
+
+def rollout_metrics(trace, rewards, components, num_generations):
+    """rollout_means over the sequences of all ranks; arguments as of rollout_sums. Collective."""
+    sums = rollout_sums(trace, rewards, components, num_generations)
+    sums = all_reduce(sums | {"sequences": len(rewards)})
+    return rollout_means(sums, sums.pop("sequences"))
 
 
 def concatenate(traces, pad_token_id):

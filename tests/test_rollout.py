@@ -15,8 +15,8 @@ from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_dra
 import rollout
 from models import export_weights, save_model
 from models.tiny import byte_tokenizer, random_model
-from rollout import Trace, make_engine, rollout_means, rollout_sums
-from rollout.traces import concatenate
+from rollout import Trace, make_engine
+from rollout.traces import concatenate, rollout_means, rollout_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(gen_length=11, remasking="low_confidence_static", seed=4)
