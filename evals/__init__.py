@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from evals.math_grader import in_threads
 from models import prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
@@ -72,10 +73,10 @@ def load_splits(task, sources, tokenizer, max_prompt_length, eval_limit):
 
 
 def score_all(task, completions, examples):
-    """-> [score], with the task's score_batch if it has one: slow scorers use all cores"""
+    """-> [score], on all cores: by the task's own score_batch if it has one"""
     if hasattr(task, "score_batch"):
         return task.score_batch(completions, examples)
-    return [task.score(*pair) for pair in zip(completions, examples, strict=True)]
+    return in_threads(task.score, completions, examples)
 
 
 def mean_score(engine, task, tokenizer, problems, **settings):
