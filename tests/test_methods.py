@@ -330,6 +330,11 @@ def test_draws_depend_on_the_sample_alone(module):
         draws_of(module, model, a), draws_of(module, model, b), atol=1e-12, rtol=0
     )
     assert torch.equal(module.sample_masks(batch, 0, args).masked, a.masked)
+    # a rank that holds the later groups alone
+    cut = lambda x: {k: v[4:] for k, v in vars(x).items() if isinstance(v, torch.Tensor)}
+    part = changed(batch, **cut(batch), trace=changed(batch.trace, **cut(batch.trace)))
+    later = torch.arange(len(a.masked)) % len(batch.input_ids) >= 4
+    assert torch.equal(module.sample_masks(part, 0, args).masked, a.masked[later])
     found = []
     for prompts in ([[1, 2, 3, 1]], [[1, 2, 3, 1], [4, 1, 2, 3, 0]]):
         batch = rollout_batch(module, model, args, prompts + [[2, 2]])
@@ -378,10 +383,10 @@ def test_losses_are_means_over_the_step():
     zeros = [[0.0] * 3] * 2
     assert loss_of(d1, zeros, [1, -1], weights=weights, beta=0.0)[0] == pytest.approx(0.5)
     assert loss_of(cj_grpo, zeros, [1, -1], weights=weights, beta=0.0)[0] == pytest.approx(1.0)
-    # SPG: A > 0 takes the lower bound, A < 0 the mixture: bounds -1 and -2 of 3 and 1 tokens
+    # SPG: A > 0 takes the lower bound, A < 0 the mixture: bounds -1 and -2.5 of 3 and 1 tokens
     bounds, lengths = [[-1.0, 5.0], [-3.0, -1.0]], [[[1.0, 1, 1]], [[1, 0, 0]]]
-    got, slope, _ = loss_of(spg, bounds, [1, -1], weights=lengths)
-    assert got == pytest.approx(-0.25) and slope.tolist() == [[0.75, 0], [-0.125, -0.125]]
+    got, slope, _ = loss_of(spg, bounds, [1, -1], weights=lengths, omega=0.25)
+    assert got == pytest.approx(-0.125) and slope.tolist() == [[0.75, 0], [-0.1875, -0.0625]]
     # MDPO: L / M on the clipped part alone, k2, weights q / M
     masked = [[[0.5, 0.25, 0, 0]]]
     got, *_ = loss_of(mdpo, [[0.1] * 4], [2.0], [[0.0] * 4], [[0.3] * 4], weights=masked, beta=0.5)
@@ -452,10 +457,10 @@ ADVANTAGES = [  # script, settings, rewards, advantages
 
 @pytest.mark.parametrize("module, settings, rewards, want", ADVANTAGES)
 def test_advantages(module, settings, rewards, want):
-    """By hand; and exactly 0 for equal rewards: an ulp would be a full step of AdamW."""
+    """By hand, two groups; exactly 0 for equal rewards: an ulp would be a full step of AdamW."""
     args = module.Args(num_generations=len(want), **settings)
-    got = module.compute_advantages(torch.tensor(rewards), args)
-    torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=0)
+    got = module.compute_advantages(torch.tensor(2 * rewards), args)
+    torch.testing.assert_close(got, torch.tensor(2 * want), atol=1e-5, rtol=0)
     for G, value in itertools.product((2, 6, 8, 10), (0.1, 0.3, 0.7, 1 / 3, 2.1)):
         equal = torch.full((G,), value)
         assert not module.compute_advantages(equal, replace(args, num_generations=G)).any()
