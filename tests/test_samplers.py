@@ -883,7 +883,7 @@ def test_plain_and_fast_engines_agree_in_bf16(config):
     print(f"largest difference {(a - b).abs().max():.3g}, margins {apart.median():.3g}")
     assert (a - b).abs().max() < BF16
     clear = apart > BF16
-    assert torch.equal(tops[0][clear], tops[1][clear]) and clear.float().mean() > 0.5
+    assert torch.equal(tops[0][clear], tops[1][clear]) and clear.float().mean() > 0.25
     wrong = [ids[::-1] for ids in prompts]  # negative control
     other = teacher_forced(fast, wrong, tokens, chosen, **options)
     assert (a - other).abs().max() > 2 * BF16
