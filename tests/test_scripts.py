@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     """A huge learning rate spoils the weights in the first of two updates; the run names the step
     and keeps its record.
     """
-    flags = "--learning-rate 1e30 --num-iterations 2 --eval-limit 0 --prompts-per-step 2"
+    flags = "--learning-rate 1e30 --num-iterations 2 --eval-limit 2 --prompts-per-step 2"
     words = "algos/d1.py", *flags.split(), "--track", "--out", tmp_path
     done = command(*words, WANDB_MODE="offline")
     assert done.returncode == 1 and "algos/d1.py" not in done.stderr  # no traceback of ours
