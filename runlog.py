@@ -1,9 +1,9 @@
 """The record of a run: config.json, metrics.jsonl, metrics.csv, samples.jsonl and curves.png.
 
     name = f"bgpo-{model}-{task}-s{args.seed}"
-    log = RunLog(args.out, name, rank, asdict(args), args.max_steps, args.track)
+    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
-    log.close()
+    log.end(weights)
 
 The files are the only state: table and figure are made from metrics.jsonl, so that
 `draw_curves(run_dir)` redraws any run.
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from models.atomic import from_first_rank, new_directory, write_atomically
+from models.atomic import from_first_rank, is_first_rank, new_directory, write_atomically
 
 # what the progress bar and the plain line show of a row
 SUMMARY = {
@@ -55,7 +55,7 @@ SUMMARY = {
 class RunLog:
     """All ranks construct it and know `run_dir`; only rank 0 writes, others do nothing."""
 
-    def __init__(self, out, name, rank, config, max_steps, track=False, resume="", step=0):
+    def __init__(self, out, name, config, max_steps, track=False, resume="", step=0):
         """config: dict that JSON can hold. max_steps: length of the bar. track: copy rows to wandb.
 
         resume: run directory to go on in; rows of steps after `step` are dropped from its files,
@@ -64,7 +64,8 @@ class RunLog:
         if step > max_steps:
             beyond = f"at step {step} already, beyond --max-steps {max_steps}"
             raise SystemExit(f"--resume {resume}: the run is {beyond}")
-        self.is_writer, self.max_steps, self.latest = rank == 0, max_steps, {}
+        self.is_writer, self.max_steps, self.latest = is_first_rank(), max_steps, {}
+        self.started = time.perf_counter()
         self.bar = self.metrics_file = self.wandb_run = None
         self.run_dir = Path(resume) if resume else from_first_rank(lambda: make_run_dir(out, name))
         if not self.is_writer:
@@ -143,11 +144,22 @@ class RunLog:
             writer.writerows(rows)
         draw_curves(self.run_dir)
 
+    def end(self, weights):
+        """Say how long the run took and where its curves and weights (a path) are, and close."""
+        seconds, curves = time.perf_counter() - self.started, self.run_dir / "curves.png"
+        self.say(f"{seconds:.0f} s; curves: {curves}; weights: {weights}")
+        self.close()
+
     def close(self, failed=False):
-        """Draw the last plot, end the bar and the wandb run. A second call does nothing."""
+        """Draw the last plot, end the bar and the wandb run. A second call does nothing.
+
+        failed: the run stopped with an error; where its record is goes to stderr.
+        """
         if self.metrics_file is None or self.metrics_file.closed:
             return
         self.metrics_file.close()
+        if failed:
+            print(f"run directory: {self.run_dir}", file=sys.stderr)
         try:
             self.plot()
         finally:
@@ -195,10 +207,10 @@ class Stopwatch(dict):
         self[f"time/{phase}"] = self.get(f"time/{phase}", 0.0) + time.perf_counter() - start
 
 
-def peak_memory_gb(device):
+def peak_memory_gb():
     """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
@@ -291,10 +303,12 @@ def command_line(arguments):
 
 
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.
-AT_LEAST_ONE = set(
+AT_LEAST_ONE = (
     "max_steps micro_batch_size batch_size prompts_per_step num_iterations mc_num gen_length "
-    "denoising_steps max_length masks_per_timestep train_steps lora_alpha".split()
+    "denoising_steps max_length masks_per_timestep train_steps lora_alpha"
 )
+# a group of one completion has nothing to compare it with
+LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2}
 # flags with which a run at 0 would go on and learn nothing, and why
 ABOVE_ZERO = {
     "temperature": "at 0 all completions of a group are the same, and none is better than another",
@@ -305,7 +319,7 @@ ABOVE_ZERO = {
 def check_numbers(args):
     """-> args; SystemExit names the first number that is too small or NaN."""
     for name, value in vars(args).items():
-        flag, least = f"--{name.replace('_', '-')}", int(name in AT_LEAST_ONE)
+        flag, least = f"--{name.replace('_', '-')}", LEAST.get(name, 0)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if name in ABOVE_ZERO and not value > 0:
                 raise SystemExit(f"{flag} {value} must be above 0: {ABOVE_ZERO[name]}")

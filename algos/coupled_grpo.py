@@ -26,21 +26,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
-from evals import TRIAL, load_problems, load_task, mean_score
+from evals import TRIAL, load_splits, load_task, mean_score
 from evals.rewards import load_reward
 from models import (
     adapters_off,
     add_lora,
     export_adapter,
     export_weights,
+    has_lora,
     load_tokenizer,
     load_weights,
     meta_model,
 )
 from models.experts import router_metrics, routing_extremes
-from models.ranks import all_reduce, close_distributed, maximum, setup_distributed
+from models.ranks import all_reduce, close_distributed, maximum, rank_share, setup_distributed
 from models.training_state import Saves
-from rollout import make_engine, probe, rollout_means, rollout_sums
+from rollout import make_engine, probe, rollout_metrics
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
 
@@ -163,9 +164,10 @@ class Args:
     """which masked tokens a step reveals; entropy: those of lowest entropy (official recipe)"""
 
 
-# Args that go to the sampler
-ROLLOUT = "gen_length block_length denoising_steps remasking confidence_threshold cache".split()
-ROLLOUT += ["top_p"]
+# fields of Args that the sampler receives
+ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
+ROLLOUT += " top_p"
+# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
 RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
@@ -239,14 +241,11 @@ def parallelize(model, args):
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
-    bf16 = {}
-    if torch.cuda.is_available():
-        from kernels import speed_up_training
-
-        speed_up_training(model)
-        bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if torch.cuda.is_available():
+        # gradients are reduced in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
@@ -270,11 +269,12 @@ def parallelize(model, args):
 def lr_at(step, args):
     """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    warm = min(1.0, (step + 1) / max(warmup, 1))
-    progress = min(1.0, max(0, step - warmup) / max(steps - warmup, 1))
+    if step < warmup:
+        return args.learning_rate * ((step + 1) / warmup)
+    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[args.lr_schedule]
-    return args.learning_rate * warm * decay
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    return args.learning_rate * decay[args.lr_schedule]
 
 
 def optimizer_step(optimizer, sums, step, args):
@@ -297,35 +297,27 @@ def optimizer_step(optimizer, sums, step, args):
 
 def open_run(model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
     )
-    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
+    start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
-    log = RunLog(
-        args.out,
-        name,
-        dist.get_rank(),
-        asdict(args),
+    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        args.save_every,
         args.max_steps,
-        args.track,
-        args.resume,
-        start,
+        log.history(f"eval/{args.task}"),
     )
-    scores = log.history(f"eval/{args.task}")
-    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, scores)
     return optimizer, start, log, saves
-
-
-def save(saves, log, stop, metrics, step, args):
-    """Save the weights and the state to resume from, where they are due. -> whether to stop"""
-    stopped, last = stop.is_set(), step + 1 == args.max_steps
-    due = stopped or (args.save_every and (step + 1) % args.save_every == 0)
-    saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last, state=due)
-    if stopped:
-        log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
-    return stopped
 
 
 # <<< shared: setup
@@ -395,12 +387,12 @@ def draw_logps(model, rows, k):
 
     -> [R, L] fp32, 0 elsewhere
     """
-    batch = rows.batch
-    noisy_ids = torch.where(rows.masked[:, k], batch.mask_token_id, rows.input_ids)
-    score_mask = torch.nn.functional.pad(rows.weights[:, k] != 0, (batch.P, 0))
+    P = rows.batch.P
+    noisy_ids = torch.where(rows.masked[:, k], model.mask_token_id, rows.input_ids)
+    score_mask = torch.nn.functional.pad(rows.weights[:, k] != 0, (P, 0))
     return model.logps(
         rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
-    )[:, batch.P :]
+    )[:, P:]
 
 
 def micro_batches(rows, args):
@@ -451,20 +443,12 @@ def backward(model, rows, scale, last, args):
 
 
 # >>> shared: loop
-def load_data(world_size, args):
+def load_data(args):
     """-> task, tokenizer, reward, {split: [(example, prompt ids)]}, a line on the problems
 
     Stops the run here, before any work on a GPU, if the arguments or the reward cannot train.
     """
-    if left := args.prompts_per_step % world_size:
-        raise SystemExit(
-            f"--prompts-per-step {args.prompts_per_step} does not divide by {world_size} ranks: "
-            f"{left} left over"
-        )
-    if args.num_generations < 2:
-        raise SystemExit(
-            f"--num-generations {args.num_generations}: a group needs at least 2 completions"
-        )
+    rank_share(args.prompts_per_step, "--prompts-per-step")
     if args.beta and not USES_REF:
         raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
     if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
@@ -473,16 +457,11 @@ def load_data(world_size, args):
             "name one with --eval-data, or pass --eval-limit 0"
         )
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    reward, held_out = (
-        load_reward(args.reward, task),
-        (args.eval_data or args.data, args.eval_limit),
+    reward, held_out = load_reward(args.reward, task), args.eval_data or args.data
+    sources = {"train": args.data, "validation": held_out, "test": held_out}
+    problems, dropped = load_splits(
+        task, sources, tokenizer, args.max_prompt_length, args.eval_limit
     )
-    problems, dropped = {}, {}
-    for split in ("train", "validation", "test") if args.eval_limit else ("train",):
-        data, limit = (args.data, None) if split == "train" else held_out
-        problems[split], dropped[split] = load_problems(
-            task, split, data, tokenizer, args.max_prompt_length, limit
-        )
     reward([TRIAL], [problems["train"][0][0]])
     facts = f"{len(problems['train'])} problems; dropped by --max-prompt-length: {dropped}"
     return task, tokenizer, reward, problems, facts
@@ -493,10 +472,10 @@ def load_models(device, sampling, args):
 
     The reference is None without KL, and with LoRA: then it is the policy without its adapters.
     """
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     # refuses settings that it cannot serve, before weights are read
     engine = make_engine(args.model, args.rollout_backend, device, asked=(RECORDS, sampling))
+    # weights that are not trained have the engine's type: bf16 on GPU, fp32 on CPU
+    model = meta_model(args.model, engine.dtype if args.lora_rank else torch.float32)
     if args.lora_rank:
         lora = args.lora_rank, args.lora_alpha, args.lora_targets, args.seed
         add_lora(model, *lora)
@@ -505,29 +484,27 @@ def load_models(device, sampling, args):
     # sharded before weights are read: no rank ever holds the whole model
     model, ref_model = load_weights(parallelize(model, args), device), None
     if args.beta and not args.lora_rank:
-        ref_model = meta_model(args.model, frozen).requires_grad_(False)
+        ref_model = meta_model(args.model, engine.dtype).requires_grad_(False)
         load_weights(parallelize(ref_model, args), device)
     return model, ref_model, engine
 
 
-def sync_engine(engine, model, args):
-    """Hand the policy's weights, or its adapters, to the engine."""
-    adapters = args.lora_rank and not args.lora_merged_rollout
-    engine.load_weights(export_adapter(model) if adapters else export_weights(model))
+def sync_engine(engine, model):
+    """Hand the policy's weights to the engine; only the adapters if it has adapters of its own."""
+    exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
+    engine.load_weights(exported)
 
 
 def roll_out(engine, stream, sampling, step, args):
     """G completions for each of this rank's prompts of the step. -> Trace, example of each"""
-    G, count = args.num_generations, args.prompts_per_step // dist.get_world_size()
-    first = dist.get_rank() * count
-    chosen = [stream[step * args.prompts_per_step + first + i] for i in range(count)]
+    G, mine = args.num_generations, rank_share(args.prompts_per_step, "--prompts-per-step")
+    chosen = [stream[step * args.prompts_per_step + i] for i in mine]
     trace = engine.generate(
         [ids for _, ids in chosen],
         num_samples=G,
-        temperature=args.temperature,
         records=RECORDS,
         seed=(args.seed << 32) + step,
-        sample_offset=first * G,
+        sample_offset=mine.start * G,
         **sampling,
     )
     return trace, [example for example, _ in chosen for _ in range(G)]
@@ -561,13 +538,12 @@ def update(model, ref_model, optimizer, batch, step, args):
         has_gradient = bool(args.beta or rows.advantages.any())
         for i, (micro, is_real) in enumerate(micros):
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
-            shares = backward(model, micro, scale, i + 1 == len(micros), args)
-            for name, value in shares.items():
+            for name, value in backward(model, micro, scale, i + 1 == len(micros), args).items():
                 sums[name] = sums.get(name, 0) + value * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
     weight = metrics.pop("policy/weight")  # 0 if no row on any rank had a gradient
-    shares = {name: weight if name.startswith("policy/") else 1 for name in metrics}
-    return {name: metrics[name] / share for name, share in shares.items() if share}
+    divisors = {name: weight if name.startswith("policy/") else 1 for name in metrics}
+    return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
 
 
 # <<< shared: loop
@@ -580,20 +556,18 @@ def main(args):
             "the estimate divides by t and 1 - t"
         )
     # >>> shared: start
-    _, world_size, device = setup_distributed()
-    task, tokenizer, reward, problems, facts = load_data(world_size, args)
-    sampling = {name: getattr(args, name) for name in ROLLOUT}
+    device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
+    task, tokenizer, reward, problems, facts = load_data(args)
     model, ref_model, engine = load_models(device, sampling, args)
     optimizer, start, log, saves = open_run(model, tokenizer, args)
     stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), StopSignal()
     log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")
-    probed = sampling | {"temperature": args.temperature, "seed": args.seed}
-    check_sampler = lambda: probe(engine, model, problems["train"][0][1], **probed)
+    check = lambda: probe(engine, model, problems["train"][0][1], seed=args.seed, **sampling)
     scored = sampling | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
     score = lambda split: mean_score(engine, task, tokenizer, problems[split], **scored)
-    sync_engine(engine, model, args)
+    sync_engine(engine, model)
     if not start:
-        log.write(0, check_sampler())
+        log.write(0, check())
         if args.eval_limit:
             log.write(0, {f"test/{args.task}": score("test")})
     # <<< shared: start
@@ -605,7 +579,7 @@ def main(args):
         with clock("rollout"):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
-            parts = reward([trace.text(i, tokenizer) for i in range(len(examples))], examples)
+            parts = reward(trace.texts(tokenizer), examples)
             rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
         batch = Batch(trace, model)
         # <<< shared: rollout
@@ -621,18 +595,19 @@ def main(args):
             move_reference(ref_model, model, args)
         # >>> shared: log
         with clock("sync"):
-            sync_engine(engine, model, args)
-        sums = all_reduce(rollout_sums(trace, rewards, parts, args.num_generations))
-        metrics |= rollout_means(sums, batch.num_sequences) | routing_extremes(routing)
+            sync_engine(engine, model)
+        metrics |= rollout_metrics(trace, rewards, parts, args.num_generations)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= {f"eval/{args.task}": score("validation")} | check_sampler()
-        metrics |= clock | {"time/step": sum(clock.values())}
+                metrics |= {f"eval/{args.task}": score("validation")} | check()
+        metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
-        log.write(step + 1, metrics | {"memory/peak_gb": peak_memory_gb(device)})
-        shown = range(args.num_generations)
-        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in shown])
-        if save(saves, log, stop, metrics, step, args):
+        log.write(step + 1, metrics | {"memory/peak_gb": peak_memory_gb()})
+        G = range(args.num_generations)  # of the first prompt
+        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
+        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped := stop.is_set())
+        if stopped:
+            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: log
     else:  # not stopped by a signal
@@ -640,10 +615,11 @@ def main(args):
         if args.eval_limit:
             before, after = log.history(f"test/{args.task}")[0][1], score("test")
             log.write(args.max_steps, {f"test/{args.task}": after})
-            facts = f"on {len(problems['test'])} held-out problems"
-            log.say(f"{args.task} {facts}: {before:.1%} before, {after:.1%} after")
-    log.say(f"curves: {log.run_dir / 'curves.png'}; weights: {saves.newest}")
-    log.close()
+            facts = f"{args.task} on {len(problems['test'])} held-out problems"
+            log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
+    if start < args.max_steps:
+        log.say(trace.draw(0, tokenizer))
+    log.end(saves.newest)
     close_distributed()
     # <<< shared: end
 

@@ -34,10 +34,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
-from evals import load_problems, load_task, mean_score
+from evals import load_splits, load_task, mean_score
 from models import add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
-from models.ranks import all_reduce, close_distributed, setup_distributed
+from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed
 from models.training_state import Saves
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
@@ -205,14 +205,11 @@ def parallelize(model, args):
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
-    bf16 = {}
-    if torch.cuda.is_available():
-        from kernels import speed_up_training
-
-        speed_up_training(model)
-        bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if torch.cuda.is_available():
+        # gradients are reduced in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
@@ -236,11 +233,12 @@ def parallelize(model, args):
 def lr_at(step, args):
     """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    warm = min(1.0, (step + 1) / max(warmup, 1))
-    progress = min(1.0, max(0, step - warmup) / max(steps - warmup, 1))
+    if step < warmup:
+        return args.learning_rate * ((step + 1) / warmup)
+    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[args.lr_schedule]
-    return args.learning_rate * warm * decay
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    return args.learning_rate * decay[args.lr_schedule]
 
 
 def optimizer_step(optimizer, sums, step, args):
@@ -263,35 +261,27 @@ def optimizer_step(optimizer, sums, step, args):
 
 def open_run(model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
     )
-    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
+    start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
-    log = RunLog(
-        args.out,
-        name,
-        dist.get_rank(),
-        asdict(args),
+    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        args.save_every,
         args.max_steps,
-        args.track,
-        args.resume,
-        start,
+        log.history(f"eval/{args.task}"),
     )
-    scores = log.history(f"eval/{args.task}")
-    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, scores)
     return optimizer, start, log, saves
-
-
-def save(saves, log, stop, metrics, step, args):
-    """Save the weights and the state to resume from, where they are due. -> whether to stop"""
-    stopped, last = stop.is_set(), step + 1 == args.max_steps
-    due = stopped or (args.save_every and (step + 1) % args.save_every == 0)
-    saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last, state=due)
-    if stopped:
-        log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
-    return stopped
 
 
 # <<< shared: setup
@@ -300,21 +290,21 @@ def save(saves, log, stop, metrics, step, args):
 # >>> shared: evaluation
 def load_held_out(task, tokenizer, args):
     """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
-    data, held_out, dropped = args.eval_data, {}, {}
-    if args.data in task.PRESETS:
-        data = data or args.data
-    for split in ("validation", "test") if args.eval_limit else ():
-        held_out[split], dropped[split] = load_problems(
-            task, split, data, tokenizer, args.max_length, args.eval_limit
-        )
+    data = args.eval_data or (args.data if args.data in task.PRESETS else "")
+    sources = {"validation": data, "test": data}
+    held_out, dropped = load_splits(task, sources, tokenizer, args.max_length, args.eval_limit)
     return held_out, f"held-out problems dropped because of --max-length: {dropped}"
 
 
 def decoding(args):
     """How held-out problems are answered."""
-    settings = "gen_length", "block_length", "denoising_steps"
-    held = {name: getattr(args, name) for name in settings}
-    return held | {"remasking": "low_confidence_static", "temperature": 0.0}
+    return {
+        "gen_length": args.gen_length,
+        "block_length": args.block_length,
+        "denoising_steps": args.denoising_steps,
+        "remasking": "low_confidence_static",
+        "temperature": 0.0,
+    }
 
 
 def evaluate(engine, model, task, tokenizer, problems, args):
@@ -323,11 +313,11 @@ def evaluate(engine, model, task, tokenizer, problems, args):
     return mean_score(engine, task, tokenizer, problems, **decoding(args))
 
 
-def log_step(log, metrics, clock, tokens, device, step):
+def log_step(log, metrics, clock, tokens, step):
     """Write a step's metrics with its speed and memory. tokens: of this rank"""
     tokens = all_reduce({"tokens": tokens})["tokens"]
     speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | {"memory/peak_gb": peak_memory_gb(device)})
+    log.write(step + 1, metrics | clock | speed | {"memory/peak_gb": peak_memory_gb()})
 
 
 # <<< shared: evaluation
@@ -441,12 +431,8 @@ def load_data(task, tokenizer, model, args):
 
 
 def main(args):
-    rank, world_size, device = setup_distributed()
-    if left := args.batch_size % world_size:
-        raise SystemExit(
-            f"--batch-size {args.batch_size} does not divide by {world_size} ranks: "
-            f"{left} left over"
-        )
+    device, rank, world_size = setup_distributed(), dist.get_rank(), dist.get_world_size()
+    rank_share(args.batch_size, "--batch-size")
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
@@ -474,14 +460,18 @@ def main(args):
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics[f"eval/{args.task}"] = score("validation")
-        log_step(log, metrics, clock, (batch.document_ids >= 0).sum(), device, step)
-        if save(saves, log, stop, metrics, step, args):
+        log_step(log, metrics, clock, (batch.document_ids >= 0).sum(), step)
+        # >>> shared: offline_save
+        stopped = stop.is_set()
+        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped)
+        if stopped:
+            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break
+        # <<< shared: offline_save
     else:  # not stopped by a signal
         if args.eval_limit:
             log.write(args.max_steps, {f"test/{args.task}": score("test")})
-    log.say(f"saved {saves.newest}")
-    log.close()
+    log.end(saves.newest)
     close_distributed()
 
 

@@ -32,10 +32,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
-from evals import load_problems, load_task, mean_score, score_all
+from evals import load_splits, load_task, mean_score, score_all
 from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
-from models.ranks import all_reduce, close_distributed, setup_distributed
+from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed
 from models.training_state import Saves
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
@@ -131,10 +131,6 @@ class Args:
 
 # timesteps of a held-out answer, one mask each, shared with the reference, equal at all evaluations
 HELD_OUT_DRAWS = 4
-HELD_OUT_KEYS = {
-    "validation": ("reward/eval_accuracy", "reward/eval_margin"),
-    "test": ("reward/test_accuracy", "reward/test_margin"),
-}
 
 
 @dataclass
@@ -220,7 +216,7 @@ def preference_loss(elbos, ref_elbos, batch, args):
     margin = rewards[0::2] - rewards[1::2]  # [P]
     dpo = -F.logsigmoid(margin).sum() * c
     sft = -elbo[0::2].sum() / batch.num_tokens
-    wins = (margin > 0).float() + (margin == 0).float() / 2  # 1/2 at the start, where both agree
+    wins = (margin.sign() + 1) / 2  # 1/2 at the start, where both agree
     metrics = {
         "loss/dpo": dpo,
         "loss/sft": sft,
@@ -242,14 +238,11 @@ def parallelize(model, args):
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
-    bf16 = {}
-    if torch.cuda.is_available():
-        from kernels import speed_up_training
-
-        speed_up_training(model)
-        bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(**bf16, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if torch.cuda.is_available():
+        # gradients are reduced in fp32
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
@@ -273,11 +266,12 @@ def parallelize(model, args):
 def lr_at(step, args):
     """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    warm = min(1.0, (step + 1) / max(warmup, 1))
-    progress = min(1.0, max(0, step - warmup) / max(steps - warmup, 1))
+    if step < warmup:
+        return args.learning_rate * ((step + 1) / warmup)
+    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[args.lr_schedule]
-    return args.learning_rate * warm * decay
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    return args.learning_rate * decay[args.lr_schedule]
 
 
 def optimizer_step(optimizer, sums, step, args):
@@ -300,35 +294,27 @@ def optimizer_step(optimizer, sums, step, args):
 
 def open_run(model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, betas=args.betas, weight_decay=args.weight_decay, fused=torch.cuda.is_available()
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
     )
-    start = Saves.load(args.resume, model, optimizer) if args.resume else 0
+    start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
-    log = RunLog(
-        args.out,
-        name,
-        dist.get_rank(),
-        asdict(args),
+    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        args.save_every,
         args.max_steps,
-        args.track,
-        args.resume,
-        start,
+        log.history(f"eval/{args.task}"),
     )
-    scores = log.history(f"eval/{args.task}")
-    saves = Saves(log.run_dir, model, optimizer, tokenizer, args.model, args.keep_saves, scores)
     return optimizer, start, log, saves
-
-
-def save(saves, log, stop, metrics, step, args):
-    """Save the weights and the state to resume from, where they are due. -> whether to stop"""
-    stopped, last = stop.is_set(), step + 1 == args.max_steps
-    due = stopped or (args.save_every and (step + 1) % args.save_every == 0)
-    saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), weights=due or last, state=due)
-    if stopped:
-        log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
-    return stopped
 
 
 # <<< shared: setup
@@ -337,21 +323,21 @@ def save(saves, log, stop, metrics, step, args):
 # >>> shared: evaluation
 def load_held_out(task, tokenizer, args):
     """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
-    data, held_out, dropped = args.eval_data, {}, {}
-    if args.data in task.PRESETS:
-        data = data or args.data
-    for split in ("validation", "test") if args.eval_limit else ():
-        held_out[split], dropped[split] = load_problems(
-            task, split, data, tokenizer, args.max_length, args.eval_limit
-        )
+    data = args.eval_data or (args.data if args.data in task.PRESETS else "")
+    sources = {"validation": data, "test": data}
+    held_out, dropped = load_splits(task, sources, tokenizer, args.max_length, args.eval_limit)
     return held_out, f"held-out problems dropped because of --max-length: {dropped}"
 
 
 def decoding(args):
     """How held-out problems are answered."""
-    settings = "gen_length", "block_length", "denoising_steps"
-    held = {name: getattr(args, name) for name in settings}
-    return held | {"remasking": "low_confidence_static", "temperature": 0.0}
+    return {
+        "gen_length": args.gen_length,
+        "block_length": args.block_length,
+        "denoising_steps": args.denoising_steps,
+        "remasking": "low_confidence_static",
+        "temperature": 0.0,
+    }
 
 
 def evaluate(engine, model, task, tokenizer, problems, args):
@@ -360,11 +346,11 @@ def evaluate(engine, model, task, tokenizer, problems, args):
     return mean_score(engine, task, tokenizer, problems, **decoding(args))
 
 
-def log_step(log, metrics, clock, tokens, device, step):
+def log_step(log, metrics, clock, tokens, step):
     """Write a step's metrics with its speed and memory. tokens: of this rank"""
     tokens = all_reduce({"tokens": tokens})["tokens"]
     speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | {"memory/peak_gb": peak_memory_gb(device)})
+    log.write(step + 1, metrics | clock | speed | {"memory/peak_gb": peak_memory_gb()})
 
 
 # <<< shared: evaluation
@@ -376,18 +362,15 @@ def make_batch(pairs, first, args, model, step, device):
     A block model sees its last block whole, as the sampler does: padding fills it, always masked
     and never scored.
     """
-    rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
-    fills = model.block_length if model.attention == "block-causal" else 1
-    lengths = [len(prompt) + len(answer) for prompt, answer in rows]
-    lengths = [n + -n % fills for n in lengths]
-    table = lambda rows, fill: torch.tensor(
-        [row + [fill] * (max(lengths) - len(row)) for row in rows], device=device
-    )
-    valid_mask = table([[True] * n for n in lengths], False)
-    scored = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in rows]
-    answer_mask = table(scored, False)
+    rows = [(len(prompt), prompt + answer) for prompt, *answers in pairs for answer in answers]
+    n = model.block_length if model.attention == "block-causal" else 1
+    start, end = torch.tensor([(P, len(ids)) for P, ids in rows], device=device).T[..., None]
+    filled = end + -end % n  # [B, 1], like start and end of the answer
+    T, padding = int(filled.max()), model.pad_token_id
+    column = torch.arange(T, device=device)
+    answer_mask, valid_mask = (column >= start) & (column < end), column < filled
     return Batch(
-        table([prompt + answer for prompt, answer in rows], model.pad_token_id),
+        torch.tensor([ids + [padding] * (T - len(ids)) for _, ids in rows], device=device),
         valid_mask,
         answer_mask,
         model.grid(valid_mask)[1],
@@ -402,10 +385,9 @@ def make_batch(pairs, first, args, model, step, device):
 
 def draw_batch(stream, model, device, step, args):
     """This rank's pairs of the step. -> Batch, Masks of the policy, Masks of the reference"""
-    per_rank = args.batch_size // dist.get_world_size()
-    first = dist.get_rank() * per_rank
-    pairs = [stream[step * args.batch_size + first + i] for i in range(per_rank)]
-    batch = make_batch(pairs, first, args, model, step, device)
+    mine = rank_share(args.batch_size, "--batch-size")
+    pairs = [stream[step * args.batch_size + i] for i in mine]
+    batch = make_batch(pairs, mine.start, args, model, step, device)
     masks = sample_masks(batch, args)
     return batch, masks, masks if args.share_masks else sample_masks(batch, args, "ref")
 
@@ -447,6 +429,11 @@ def backward(model, batch, masks, ref_elbos, scale, args):
     return {name: value.detach() for name, value in metrics.items()}
 
 
+def held_out_args(args):
+    """Fields with which held-out pairs are drawn and scored: the same whatever the training's."""
+    return replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1)
+
+
 def held_out_draws(pairs, args, model, reference, device):
     """This rank's held-out pairs, draws, and reference values there. -> Batch, Masks, [B, n]
 
@@ -457,17 +444,17 @@ def held_out_draws(pairs, args, model, reference, device):
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
     # no training step is -1
     batch = replace(make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs))
-    masks = sample_masks(batch, replace(args, mc_num=HELD_OUT_DRAWS, masks_per_timestep=1), "held")
+    masks = sample_masks(batch, held_out_args(args), "held")
     return batch, masks, elbo_values(reference, batch, masks, args)
 
 
-def held_out_metrics(model, batch, masks, ref_elbos, keys, args):
+def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     """Share of held-out pairs with a positive margin, and the mean margin. Collective."""
     real = int((batch.sample_index < 2 * batch.num_pairs).sum())
-    elbos, args = elbo_values(model, batch, masks, args), replace(args, mc_num=HELD_OUT_DRAWS)
-    _, metrics = preference_loss(elbos[:real], ref_elbos[:real], batch, args)
-    names = "reward/accuracy", "reward/margin"
-    return all_reduce({key: metrics[name] for key, name in zip(keys, names, strict=True)})
+    elbos = elbo_values(model, batch, masks, args)[:real]
+    _, metrics = preference_loss(elbos, ref_elbos[:real], batch, held_out_args(args))
+    names = "accuracy", "margin"
+    return all_reduce({f"reward/{prefix}_{name}": metrics[f"reward/{name}"] for name in names})
 
 
 def load_data(task, tokenizer, model, args):
@@ -481,20 +468,17 @@ def load_data(task, tokenizer, model, args):
     asked = [task.prompt(problem) for problems in held_out.values() for problem, _ in problems]
     asked += [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
     pairs = encode(training_pairs(task, args.data, score_all, asked)).at_least(args.batch_size)
-    compared = {split: encode(rows) for split, rows in compared.items()}
-    lacking = [split for split, rows in compared.items() if not rows]
-    if args.eval_pairs and lacking:
-        reasons = [reason for split in lacking for reason in compared[split].dropped]
-        raise SystemExit(
-            f"--eval-pairs {args.eval_pairs} holds no pairs for {' and '.join(lacking)}: "
-            f"{'; '.join(reasons) or 'no such split'}"
-        )
     facts = [pairs.report("training pairs"), dropped]
-    facts += [rows.report(f"{split} pairs") for split, rows in compared.items()]
+    for split in held_out:
+        compared[split] = rows = encode(compared[split])
+        facts.append(rows.report(f"{split} pairs"))
+        if args.eval_pairs and not rows:
+            reasons = "; ".join(rows.reasons) or "no such split"
+            raise SystemExit(f"--eval-pairs {args.eval_pairs}: no pairs for {split}: {reasons}")
     return pairs, held_out, {split: rows for split, rows in compared.items() if rows}, facts
 
 
-def load_models(model, device, args):
+def load_models(model, frozen, device, args):
     """-> policy, frozen reference, engine. With LoRA the reference is the policy itself, used under
     adapters_off."""
     if args.lora_rank:
@@ -502,7 +486,6 @@ def load_models(model, device, args):
     # sharded before weights are read: no rank ever holds the whole model
     model = ref_model = load_weights(parallelize(model, args), device)
     if not args.lora_rank:
-        frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
         ref_model = meta_model(args.model, frozen).requires_grad_(False)
         load_weights(parallelize(ref_model, args), device)
     return model, ref_model, make_engine(args.model, device=device) if args.eval_limit else None
@@ -513,17 +496,13 @@ def main(args):
         raise SystemExit(
             f"--beta {args.beta}: must be positive; algos/sft.py trains on chosen answers alone"
         )
-    _, world_size, device = setup_distributed()
-    if left := args.batch_size % world_size:
-        raise SystemExit(
-            f"--batch-size {args.batch_size} does not divide by {world_size} ranks: "
-            f"{left} left over"
-        )
+    device = setup_distributed()
+    rank_share(args.batch_size, "--batch-size")
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    lora_on_gpu = args.lora_rank and device.type == "cuda"
-    model = meta_model(args.model, torch.bfloat16 if lora_on_gpu else torch.float32)
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
-    model, ref_model, engine = load_models(model, device, args)
+    model, ref_model, engine = load_models(model, frozen, device, args)
     optimizer, start, log, saves = open_run(model, tokenizer, args)
     stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), StopSignal()
     log.say("\n".join(facts))
@@ -533,15 +512,15 @@ def main(args):
         for split, rows in compared.items():
             compared[split] = held_out_draws(rows, args, model, reference, device)
 
-    def score(split, name):
-        problems = held_out[split]
-        metrics = {name: evaluate(engine, model, task, tokenizer, problems, args)}
+    def score(split, prefix):
+        score = evaluate(engine, model, task, tokenizer, held_out[split], args)
+        metrics = {f"{prefix}/{args.task}": score}
         if split in compared:
-            metrics |= held_out_metrics(model, *compared[split], HELD_OUT_KEYS[split], args)
+            metrics |= held_out_metrics(model, *compared[split], prefix, args)
         return metrics
 
     if args.eval_limit and not start:
-        log.write(0, score("test", f"test/{args.task}"))
+        log.write(0, score("test", "test"))
     for step in range(start, args.max_steps):
         clock = Stopwatch()
         with clock("data"):
@@ -549,21 +528,25 @@ def main(args):
         with clock("reference"), adapters_off(ref_model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:
-            # FSDP averages over ranks
-            sums = backward(model, batch, masks, ref_elbos, world_size, args)
+            scale = dist.get_world_size()  # FSDP averages over ranks
+            sums = backward(model, batch, masks, ref_elbos, scale, args)
             metrics = optimizer_step(optimizer, sums, step, args)
         metrics |= routing_extremes(routing)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= score("validation", f"eval/{args.task}")
-        log_step(log, metrics, clock, batch.valid_mask.sum(), device, step)
-        if save(saves, log, stop, metrics, step, args):
+                metrics |= score("validation", "eval")
+        log_step(log, metrics, clock, batch.valid_mask.sum(), step)
+        # >>> shared: offline_save
+        stopped = stop.is_set()
+        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped)
+        if stopped:
+            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
             break
+        # <<< shared: offline_save
     else:  # not stopped by a signal
         if args.eval_limit:
-            log.write(args.max_steps, score("test", f"test/{args.task}"))
-    log.say(f"saved {saves.newest}")
-    log.close()
+            log.write(args.max_steps, score("test", "test"))
+    log.end(saves.newest)
     close_distributed()
 
 

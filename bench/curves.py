@@ -344,7 +344,7 @@ def sft_rows(task, count):
 
 
 def main(args):
-    *_, device = setup_distributed()  # mean_score sums over ranks
+    device = setup_distributed()  # mean_score sums over ranks
     curves = Curves(args, device)
     for stage in ("keep",) if args.keep else args.stages:
         getattr(curves, stage)()

@@ -224,7 +224,7 @@ def official_step(args, device, adapters):
 
 
 def main(args):
-    *_, device = setup_distributed()
+    device = setup_distributed()
     args.model = str(resolve(args.model))
     names = ("lora_rank", "rows", "length", "micro_batch_size", "attention", "compile")
     setting = {name: getattr(args, name) for name in names}

@@ -10,6 +10,7 @@ prompt of a split, then pair them.
 """
 
 import json
+import math
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -188,6 +189,10 @@ def read_samples(path):
         problem = ""
         if not all(isinstance(row.get(key), kind) for key, kind in needed.items()):
             problem = f"needs {', '.join(needed)}, has {describe_columns(row)}"
+        elif not is_dialogue(row["prompt"]):
+            problem = "prompt must be messages, each with role and content as text"
+        elif math.isnan(row["score"]):
+            problem = "the score is not a number"
         elif prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
             problem = f"index {row['index']} had another prompt before; are these two evaluations?"
         if problem:
@@ -208,6 +213,8 @@ class Args:
 
 
 def main(args):
+    if args.per_prompt < 1:
+        raise SystemExit(f"--per-prompt {args.per_prompt} must be at least 1")
     rows = read_samples(args.samples)
     pairs, asked = pairs_of_samples(rows, args.per_prompt), len({row["index"] for row in rows})
     if not pairs:

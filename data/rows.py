@@ -103,25 +103,27 @@ def read_jsonl(path):
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
             for line, raw in enumerate(file, 1):
                 if raw.strip():
-                    yield line, _json_object(raw, f"{path} line {line}")
+                    yield line, json_object(raw)
+    except ValueError as error:
+        raise SystemExit(f"{path} line {line}: {error}") from error
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors among them
         where = f"{path} cannot be read after line {line}, it is cut off or damaged"
         raise SystemExit(f"{where}: {one_line(error)}") from error
 
 
-def _json_object(raw, where):
-    """One line of a .jsonl file -> its object."""
+def json_object(raw):
+    """One line of a .jsonl file, as bytes -> its object. ValueError says what is wrong with it."""
     cut = "" if raw.endswith(b"\n") else ", and the last line has no line end: is it cut off?"
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 (byte {error.start + 1} of the line: {error.reason})"
-        raise SystemExit(f"{where}: {problem}{cut}") from error
+        raise ValueError(f"{problem}{cut}") from error
     except (ValueError, RecursionError) as error:
         problem = getattr(error, "msg", one_line(error))
-        raise SystemExit(f"{where}: not JSON ({problem}){cut}") from error
+        raise ValueError(f"not JSON ({problem}){cut}") from error
     if not isinstance(row, dict):
-        raise SystemExit(f"{where}: a JSON object is needed, not {type(row).__name__}")
+        raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
     return row
 
 

@@ -101,16 +101,11 @@ def comparison_table(size):
     """-> Markdown: test scores before and after"""
     table = HEAD
     for names, runs in comparison(size).items():
-        after = [run["test"][1] for run in sorted(runs, key=lambda run: run["seed"])]
+        after = [f"{run['test'][1]:.1%}" for run in sorted(runs, key=lambda run: run["seed"])]
         rate, test, seconds = (runs[0][key] for key in ("rate", "test", "seconds_per_step"))
         seconds = "" if seconds is None else f"{seconds:.2f}"
-        cells = [
-            *names,
-            f"{rate:g}",
-            f"{test[0]:.1%}",
-            ", ".join(f"{score:.1%}" for score in after),
-        ]
-        table += f"| {' | '.join([*cells, seconds])} |\n"
+        cells = *names, f"{rate:g}", f"{test[0]:.1%}", ", ".join(after), seconds
+        table += f"| {' | '.join(cells)} |\n"
     return table
 
 

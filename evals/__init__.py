@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from evals.math_grader import in_threads
 from models import prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
@@ -55,11 +56,27 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
     return kept, len(problems) - len(kept)
 
 
+def load_splits(task, sources, tokenizer, max_prompt_length, eval_limit):
+    """-> {split: problems}, {split: number dropped}, both as of load_problems
+
+    sources: {split: data}. Of a split other than train at most eval_limit problems are loaded; if
+    that is 0, the split is left out.
+    """
+    problems, dropped = {}, {}
+    for split, data in sources.items():
+        limit = None if split == "train" else eval_limit
+        if limit != 0:
+            problems[split], dropped[split] = load_problems(
+                task, split, data, tokenizer, max_prompt_length, limit
+            )
+    return problems, dropped
+
+
 def score_all(task, completions, examples):
-    """-> [score], with the task's score_batch if it has one: slow scorers use all cores"""
+    """-> [score], on all cores: by the task's own score_batch if it has one"""
     if hasattr(task, "score_batch"):
         return task.score_batch(completions, examples)
-    return [task.score(*pair) for pair in zip(completions, examples, strict=True)]
+    return in_threads(task.score, completions, examples)
 
 
 def mean_score(engine, task, tokenizer, problems, **settings):
@@ -73,8 +90,8 @@ def mean_score(engine, task, tokenizer, problems, **settings):
     score = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine := problems[first : first + share]:
         trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
-        texts = [trace.text(i, tokenizer) for i in range(len(mine))]
-        score += sum(score_all(task, texts, [example for example, _ in mine]))
+        examples = [example for example, _ in mine]
+        score += sum(score_all(task, trace.texts(tokenizer), examples))
     dist.all_reduce(score)
     return score.item() / len(problems)
 

@@ -28,18 +28,16 @@ from evals.math_grader import MAX_LENGTH, boxes
 
 HUB = "lukaemon/bbh"
 VERSION = {"shown": "OpenCompass bbh_gen_ee62e9", "alone": "ours"}  # name of the prompt, by style
-TASKS = (
-    "boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages "
-    "formal_fallacies "
-    "geometric_shapes hyperbaton logical_deduction_five_objects logical_deduction_seven_objects "
-    "logical_deduction_three_objects movie_recommendation multistep_arithmetic_two navigate "
-    "object_counting "
-    "penguins_in_a_table reasoning_about_colored_objects ruin_names "
-    "salient_translation_error_detection snarks "
-    "sports_understanding temporal_sequences tracking_shuffled_objects_five_objects "
-    "tracking_shuffled_objects_seven_objects tracking_shuffled_objects_three_objects web_of_lies "
-    "word_sorting"
-).split()
+TASKS = """
+boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages
+formal_fallacies geometric_shapes hyperbaton logical_deduction_five_objects
+logical_deduction_seven_objects logical_deduction_three_objects movie_recommendation
+multistep_arithmetic_two navigate object_counting penguins_in_a_table
+reasoning_about_colored_objects ruin_names salient_translation_error_detection snarks
+sports_understanding temporal_sequences tracking_shuffled_objects_five_objects
+tracking_shuffled_objects_seven_objects tracking_shuffled_objects_three_objects web_of_lies
+word_sorting
+""".split()
 INSTRUCTION = (
     'Think step by step, and end with the sentence "So the answer is X.", where X is the '
     "answer alone."
@@ -69,13 +67,11 @@ def load(split, path=None, limit=None):
 def prompt(example):
     """One user message: worked examples and the question, or the question and an instruction for
     the last sentence."""
-    content = f"{example['question']}\n\n{INSTRUCTION}"
-    if example["shots"]:
-        question = f"Q: {example['question']}\nA: Let's think step by step."
-        content = (
-            f"Follow the given examples and answer the question.\n{example['shots']}\n\n{question}"
-        )
-    return user(content)
+    question, shots = example["question"], example["shots"]
+    if not shots:
+        return user(f"{question}\n\n{INSTRUCTION}")
+    question = f"Q: {question}\nA: Let's think step by step."
+    return user(f"Follow the given examples and answer the question.\n{shots}\n\n{question}")
 
 
 def shots(example):
@@ -92,11 +88,11 @@ def extract(completion, example):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
         found = letter(completion, "".join(options) or "ABCDEFGHIJKLMNOPQR")
         return found and f"({found})"
-    mentions = list(ANSWER_IS.finditer(completion))
-    text = completion[mentions[-1].end() :].strip() if mentions else ""
+    *before, text = ANSWER_IS.split(completion)
+    text = text.strip() if before else ""
     if boxed := [box for box in boxes(text or completion) if box.strip()]:
         text = boxed[-1]
-    elif not mentions and "\n" not in completion.strip():
+    elif not before and "\n" not in completion.strip():
         text = completion
     text = text[: MAX_LENGTH + 1].strip().split("\n")[0]
     bold = re.search(r"\*\*(.+?)\*\*", text)
@@ -116,16 +112,10 @@ def answer(example, draw=0):
 
 
 def _problem(row):
-    gold = as_text(row["target"])
-    shots, subject = row.get("shots", ""), row.get("task", "bbh")
-    style = "shown" if shots else "alone"
-    return {
-        "question": row["input"],
-        "gold": gold,
-        "subject": subject,
-        "shots": shots,
-        "style": style,
-    }
+    shots = row.get("shots", "")
+    example = {"question": row["input"], "gold": as_text(row["target"])}
+    example["subject"] = row.get("task", "bbh")
+    return example | {"shots": shots, "style": "shown" if shots else "alone"}
 
 
 def _clone_rows(folder, task):
@@ -135,10 +125,10 @@ def _clone_rows(folder, task):
         rows = json.loads((folder / f"bbh/{task}.json").read_text(encoding="utf-8"))["examples"]
         shots = (folder / f"cot-prompts/{task}.txt").read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        need = (
-            f"bbh/{task}.json and cot-prompts/{task}.txt of github.com/suzgunmirac/BIG-Bench-Hard"
-        )
-        raise SystemExit(f"--data {folder}: needs {need} ({type(error).__name__})") from error
+        raise SystemExit(
+            f"--data {folder}: needs bbh/{task}.json and cot-prompts/{task}.txt of "
+            f"github.com/suzgunmirac/BIG-Bench-Hard ({type(error).__name__})"
+        ) from error
     shots = shots.rpartition("\n-----\n")[2].strip()
     return [{"task": task, "shots": shots} | row for row in rows]
 

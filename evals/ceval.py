@@ -17,7 +17,7 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import choices, main
 from evals.choices import lettered, read_zip, with_shots
-from evals.examples import as_text, one_split, parse_rows
+from evals.examples import as_text, one_split, parse_rows, user
 
 HUB = "ceval/ceval-exam"
 VERSION = "OpenCompass ceval_gen_5f30c7"  # name of the prompt
@@ -103,11 +103,7 @@ def prompt(example):
     """Five pairs of question and letter, then the question."""
     hint = HINT.format(SUBJECTS[example["subject"]])
     ask = lambda row: f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: "
-    messages = []
-    for shot in example["shots"]:
-        messages.append({"role": "user", "content": ask(shot)})
-        messages.append({"role": "assistant", "content": shot["gold"]})
-    return [*messages, {"role": "user", "content": ask(example)}]
+    return user(ask(example), [(ask(shot), shot["gold"]) for shot in example["shots"]])
 
 
 def _problem(row):

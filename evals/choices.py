@@ -63,9 +63,8 @@ def extract(completion, example):
     """The letter of the completion, one of the example's options (a list, or a dict by letter);
     None if there is none."""
     options = example["options"]
-    return letter(
-        completion, "".join(options) if isinstance(options, dict) else LETTERS[: len(options)]
-    )
+    letters = options if isinstance(options, dict) else LETTERS[: len(options)]
+    return letter(completion, letters)
 
 
 def score(completion, example):

@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
 from evals import main, tagged_answer
-from evals.examples import read_examples, user
+from evals.examples import planning_row, read_examples, user
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 OPERATIONS = {
@@ -104,10 +104,8 @@ def extract(completion, example):
 def score(completion, example):
     """1.0 for a legal expression over exactly the given numbers that equals the target, else 0.0.
     Never raises."""
-    return float(
-        evaluate(extract(completion, example) or "")
-        == (example["target"], sorted(example["numbers"]))
-    )
+    found = evaluate(extract(completion, example) or "")
+    return float(found == (example["target"], sorted(example["numbers"])))
 
 
 def answer(example, draw=0):
@@ -150,22 +148,14 @@ def evaluate(text):
 
 
 def _problem(row):
-    extra, reward_model = row.get("extra_info"), row.get("reward_model")
-    if isinstance(extra, dict) and isinstance(reward_model, dict):
-        numbers, target = extra["numbers"], reward_model["ground_truth"]
-    elif "input" in row and "output" in row:
-        numbers, target = row["input"], row["output"]
-        if "=" in str(
-            target
-        ):  # Dream: the input ends with the target, the output is a solution in steps
-            *numbers, end = _integers(numbers)
-            target = target.rpartition("=")[2]
-            if _integers(target) != [end]:
-                raise ValueError("the steps of the output do not reach the target")
-    else:
-        numbers, target = row["numbers"] if "numbers" in row else row["nums"], row["target"]
+    numbers, target = planning_row(row, "nums" if "nums" in row else "numbers", "target")
+    numbers = _integers(numbers)
+    if "=" in str(target):  # Dream: the input ends with the target, the output has solution steps
+        target = target.rpartition("=")[2]
+        if _integers(target) != [numbers.pop()]:
+            raise ValueError("the steps of the output do not reach the target")
     [target] = _integers(target)
-    return {"numbers": _integers(numbers), "target": target, "style": "tags"}
+    return {"numbers": numbers, "target": target, "style": "tags"}
 
 
 def _integers(value):

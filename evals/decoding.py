@@ -14,20 +14,19 @@ def one_by_one(text, **more):
     as tokens."""
     rows = {}
     for task, length, block, *cache in map(str.split, text.strip().splitlines()):
-        sizes = {
-            "gen_length": int(length),
-            "block_length": int(block),
-            "denoising_steps": int(block),
-        }
-        rows[task] = sizes | more | ({"cache": cache[0]} if cache else {})
+        rows[task] = sizes(int(length), int(block)) | more | ({"cache": cache[0]} if cache else {})
     return rows
+
+
+def sizes(length, block):
+    return {"gen_length": length, "block_length": block, "denoising_steps": block}
 
 
 def dream(length):
     """Dream decodes the whole answer as one block, in steps of its own schedule, the least
     uncertain first."""
     rule = {"schedule": "timesteps", "remasking": "entropy", "temperature": 0.2, "top_p": 0.95}
-    return one_by_one(f"* {length} {length}", **rule)["*"]
+    return sizes(length, length) | rule
 
 
 def llada2(length):
@@ -72,8 +71,7 @@ olympiad 2048 64 prefix
 """)
 LLADA |= one_by_one("aime24 2048 64 dual\naime25 2048 64 prefix", temperature=1.0, repeats=8)
 # DARE's validation during training: half as many steps as tokens
-HALF = {"gen_length": 256, "block_length": 32, "denoising_steps": 16}
-LLADA |= each("countdown sudoku", HALF)
+LLADA |= each("countdown sudoku", sizes(256, 32) | {"denoising_steps": 16})
 # LLaDA-1.5: no cache, and an end of text is revealed last in its block; other tasks as for
 # LLaDA-8B-Instruct
 LLADA_15 = LLADA | one_by_one("gpqa 256 16")

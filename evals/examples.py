@@ -39,9 +39,10 @@ def as_text(value):
     return value
 
 
-def user(content):
-    """A prompt of one user message."""
-    return [{"role": "user", "content": content}]
+def user(content, shots=()):
+    """A prompt of one user message, after `shots`: pairs of a question and its answer."""
+    turns = [turn for shot in shots for turn in zip(("user", "assistant"), shot, strict=True)]
+    return [{"role": role, "content": text} for role, text in [*turns, ("user", content)]]
 
 
 def chat_row(row):
@@ -49,6 +50,15 @@ def chat_row(row):
     if not isinstance(row.get("reward_model"), dict):
         return None
     return row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+
+
+def planning_row(row, question, answer):
+    """The columns `question` and `answer` of a row, or what DARE or Dream have in their place."""
+    extra, truth = row.get("extra_info"), row.get("reward_model")
+    if isinstance(extra, dict) and isinstance(truth, dict):  # DARE
+        return extra[question], truth["ground_truth"]
+    dream = "input" in row and "output" in row
+    return (row["input"], row["output"]) if dream else (row[question], row[answer])
 
 
 def one_split(task, split, known):

@@ -159,8 +159,9 @@ def final_numbers(text):
     """Numbers of plain text; the last is the one that rule 2, 3 or 4 of `extract` finds."""
     if after_hashes := AFTER_HASHES.findall(text):
         return after_hashes
-    if mentions := list(ANSWER_IS.finditer(text)):
-        behind = text[mentions[-1].end() :][:MAX_LENGTH].lstrip(" \t\r\n:*")
+    *before, after = ANSWER_IS.split(text)
+    if before:
+        behind = after[:MAX_LENGTH].lstrip(" \t\r\n:*")
         sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
         if number := IN_TEXT.search(sentence.rpartition("=")[2]):
             return [number[0]]

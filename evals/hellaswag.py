@@ -33,15 +33,12 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows; a .jsonl or .parquet file or hub id with HUB's columns, or with
     query, choices and gold (OpenCompass' file). A file gives the same rows for every split.
     """
-    hub_split = one_split(
-        "hellaswag", split, {"test": "validation", "train": "train", "validation": "train"}
-    )
-    held = (path or HUB) == HUB and split != "test"
-    examples = read_examples(_problem, NEEDS, path or HUB, hub_split, limit=None if held else limit)
-    if held:
+    path, splits = path or HUB, {"test": "validation", "train": "train", "validation": "train"}
+    examples = read_examples(_problem, NEEDS, path, one_split("hellaswag", split, splits))
+    if path == HUB and split != "test":
         key = lambda i: stable_hash("hellaswag", examples[i]["text"], i)
-        return held_out(examples, split, key)[:limit]
-    return examples
+        examples = held_out(examples, split, key)
+    return examples[:limit]
 
 
 def prompt(example):

@@ -25,7 +25,7 @@ import zlib
 from datetime import datetime
 from functools import partial
 
-from data.rows import read_rows
+from data.rows import json_object, one_line, read_rows
 from evals import main
 from evals.examples import as_text, one_split, parse_rows
 from evals.programs import code_of, pass_or_fail
@@ -45,34 +45,29 @@ COLUMNS = (
 TIMEOUT = 6  # seconds per test; (TIMEOUT + 1) * tests + 5 for all of them
 MEMORY = 4 << 30  # bytes
 MAX_TESTS = 1 << 30  # bytes of a problem's tests, unpacked
-LARGE = (
-    32 << 20
-)  # bytes of packed tests; larger problems are judged alone: judging takes 15 times as much
+# bytes of packed tests; larger problems are judged alone: judging takes 15 times as much
+LARGE = 32 << 20
 
 SYSTEM = (
     "You are an expert Python programmer. You will be given a question (problem specification) "
-    "and will "
-    "generate a correct Python program that matches the specification and passes all tests."
+    "and will generate a correct Python program that matches the specification and passes all "
+    "tests."
 )
 WITH_STARTER = (
     "You will use the following starter code to write the solution to the problem and enclose "
-    "your code "
-    "within delimiters."
+    "your code within delimiters."
 )
 WITHOUT_STARTER = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not "
-    "directly test "
-    "on the sample inputs). Enclose your code within delimiters as follows. Ensure that when the "
-    "python "
-    "program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly "
+    "test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when "
+    "the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
 )
 
 # the runner's imports in front of every program: starter code uses names such as List without
 # importing them
 STARS = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
-    "operator "
-    "io sys json"
+    "operator io sys json"
 )
 IMPORTS = "".join(f"from {name} import *\n" for name in [*STARS.split(), "builtins", "typing"])
 IMPORTS += f"import {', '.join(STARS.split())}\nsys.setrecursionlimit(50000)\n"
@@ -201,22 +196,17 @@ def load(split, path=None, limit=None):
     path, first, last = window.groups() if window else (path, None, None)
     path = "release_v6" if path in (None, "", "release_latest", HUB) else path
     split = one_split(HUB, split, {"test": "test"}) if path in RELEASES else split
-    first, last = (
-        datetime.fromisoformat(day) for day in (first or "0001-01-01", last or "9999-12-31")
-    )
+    first, last = first or "0001-01-01", last or "9999-12-31"
     examples = []
     for number, (source, row, place) in enumerate(_rows(path, split), 1):
         [example] = parse_rows(_problem, COLUMNS, source, [row], number)
         if first <= example.pop("date") <= last:
-            examples.append(
-                example
-                | {"source": f"{source} row {number}"}
-                | ({"private": place} if place else {})
-            )
+            example["source"] = f"{source} row {number}"
+            examples.append(example | ({"private": place} if place else {}))
         if len(examples) == limit:
             break
     if not examples and window:
-        raise SystemExit(f"--data {path}: no contest from {first:%Y-%m-%d} to {last:%Y-%m-%d}")
+        raise SystemExit(f"--data {path}: no contest from {first} to {last}")
     return examples
 
 
@@ -238,11 +228,8 @@ def extract(completion, example):
 
 
 def job(completion, example):
-    """The program of a completion and its tests; None if it is empty."""
-    code, name = extract(completion, example), example["name"]
-    if code is None:
-        return None
-    tests = tests_of(example)
+    """The program of a completion, which must have one, and its tests."""
+    code, name, tests = extract(completion, example), example["name"], tests_of(example)
     if name:
         code = IMPORTS + FUNCTION.format(code=code, name=name)
     else:
@@ -262,12 +249,12 @@ def score_batch(completions, examples):
     of one problem at a time."""
     jobs, batches = [], [[]]
     for i, pair in enumerate(zip(completions, examples, strict=True)):
-        jobs.append(partial(job, *pair) if extract(*pair) is not None else None)
+        jobs.append(None if extract(*pair) is None else partial(job, *pair))
         tests = pair[1]["private"]
-        if (len(tests) if isinstance(tests, str) else tests[2]) >= LARGE:
-            batches.append([i])
-        else:
+        if (len(tests) if isinstance(tests, str) else tests[2]) < LARGE:
             batches[0].append(i)
+        else:
+            batches.append([i])
     scores = {}
     for batch in batches:
         scores |= zip(batch, pass_or_fail([jobs[i] for i in batch]), strict=True)
@@ -285,19 +272,19 @@ def _rows(path, split):
         try:
             files = [fetch(f"test{n if n > 1 else ''}.jsonl") for n in RELEASES[path]]
         except Exception as error:  # no network, no such file; httpx has errors of its own
-            said = " ".join(str(error).split())[:200]
-            problem = f"{HUB} is not available from the hub ({said})"
-            raise SystemExit(f"--data {path}: {problem}; --data FILE.jsonl reads a copy") from error
+            raise SystemExit(
+                f"--data {path}: {HUB} is not available from the hub ({one_line(error)}); "
+                "--data FILE.jsonl reads a copy"
+            ) from error
     for name in files:
         with open(name, "rb") as file:
             while line := file.readline():
                 if line.strip():
                     try:
-                        row = json.loads(line)
+                        row = json_object(line)
                     except ValueError:
-                        row = None  # `load` refuses it with the number of the row
-                    place = name, file.tell() - len(line), len(line)
-                    yield name, row if isinstance(row, dict) else {}, place
+                        row = {}  # `load` refuses it with the number of the row
+                    yield name, row, (name, file.tell() - len(line), len(line))
     if not files:
         for row in read_rows(path, split, PRESETS):
             yield path, row, None
@@ -316,7 +303,7 @@ def _problem(row):
         "name": name,
         "public": _tests(public),
         "private": as_text(row["private_test_cases"]),
-        "date": datetime.fromisoformat(str(row["contest_date"])).replace(tzinfo=None),
+        "date": str(datetime.fromisoformat(str(row["contest_date"])).date()),
     }
 
 

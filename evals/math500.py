@@ -19,7 +19,7 @@ from data.rows import read_rows
 from evals import main
 from evals.examples import as_text, chat_row, held_out, parse_rows, user
 from evals.gsm8k import INSTRUCTION, TAGS
-from evals.math_grader import grade, grade_batch, last_box
+from evals.math_grader import grade, last_box
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
@@ -82,22 +82,14 @@ def score(completion, example):
     return float(grade(completion, example["gold"]))
 
 
-def score_batch(completions, examples):
-    """`score` of many, on several cores."""
-    return [*map(float, grade_batch(completions, [example["gold"] for example in examples]))]
-
-
 def answer(example, draw=0):
     """The worked solution, ending in the box. SystemExit if unknown."""
     solution, gold = example["solution"], example["gold"]
     if not solution:
         where = f"train on {FULL} or on a file with problem and solution"
         raise SystemExit(f"math500: these rows have no worked solutions; {where}")
-    return (
-        solution
-        if last_box(solution) == gold
-        else f"{solution}\nThe answer is $\\boxed{{{gold}}}$."
-    )
+    is_boxed = last_box(solution) == gold
+    return solution if is_boxed else f"{solution}\nThe answer is $\\boxed{{{gold}}}$."
 
 
 def _problems(rows, path):
@@ -119,11 +111,8 @@ def problem(row):
         gold = last_box(solution) if gold is None else gold
     gold = str(gold) if type(gold) in (int, float) else as_text("" if gold is None else gold)
     question = question.strip().removesuffix(INSTRUCTION).strip()
-    return {
-        "question": question,
-        "gold": last_box(gold) or gold.strip(),
-        "solution": solution.strip(),
-    }
+    gold = last_box(gold) or gold.strip()
+    return {"question": question, "gold": gold, "solution": solution.strip()}
 
 
 if __name__ == "__main__":

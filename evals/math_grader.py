@@ -30,7 +30,7 @@ import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 
 MAX_LENGTH = 512  # characters of an answer; longer ones do not count
 TIMEOUT = 5.0  # seconds for a pair of answers
@@ -51,25 +51,21 @@ FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-
 def boxes(text):
     r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and
     \} do not count. Linear."""
-    opened, found = (
-        [],
-        [],
-    )  # opened: where the content of each open brace starts, and whether it is a box
+    found, opened = [], []  # opened: where each open brace's content starts, and if it is a box
     for brace in BRACES.finditer(text):
         if brace[1] or brace[0] == "{":
             opened.append((brace.end(), bool(brace[1])))
         elif brace[0] == "}" and opened:
             start, is_box = opened.pop()
             if is_box and brace.start() - start <= MAX_LENGTH:
-                found.append((start, brace.start()))
-    return [text[start:end] for start, end in sorted(found)]
+                found.append((start, text[start : brace.start()]))
+    return [content for _, content in sorted(found)]
 
 
 def last_box(text):
     """Stripped content of the last complete box that is not empty; None if there is none. Unclosed
     boxes do not count."""
-    full = [box.strip() for box in boxes(text) if box.strip()]
-    return full[-1] if full else None
+    return ([None] + [box.strip() for box in boxes(text) if box.strip()])[-1]
 
 
 def grade(completion, gold, grader="math_verify"):
@@ -83,20 +79,13 @@ def grade(completion, gold, grader="math_verify"):
     return answer is not None and judge(answer, gold)
 
 
-def grade_batch(completions, golds, grader="math_verify"):
-    """`grade` of many at once, in order."""
-    return in_threads(partial(grade, grader=grader), completions, golds)
-
-
 def in_threads(judge, completions, golds):
     """judge(completion, gold) of every pair, in order, on all cores of this rank, at most eight."""
-    pairs = list(zip(completions, golds, strict=True))
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = min(8, len(pairs), cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        return list(pool.map(lambda pair: judge(*pair), pairs))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    with ThreadPoolExecutor(threads) as pool:
+        pairs = zip(completions, golds, strict=True)
+        return [*pool.map(lambda pair: judge(*pair), pairs)]
 
 
 def math_verify(answer, gold, tolerance=0.0):
@@ -181,8 +170,7 @@ def hendrycks(answer, gold):
     """
 
     def stripped(text):
-        layer = re.fullmatch(r"\{(.*)\}", text.strip(), re.DOTALL)  # \boxed{{5}}
-        text = layer[1] if layer else text
+        text = re.sub(r"(?s)^\{(.*)\}$", r"\1", text.strip())  # \boxed{{5}}
         for rule in HENDRYCKS:
             text = rewritten(text.strip(), [rule])
         return text
@@ -231,20 +219,10 @@ LATEX_AS_TEXT = [
     (r"\\sqrt *(?:\[[^\]]*\])? *(?:\{([^{}]*)\}|(\\?\w))", r"sqrt(\1\2)"),
     (r"\\(?:text|textbf|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1"),
 ]
-SYMBOLS = {
-    "pi": "pi",
-    "infty": "inf",
-    "cup": "U",
-    "cdot": "*",
-    "times": "*",
-    "le": "≤",
-    "leq": "≤",
-    "ge": "≥",
-    "geq": "≥",
-}
-SYMBOLS |= {
-    name: name for name in "sin cos tan cot sec csc log ln exp min max arcsin arccos arctan".split()
-}
+SYMBOLS = "pi=pi infty=inf cup=U cdot=* times=* le=≤ leq=≤ ge=≥ geq=≥"
+SYMBOLS = dict(pair.split("=") for pair in SYMBOLS.split())
+WORDS = "sin cos tan cot sec csc log ln exp min max arcsin arccos arctan".split()
+SYMBOLS |= zip(WORDS, WORDS, strict=True)
 GUARDS = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]")  # powers that can take sympy for ever
 COMMAS = re.compile(r"(?<=\d),(?=\d\d\d(?:\D|$))")
 OUTER = re.compile(r"([\[(])([^()\[\]]+)([\])])")
@@ -335,16 +313,16 @@ class Worker:
         # (order of sympy's sets) in every process
         environment = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        command = [sys.executable, os.path.abspath(__file__)]
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         self.process = subprocess.Popen(
-            command, **pipes, env=environment, start_new_session=True, text=True
-        )
+            [sys.executable, os.path.abspath(__file__)], **pipes, stderr=subprocess.DEVNULL,
+            env=environment, start_new_session=True, text=True
+        )  # fmt: skip
         if self.reply(START_TIMEOUT) != "ready":
             self.kill()
-            reason = "python evals/math_grader.py says why"
             raise SystemExit(
-                f"Math-Verify does not start: pip install -r requirements.txt; {reason}"
+                "Math-Verify does not start: pip install -r requirements.txt; "
+                "python evals/math_grader.py says why"
             )
 
     def ask(self, *question):
@@ -352,9 +330,8 @@ class Worker:
         or was killed at TIMEOUT; it is unusable then."""
         with suppress(OSError):
             print(json.dumps(question), file=self.process.stdin, flush=True)
-            verdict = {"right": True, "wrong": False}.get(self.reply(TIMEOUT))
-            if verdict is not None:
-                return verdict
+            if (said := self.reply(TIMEOUT)) in ("right", "wrong"):
+                return said == "right"
         self.kill()
 
     def reply(self, seconds):
@@ -375,10 +352,8 @@ class Worker:
 
 
 IDLE: list[Worker] = []  # processes that wait for a question
-NO_VERDICT: set[str] = set()  # answers that killed a process or took longer than TIMEOUT
-LACKING = (
-    threading.local()
-)  # found: whether this thread has met one of them since lacks_verdict began
+# answers that killed a process or took longer than TIMEOUT, once for every time they were asked
+NO_VERDICT: list[str] = []
 os.register_at_fork(after_in_child=IDLE.clear)  # two processes must not share one pipe
 
 
@@ -389,19 +364,20 @@ def close():
         IDLE.pop().kill()
 
 
-def lacks_verdict(score):
-    """Whether score(), which ran before and is now answered from the cache, met a question without
-    a verdict."""
-    LACKING.found = False
-    if NO_VERDICT:
-        score()
-    return LACKING.found
+def lacks_verdict(task, completion, example):
+    """Whether the score of a completion, which was just computed, lacks a verdict. Scores it again:
+    Math-Verify's verdicts come from the cache. No other thread may grade meanwhile."""
+    before = len(NO_VERDICT)
+    if before:
+        task.score(completion, example)
+    return len(NO_VERDICT) > before
 
 
 def _judged(answer, gold, tolerance=0.0, judge="math_verify"):
     """The verdict of a process; without one the answer is wrong."""
     verdict = _verdict(answer, gold, tolerance, judge)
-    LACKING.found = verdict is None or getattr(LACKING, "found", False)
+    if verdict is None:
+        NO_VERDICT.append(answer)
     return bool(verdict)
 
 
@@ -417,11 +393,10 @@ def _verdict(answer, gold, tolerance, judge):
         worker = Worker()
     verdict = worker.ask(answer, gold, tolerance, judge)
     if verdict is None:
-        NO_VERDICT.add(answer)
-        said = f"no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}"
-        print(f"math grader: {said}", file=sys.stderr)
-        return None
-    IDLE.append(worker)
+        said = f"math grader: no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}"
+        print(said, file=sys.stderr)
+    else:
+        IDLE.append(worker)
     return verdict
 
 

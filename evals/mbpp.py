@@ -19,7 +19,7 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main
-from evals.examples import as_text, parse_rows
+from evals.examples import as_text, parse_rows, user
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -29,8 +29,7 @@ TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest referenc
 VERSION = "OpenCompass mbpp_gen_830460"  # name of the prompt
 TASK = (
     "You are an expert Python programmer, and here is your task: {text} Your code should pass "
-    "these "
-    "tests:\n\n {tests}  \n"
+    "these tests:\n\n {tests}  \n"
 )
 COLUMNS = (
     "text (or prompt), code, test_list (test_setup_code, test_imports); "
@@ -64,14 +63,11 @@ import heapq as hq\r
 def heap_queue_largest(nums,n):\r
   largest_nums = hq.nlargest(n, nums)\r
   return largest_nums"""
-SHOTS = []  # messages
+SHOTS = []  # (question, answer)
 for shown in (TASK_2, TASK_3, TASK_4):
     text, *tests, code = shown.split("\n", 4)
     task = TASK.format(text=text, tests="\n".join(tests)[1:]).replace("  \n", " \n")
-    SHOTS += [
-        {"role": "user", "content": task},
-        {"role": "assistant", "content": f"[BEGIN]\n '{code}' \n[DONE] \n\n "},
-    ]
+    SHOTS.append((task, f"[BEGIN]\n '{code}' \n[DONE] \n\n "))
 
 
 def load(split, path=None, limit=None):
@@ -80,8 +76,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
     """
     path = path or HUB
-    config = "full" if path == HUB else None
-    rows = read_rows(path, split, (), config=config)
+    rows = read_rows(path, split, (), config="full" if path == HUB else None)
     ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
     rows = [row for row in rows if ours(str(row.get("task_id", "")))]
     return parse_rows(_problem, COLUMNS, path, rows[:limit])
@@ -90,7 +85,7 @@ def load(split, path=None, limit=None):
 def prompt(example):
     """Three solved tasks as chat turns, then the task; DARE's file also opens the last answer."""
     task = TASK.format(text=example["text"], tests="\n".join(example["tests"]))
-    return [*SHOTS, {"role": "user", "content": task}]
+    return user(task, SHOTS)
 
 
 def extract(completion, example):

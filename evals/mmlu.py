@@ -26,17 +26,14 @@ from evals.examples import as_text, one_split, parse_rows, user
 
 HUB = "cais/mmlu"
 PRESETS = ("cot",)  # names that `load` takes besides zips and hub ids
-VERSION = {
-    "direct": "OpenCompass mmlu_gen_a484b3",
-    "cot": "simple-evals",
-}  # name of the prompt, by style
+# name of the prompt, by style
+VERSION = {"direct": "OpenCompass mmlu_gen_a484b3", "cot": "simple-evals"}
 NEEDS = "question, subject, four choices (or A-D) and answer (index or letter)"
 HINT = "There is a single choice question about {}. Answer the question by replying A, B, C or D."
 COT = (
     "Answer the following multiple choice question. The last line of your response should be of "
-    "the following format: "
-    "'ANSWER: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before "
-    "answering."
+    "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of ABCD. Think "
+    "step by step before answering."
 )
 extract, score = choices.extract, choices.score
 
@@ -47,10 +44,8 @@ def load(split, path=None, limit=None):
 
     path: empty for the hub's rows, "cot", a hub id with HUB's columns, or a zip of csv files.
     """
-    path, split = (
-        path or HUB,
-        one_split("mmlu", split, {"test": "test", "validation": "validation"}),
-    )
+    path = path or HUB
+    split = one_split("mmlu", split, {"test": "test", "validation": "validation"})
     style, hub = ("cot", HUB) if path in PRESETS else ("direct", path)
     if path.endswith(".zip") or Path(path).exists():
         columns, split = ["question", *"ABCD", "answer"], split.replace("validation", "val")
@@ -69,11 +64,8 @@ def prompt(example):
         return user(f"{COT}\n\n{example['question']}\n\n{options}")
     hint = HINT.format(example["subject"].replace("_", " "))
     ask = lambda row, q, a: f"{hint}\n{q}: {row['question']}\n{lettered(row['options'])}\n{a}: "
-    messages = []
-    for shot in example["shots"]:
-        messages.append({"role": "user", "content": ask(shot, "Question", "Answer")})
-        messages.append({"role": "assistant", "content": f"{shot['gold']}\n"})
-    return [*messages, {"role": "user", "content": ask(example, "Q", "A")}]
+    shots = [(ask(shot, "Question", "Answer"), f"{shot['gold']}\n") for shot in example["shots"]]
+    return user(ask(example, "Q", "A"), shots)
 
 
 def answer(example, draw=0):

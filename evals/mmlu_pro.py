@@ -24,10 +24,8 @@ VERSION = "OpenCompass mmlu_pro_0shot_cot_gen_08c1de"  # name of the prompt
 NEEDS = "question, options (up to 16), answer (letter of one of them) and category"
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
-    "the "
-    "following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
-    "one of "
-    "ABCDEFGHIJKLMNOP). Think step by step before answering."
+    "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
+    "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
 )
 extract, score = choices.extract, choices.score
 
@@ -60,13 +58,8 @@ def _problem(row):
     options = {label: as_text(text) for label, text in labelled if text != "N/A"}
     if row["answer"] not in options or len(row["options"]) > 16:
         raise ValueError("not an option")
-    subject = as_text(row["category"])
-    return {
-        "question": row["question"],
-        "options": options,
-        "gold": row["answer"],
-        "subject": subject,
-    }
+    example = {"question": row["question"], "options": options, "gold": row["answer"]}
+    return example | {"subject": as_text(row["category"])}
 
 
 if __name__ == "__main__":

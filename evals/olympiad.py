@@ -23,14 +23,13 @@ from itertools import accumulate
 from evals import main
 from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
-from evals.math_grader import in_threads, last_box, math_verify, number
+from evals.math_grader import last_box, math_verify, number
 
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
 COLUMNS = (
     "question, final_answer (list of texts), answer_type, is_multiple_answer, unit, error, "
-    "subject; "
-    "English, no proofs"
+    "subject; English, no proofs"
 )
 TYPES = {
     "Numerical": "a numerical value",
@@ -56,24 +55,19 @@ def load(split, path=None, limit=None):
 
 def prompt(example):
     """One user message, no examples: the task, what the answer is, its form, the problem."""
-    many = r"\boxed{multiple answers connected with commas}"
-    box, unit, explicitly = many if example["multiple"] else r"\boxed{answer}", "", "explicitly"
+    content = "multiple answers connected with commas" if example["multiple"] else "answer"
+    unit = note = ""
     if example["unit"]:
         unit = "(unit)"
-        explicitly += r", note that the unit of the answer should not be included in \boxed{}"
-    content = (
+        note = r", note that the unit of the answer should not be included in \boxed{}"
+    return user(
         f"The following is an open-ended problem from an International {example['field']} "
-        f"competition. "
-        f"{_type_sentence(example)}Please calculate the answer according to the given "
-        f"requirements and "
-        "the information provided. Please use LaTeX format to represent the variables and "
-        "formulas used "
-        "in the solution process and results. Please end your solution with "
-        f'"So the final answer is {box}{unit}." and give the result {explicitly}.\n'
-        f"{example['question']}"
-        f"\n\n{INSTRUCTION}"
+        f"competition. {_type_sentence(example)}Please calculate the answer according to the given "
+        "requirements and the information provided. Please use LaTeX format to represent the "
+        "variables and formulas used in the solution process and results. Please end your solution "
+        f'with "So the final answer is \\boxed{{{content}}}{unit}." and give the result '
+        f"explicitly{note}.\n{example['question']}\n\n{INSTRUCTION}"
     )
-    return user(content)
 
 
 def extract(completion, example):
@@ -93,11 +87,6 @@ def score(completion, example):
     pairs = zip(golds, errors, strict=True)
     golds = [(text, error) for gold, error in pairs for text in both_signs(gold)]
     return float(len(answers) == len(golds) and matched(answers, golds))
-
-
-def score_batch(completions, examples):
-    """`score` of many, on several cores."""
-    return in_threads(score, completions, examples)
 
 
 def bare(text):
@@ -167,11 +156,11 @@ def same(answer, gold, error):
     if len(theirs) > 1:
         return matched(ours, [(part, error) for part in theirs])
     ours, theirs = members(answer), members(gold)
-    if len(theirs) > 1 or len(ours) > 1:
-        ends = answer[:1] + answer[-1:] == gold[:1] + gold[-1:]
-        pairs = zip(ours, theirs, strict=len(ours) == len(theirs))
-        return ends and len(ours) == len(theirs) and all(same(*pair, error) for pair in pairs)
-    return math_verify(answer, gold, error)
+    if len(theirs) < 2 and len(ours) < 2:
+        return math_verify(answer, gold, error)
+    if len(ours) != len(theirs) or (answer[0], answer[-1]) != (gold[0], gold[-1]):
+        return False
+    return all(same(*pair, error) for pair in zip(ours, theirs, strict=True))
 
 
 def members(text):
@@ -187,9 +176,9 @@ def _type_sentence(example):
     """What the prompt says about the answer's type, ending in a space; "" if it says nothing."""
     if any(name in example["type"] for name in FREE):
         return ""
-    kinds = [_kind(name) for name in example["type"].split(",")]
     if not example["multiple"]:
         return f"The answer of The problem should be {_kind(example['type'])}. "
+    kinds = [_kind(name) for name in example["type"].split(",")]
     if len(set(kinds)) == 1:
         return f"The problem has multiple answers, each of them should be {kinds[0]}. "
     return f"The problem has multiple answers, with the answers in order being {', '.join(kinds)}. "
@@ -201,9 +190,7 @@ def _kind(name):
 
 
 def _problem(row):
-    final, kind, multiple = (
-        row[key] for key in ("final_answer", "answer_type", "is_multiple_answer")
-    )
+    final, kind, multiple = row["final_answer"], row["answer_type"], row["is_multiple_answer"]
     error = [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")]
     known = any(name in kind for name in FREE) or all(map(_kind, kind.split(",")))
     good = known and type(multiple) is bool and isinstance(final, list) and final and all(final)

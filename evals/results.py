@@ -10,7 +10,7 @@ import fcntl
 import json
 import math
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import tyro
@@ -30,11 +30,11 @@ def command_line(kind, program, description):
         saved = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         saved = {}
-    if saved.pop("program", "") != program or saved.keys() != {
-        field.name for field in fields(kind)
-    }:
-        need = f"config.json with the flags of evals/{program}.py is not there"
-        raise SystemExit(f"--resume {args.resume} is no directory of evals/{program}.py: {need}")
+    if saved.pop("program", "") != program or saved.keys() != asdict(args).keys():
+        raise SystemExit(
+            f"--resume {args.resume} is no directory of evals/{program}.py: "
+            "config.json with the flags of this program is not there"
+        )
     listed = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
     return tyro.cli(kind, default=kind(**saved | listed), description=description)
 
@@ -44,30 +44,29 @@ def take_directory(flags, program, default, held):
     closes or the process ends. config.json is written once: --resume always starts from the flags
     of the first run.
 
-    SystemExit if another process works there, if it cannot be created, or if files of another run
-    would be overwritten.
+    SystemExit if another process works there, or if the directory or its config.json cannot be
+    created.
     """
     out = Path(flags.resume or flags.out or default)
-    if not flags.resume:
-        try:
-            if flags.out:
-                out.mkdir(parents=True, exist_ok=True)
-            else:
-                out = new_directory(default)
-        except OSError as error:
-            problem = f"the directory cannot be created ({error.strerror})"
-            raise SystemExit(f"--out {out}: {problem}") from error
-        refuse_overwriting(out)
-    mode = "r+" if flags.resume else "x"
-    config = held.enter_context(open(out / "config.json", mode, encoding="utf-8"))
+    try:
+        if not (flags.resume or flags.out):
+            out = new_directory(default)
+        out.mkdir(parents=True, exist_ok=True)
+        mode = "r+" if flags.resume else "x"
+        config = held.enter_context(open(out / "config.json", mode, encoding="utf-8"))
+    except OSError as error:
+        raise SystemExit(
+            f"--out {out}: the directory cannot be created ({error.strerror})"
+        ) from error
     try:
         fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        problem = "another evaluation works there; wait for its end, or take a new --out"
-        raise SystemExit(f"{out}: {problem}") from error
+        raise SystemExit(
+            f"{out}: another evaluation works there; wait for its end, or take a new --out"
+        ) from error
     except OSError as error:
-        problem = f"no lock ({error.strerror}): start no second evaluation there"
-        print(f"{out}: {problem}", file=sys.stderr)
+        said = f"{out}: no lock ({error.strerror}): start no second evaluation there"
+        print(said, file=sys.stderr)
     if not flags.resume:
         json.dump(asdict(flags) | {"program": program}, config, indent=1)
         config.flush()
@@ -77,15 +76,14 @@ def take_directory(flags, program, default, held):
 def refuse_overwriting(out, tasks=()):
     """SystemExit if flags, samples or results lie in the directory `out` or in its folders of
     `tasks`. "" is no directory."""
-    if not out:
-        return
-    folders = [Path(out), *(Path(out) / task for task in tasks)]
-    found = [file for folder in folders for file in sorted(folder.glob("samples*.jsonl"))]
-    found += [file for name in ("config", "result*") for file in Path(out).glob(f"{name}.json")]
-    if found:
+    folders = [Path(out, task) for task in ("", *tasks)] if out else []
+    names = ("samples*.jsonl", "config.json", "result*.json")
+    if found := [file for folder in folders for name in names for file in folder.glob(name)]:
         files = " and ".join(str(file.relative_to(out)) for file in found)
-        rest = "name another directory, continue with --resume, or remove them"
-        raise SystemExit(f"--out {out}: {files} would be overwritten; {rest}")
+        raise SystemExit(
+            f"--out {out}: {files} would be overwritten; "
+            "name another directory, continue with --resume, or remove them"
+        )
 
 
 def begin(name, folder, settings, resume):
@@ -96,15 +94,17 @@ def begin(name, folder, settings, resume):
     old = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else new
     # the batch size changes completions only by rounding
     keys = sorted((old.keys() | new.keys()) - {"batch_size"})
-    if differ := [key for key in keys if old.get(key) != new.get(key)]:
-        changed = ", ".join(f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in differ)
-        advice = "take the old value, or a new --out"
-        raise SystemExit(f"--resume {resume}: {name} was begun with {changed}; {advice}")
-    write_atomically(path, as_json(settings))
+    changes = [(key, old.get(key), new.get(key)) for key in keys]
+    if differ := [f"{key} {was!r}, now {now!r}" for key, was, now in changes if was != now]:
+        raise SystemExit(
+            f"--resume {resume}: {name} was begun with {', '.join(differ)}; "
+            "take the old value, or a new --out"
+        )
+    write_json(path, settings)
 
 
-def as_json(value):
-    return json.dumps(value, indent=1) + "\n"
+def write_json(path, value):
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def finished(out):
@@ -115,19 +115,15 @@ def finished(out):
 
 def write_all(out, model, results, lost):
     """results.json and table.md of the tasks so far."""
-    everything = {"model": model, "tasks": results, "not evaluated": lost}
-    write_atomically(out / "results.json", as_json(everything))
+    write_json(out / "results.json", {"model": model, "tasks": results, "not evaluated": lost})
     write_atomically(out / "table.md", table(results, lost))
 
 
 def table(results, lost):
     """Results as a Markdown table with aligned columns, then the tasks that were not evaluated.
     Scores in percent; tok/s of one rank."""
-    head = (
-        "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, "
-        "steps|temperature"
-    )
-    lines = [head.split("|")]
+    scores = "task|n|score|by subject|answered|cut off|tok/forward|tok/s"
+    lines = [f"{scores}|shots|tokens, block, steps|temperature".split("|")]
     percent = lambda value: "" if value is None else f"{100 * value:.2f}"
     for name, result in results.items():
         how, forward = result["settings"], result["tokens_per_forward"]
@@ -172,9 +168,9 @@ def summary(name, rows, examples, repeats, reward):
     result["stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(rows))
     if repeats > 1:
         result["stderr"] = math.sqrt(sum((p - accuracy) ** 2 for p in problems)) / len(problems)
-        by_repeat = means(lambda row: row["repeat"])
-        accuracies = [by_repeat[repeat] for repeat in sorted(by_repeat)]
-        result |= {"repeats": repeats, "accuracies": accuracies}
+        result["repeats"] = repeats
+        by_repeat = sorted(means(lambda row: row["repeat"]).items())
+        result["accuracies"] = [score for _, score in by_repeat]
     generated = "tokens" in rows[0]
     result["answered"] = mean([row["answer"] is not None for row in rows])
     result["truncated"] = mean([row["truncated"] for row in rows]) if generated else None

@@ -9,7 +9,7 @@ import math
 import re
 
 from data.planning import sudoku_solutions
-from evals import countdown, gsm8k, math500, mbpp, score_all, sudoku, tagged_answer
+from evals import TRAIN_TASKS, countdown, gsm8k, math500, mbpp, score_all, sudoku, tagged_answer
 from evals.math_grader import grade, in_threads
 from evals.programs import parsed, pass_or_fail
 
@@ -48,10 +48,8 @@ def sudoku_cells(completion, example):
     if grid is None:
         return {"cells": 0.0}
     blanks = [i for i, given in enumerate(example["puzzle"]) if given == "0"]
-    agreeing = [
-        sum(grid[i] == solution[i] for i in blanks)
-        for solution in sudoku_solutions(example["puzzle"])
-    ]
+    solutions = sudoku_solutions(example["puzzle"])
+    agreeing = [sum(grid[i] == solution[i] for i in blanks) for solution in solutions]
     # a full board has no blank cell; it earns 1.0 when it is legal
     return {"cells": max(agreeing, default=0.0) / len(blanks) if blanks else float(bool(agreeing))}
 
@@ -78,6 +76,14 @@ def math500_last_number(completion, example):
     return graded(completion, example, "last_number")
 
 
+def needs_tags(reward, example):
+    """SystemExit if the prompt does not ask for d1's tags."""
+    if example.get("style") != "tags":
+        raise SystemExit(
+            f"--reward {reward} pays for a layout that only the prompt of --data d1 asks for"
+        )
+
+
 def math500_d1(completion, example):
     r"""d1's two parts, for the prompt of `--data d1`: 2.0 for the gold answer as a normalised
     string in the last box, and for the layout 1.0 with a box in answer tags, 0.75 with the tags
@@ -86,10 +92,7 @@ def math500_d1(completion, example):
     The code of d1 looks for "oxed" with its  read as a backspace, so that it pays 0.75 or 0.25;
     takes an answer tag that is never closed; and reads a text without a box as the answer.
     """
-    if example.get("style") != "tags":
-        raise SystemExit(
-            "--reward math500_d1 pays for a layout that only the prompt of --data d1 asks for"
-        )
+    needs_tags("math500_d1", example)
     answer = tagged_answer(completion)
     is_boxed = math500.extract(completion if answer is None else answer, example) is not None
     layout = 0.25 + 0.25 * is_boxed + 0.5 * (answer is not None)
@@ -104,7 +107,7 @@ def math500_deepscaler(completion, example):
 
 def gsm8k_deepscaler(completion, example):
     """The same for GSM8K, also used by DARE. Without a box the answer is wrong."""
-    return graded(completion, example, "deepscaler")
+    return math500_deepscaler(completion, example)
 
 
 def gsm8k_d1(completion, example):
@@ -119,10 +122,7 @@ def gsm8k_d1(completion, example):
     for every character of a text without </answer>, reads a text without tags as the answer, and
     does not accept -3 and 1,000 as integers.
     """
-    if example["style"] != "tags":
-        raise SystemExit(
-            "--reward gsm8k_d1 pays for a layout that only the prompt of --data d1 asks for"
-        )
+    needs_tags("gsm8k_d1", example)
     before, *rest = re.split("(</?(?:reasoning|answer)>)", completion)
     in_order = rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
     soft = in_order and not (before + rest[3]).strip()
@@ -172,7 +172,7 @@ def mbpp_diffucoder(completion, example):
     return form | {"passed": 2.0 * sum(pass_or_fail(jobs)) / len(jobs) if jobs else 0.0}
 
 
-REWARDS = [
+REWARDS = (
     countdown_partial,
     countdown_d1,
     sudoku_cells,
@@ -185,15 +185,15 @@ REWARDS = [
     math500_last_number,
     mbpp_diffucoder,
     code_format,
-]
+)
 REWARDS = {reward.__name__: reward for reward in REWARDS}
 
 
 def task_of(name):
-    """The task whose examples the reward `name` reads, which its name starts with; None if it suits
+    """The task whose examples the reward `name` reads, which its name starts with; "" if it suits
     every task."""
-    tasks = ("countdown", "sudoku", "gsm8k", "math500", "mbpp")
-    return next((task for task in tasks if name.startswith(f"{task}_")), None)
+    task = name.partition("_")[0]
+    return task if task in TRAIN_TASKS else ""
 
 
 def load_reward(name, task):
@@ -206,19 +206,15 @@ def load_reward(name, task):
     reads the examples of another task, and lists the rewards.
     """
     own = task.__name__.removeprefix("evals.")
-    if name and (name not in REWARDS or task_of(name) not in (own, None)):
+    if name and (name not in REWARDS or task_of(name) not in (own, "")):
         problem = f"does not fit {own}" if name in REWARDS else "no such reward"
         known = "; ".join(f"{reward} for {task_of(reward) or 'every task'}" for reward in REWARDS)
         raise SystemExit(f"--reward {name}: {problem}; known: {known}")
 
     def rewards(completions, examples):
-        pairs = list(zip(completions, examples, strict=True))
-        keys = [(completion, id(example)) for completion, example in pairs]
-        once = dict(zip(keys, pairs, strict=True))
-        texts, asked = (
-            [text for text, _ in once.values()],
-            [example for _, example in once.values()],
-        )
+        keys = [(text, id(example)) for text, example in zip(completions, examples, strict=True)]
+        once = dict(zip(keys, examples, strict=True))
+        texts, asked = [text for text, _ in once], once.values()
         if name:
             parts = in_threads(REWARDS[name], texts, asked)
         else:
@@ -228,8 +224,8 @@ def load_reward(name, task):
             for part, value in found[key].items():
                 if not math.isfinite(value):
                     raise SystemExit(
-                        f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, not "
-                        f"finite; "
+                        f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, "
+                        "not finite; "
                         f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
                     )
         return [dict(found[key]) for key in keys]

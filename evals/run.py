@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
@@ -32,13 +32,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import TRIAL, decoding, load_task, results, samples
 from evals.rewards import load_reward
 from models import load_tokenizer
-from models.atomic import from_first_rank, is_first_rank, write_atomically
+from models.atomic import from_first_rank, is_first_rank
 from rollout import make_engine
 
 
@@ -131,6 +130,8 @@ class Args(Common):
 class ManyArgs(Common):
     """Flags of evals/run.py. Sampling flags apply to every task."""
 
+    completions, split, reward = "", "test", "none"  # flags of evals/<task>.py alone
+
     tasks: str = ""
     """names of files in evals/, separated by commas"""
     data: tuple[str, ...] = ()
@@ -153,7 +154,7 @@ def main(name):
             f"--resume {args.resume} only scored {args.completions}: score again, with a new --out"
         )
     made, _ = evaluate(args, name, {name: args.data})
-    if name in made:  # on rank 0
+    if made:  # on rank 0
         print(json.dumps(made[name]), flush=True)
 
 
@@ -161,16 +162,17 @@ def many():
     """Command line of evals/run.py. A task with missing data is skipped; the exit status is then
     non-zero."""
     args = results.command_line(ManyArgs, "run", "Evaluate a model on many benchmarks.")
-    names = list(dict.fromkeys(filter(None, args.tasks.replace(",", " ").split())))
+    names = args.tasks.replace(",", " ").split()
     if not (args.model and names):
         raise SystemExit("give --model and --tasks, such as --tasks gsm8k,math500")
-    data = dict(item.partition("=")[::2] for item in args.data)
-    if any("=" not in item for item in args.data) or data.keys() - set(names):
+    given = dict(item.partition("=")[::2] for item in args.data)
+    if any("=" not in item for item in args.data) or given.keys() - set(names):
         shown, known = " ".join(args.data), ", ".join(names)
         raise SystemExit(f"--data {shown}: give TASK=SOURCE, where TASK is one of {known}")
-    made, lost = evaluate(args, "run", {name: data.get(name, "") for name in names})
+    data = {name: given.get(name, "") for name in names}
+    _, lost = evaluate(args, "run", data)
     if lost:
-        said = f"{len(lost)} of {len(names)} tasks not evaluated: {', '.join(lost)}"
+        said = f"{len(lost)} of {len(data)} tasks not evaluated: {', '.join(lost)}"
         raise SystemExit(said if is_first_rank() else 1)
 
 
@@ -181,22 +183,22 @@ def evaluate(args, program, data):
     program: "run", or the only task, whose files lie in the output directory itself and whose
     errors are raised.
     """
-    alone, completions = program != "run", getattr(args, "completions", "")
+    alone = program != "run"
     for name in ("batch_size", "limit", "repeats"):
         if (count := getattr(args, name)) is not None and count < 1:
             raise SystemExit(f"--{name.replace('_', '-')} {count} must be at least 1")
     tasks = {name: load_task(name) for name in data}
-    reward, split = getattr(args, "reward", "none"), getattr(args, "split", "test")
-    judge = load_reward(reward, tasks[program]) if reward != "none" else None
+    judge = load_reward(args.reward, tasks[program]) if args.reward != "none" else None
     if not args.resume:
         results.refuse_overwriting(args.out, () if alone else data)
-    device, ranks = ("cpu", 1) if completions else place()
-    lost, examples, settings, made = {}, {}, {}, {}
+    device, ranks = ("cpu", 1) if args.completions else place()
+    examples, settings, made, lost = {}, {}, {}, {}
 
-    def attempt(name, step, *arguments):
-        """step(*arguments); a task whose step ends in SystemExit is skipped, unless it is alone"""
+    @contextmanager
+    def skipped_on_exit(name):
+        """A task that ends in SystemExit is skipped, unless it is the only one."""
         try:
-            return step(*arguments)
+            yield
         except SystemExit as error:
             if alone:
                 raise
@@ -205,63 +207,49 @@ def evaluate(args, program, data):
                 print(f"{name} is not evaluated: {lost[name]}", file=sys.stderr)
 
     for name, task in tasks.items():
-        # rank 0 reads the rows for all ranks
-        load = partial(load_examples, task, split, data[name], args.limit)
-        if rows := attempt(name, from_first_rank, load):
-            examples[name] = rows
-    nothing = SystemExit(f"none of {', '.join(data)} can be evaluated")
-    if not examples:
-        raise nothing
+        load = partial(load_examples, task, args.split, data[name], args.limit)
+        with skipped_on_exit(name):
+            examples[name] = from_first_rank(load)
     if judge:
         judge([TRIAL], examples[program][:1])  # SystemExit if the examples do not suit the reward
 
     with ExitStack() as held:  # on rank 0 the lock of the directory
-        source = Path(args.model).name if args.model else Path(completions).stem
+        source = Path(args.model).name or Path(args.completions).stem
         parts = ["runs/eval", *([program] if alone else []), source, time.strftime("%Y%m%d-%H%M%S")]
         take = partial(results.take_directory, args, program, "-".join(parts), held)
         out = from_first_rank(take) if args.resume else None
-        if args.model:
-            backend, size, tokenizer = (
-                args.rollout_backend,
-                args.batch_size,
-                load_tokenizer(args.model),
-            )
+        if args.model and examples:
+            tokenizer, backend = load_tokenizer(args.model), args.rollout_backend
+            size = args.batch_size
             engine = make_engine(args.model, backend=backend, device=device, max_batch_size=size)
         for name, rows in examples.items():
-            how = {
-                "data": data[name],
-                "split": split,
-                "limit": args.limit,
-                "torch": version("torch"),
-            }
-            if completions:
-                hashed, repeats = hash_of_evals(), args.repeats or 1
-                how |= {"evals_hash": hashed, "repeats": repeats, "completions": completions}
-            elif found := attempt(
-                name, task_settings, args, engine, name, tasks[name], rows, alone
-            ):
-                how |= found | ({"reward": reward} if judge else {})
-            if name not in lost:
-                settings[name] = how
+            how = {"data": data[name], "split": args.split, "limit": args.limit}
+            how["torch"] = version("torch")
+            if args.completions:
+                how |= {"evals_hash": hash_of_evals(), "repeats": args.repeats or 1}
+                settings[name] = how | {"completions": args.completions}
+                continue
+            with skipped_on_exit(name):
+                how |= task_settings(args, engine, name, tasks[name], rows, alone)
+                settings[name] = how | ({"reward": args.reward} if judge else {})
         if not settings:
-            raise nothing
-        out = out or from_first_rank(
-            take
-        )  # not earlier: a wrong --model leaves no directory behind
+            raise SystemExit(f"none of {', '.join(data)} can be evaluated")
+        # only now: a wrong --model leaves no directory behind
+        out = out or from_first_rank(take)
         if not alone:
             done = results.finished(out).items()
             made = {name: result for name, result in done if name not in data}
         for name, how in settings.items():
             folder, given = out if alone else out / name, (tasks[name], examples[name], judge, how)
-            if completions:
+            if args.completions:
                 rows, more = score_file(folder, name, *given)
             else:
                 from_first_rank(partial(results.begin, name, folder, how, args.resume))
                 rows, more = answer(folder, name, *given, engine, tokenizer), {}
             if is_first_rank():
-                result = results.summary(name, rows, examples[name], how["repeats"], reward) | more
-                made[name] = result | {"settings": how | ({} if alone else {"ranks": ranks})}
-                write_atomically(folder / "result.json", results.as_json(made[name]))
+                result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
+                made[name] = result | more | {"settings": how | ({} if alone else {"ranks": ranks})}
+                results.write_json(folder / "result.json", made[name])
                 if not alone:
                     results.write_all(out, args.model, made, lost)
         if is_first_rank() and not alone:
@@ -285,8 +273,8 @@ def score_file(folder, name, task, examples, reward, settings):
     unanswered = "problems without a completion, not in the mean: index"
     results.print_faults(path, missing, unanswered)
     parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
-    with tqdm(total=len(rows), desc=name, disable=None) as bar:
-        samples.write_scored(folder / "samples.jsonl", parts, task, examples, reward, bar)
+    bar = {"total": len(rows), "desc": name}
+    samples.write_scored(folder / "samples.jsonl", parts, task, examples, reward, bar)
     return rows, {"unused": len(faults), "missing": len(missing)}
 
 
@@ -297,31 +285,27 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer):
     """
     repeats, prompts = settings["repeats"], [task.prompt(example) for example in examples]
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    kept = from_first_rank(partial(samples.gather, folder))
-    done = {(row.get("repeat", 0), row["index"]) for row in kept}
+    done = from_first_rank(lambda: {*map(samples.key, samples.gather(folder))})
     # continuous batching: a call gets more prompts than fit into a batch
     together = settings["batch_size"] * (4 if engine.refills else 1)
     calls = samples.shares(done, len(examples), repeats, together, ranks)[rank::ranks]
     if calls:  # a sandbox that does not work stops the run before anything is generated
         samples.scored(task, [{"index": 0, "completion": TRIAL}], examples)
     batches = samples.generated(engine, tokenizer, prompts, calls, repeats, **generation(settings))
-    if rank == 0 and kept:
-        print(f"{name}: {len(kept)} finished samples are kept", file=sys.stderr)
+    if rank == 0 and done:
+        print(f"{name}: {len(done)} finished samples are kept", file=sys.stderr)
     title = name if ranks == 1 else f"{name} (rank 0 of {ranks})"
-    total = sum(end - first for _, first, end in calls)
+    bar = {"total": sum(end - first for _, first, end in calls), "desc": title}
     path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
-    with tqdm(total=total, desc=title, disable=True if rank else None) as bar:
-        samples.write_scored(path, batches, task, examples, reward, bar)
+    samples.write_scored(path, batches, task, examples, reward, bar)
     if dist.is_initialized():
         dist.barrier()
     if rank:
         return None
     rows, asked = samples.gather(folder), len(examples) * repeats
     if len(rows) != asked:
-        raise SystemExit(
-            f"{folder} has {len(rows)} of {asked} samples of {name}: "
-            "do all ranks see the same directory?"
-        )
+        lacking = f"{folder} has {len(rows)} of {asked} samples of {name}"
+        raise SystemExit(f"{lacking}: do all ranks see the same directory?")
     return rows
 
 
@@ -342,40 +326,34 @@ def task_settings(args, engine, name, task, examples, alone):
 
     SystemExit for settings that the engine cannot use, and for repeats that would all be the same.
     """
-    model, style, prompts = (
-        engine.model,
-        examples[0].get("style", ""),
-        [*map(task.prompt, examples)],
-    )
+    model, style = engine.model, examples[0].get("style", "")
+    prompts = [task.prompt(example) for example in examples]
     known = decoding.settings(args.model, model.checkpoint_config["model_type"], name, style)
     flags = {key: getattr(args, key) for key in SAMPLING}
     sampling = {key: known.get(key) if flag is None else flag for key, flag in flags.items()}
     repeats = (args.repeats if alone or name in REPEATED else None) or known["repeats"]
     random = sampling["temperature"] or sampling["alg_temp"] or sampling["remasking"] == "random"
     if repeats > 1 and not random:
-        raise SystemExit(
-            f"--repeats {repeats}: all repeats are the same without randomness; "
-            "set --temperature above 0"
-        )
+        same = f"--repeats {repeats}: all repeats are the same without randomness"
+        raise SystemExit(f"{same}; set --temperature above 0")
     own_blocks = sampling["schedule"] == "ascending" and not sampling["block_length"]
     prompt = getattr(task, "VERSION", name)  # one name, or one for each style of examples
     shots = sum(message["role"] == "assistant" for message in prompts[0])
     folders = [Path(folder) for folder in (model.sources[0], *model.sources[1]) if folder]
-    paths = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
-    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     on_gpu = torch.device(engine.device).type == "cuda"
+    lmdeploy = getattr(engine, "version", "")
     settings = {
         "model": args.model,
-        "weights": digest([json.dumps(weights)]) if weights else "",  # "": random weights
+        "weights": digest(weights) if weights else "",  # "": random weights
         "rollout_backend": args.rollout_backend,
-        "engine": f"lmdeploy {engine.version}"
-        if hasattr(engine, "version")
-        else type(engine).__name__,
+        "engine": f"lmdeploy {lmdeploy}" if lmdeploy else type(engine).__name__,
         "device": torch.cuda.get_device_name(engine.device) if on_gpu else "cpu",
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "prompt": prompt if isinstance(prompt, str) else prompt[style],
-        "prompts_hash": digest(json.dumps(row, sort_keys=True) + "\n" for row in prompts),
-        "examples_hash": digest(json.dumps(row, sort_keys=True) + "\n" for row in examples),
+        "prompt": prompt[style] if isinstance(prompt, dict) else prompt,
+        "prompts_hash": digest(prompts),
+        "examples_hash": digest(examples),
         "evals_hash": hash_of_evals(),
         "shots": task.shots(examples[0]) if hasattr(task, "shots") else shots,
         "repeats": repeats,
@@ -384,14 +362,16 @@ def task_settings(args, engine, name, task, examples, alone):
         "eos_token_ids": list(model.eos_token_ids),
         "batch_size": args.batch_size,
     }
-    plan = engine.plan(**generation(settings))  # SystemExit for what the engine cannot do
+    asked = generation(settings)
+    del asked["stop_at_eos"]  # plan counts all blocks
+    plan = engine.plan(**asked)  # SystemExit for what the engine cannot do
     if is_first_rank():
         print(f"{name}: {plan}", file=sys.stderr)
     return settings
 
 
 def generation(settings):
-    """The settings that engine.generate and engine.plan take."""
+    """The settings that engine.generate takes."""
     return {key: settings[key] for key in SAMPLING}
 
 
@@ -400,11 +380,11 @@ def hash_of_evals():
     return digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
-def digest(texts):
-    """Hash of texts one after the other: tests of contests are megabytes each."""
+def digest(values):
+    """Hash of JSON values, one at a time: the tests of a contest problem are megabytes."""
     key = blake2b(digest_size=6)
-    for text in texts:
-        key.update(text.encode())
+    for value in values:
+        key.update(f"{json.dumps(value, sort_keys=True)}\n".encode())
     return key.hexdigest()
 
 

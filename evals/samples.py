@@ -18,9 +18,12 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
+from tqdm import tqdm
+
+from data.rows import json_object
 from evals import math_grader, results, score_all
 from models import prompt_ids
-from models.atomic import write_atomically
+from models.atomic import is_first_rank, write_atomically
 
 WAITING = 4  # batches that may wait for their scores while the engine continues
 
@@ -38,59 +41,46 @@ def given(path, num_examples, repeats=1):
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file")
     rows, faults, lines = [], [], {}
+    name = lambda index, repeat: f"{index} of repeat {repeat}" if repeats > 1 else str(index)
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             for line, raw in enumerate(file, 1):
                 try:
                     if raw.strip():
-                        row = _row(raw, num_examples, repeats)
-                        key = row["index"], row.get("repeat", 0)
-                        if key in lines:
-                            again = f"index {named(*key, repeats)} is already in line {lines[key]}"
-                            raise ValueError(again)
-                        lines[key] = line
+                        row = _row(json_object(raw), num_examples, repeats)
+                        place = row["index"], row.get("repeat", 0)
+                        if first := lines.get(place):
+                            raise ValueError(f"index {name(*place)} is already in line {first}")
+                        lines[place] = line
                         rows.append(row)
                 except ValueError as error:
                     faults.append(f"line {line}: {error}")
     except (OSError, EOFError, zlib.error) as error:  # a .gz that is damaged or cut off
         faults.append(f"the rest cannot be read ({error})")
     if not rows:
-        shown = "; ".join(["no completions", *faults[: results.SHOWN]])
-        raise SystemExit(f"{path} {faults[0]}" if len(faults) == 1 else f"{path}: {shown}")
+        raise SystemExit("; ".join([f"{path}: no completions", *faults[: results.SHOWN]]))
     asked = product(range(num_examples), range(repeats))
-    return rows, faults, [named(*key, repeats) for key in asked if key not in lines]
+    return rows, faults, [name(*place) for place in asked if place not in lines]
 
 
-def named(index, repeat, repeats):
-    return f"{index} of repeat {repeat}" if repeats > 1 else str(index)
-
-
-def _row(raw, num_examples, repeats):
-    """The row of a line. ValueError says what is wrong with it."""
-    try:
-        row = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError("not UTF-8") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not only JSONDecodeError: a number of 5,000 digits
-        problem = getattr(error, "msg", type(error).__name__)
-        raise ValueError(f"not JSON ({problem})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
+def _row(row, num_examples, repeats):
+    """The keys of a row that are used. ValueError says what is wrong with it."""
     index, completion, repeat = row.get("index"), row.get("completion"), row.get("repeat", 0)
     if type(index) is not int or not isinstance(completion, str):
         raise ValueError('needs {"index": integer, "completion": text}')
     if not 0 <= index < num_examples:
-        problem = f"index {index} is outside 0..{num_examples - 1}"
-        raise ValueError(f"{problem}; check --data and --split")
+        raise ValueError(
+            f"index {index} is outside 0..{num_examples - 1}; check --data and --split"
+        )
     if type(repeat) is not int or not 0 <= repeat < repeats:
-        problem = f"repeat {ascii(repeat)[:20]} is not one of 0..{repeats - 1}"
-        raise ValueError(f"{problem}; check --repeats")
-    return (
-        {"index": index} | ({"repeat": repeat} if repeats > 1 else {}) | {"completion": completion}
-    )
+        raise ValueError(
+            f"repeat {ascii(repeat)[:20]} is not one of 0..{repeats - 1}; check --repeats"
+        )
+    return _place(index, repeat, repeats) | {"completion": completion}
+
+
+def _place(index, repeat, repeats):
+    return {"index": index} | ({"repeat": repeat} if repeats > 1 else {})
 
 
 def shares(done, num_examples, repeats, most, ranks):
@@ -112,28 +102,19 @@ def generated(engine, tokenizer, prompts, calls, repeats, seed, **sampling):
     sample i of that seed, so that neither calls nor ranks change a completion. `sampling` goes to
     engine.generate."""
     for repeat, first, end in calls:
-        began, asked = perf_counter(), prompts[first:end]
-        ids = [prompt_ids(tokenizer, messages) for messages in asked]
+        began = perf_counter()
+        ids = [prompt_ids(tokenizer, messages) for messages in prompts[first:end]]
         seeds = {"num_samples": 1, "sample_offset": first, "seed": seed + repeat}
-        trace = engine.generate(ids, **sampling, **seeds)
-        completions = zip(trace.completion_ids, trace.completion_mask, strict=True)
-        kept = [row[mask].tolist() for row, mask in completions]
-        truncated = trace.truncated.tolist()
-        forwards = [None] * len(ids) if trace.num_forwards is None else trace.num_forwards.tolist()
+        trace, rows = engine.generate(ids, **sampling, **seeds), []
         seconds = (perf_counter() - began) / len(ids)
-        yield [
-            {"index": first + i}
-            | ({"repeat": repeat} if repeats > 1 else {})
-            | {
-                "prompt": asked[i],
-                "completion": tokenizer.decode(kept[i], skip_special_tokens=True),
-                "truncated": truncated[i],
-                "tokens": len(kept[i]),
-                "forwards": forwards[i],
-                "seconds": seconds,
-            }
-            for i in range(len(ids))
-        ]
+        for i in range(len(ids)):
+            kept = trace.completion_ids[i][trace.completion_mask[i]].tolist()
+            text = tokenizer.decode(kept, skip_special_tokens=True)
+            row = _place(first + i, repeat, repeats) | {"prompt": prompts[first + i]}
+            row |= {"completion": text, "truncated": trace.truncated[i].item()}
+            forwards = None if trace.num_forwards is None else trace.num_forwards[i].item()
+            rows.append(row | {"tokens": len(kept), "forwards": forwards, "seconds": seconds})
+        yield rows
 
 
 def scored(task, rows, examples, reward=None):
@@ -156,26 +137,30 @@ def scored(task, rows, examples, reward=None):
             if reward:
                 row["reward"] = reward([text], [example])[0]
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error)[:200]}"
-            row |= {"score": 0.0, "answer": None, "failed": problem}
-        again = lambda text=text, example=example: task.score(text, example)
-        if row["answer"] and not row["score"] and math_grader.lacks_verdict(again):
+            row |= {"score": 0.0, "answer": None}
+            row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        if row["answer"] and not row["score"] and math_grader.lacks_verdict(task, text, example):
             row["failed"] = "the math grader gave no verdict"
     return rows
 
 
 def write_scored(path, batches, task, examples, reward, bar):
     """Append the rows of batches to a .jsonl. A thread scores a batch while the engine generates
-    the next one. SystemExit if the sandbox does not work."""
-    waiting = deque()
-    with open(path, "a", encoding="utf-8") as file, ThreadPoolExecutor(1) as scorer:
+    the next one. bar: total and title of the progress bar. SystemExit if the sandbox does not
+    work."""
+    waiting, hidden = deque(), None if is_first_rank() else True  # None: only on a terminal
+    with (
+        open(path, "a", encoding="utf-8") as file,
+        ThreadPoolExecutor(1) as scorer,
+        tqdm(**bar, disable=hidden) as shown,
+    ):
 
         def write(most):
             while waiting and (len(waiting) > most or waiting[0].done()):
                 rows = waiting.popleft().result()
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 file.flush()
-                bar.update(len(rows))
+                shown.update(len(rows))
 
         try:
             for rows in batches:
@@ -185,23 +170,29 @@ def write_scored(path, batches, task, examples, reward, bar):
             write(0)
 
 
+def key(row):
+    """The (repeat, index) of a row."""
+    return row.get("repeat", 0), row["index"]
+
+
 def gather(folder):
     """All rows of samples.jsonl and of the other ranks' files, by repeat and index, merged into one
     samples.jsonl. Called on one rank. A last line without a line end is dropped: its rank was
     killed while writing it."""
-    rows, files = {}, sorted(folder.glob("samples*.jsonl"))
+    rows, main = {}, folder / "samples.jsonl"
+    files = sorted(folder.glob("samples*.jsonl"))
     for path in files:
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
-                row = json.loads(line)
-                rows[row.get("repeat", 0), row["index"]] = row
-            except (ValueError, AttributeError, KeyError) as error:
-                advice = "remove that line, and its sample is generated again"
-                raise SystemExit(f"{path} line {number} is damaged; {advice}") from error
-    rows = [rows[key] for key in sorted(rows)]
-    main = folder / "samples.jsonl"
-    write_atomically(main, "".join(json.dumps(row) + "\n" for row in rows))
-    for path in files:
-        if path != main:
-            path.unlink()
-    return rows
+                row = json_object(line)
+                rows[key(row)] = row
+            except (ValueError, KeyError) as error:
+                raise SystemExit(
+                    f"{path} line {number} is damaged; "
+                    "remove that line, and its sample is generated again"
+                ) from error
+    merged = [rows[place] for place in sorted(rows)]
+    write_atomically(main, "".join(json.dumps(row) + "\n" for row in merged))
+    for path in set(files) - {main}:
+        path.unlink()
+    return merged

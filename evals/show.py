@@ -1,8 +1,8 @@
 """Watch a model denoise in the terminal: one frame per denoising step.
 
-    python evals/show.py --model tiny-sdar --task countdown --index 3     a problem of the test
-    split python evals/show.py --model tiny-llada --prompt " 7 12  8 =   3" python evals/show.py
-    --model tiny-sdar --prompt "..." --colour | less -R
+    python evals/show.py --model tiny-sdar --task countdown --index 3   a problem of its test split
+    python evals/show.py --model tiny-llada --prompt " 7 12  8 =   3"
+    python evals/show.py --model tiny-sdar --prompt "..." --colour | less -R
 
 A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
 colour: marked ^). The colour is the probability that a token had when it was revealed; tokens after
@@ -17,14 +17,14 @@ import sys
 import time
 import unicodedata
 from dataclasses import dataclass, field
-from pathlib import Path
 from shutil import get_terminal_size
 
 import torch
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import load_task
+from evals.examples import user
 from models import load_tokenizer, prompt_ids
 from rollout import make_engine
 
@@ -79,14 +79,15 @@ def token_text(tokenizer, token_id):
     """One token, printable and never empty. A combining mark at its start is escaped, because it
     would alter the token before."""
     text = tokenizer.decode([token_id]) or f"<{token_id}>"
-    is_mark = unicodedata.category(text[0])[0] == "M"
-    return printable((escape(text[0]) if is_mark else text[0]) + text[1:])
+    if unicodedata.category(text[0])[0] == "M":
+        text = escape(text[0]) + text[1:]
+    return printable(text)
 
 
 def width(text):
     """Columns of printable text in a terminal: wide characters take two, combining marks none."""
-    columns = lambda c: 0 if unicodedata.category(c) in ("Mn", "Me") else 1
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else columns(c) for c in text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
 
 
 def changes_of(trace, i):
@@ -95,17 +96,17 @@ def changes_of(trace, i):
     block, records = trace.blocks(i), trace.records or {}
     if "events" in records:  # also tokens that were revised or masked again
         mine = records["events"][:, 0] == trace.sample_index[i]
-        _, step, position, token = records["events"][mine].T.tolist()
-        logps = records["logps"][mine].tolist()
+        _, step, position, token = records["events"][mine].T
+        logps = records["logps"][mine]
     else:
-        at = (trace.replay_map[i] >= 0).nonzero().flatten()
+        position = (trace.replay_map[i] >= 0).nonzero().flatten()
         values = trace.replay_map, trace.completion_ids, trace.logps
-        step, token, logps = (x[i, at].tolist() for x in values)
-        position = at.tolist()
-    changes = {}
-    for now, j, token_id, logp in zip(step, position, token, logps, strict=True):
+        step, token, logps = (x[i, position] for x in values)
+    in_turn, changes = trace.settings["attention"] == "block-causal", {}
+    columns = (x.tolist() for x in (step, position, token, logps))
+    for now, j, token_id, logp in zip(*columns, strict=True):
         # One forward replays a step of all blocks of a block model, which were decoded in turn.
-        moment = (block[j] if trace.settings["attention"] != "bidirectional" else 0, now)
+        moment = block[j] if in_turn else 0, now
         changes.setdefault(moment, {})[j] = token_id, min(math.exp(logp), 1.0)
     return [changes[moment] for moment in sorted(changes)], block
 
@@ -115,12 +116,13 @@ def layout(texts, block, columns):
     lines, used = [[]], 0
     most = max(columns // 2 - 1, 1)  # characters that fit after a bar even if all are wide
     for j, text in enumerate(texts):
+        bar = [(None, "│")] if j == 0 or block[j] != block[j - 1] else []
         for k in range(0, len(text), most):
-            bar = [(None, "│")] if k == 0 and (j == 0 or block[j] != block[j - 1]) else []
-            wide = len(bar) + width(text[k : k + most])
+            parts = [*bar, (j, text[k : k + most])]
+            bar, wide = [], sum(width(part) for _, part in parts)
             if used + wide > columns:
                 lines, used = [*lines, []], 0
-            lines[-1] += [*bar, (j, text[k : k + most])]
+            lines[-1] += parts
             used += wide
     return lines
 
@@ -132,7 +134,6 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
     """
     changes, block = changes_of(trace, i)
     length, scored = int(trace.canvas_length[i]), trace.completion_mask[i].tolist()
-    hue = lambda p: f"38;5;{PROBABILITY[min(int(p * len(PROBABILITY)), len(PROBABILITY) - 1)]}"
     paint = lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if colour else text
     known = {}  # position: (token id, probability)
     for now, changed in enumerate(changes):
@@ -141,22 +142,25 @@ def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id
         known = {j: change for j, change in (known | new).items() if j not in again}
         texts, styles = ["░"] * length, {None: DIM} | dict.fromkeys(range(length), DIM)
         for j, (token_id, p) in known.items():
+            hue = PROBABILITY[min(int(p * len(PROBABILITY)), len(PROBABILITY) - 1)]
             shade = NEW if j in new else OLD if scored[j] else DIM
-            texts[j], styles[j] = spell(token_id), f"{hue(p)};{shade}"
+            texts[j], styles[j] = spell(token_id), f"38;5;{hue};{shade}"
         lines, newest = [], 0
         for line in layout(texts, block, columns):
             lines.append("".join(paint(text, styles[j]) for j, text in line))
             if marks := "".join(" ^"[j in new] * width(text) for j, text in line).rstrip():
                 newest = len(lines)
-                lines += [marks] * (not colour)
-        top = max(0, min(newest - height // 2, len(lines) - height)) if height else 0
+                lines += [] if colour else [marks]
+        shown = height or len(lines)
+        top = max(0, min(newest - shown // 2, len(lines) - shown))
         blocks = f"block {block[min(changed)] + 1}/{block[length - 1] + 1}"
         header = f"step {now + 1}/{len(changes)}  {blocks}  tokens {len(known)}/{length}"
         if new:
             chances = [p for _, p in new.values()]
             header += f"  {len(new)} new, probability {min(chances):.2f} to {max(chances):.2f}"
-        header += f", {len(again)} masked again" * bool(again)
-        yield [header[:columns], *lines[top : top + height if height else None]]
+        if again:
+            header += f", {len(again)} masked again"
+        yield [header[:columns], *lines[top : top + shown]]
 
 
 def play(trace, i, tokenizer, delay=0.0, colour=False, mask_token_id=None):
@@ -187,7 +191,7 @@ def main(args):
         raise SystemExit("give either --prompt or --task")
     if args.delay < 0 or args.index < 0:
         raise SystemExit(f"--delay {args.delay} and --index {args.index} must be at least 0")
-    messages = [{"role": "user", "content": args.prompt}]
+    messages = user(args.prompt)
     if args.task:
         task = load_task(args.task)
         examples = task.load("test", "", args.index + 1)
@@ -195,10 +199,10 @@ def main(args):
             have = f"the test split of {args.task} has {len(examples)} problems"
             raise SystemExit(f"--index {args.index}: {have}, from 0")
         messages = task.prompt(examples[args.index])
-    tokenizer, device = load_tokenizer(args.model), "cuda" if torch.cuda.is_available() else "cpu"
     names = "gen_length block_length denoising_steps remasking temperature seed".split()
     settings = {name: getattr(args, name) for name in names}
-    engine = make_engine(args.model, device=device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
     plan, ids = engine.plan(**settings), prompt_ids(tokenizer, messages)
     n = engine.model.block_length
     if engine.model.attention == "block-causal" and len(ids) % n:

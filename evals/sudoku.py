@@ -16,7 +16,7 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import SUDOKU, stable_hash, sudoku, sudoku_solutions
 from evals import main, tagged_answer
-from evals.examples import read_examples, user
+from evals.examples import planning_row, read_examples, user
 
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
 
@@ -110,13 +110,7 @@ def answer(example, draw=0):
 
 def _problem(row):
     row = {str(name).lower(): value for name, value in row.items()}
-    extra, reward_model = row.get("extra_info"), row.get("reward_model")
-    if isinstance(extra, dict) and isinstance(reward_model, dict):
-        board = extra["puzzle"], reward_model["ground_truth"]
-    elif "input" in row and "output" in row:
-        board = row["input"], row["output"]
-    else:
-        board = row["puzzle"], row["solution"]
+    board = planning_row(row, "puzzle", "solution")
     # text only: a file that was read as numbers has lost its leading zeros
     puzzle, solution = ("".join(part.split()) for part in board)
     if not re.fullmatch("[0-4]{16}", puzzle) or solution not in sudoku_solutions(puzzle):

@@ -1,8 +1,7 @@
-"""What only makes samplers and training faster, on CUDA with Triton. The rest of the repository
-runs without this folder.
+"""Faster samplers: fused layers, continuous batching, CUDA graphs. Nothing else needs this folder.
 
-Two places install it: `make_engine` on the engine's own copy of a model, and `parallelize` in the
-scripts. Model files and plain samplers know nothing of it.
+`make_engine` is the only place that installs it, on the engine's own copy of a model. Model files,
+plain samplers and training never import it.
 """
 
 from importlib.util import find_spec
@@ -32,19 +31,4 @@ def speed_up_engine(model):
         from kernels.layers import install  # machines without a GPU have no Triton
 
         install(model)
-    return model
-
-
-def speed_up_training(model):
-    """Let `model.logps` compute softmax and slope of the head in one Triton kernel. -> the model
-
-    It reads a chunk of logits twice and writes it once. A LoRA step of LLaDA-8B (16 x 512 tokens,
-    one H200) took 483 ms instead of 494 with it and with the gradient kept from the forward pass.
-    """
-    if not has_triton():
-        print("no Triton: the head's softmax takes several kernels", flush=True)
-        return model
-    from kernels.linear_logps_triton import logps_and_slope_
-
-    model.logps_and_slope = logps_and_slope_
     return model

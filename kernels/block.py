@@ -32,7 +32,7 @@ from kernels.graphs import Graphs, free_bytes
 from models.attention import Visibility, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
-from rollout.engine import ADAPTIVE, BROKEN, LOWER, select
+from rollout.engine import ADAPTIVE, BROKEN, select
 from rollout.traces import most_steps
 
 # Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, rows to
@@ -44,17 +44,16 @@ PREFILL = 1 << 15  # most tokens in one forward of prompts
 # SDAR-8B on one H200 with 4 steps a block: 1.18 up to 8 rows, 1.09 with 16,
 # 0.99 with 24, 0.93 with 32.
 RIDGE = 128
-NOT_FINITE, LATE = 1, 2  # bits of a row's fault
 
 
 class Slots:
-    """State of every sample of a rollout, and `R` slots, each with the KV cache of a sample in
-    work; at fixed addresses.
+    """All tensors of a rollout, at fixed addresses, because CUDA graphs record addresses.
 
-    state [9, N]: see `fill`; its first four rows are what the host reads. canvas [3, N, S]: tokens,
-    whether masked, step map, at absolute positions. Slot r decodes sample[r], whose keys and values
-    are row r of k, v [R, K, S, h] of each layer. history: tokens and logps [N, S, history] of each
-    step, for Trace.records; 0: none.
+    N samples wait or are decoded; R slots hold the KV cache of those being decoded. Slot r decodes
+    sample[r], and row r of k, v [R, K, S, h] of each layer holds its keys and values.
+    state [9, N]: see `fill`; the host reads the first four rows. canvas [3, N, S]: tokens, whether
+    masked, step map, at absolute positions. history: tokens and logps [N, S, history] of each step,
+    for Trace.records; 0: none.
     """
 
     def __init__(self, model, N, R, S, history, device, dtype):
@@ -74,8 +73,8 @@ class Slots:
         self.pinned = [pinned(), pinned()] if device.type == "cuda" else None
 
     def fill(self, model, prompt_ids, owner, sample_index, settings):
-        """The state of N samples before their first step; what lies behind them is finished from
-        the start.
+        """The state of N samples before their first step. Entries from N on count as finished: free
+        slots point to them.
         """
         n, N, device = settings["block_length"], len(owner), self.state.device
         P = torch.tensor([len(ids) for ids in prompt_ids], device=device)[owner]
@@ -84,8 +83,9 @@ class Slots:
         end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
         start, masks = P // n * n, n - P % n
         self.state.zero_()
-        # start of the current block, end of the last; fault; masks left in the current block;
-        # step in it, post-editing steps, forwards so far; length of the prompt, index of the sample
+        # First position of the current block, end of the last; whether logits were not finite;
+        # masks left in the current block; step in it, post-editing steps, forwards so far; length
+        # of the prompt, index of the sample
         values = [start, end, none, masks, none, none, none, P, sample_index]
         self.state[:, :N] = torch.stack(values)
         column = torch.arange(self.canvas.shape[2], device=device)
@@ -96,10 +96,6 @@ class Slots:
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
         self.seed.fill_((settings["seed"] + 2**63) % 2**64 - 2**63)  # the int64 with the same bits
 
-    def view(self, R, width):
-        """The cache of the first R slots and `width` positions."""
-        return [(k[:R, :, :width], v[:R, :, :width]) for k, v in self.cache]
-
     def copy(self, source, target, width):
         """Copy the first positions of the cache from slots to slots, both lists."""
         source, target = (to_device(slots, self.sample.device) for slots in (source, target))
@@ -108,7 +104,7 @@ class Slots:
 
     def progress(self):
         """Start a copy of the progress to the host. -> function that waits for it -> start, end,
-        fault, left: lists of N ints
+        broken, left: lists of N ints
         """
         if self.pinned is None:
             return self.state[:4].clone().tolist
@@ -154,15 +150,10 @@ class FastBlockEngine(BlockEngine):
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
         N, R = len(owner), bucket(min(len(owner), self.max_batch_size))
+        slots = self._open(N, R, max(map(len, prompt_ids)), settings)
+        slots.fill(self.model, prompt_ids, owner, sample_index, settings)
         rule = settings | {"stop_at_eos": stop_at_eos}
-        try:
-            slots = self._open(N, R, max(map(len, prompt_ids)), settings)
-            slots.fill(self.model, prompt_ids, owner, sample_index, settings)
-            self._decode(slots, R, prompt_ids, owner.tolist(), rule)
-        except torch.OutOfMemoryError:
-            self.release()
-            fewer = f"try {max(R // 2, 1)}; {LOWER}"
-            raise SystemExit(f"a rollout of {R} rows ran out of memory: {fewer}") from None
+        self._decode(slots, R, prompt_ids, owner.tolist(), rule)
         _, end, _, _, _, _, forwards, first, index = slots.state[:, :N].clone()
         records = None
         if settings["records"]:
@@ -179,32 +170,19 @@ class FastBlockEngine(BlockEngine):
         """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
         call if they are large enough
         """
-        n, config, each = settings["block_length"], self.model.config, self.dtype.itemsize
+        n, config = settings["block_length"], self.model.config
         width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
         # Behind the N samples are R finished ones: the contents of free slots.
         sizes = N + R, R, width, most_steps(settings) if settings["records"] else 0
         have = self.slots.sizes if self.slots else sizes
         if not self.slots or any(x < y for x, y in zip(have, sizes, strict=True)):
             self.release()  # the old ones make room
-            heads, layers = config.num_key_value_heads, config.num_hidden_layers
-            row = 2 * layers * heads * config.head_dim * each * width  # bytes
-            # About what a rollout needs besides weights and cache: states, a forward of prompts,
-            # the logits of 512 rows.
-            states = sizes[0] * width * (33 + 8 * sizes[3])
-            forward = config.hidden_size + config.intermediate_size
-            other = states + 4 * PREFILL * forward * each + 512 * 12 * config.vocab_size
-            room = free_bytes(self.device) - other
-            if R * row > room:
-                left = max(room, 0)
-                need = (
-                    f"{R} rows of {width} tokens need {R * row / 2**30:.1f} GiB for keys and values"
-                )
-                fit = f"{left / 2**30:.1f} GiB are left: {left // row} rows fit"
-                raise SystemExit(f"{need}, {fit}; {LOWER}")
-            # Rollouts of two shapes in turn share slots and graphs.
+            # Rollouts of two shapes in turn share slots and graphs if memory allows it.
             both = [max(pair) for pair in zip(have, sizes, strict=True)]
-            sizes = both if 2 * both[1] * both[2] * (row // width) < room else sizes
-            self.slots = Slots(self.model, *sizes, self.device, self.dtype)
+            heads, layers = config.num_key_value_heads, config.num_hidden_layers
+            position = 2 * layers * heads * config.head_dim * self.dtype.itemsize  # bytes
+            is_small = 2 * both[1] * both[2] * position < free_bytes(self.device)
+            self.slots = Slots(self.model, *(both if is_small else sizes), self.device, self.dtype)
         self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
         return self.slots
 
@@ -244,9 +222,11 @@ class FastBlockEngine(BlockEngine):
             unseen.append((set(places[:R]), slots.progress()))
             launched += 1
             if len(unseen) == 2:
-                start, end, fault, left = unseen.popleft()[1]()
-                if any(fault):
-                    self._fail(slots, fault, rule)
+                start, end, broken, left = unseen.popleft()[1]()
+                if any(broken):
+                    bad = slots.state[8, torch.tensor(broken).nonzero()[:, 0]].tolist()
+                    self.release()  # the cache may hold NaN
+                    raise SystemExit(BROKEN.format(bad[:8]))
 
     def _is_joined(self, R, rule, number):
         """Whether step `number` of a rollout is joined. Affects speed only."""
@@ -275,14 +255,6 @@ class FastBlockEngine(BlockEngine):
             most = max(most, n if may_be_next else left[i] - steps * base)
         quarter = -(-n // 4)
         return min(-(-most // quarter) * quarter, n)
-
-    def _fail(self, slots, fault, rule):
-        codes = zip(slots.state[8].tolist(), fault, strict=True)
-        bad = [i for i, code in codes if code & NOT_FINITE]
-        self.release()  # its cache may hold NaN
-        if bad:
-            raise SystemExit(BROKEN.format(bad[:8]))
-        raise RuntimeError(f"{rule['remasking']} left masks after the last step of a block")
 
     def _move(self, slots, places, live, R, width):
         """Move the samples in slots from R on to free slots before it."""
@@ -318,9 +290,9 @@ class FastBlockEngine(BlockEngine):
         for some in (new[k : k + together] for k in range(0, len(new), together)):
             rows = [(r, some.index(owners[i])) for r, i in pairs if owners[i] in some]
             prompts = [whole[owner] for owner in some]
-            self._prefill_slots(prompts, *zip(*rows, strict=True), slots.cache)
+            self._prefill_slots(slots.cache, prompts, *zip(*rows, strict=True))
 
-    def _prefill_slots(self, prompts, slots, owner, cache):
+    def _prefill_slots(self, cache, prompts, slots, owner):
         """Write keys and values of prompts (lists, whole blocks) into the cache: those of
         prompts[owner[i]] into slots[i].
 
@@ -354,26 +326,28 @@ class FastBlockEngine(BlockEngine):
         gathers and written in a few scatters: at small batches every kernel launch counts.
         """
         n, row = self.model.block_length, slots.sample[:R]
-        start, end, fault, left, step, edits, forwards, first, index = slots.state[:, row]
+        start, end, broken, left, step, edits, forwards, first, index = slots.state[:, row]
         live = start < end
         arange = torch.arange(2 * n, device=self.device)
         last = (width // n - 1) * n  # finished rows stay in a whole block, of which nothing is read
         place = lambda: start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
-        at = place()
+        at = seen = place()
         if joined:
             goes_on = live & ~slots.canvas[1, row[:, None], at].any(1)
             start, step = start + n * goes_on, step * ~goes_on
             at = place()
+            # the previous block and this one; the first block has none before it
+            seen = (at[:, :1] - n).clamp(min=0) + arange
+        cache = [(k[:R, :, :width], v[:R, :, :width]) for k, v in slots.cache]
+        attend = decode_attend(cache, seen[:, 0], n)
+        hidden = self.model.hidden(slots.canvas[0, row[:, None], seen], seen, attend)
+        if joined:  # only the current block is denoised
+            which = (at - seen[:, :1])[..., None].expand(-1, -1, hidden.shape[2])
+            hidden = hidden.gather(1, which)
+
         here = row[:, None], at
         block, masked, step_map = slots.canvas[:, *here]
         masked = masked.bool() & live[:, None]
-        if joined:
-            two = (at[:, :1] - n).clamp(min=0) + arange  # the first block has none before it
-            hidden = self._forward(slots.canvas[0, row[:, None], two], two, slots.view(R, width))
-            hidden = hidden.gather(1, (at - two[:, :1])[..., None].expand(-1, -1, hidden.shape[2]))
-        else:
-            hidden = self._forward(block, at, slots.view(R, width))
-
         offset = at - first[:, None]
         key = slots.seed, index[:, None], offset, step[:, None]
         uniform = self.keyed_uniform(*key, "token")
@@ -411,20 +385,11 @@ class FastBlockEngine(BlockEngine):
             has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)
             end = torch.where(is_whole & has_eos, start + n, end)
         is_done = is_committed | (is_whole & (start + n >= end))
-        broken = (masked & ~logps.isfinite()).any(1)
-        late = (was_noisy & (step >= rule["denoising_steps"])) | (masked.sum(1) > most)
-        fault = fault | broken * NOT_FINITE | late * LATE
+        broken = broken | (masked & ~logps.isfinite()).any(1)
         left = torch.where(is_committed, n, left)
         step_map = torch.where(chosen, step[:, None], step_map)
         start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
         slots.canvas[:, *here] = torch.stack([block, rest, step_map])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = start, end, fault, left, step, edits, forwards, first, index
+        state = start, end, broken, left, step, edits, forwards, first, index
         slots.state[:, row] = torch.stack(state)
-
-    def _forward(self, block, at, cache):
-        """Forward one or two neighbouring blocks of each row [R, T] at positions `at` over its
-        cache, and write their keys and values. cache: per layer k, v [R, K, width, h], no wider
-        than has to be read. -> [R, T, D]
-        """
-        return self.model.hidden(block, at, decode_attend(cache, at[:, 0], self.model.block_length))

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from kernels import has_kernels
 from kernels.decode import attention, window_attention
 from kernels.graphs import Graphs
-from rollout.engine import LOWER
 from rollout.masked import Block, MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
@@ -95,16 +94,6 @@ class FastMaskedEngine(MaskedEngine):
 
     def release(self):
         self.memory = None
-
-    def _generate(self, prompt_ids, owner, *rest):
-        try:
-            return super()._generate(prompt_ids, owner, *rest)
-        except torch.OutOfMemoryError:
-            self.release()
-            R = len(owner)
-            raise SystemExit(
-                f"a rollout of {R} rows ran out of memory: try {max(R // 2, 1)}; {LOWER}"
-            ) from None
 
     def _denoise(self, block, settings):
         (R, S), n = block.tokens.shape, sum(block.quota)

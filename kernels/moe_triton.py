@@ -1,9 +1,9 @@
 """A mixture of experts for few tokens: routing in one kernel, experts in four, for
 models/experts.py.
 
-On one H200 router kernels make LLaDA2-mini 12 to 14 % faster at 16 to 128 rows (measured with
-scores on tensor cores, which are cuBLAS's now). The experts of 64 tokens of SDAR-30B take 71
-microseconds a layer; torch's grouped products take 480.
+On one H200 the routing kernels make LLaDA2-mini 12 to 14 % faster at 16 to 128 rows, measured
+together with a kernel for the scores, which cuBLAS computes now. The experts of 64 tokens of
+SDAR-30B take 71 microseconds a layer; torch's grouped products take 480.
 
 An assignment (token, place among its k experts) is put into the bucket of its expert. It is a row
 of the products and writes to a place of its own, so nothing is sorted or copied, and the weights of

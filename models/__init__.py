@@ -11,11 +11,11 @@ from models.checkpoint import (
     prompt_ids,
     save_model,
 )
-from models.lora import adapters_off, add_lora, export_adapter, save_adapter
+from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, source_of
 
 __all__ = [
-    "MODELS", "adapters_off", "add_lora", "export_adapter", "export_weights", "load_model",
-    "load_tokenizer", "load_weights", "meta_model", "prompt_ids", "save_adapter", "save_model",
-    "source_of",
+    "MODELS", "adapters_off", "add_lora", "export_adapter", "export_weights", "has_lora",
+    "load_model", "load_tokenizer", "load_weights", "meta_model", "prompt_ids", "save_adapter",
+    "save_model", "source_of",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ def wide(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows, logps_and_slope):
+def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows):
     """Yield (rows, output, values [n], their slope by the logits [n, V]) of one chunk after the
     other
 
@@ -28,7 +28,7 @@ def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows
             logits[:, banned_id] = float("-inf")
         if entropy:
             yield here, 1, *entropy_and_slope(logits)
-        yield here, 0, *logps_and_slope(logits, targets[here], slope)
+        yield here, 0, *logps_and_slope_(logits, targets[here], slope)
 
 
 def logps_and_slope_(logits, targets, slope=True):
@@ -95,23 +95,22 @@ class LinearLogps(torch.autograd.Function):
                 scaled = (grads[i][rows, None] / ctx.settings[0]) * hidden[rows]
                 grad_weight += slope.to(weight.dtype).T @ scaled.to(weight.dtype)
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 6
+        return grad_hidden, grad_weight, *[None] * 5
 
 
 def linear_logps(
-    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024,
-    logps_and_slope=logps_and_slope_,
-):  # fmt: skip
+    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024
+):
     """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory
     at a time.
 
     hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal
     to banned_id. banned_id: a token with probability 0 (the mask token, which no sampler may draw).
-    logps_and_slope: the function above, or a faster one that does the same. -> logps [N] (fp32;
-    fp64 for fp64 inputs), and with entropy=True also the entropy [N] of each row in nats. Gradients
-    with respect to hidden and weight are exact. Memory is chunk_rows x V, and one more copy of
-    hidden for its gradient, whatever N is. N = 0 keeps the graph, for ranks without scored rows.
+    -> logps [N] (fp32; fp64 for fp64 inputs), and with entropy=True also the entropy [N] of each
+    row in nats. Gradients with respect to hidden and weight are exact. Memory is chunk_rows x V,
+    and one more copy of hidden for its gradient, whatever N is. N = 0 keeps the graph, for ranks
+    without scored rows.
     """
-    settings = temperature, banned_id, entropy, chunk_rows, logps_and_slope
+    settings = temperature, banned_id, entropy, chunk_rows
     logps, entropies = LinearLogps.apply(hidden, weight, targets, *settings)
     return (logps, entropies) if entropy else logps

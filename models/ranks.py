@@ -7,14 +7,25 @@ import torch.distributed as dist
 
 
 def setup_distributed():
-    """Start the process group: gloo on CPU, NCCL for CUDA tensors. -> rank, world size, device"""
+    """Start the process group: gloo on CPU, NCCL for CUDA tensors. -> device of this rank"""
     cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
-    return dist.get_rank(), dist.get_world_size(), device
+    return device
+
+
+def rank_share(total, flag):
+    """-> range: which of the items 0 to total - 1 of a step belong to this rank
+
+    SystemExit names the flag that set `total` if it does not divide by the number of ranks.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if left := total % world_size:
+        raise SystemExit(f"{flag} {total} does not divide by {world_size} ranks: {left} left over")
+    return range(rank * total // world_size, (rank + 1) * total // world_size)
 
 
 def all_reduce(values):

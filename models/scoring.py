@@ -20,7 +20,7 @@ from models.attention import (
 )
 from models.experts import Router
 from models.layers import rope_tables
-from models.logps import linear_logps, logps_and_slope_
+from models.logps import linear_logps
 
 
 class LanguageModel(nn.Module):
@@ -34,7 +34,6 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.attention_backend = "auto"  # a key of models.attention.BACKENDS
-        self.logps_and_slope = logps_and_slope_  # kernels.speed_up_training replaces it on CUDA
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
@@ -111,7 +110,6 @@ class LanguageModel(nn.Module):
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
-            logps_and_slope=self.logps_and_slope,
         )
         spread = lambda x: x.new_zeros(targets.numel()).index_copy(0, index, x).view(targets.shape)
         filled = [place(spread(values)) for values in (scored if entropy else [scored])]

@@ -28,20 +28,27 @@ class Saves:
     resume/step-000050         the state that `load` reads
     """
 
-    def __init__(self, run_dir, model, optimizer, tokenizer, base, keep, scores=()):
-        """base: --model of the run. keep: how many of the newest saves stay (0: all). scores:
-        [(step, validation score)] so far.
+    def __init__(self, run_dir, model, optimizer, tokenizer, base, keep, every, last, scores=()):
+        """base: --model of the run. keep: how many of the newest saves stay (0: all). every: steps
+        between saves (0: none). last: step of the run's end. scores: [(step, validation score)] so
+        far.
         """
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
         self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
         self.base, self.keep, self.also = source_of(base), keep, None
+        self.every, self.last = every, last
         self.best = max(scores, key=lambda score: score[1], default=None)
         self.newest = max(self.checkpoints.glob("step-*"), default=None)
         self.tag_best()
 
     @staticmethod
     def load(run_dir, model, optimizer):
-        """Fill both from the newest complete state, delete weights saved after it. -> its step"""
+        """Fill both from the newest complete state, delete weights saved after it. -> its step
+
+        run_dir: "" for a new run, which starts at step 0.
+        """
+        if not run_dir:
+            return 0
         step = load_state(newest_state(Path(run_dir) / "resume"), model, optimizer)
         if dist.get_rank() == 0:
             for path in (Path(run_dir) / "checkpoints").glob("step-*"):
@@ -59,11 +66,14 @@ class Saves:
         if step:
             load_parts(self.resume / f"step-{step:06d}", {"also": model.state_dict()})
 
-    def after_step(self, step, score=None, weights=False, state=False):
-        """Save weights and state as asked, and the weights also when `score` is the best so far.
+    def after_step(self, step, score=None, stopped=False):
+        """Save weights and state every `every` steps and when the run is stopped; the weights also
+        after the last step and when `score` is the best so far.
 
         score: on validation problems; None: not evaluated.
         """
+        state = stopped or (self.every and step % self.every == 0)
+        weights = state or step == self.last
         is_best = score is not None and (self.best is None or score > self.best[1])
         if weights or is_best:
             self.newest = self.checkpoints / f"step-{step:06d}"

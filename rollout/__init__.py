@@ -8,7 +8,7 @@ from models import load_weights, meta_model
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
-from rollout.traces import Trace, rollout_means, rollout_sums
+from rollout.traces import Trace, rollout_metrics
 
 
 def make_engine(
@@ -28,17 +28,15 @@ def make_engine(
         from rollout.lmdeploy import LmdeployEngine
 
         return LmdeployEngine(model_or_dir, device, dtype, max_batch_size, asked)
-    engines = {"block-causal": ("block", BlockEngine), "bidirectional": ("masked", MaskedEngine)}
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
         default = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
         model = meta_model(model_or_dir, dtype or default)
-    name, engine = engines[model.attention]
+    is_block = model.attention == "block-causal"
+    name, engine = ("block", BlockEngine) if is_block else ("masked", MaskedEngine)
     if backend not in ("auto", name):
-        raise SystemExit(
-            f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or "
-            "auto"
-        )
+        serve = f"--rollout-backend {backend} cannot serve a {model.attention} model"
+        raise SystemExit(f"{serve}: use {name} or auto")
     if asked:
         engine(model, max_batch_size).plan(asked[0], **asked[1])
     model = load_weights(model, device) if is_named else model
@@ -48,8 +46,8 @@ def make_engine(
         from kernels.masked import FastMaskedEngine
 
         speed_up_engine(model)
-        engine = {BlockEngine: FastBlockEngine, MaskedEngine: FastMaskedEngine}[engine]
+        engine = FastBlockEngine if is_block else FastMaskedEngine
     return engine(model, max_batch_size)
 
 
-__all__ = ["Trace", "make_engine", "probe", "rollout_means", "rollout_sums"]
+__all__ = ["Trace", "make_engine", "probe", "rollout_metrics"]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from models.attention import block_causal, make_attend
 from rollout.engine import BROKEN, Engine, select
 from rollout.schedules import reveal_quota
-from rollout.traces import Trace, scored
+from rollout.traces import Trace, below, scored
 
 
 class BlockEngine(Engine):
@@ -56,7 +56,7 @@ class BlockEngine(Engine):
         tokens, pads, first, end = (values[owner] for values in (prompts, pads, first, end))
         column = torch.arange(width, device=device)
         position, offset = column - pads[:, None], column - first[:, None]  # [N, width]
-        masked, visible = (offset >= 0) & (column < end[:, None]), position >= 0
+        to_fill, visible = (offset >= 0) & (column < end[:, None]), position >= 0
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         events, edits = [], settings["editing_threshold"] is not None
@@ -64,39 +64,40 @@ class BlockEngine(Engine):
         eos = torch.tensor(settings["eos_token_ids"], device=device)
 
         row = torch.arange(N, device=device)  # rows that are still generating
-        for start in range(past, width, n):
+        for start in range(past, width, n):  # the block of columns start to start + n
             here = row, slice(start, start + n)
-            block, noisy, at = tokens[here], masked[here], offset[here]
+            block, masked, at = tokens[here], to_fill[here], offset[here]
             attend = cached(cache, start, visible[row])
+            # working: rows that still need forwards of this block, the commit included
             working, post_steps = torch.ones_like(row, dtype=torch.bool), torch.zeros_like(row)
-            stops = end[row] == start + n  # after this block the row is complete
+            is_last = end[row] == start + n
             for step in count():  # each step is a forward of the block
                 hidden = model.hidden(block, position[here], attend)
                 num_forwards[row] += working
-                was_noisy, change = noisy.any(1), torch.zeros_like(noisy)
-                if edits or was_noisy.any():
+                was_masked, change = masked.any(1), torch.zeros_like(masked)
+                if edits or was_masked.any():
                     key = settings["seed"], sample_index[row, None], at, step
                     uniform = self.keyed_uniform(*key, "token")
                     draws = self._sample(hidden.flatten(0, 1), uniform.flatten(), settings)
                     drawn, drawn_logps, confidence = (values.view(block.shape) for values in draws)
-                    if not drawn_logps[noisy].isfinite().all():
-                        bad = sample_index[row[(noisy & ~drawn_logps.isfinite()).any(1)]]
+                    if not drawn_logps[masked].isfinite().all():
+                        bad = sample_index[row[(masked & ~drawn_logps.isfinite()).any(1)]]
                         raise SystemExit(BROKEN.format(bad[:8].tolist()))
                     if settings["remasking"] == "random":
                         confidence = self.keyed_uniform(*key, "order").to(confidence.dtype)
                     quota = quotas[step] if step < len(quotas) else 0
                     names = "remasking", "confidence_threshold", "factor", "eb_threshold"
-                    change = select(confidence, noisy, quota, *(settings[name] for name in names))
-                    if (was_noisy & ~change.any(1)).any():
-                        raise RuntimeError(f"{settings['remasking']} left masks and revealed none")
-                    noisy = noisy & ~change
+                    change = select(confidence, masked, quota, *(settings[name] for name in names))
+                    masked = masked & ~change
                     if edits:
-                        may_edit = working & (was_noisy | (post_steps < settings["max_post_steps"]))
+                        may_edit = working & (
+                            was_masked | (post_steps < settings["max_post_steps"])
+                        )
                         is_sure = drawn_logps.exp() > settings["editing_threshold"]
                         # not the tokens masked before this step, and not the prompt's
-                        revealed = ~(noisy | change) & (at >= 0)
+                        revealed = ~(masked | change) & (at >= 0)
                         edited = may_edit[:, None] & revealed & (drawn != block) & is_sure
-                        change, post_steps = change | edited, post_steps + ~was_noisy
+                        change, post_steps = change | edited, post_steps + ~was_masked
                     block = torch.where(change, drawn, block)
                     step_map[here] = torch.where(change, step, step_map[here])
                     logps[here] = torch.where(change, drawn_logps, logps[here])
@@ -104,13 +105,14 @@ class BlockEngine(Engine):
                         r, j = change.nonzero(as_tuple=True)
                         event = torch.stack([row[r], 0 * r + step, at[r, j], block[r, j]], 1)
                         events.append((event, drawn_logps[r, j]))
-                # A forward that changes nothing saw the final block: it was the commit. The last
-                # block needs none, but with editing only such a forward ends it.
+                # A forward that changed nothing saw the final block: it was the commit. A finished
+                # row needs no commit, but with editing only such a forward shows that the block has
+                # settled.
                 has_eos = (torch.isin(block, eos) & (at >= 0)).any(1)
-                finished = stops | (has_eos & stop_at_eos)
+                finished = is_last | (has_eos & stop_at_eos)
                 working &= change.any(1)
                 if not edits:
-                    working &= ~finished | noisy.any(1)
+                    working &= ~finished | masked.any(1)
                 if not working.any():
                     break
             tokens[here] = block
@@ -132,8 +134,8 @@ class BlockEngine(Engine):
         config, past = self.model.config, prompts.shape[1]
         # Zeros: columns never written have weight 0 in the attention, and 0 times NaN would be NaN.
         shape = len(owner), config.num_key_value_heads, width, config.head_dim
-        new = lambda: torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
+        empty = lambda: torch.zeros(shape, dtype=self.dtype, device=self.device)
+        cache = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
         if past:
             valid = torch.arange(past, device=self.device) >= pads[:, None]
             position_ids, block_ids = self.model.grid(valid)
@@ -150,8 +152,8 @@ class BlockEngine(Engine):
     def _trace(self, prompt_ids, canvas, first, end, sample_index, num_forwards, records, settings):
         """canvas: tokens, step_map, logps [N, S]; first, end [N]: columns of the completions"""
         canvas_length = end - first
-        offset = torch.arange(int(canvas_length.max()), device=self.device)  # [L]
-        on_canvas = offset < canvas_length[:, None]
+        on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
+        offset = torch.arange(on_canvas.shape[1], device=self.device)
         at = torch.where(on_canvas, first[:, None] + offset, 0)
         fills, eos = (self.model.pad_token_id, -1, 0.0), settings["eos_token_ids"]
         completion_ids, step_map, logps = (

@@ -13,23 +13,24 @@ from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas
 from rollout.traces import concatenate
 
-REMASKING = (
-    "low_confidence_static",
-    "low_confidence_dynamic",
-    "random",
-)  # what the training scripts offer
-RULES = (
-    *REMASKING,
-    "low_confidence_factor",
-    "entropy",
-    "entropy_bounded",
-    "topk_margin",
-    "sequential",
-)
+# what the training scripts offer
+REMASKING = "low_confidence_static", "low_confidence_dynamic", "random"
+MORE_RULES = "low_confidence_factor", "entropy", "entropy_bounded", "topk_margin", "sequential"
+RULES = REMASKING + MORE_RULES
 # rules for which the model decides how many tokens a step reveals
-ADAPTIVE = ("low_confidence_dynamic", "low_confidence_factor", "entropy_bounded")
+ADAPTIVE = "low_confidence_dynamic", "low_confidence_factor", "entropy_bounded"
+ENTROPIES = "entropy", "entropy_bounded"
+RANGES = (  # of the fields of Sampling
+    ("must be at least 1", lambda x: x >= 1, "gen_length denoising_steps"),
+    ("must be at least 0", lambda x: x >= 0, "block_length top_k eb_threshold max_post_steps"),
+    ("must be at least 0 and finite", lambda x: 0 <= x < math.inf, "temperature alg_temp"),
+    ("must be above 0", lambda x: x > 0, "factor"),
+    ("must be above 0 and at most 1", lambda x: 0 < x <= 1, "top_p"),
+    ("is no probability", lambda x: 0 <= x <= 1, "confidence_threshold editing_threshold"),
+)
 BROKEN = "logits are not finite at samples {}: the weights are damaged or have diverged"
-LOWER = "lower --batch-size, max_batch_size of make_engine (the tokens stay) or --gen-length"
+LOWER = "lower --batch-size (evals), --prompts-per-step (training) or --gen-length"
+HEAD_ROWS = 512  # tokens whose logits exist at the same time
 
 
 @dataclass
@@ -39,12 +40,12 @@ class Sampling:
     """
 
     gen_length: int = 256  # tokens; rounded up so that the last block is whole
-    block_length: int | None = (
-        None  # 0 or None: the model's own, which is the only one of a block-causal model
-    )
+    # 0 or None: the model's own, which is the only one of a block-causal model
+    block_length: int | None = None
     denoising_steps: int = 4  # per block; under schedule="ascending" those of the first block
     temperature: float = 1.0  # 0: greedy
-    # see `truncate`; 0 and top_p 1 keep all tokens. The learner's log-probabilities know neither.
+    # See `truncate`; top_k 0 and top_p 1 keep all tokens. The learner's log-probabilities are those
+    # of the full distribution.
     top_k: int = 0
     top_p: float = 1.0
     # The rule of `select` and `confidence_of`. With as many denoising_steps as a block has tokens,
@@ -54,19 +55,22 @@ class Sampling:
     confidence_threshold: float = 0.9
     factor: float = 1.0
     eb_threshold: float = 0.35  # nats
-    editing_threshold: float | None = (
-        None  # token editing, see rollout/block.py; for models trained for it
-    )
+    # Token editing, for models trained for it: see rollout/block.py. None: off
+    editing_threshold: float | None = None
     max_post_steps: int = 16
     schedule: str = "uniform"  # see rollout/schedules.py
     # Of bidirectional models: "prefix" or "dual". Faster and approximate, and so are the logps of
     # the trace.
     cache: str = "none"
-    # suppress: EOS has probability 0, which the learner's log-probabilities do not know; demote: in
-    # its block EOS is revealed last; eoser: its confidence is damped, see `eoser_weight`
+    # suppress: EOS has probability 0 (not in the learner's log-probabilities); demote: EOS is
+    # revealed last in its block; eoser: its confidence is damped, see `eoser_weight`
     eos_policy: str = "none"
     # Dream: the order is drawn from softmax(confidence / alg_temp); 0: the most confident first
     alg_temp: float = 0.0
+
+    def flag(self, name):
+        """-> the flag of a field and its value, for messages"""
+        return f"--{name.replace('_', '-')} {getattr(self, name)}"
 
 
 def select(confidence, masked, quota, remasking, threshold, factor=1.0, eb_threshold=0.35):
@@ -82,15 +86,11 @@ def select(confidence, masked, quota, remasking, threshold, factor=1.0, eb_thres
     entropies out of the sum. -> [N, n] bool
     """
     if remasking == "sequential":
-        confidence = -torch.arange(
-            masked.shape[1], dtype=torch.float32, device=masked.device
-        ).expand(masked.shape)
-    number = masked.sum(1, keepdim=True).clamp(
-        max=quota
-    )  # a block that begins with prompt tokens has fewer masks
-    score, order = confidence.masked_fill(~masked, float("-inf")).sort(
-        dim=1, descending=True, stable=True
-    )
+        confidence = -torch.arange(masked.shape[1], device=masked.device).float().expand_as(masked)
+    # a block that begins with prompt tokens may have fewer masks
+    number = masked.sum(1, keepdim=True).clamp(max=quota)
+    score = confidence.masked_fill(~masked, -math.inf)
+    score, order = score.sort(dim=1, descending=True, stable=True)
     if remasking == "low_confidence_dynamic":
         number = torch.maximum(number, (score > threshold).sum(1, keepdim=True))
     elif remasking == "low_confidence_factor":
@@ -110,10 +110,10 @@ def confidence_of(logits, logps, temperature, remasking):
     of a trace's logps is the exact log-likelihood of its trajectory. Every other rule: the
     probability with which the drawn token was sampled. -> [M]
     """
-    if remasking not in ("entropy", "entropy_bounded", "topk_margin"):
+    if remasking not in (*ENTROPIES, "topk_margin"):
         return logps.exp()
     p = (logits.to(logps.dtype) / (temperature or 1.0)).softmax(-1)
-    if remasking != "topk_margin":
+    if remasking in ENTROPIES:
         return -torch.special.entr(p).sum(-1)
     best, second = p.topk(2).values.unbind(-1)
     return best - second
@@ -127,17 +127,16 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
     logits [M, V], -inf where banned -> [M, V], -inf where removed
     """
     if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
         ordered = logits.sort(dim=-1, descending=True).values
         # At least fp32: a running sum in bf16 stops growing at terms below 2^-9 of it, and the
         # whole tail would stay.
-        p = (ordered.to(torch.promote_types(ordered.dtype, torch.float32)) / temperature).softmax(
-            -1
-        )
+        p = ordered.to(torch.promote_types(ordered.dtype, torch.float32)) / temperature
+        p = p.softmax(-1)
         needed = p.cumsum(-1) - p < top_p  # the tokens before it fall short of top_p
-        least = ordered.masked_fill(~needed, float("inf")).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        least = ordered.masked_fill(~needed, math.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < least, -math.inf)
     return logits
 
 
@@ -149,23 +148,22 @@ class Engine:
     sample_index [N].
     """
 
-    # what this engine can do
+    # the values that this engine accepts
     choices = {
         "remasking": RULES,
         "schedule": ("uniform",),
         "cache": ("none",),
         "eos_policy": ("none",),
     }
+    ordered = ()  # rules under which alg_temp may draw the order of reveals
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
     records = (None, "steps")
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
     # the fast engines replace both by Triton kernels
-    keyed_uniform, sample_categorical = (
-        staticmethod(keyed_uniform),
-        staticmethod(sample_categorical),
-    )
+    keyed_uniform = staticmethod(keyed_uniform)
+    sample_categorical = staticmethod(sample_categorical)
 
     def __init__(self, model, max_batch_size):
         self.model, self.max_batch_size = model, max_batch_size
@@ -182,14 +180,12 @@ class Engine:
             if own is None:
                 own = adapter_tensors(self.model) if ".lora_" in name else tensor_names(self.model)
             if name not in own or own[name].shape != value.shape:
-                raise ValueError(
-                    f"{name} {list(value.shape)} is no tensor of this model, or came twice"
-                )
+                unknown = f"{name} {list(value.shape)} is no tensor of this model, or came twice"
+                raise ValueError(unknown)
             own.pop(name).copy_(value)
         if own or own is None:
-            raise ValueError(
-                f"weights did not come for {', '.join(list(own or ['any tensor'])[:5])}"
-            )
+            missing = ", ".join(list(own or ["any tensor"])[:5])
+            raise ValueError(f"weights did not come for {missing}")
 
     def release(self):
         """Free the GPU memory that generate keeps between calls."""
@@ -200,10 +196,6 @@ class Engine:
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
-        if settings["alg_temp"]:
-            raise SystemExit(
-                f"--alg-temp {settings['alg_temp']}: {self.title} draws no orders; leave it at 0"
-            )
 
     @property
     def title(self):
@@ -212,66 +204,49 @@ class Engine:
     def _settings(self, records, sampling):
         """Fields of `Sampling` -> settings of a trace; SystemExit names what is impossible."""
         s = Sampling(**sampling)
-        n, edits = self.block_length(s.block_length), s.editing_threshold is not None
+        n = self.block_length(s.block_length)
         for name, choices in self.choices.items():
             if getattr(s, name) not in choices:
-                flag = f"--{name.replace('_', '-')} {getattr(s, name)}"
-                raise SystemExit(f"{flag}: {self.title} has {', '.join(choices)}")
-        lengths = f"--block-length {n}, --gen-length {s.gen_length} and --denoising-steps"
-        editing = f"--editing-threshold {s.editing_threshold}"
-        revises = editing if edits else f"--remasking {s.remasking}"
+                raise SystemExit(f"{s.flag(name)}: {self.title} has {', '.join(choices)}")
+        for words, is_valid, names in RANGES:
+            for name in names.split():
+                if not is_valid(getattr(s, name) or 0):  # None, "not given", as 0
+                    raise SystemExit(f"{s.flag(name)} {words}")
+        edits = s.editing_threshold is not None
+        revises = s.flag("editing_threshold" if edits else "remasking")
+        is_revised = edits or s.remasking == "rcr"
         for is_wrong, words in (
             (
-                min(n, s.gen_length, s.denoising_steps) < 1,
-                f"{lengths} {s.denoising_steps} must be at least 1",
+                s.alg_temp and s.remasking not in self.ordered,
+                f"{s.flag('alg_temp')} must be 0 for {self.title}"
+                + (f" unless --remasking is {' or '.join(self.ordered)}" if self.ordered else ""),
             ),
             (
-                not 0 <= s.temperature < math.inf,
-                f"--temperature {s.temperature} must be at least 0 and finite",
-            ),
-            (
-                s.eos_policy == "eoser" and s.remasking in ("entropy", "entropy_bounded"),
-                "--eos-policy eoser scales confidences of at least 0: those of --remasking "
-                f"{s.remasking} are negative",
+                s.eos_policy == "eoser" and s.remasking in ENTROPIES,
+                "--eos-policy eoser scales confidences of at least 0: those of "
+                f"{s.flag('remasking')} are negative",
             ),
             (
                 s.eos_policy in ("demote", "eoser") and s.remasking in ("sequential", "origin"),
-                f"--eos-policy {s.eos_policy} changes confidences, which --remasking {s.remasking} "
-                "does not look at",
+                f"{s.flag('eos_policy')} changes confidences, which {s.flag('remasking')} does not "
+                "look at",
             ),
             (
                 edits and not getattr(self.model, "is_edited", False),
-                f"{editing}: {type(self.model).__name__} was not trained to edit tokens",
-            ),
-            (
-                s.top_k < 0 or not 0 < s.top_p <= 1,
-                f"--top-k {s.top_k} must be at least 0, --top-p {s.top_p} above 0 and at most 1",
-            ),
-            (
-                not 0 <= s.confidence_threshold <= 1,
-                f"--confidence-threshold {s.confidence_threshold} is no probability: give 0 to 1",
-            ),
-            (not s.factor > 0, f"--factor {s.factor} must be above 0"),
-            (
-                not s.eb_threshold >= 0,
-                f"--eb-threshold {s.eb_threshold} is a sum of entropies: give at least 0",
-            ),
-            (
-                s.max_post_steps < 0 or not 0 <= (s.editing_threshold or 0) <= 1,
-                f"{editing} must lie in 0 to 1, max_post_steps={s.max_post_steps} be at least 0",
+                f"{revises}: {type(self.model).__name__} was not trained to edit tokens",
             ),
             (records not in self.records, f"{self.title} keeps no records of kind {records!r}"),
             (
-                records == "steps" and (edits or s.remasking == "rcr"),
-                f"{revises} revises tokens, which no step map can tell: not for a method that "
-                "reads step maps",
+                records == "steps" and is_revised,
+                f"{revises} revises tokens, so there is no single step at which a token was "
+                "revealed: not for a method that reads step maps",
             ),
         ):
             if is_wrong:
                 raise SystemExit(words)
         if s.schedule == "ascending" and not s.block_length:
             n = sum(block_quotas(**asdict(s))[0])
-        if records != "states" and (edits or s.remasking == "rcr"):
+        if records != "states" and is_revised:
             records = "events"  # without them the trace could not be replayed
         law = "softmax(logits / temperature)" if s.temperature else "softmax(logits)"
         law += ", EOS banned" if s.eos_policy == "suppress" else ""
@@ -325,63 +300,47 @@ class Engine:
         change it.
         """
         settings = self._settings(records, sampling) | {"num_samples": num_samples, "seed": seed}
-        prompt_ids = [
-            ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in prompt_ids
-        ]
+        prompt_ids = [torch.as_tensor(ids).tolist() for ids in prompt_ids]
         V, mask_id = self.model.lm_head.weight.shape[0], self.model.mask_token_id
         if num_samples < 1:
             raise SystemExit(f"{num_samples=} must be at least 1")
         if not prompt_ids or not all(prompt_ids):
-            raise SystemExit(
-                "there are no prompts, or one has no tokens: every prompt needs at least one"
-            )
+            raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
         for i, ids in enumerate(prompt_ids):
             if mask_id in ids:
-                mask = f"the mask token (id {mask_id})"
-                raise SystemExit(
-                    f"prompt {i} holds {mask}: a learner would take it for a token to predict; "
-                    "remove it"
-                )
+                held = f"prompt {i} holds the mask token (id {mask_id})"
+                raise SystemExit(f"{held}: a learner would predict it; remove it")
             if not 0 <= min(ids) <= max(ids) < V:
-                outside = f"an id outside of the model's 0 to {V - 1}"
-                raise SystemExit(f"prompt {i} holds {outside}: is the tokenizer the model's?")
-        parts, total = [], len(prompt_ids) * num_samples
-        size = total if self.refills else self.max_batch_size
-        for first in range(0, total, size):
-            samples = torch.arange(first, min(first + size, total), device=self.device)
-            owner = samples // num_samples
-            prompts = prompt_ids[int(owner[0]) : int(owner[-1]) + 1]
-            parts.append(
-                self._generate(
-                    prompts, owner - owner[0], sample_offset + samples, settings, stop_at_eos
-                )
-            )
+                held = f"prompt {i} holds an id outside of the model's 0 to {V - 1}"
+                raise SystemExit(f"{held}: is the tokenizer the model's?")
+        samples = torch.arange(len(prompt_ids) * num_samples, device=self.device)
+        parts = []
+        for batch in [samples] if self.refills else samples.split(self.max_batch_size):
+            first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
+            rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
+            try:
+                parts.append(self._generate(prompt_ids[first : last + 1], *rows))
+            except torch.OutOfMemoryError:
+                self.release()
+                size = min(len(batch), self.max_batch_size)
+                full = f"a rollout of {size} rows ran out of GPU memory"
+                raise SystemExit(f"{full}: {LOWER}") from None
         return concatenate(parts, self.model.pad_token_id)
 
-    def _sample(self, hidden, uniform, settings, chunk_rows=512):
-        """hidden [M, D], uniform [M] -> tokens, logps, confidence [M], chunk_rows rows at a time.
-        The mask is never drawn.
-        """
-        parts, temperature = [], settings["temperature"]
-        for first in range(0, max(len(hidden), 1), chunk_rows):
-            logits = self.model.head(hidden[first : first + chunk_rows])
-            logits[:, self.model.mask_token_id] = float("-inf")
+    def _sample(self, hidden, uniform, settings):
+        """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""
+        parts, temperature, rule = [], settings["temperature"], settings["remasking"]
+        for some, u in zip(hidden.split(HEAD_ROWS), uniform.split(HEAD_ROWS), strict=True):
+            logits = self.model.head(some)
+            logits[:, self.model.mask_token_id] = -math.inf
             if settings["eos_policy"] == "suppress":
-                logits[:, settings["eos_token_ids"]] = float("-inf")
-            kept = (
-                truncate(logits, temperature, settings["top_k"], settings["top_p"])
-                if temperature
-                else logits
-            )
-            needs_entropy = (
-                settings["remasking"] in ("entropy", "entropy_bounded") and kept is logits
-            )
-            draws = self.sample_categorical(
-                kept, uniform[first : first + chunk_rows], temperature, needs_entropy
-            )
-            if needs_entropy:
-                confidence = -draws[2]
-            else:
-                confidence = confidence_of(logits, draws[1], temperature, settings["remasking"])
-            parts.append((*draws[:2], confidence))
+                logits[:, settings["eos_token_ids"]] = -math.inf
+            kept = logits
+            if temperature:
+                kept = truncate(logits, temperature, settings["top_k"], settings["top_p"])
+            # before truncation the draw computes the entropy anyway
+            from_draw = kept is logits and rule in ENTROPIES
+            draws = self.sample_categorical(kept, u, temperature, from_draw)
+            sure = -draws[2] if from_draw else confidence_of(logits, draws[1], temperature, rule)
+            parts.append((*draws[:2], sure))
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))

@@ -39,10 +39,6 @@ MEMORY_SHARE = 0.3  # and at most this share of the memory that the weights leav
 BUCKET_BYTES = 2**30  # of weights that are gathered before they are handed over
 
 
-class LmdeployError(RuntimeError):
-    """lmdeploy's engine failed, stopped or hangs."""
-
-
 class LmdeployEngine(Engine):
     """name_or_dir: as load_model takes it; lmdeploy reads the directory itself, and `model` stays
     on the meta device. max_batch_size: rows decoded together by lmdeploy's scheduler, which refills
@@ -59,9 +55,7 @@ class LmdeployEngine(Engine):
     def __init__(self, name_or_dir, device="cuda", dtype=None, max_batch_size=256, asked=None):
         self.device, self.dtype = torch.device(device), dtype or torch.bfloat16
         if not isinstance(name_or_dir, (str, os.PathLike)):
-            raise SystemExit(
-                "--rollout-backend lmdeploy reads its model from a directory, not from an instance"
-            )
+            raise SystemExit(f"{FLAG} reads its model from a directory, not from an instance")
         self.model = meta_model(name_or_dir, self.dtype)
         directory, adapters = self.model.sources
         refuse_unsupported(self.model, directory, self.device, self.dtype)
@@ -130,8 +124,16 @@ class LmdeployEngine(Engine):
             self.loop.call_soon_threadsafe(stop)
         self.thread.join(20)
 
+    def check(self, settings):
+        rule, n, steps = (settings[k] for k in ("remasking", "block_length", "denoising_steps"))
+        if rule == "low_confidence_dynamic" and steps < n:
+            at_most = "lmdeploy's low_confidence_dynamic reveals at least one token a step"
+            raise SystemExit(f"--denoising-steps {steps}: {at_most}: give {n}")
+        if steps < n and n % steps:
+            divides = f"with lmdeploy it must divide the block length {n}"
+            raise SystemExit(f"--denoising-steps {steps}: {divides}")
+
     def plan(self, records=None, **sampling):
-        self._unmasking(self._settings(records, sampling))
         limit = "; lmdeploy tells no log-probabilities: the probe compares greedy tokens"
         return super().plan(records, **sampling) + limit
 
@@ -143,14 +145,28 @@ class LmdeployEngine(Engine):
 
         lmdeploy splits them into its fused projections; the addresses in its graphs stay valid.
         """
-        wanted = tensor_shapes(self.model)
+        wanted, bucket = tensor_shapes(self.model), []
         if self.is_asleep:
             self._run(self._wake("weights"))
         torch.cuda.synchronize(self.device)  # no forward reads the old weights any more
         served = self.agent.patched_model.get_model()
-        for bucket in buckets(checked(weights, wanted), BUCKET_BYTES):
+
+        def hand_over():
             with self.agent.all_context():  # inference mode: the parameters were made in it
                 served.load_weights(iter(bucket))
+            bucket.clear()
+
+        for name, value in weights:
+            if ".lora_" in name:
+                raise SystemExit(f"{FLAG} needs merged weights: add --lora-merged-rollout")
+            if wanted.pop(name, None) != tuple(value.shape):
+                unknown = f"{name} {list(value.shape)} is no tensor of this model, or came twice"
+                raise ValueError(unknown)
+            bucket.append((name, value))
+            # lmdeploy walks over all its parameters once per bucket
+            if sum(value.nbytes for _, value in bucket) >= BUCKET_BYTES:
+                hand_over()
+        hand_over()
         if wanted:
             raise ValueError(f"weights did not come for {', '.join(list(wanted)[:5])}")
         if self.is_asleep:
@@ -179,17 +195,17 @@ class LmdeployEngine(Engine):
         if self.is_asleep:
             raise SystemExit("lmdeploy's engine sleeps: load weights before a rollout")
         n, eos, model = settings["block_length"], settings["eos_token_ids"], self.model
-        strategy, steps, threshold = self._unmasking(settings)
         # read at every step, the same for all requests
         unmasking = self.agent.agent_strategy.unmasking_processor.dllm_config
-        unmasking.unmasking_strategy = UnmaskingStrategy.from_str(strategy)
-        unmasking.denoising_steps, unmasking.confidence_threshold = steps, threshold
+        unmasking.unmasking_strategy = UnmaskingStrategy.from_str(settings["remasking"])
+        unmasking.denoising_steps = min(settings["denoising_steps"], n)
+        unmasking.confidence_threshold = settings["confidence_threshold"]
         prompts, temperature = [prompt_ids[i] for i in owner.tolist()], settings["temperature"]
         room = [-(-(len(ids) + settings["gen_length"]) // n) * n - len(ids) for ids in prompts]
         longest = max(len(ids) + length for ids, length in zip(prompts, room, strict=True))
         if longest > (capacity := self.engine.max_session_len):
             needs = f"a prompt and its completion take {longest} positions"
-            raise SystemExit(f"{needs}, lmdeploy's cache here holds {capacity}")
+            raise SystemExit(f"{needs}, lmdeploy's cache holds {capacity}: lower --gen-length")
         requests = [
             GenerationConfig(
                 max_new_tokens=length,
@@ -215,17 +231,6 @@ class LmdeployEngine(Engine):
                 raise SystemExit(f"lmdeploy {self.version} returned {unfinished}")
             kept.append(ids[:length])
         return self._trace(prompts, kept, sample_index, settings)
-
-    def _unmasking(self, settings):
-        """-> rule, steps and threshold for lmdeploy. SystemExit for what it does differently."""
-        rule, n, steps = (settings[k] for k in ("remasking", "block_length", "denoising_steps"))
-        if rule == "low_confidence_dynamic" and steps < n:
-            at_most = "lmdeploy's low_confidence_dynamic reveals at least one token a step"
-            raise SystemExit(f"--denoising-steps {steps}: {at_most}: give {n}")
-        if steps < n and n % steps:
-            divides = f"with lmdeploy it must divide the block length {n}"
-            raise SystemExit(f"--denoising-steps {steps}: {divides}")
-        return rule, min(steps, n), settings["confidence_threshold"]
 
     def _trace(self, prompts, completions, sample_index, settings):
         canvas_length = torch.tensor([len(ids) for ids in completions], device=self.device)
@@ -270,7 +275,7 @@ class LmdeployEngine(Engine):
             elif status != "SUCCESS":
                 break
         if completion is None or completion[: len(streamed)] != streamed:
-            raise LmdeployError(f"a request ended with {status}" + self._cause())
+            raise RuntimeError(f"a request ended with {status}" + self._cause())
         return completion
 
     def _cause(self):
@@ -278,12 +283,9 @@ class LmdeployEngine(Engine):
         task = getattr(self.engine.req_manager, "_loop_task", None)
         if task is None or not task.done():
             return ""
-        error = None if task.cancelled() else task.exception()
-        return (
-            f": its loop was ended by {type(error).__name__}: {error}"
-            if error
-            else ": its loop was cancelled"
-        )
+        if task.cancelled() or (error := task.exception()) is None:
+            return ": its loop was cancelled"
+        return f": its loop was ended by {type(error).__name__}: {error}"
 
     def _run(self, work):
         """Run a coroutine in lmdeploy's thread -> its result. SystemExit if it fails or hangs."""
@@ -292,11 +294,11 @@ class LmdeployEngine(Engine):
             while not wait([future], timeout=1).done:
                 if (idle := time.monotonic() - self.progress) > self.stall_seconds:
                     future.cancel()
-                    raise LmdeployError(f"nothing came for {idle:.0f} s" + self._cause())
+                    raise RuntimeError(f"nothing came for {idle:.0f} s" + self._cause())
             if future.cancelled():
-                raise LmdeployError("its thread has ended" + self._cause())
+                raise RuntimeError("its thread has ended" + self._cause())
             return future.result()
-        except (LmdeployError, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:  # out of memory is one too
             with suppress(Exception):
                 self.close()
             raise SystemExit(f"{FLAG}: the engine failed: {error}") from error
@@ -322,10 +324,8 @@ def installed_version():
     try:
         found = version("lmdeploy")
     except PackageNotFoundError:
-        raise SystemExit(
-            "--rollout-backend lmdeploy: the package is missing: pip install -r "
-            "requirements-gpu.txt"
-        ) from None
+        missing = "the package is missing: pip install -r requirements-gpu.txt"
+        raise SystemExit(f"{FLAG}: {missing}") from None
     if tuple(int(part) for part in found.split(".")[:2]) < (0, 18):
         raise SystemExit(f"{FLAG} needs lmdeploy 0.18 or newer, {found} is installed")
     return found
@@ -343,32 +343,6 @@ def cache_blocks(model, device, dtype, rows):
     return positions // CACHE_BLOCK + 1  # one is lmdeploy's own
 
 
-def checked(weights, wanted):
-    """Pass weights on, and remove them from wanted {name: shape}. ValueError for unknown ones."""
-    for name, value in weights:
-        if ".lora_" in name:
-            raise SystemExit(
-                "--rollout-backend lmdeploy needs merged weights: add --lora-merged-rollout"
-            )
-        if wanted.get(name) != tuple(value.shape):
-            raise ValueError(
-                f"{name} {list(value.shape)} is no tensor of this model, or came twice"
-            )
-        del wanted[name]
-        yield name, value
-
-
-def buckets(weights, size):
-    """Lists of weights of about `size` bytes; lmdeploy walks over all parameters once per list."""
-    bucket, held = [], 0
-    for name, value in weights:
-        bucket, held = [*bucket, (name, value)], held + value.nbytes
-        if held >= size:
-            yield bucket
-            bucket, held = [], 0
-    yield bucket
-
-
 def sample_seed(seed, sample_index):
     """63 bits keyed by (seed, number of the sample in the rollout)."""
     digest = blake2b(f"{seed} {sample_index}".encode(), digest_size=8).digest()
@@ -382,17 +356,13 @@ def is_tiled(strategy, n):
     """
     from lmdeploy.pytorch.messages import SamplingParam
 
-    more = {"num_valid_ids": 0, "num_new_tokens": 0, "seq_id": 0}
-    session = SimpleNamespace(session_id=0)
-    seqs = [
-        SimpleNamespace(
-            sampling_param=SamplingParam(top_k=0, random_seed=seed), session=session, **more
-        )
-        for seed in (1, 2)
-    ]
+    facts = {"session": SimpleNamespace(session_id=0)}
+    facts |= dict.fromkeys(("num_valid_ids", "num_new_tokens", "seq_id"), 0)
+    params = [SamplingParam(top_k=0, random_seed=seed) for seed in (1, 2)]
+    seqs = [SimpleNamespace(sampling_param=param, **facts) for param in params]
     rows = strategy.make_sampling_inputs(seqs).random_seeds.tolist()
-    right, tiled = [1] * n + [2] * n, [1, 2] * n
-    if rows not in (right, tiled):
+    right = [1] * n + [2] * n
+    if rows not in (right, [1, 2] * n):
         orders = f"it orders the seeds of two requests as {rows}"
         raise SystemExit(f"rollout/lmdeploy.py does not know this lmdeploy: {orders}")
     return rows != right

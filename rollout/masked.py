@@ -73,9 +73,9 @@ class MaskedEngine(Engine):
     }
     records = (None, "steps", "events", "states")
     adaptive = (*ADAPTIVE, "origin")  # rules that decide how many tokens a step reveals
+    ordered = "low_confidence_static", "entropy", "topk_margin"
 
     def check(self, settings):
-        rules = "low_confidence_static", "entropy", "topk_margin"
         if settings["schedule"] == "ascending":
             first, *later = block_quotas(**settings)
             if (sum(first), len(first)) != (settings["block_length"], settings["denoising_steps"]):
@@ -84,9 +84,6 @@ class MaskedEngine(Engine):
                     f"--schedule ascending reveals {most} and sets the blocks: leave out "
                     "--block-length, lower --denoising-steps"
                 )
-        if not (t := settings["alg_temp"]) >= 0 or t and settings["remasking"] not in rules:
-            need = f"must be at least 0, and 0 unless --remasking is {' or '.join(rules)}"
-            raise SystemExit(f"--alg-temp {t} {need}")
         if settings["records"] == "states" and settings["cache"] == "dual":
             raise SystemExit("--cache dual runs the block alone: records 'states' need all masks")
 

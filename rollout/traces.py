@@ -1,9 +1,12 @@
-"""What a rollout leaves behind: tokens, and the order in which they were revealed."""
+"""What a rollout returns: tokens, and the order in which they were revealed."""
 
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 
+from models.ranks import all_reduce
 from rollout.schedules import block_quotas
 
 
@@ -57,11 +60,8 @@ class Trace:
     @property
     def truncated(self):
         """[N] bool: the budget ended before an EOS."""
-        first_eos = torch.isin(
-            self.completion_ids,
-            torch.tensor(self.settings["eos_token_ids"], device=self.completion_ids.device),
-        )
-        return ~(first_eos & self.completion_mask).any(1)
+        is_eos = among(self.completion_ids, self.settings["eos_token_ids"])
+        return ~(is_eos & self.completion_mask).any(1)
 
     def completion(self, i):
         """Scored ids of completion i, the final EOS included. -> list[int]"""
@@ -72,31 +72,27 @@ class Trace:
         padding, only the canvas
         """
         prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
-        on_canvas = (
-            torch.arange(self.completion_ids.shape[1], device=valid.device)
-            < self.canvas_length[:, None]
-        )
-        return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, on_canvas], 1)
+        canvas = below(self.canvas_length, self.completion_ids.shape[1])
+        return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, canvas], 1)
 
     def states(self, mask_token_id):
         """What the forward of each replay sees of the completions: num_replays tensors [N, L],
         masked where not revealed.
         """
-        state, records = torch.full_like(self.completion_ids, mask_token_id), self.records or {}
+        records = self.records or {}
+        if "masked" in records:
+            pairs = zip(records["predictions"].unbind(1), records["masked"].unbind(1), strict=True)
+            yield from (
+                tokens.long().masked_fill(masked, mask_token_id) for tokens, masked in pairs
+            )
+            return
+        state = torch.full_like(self.completion_ids, mask_token_id)
         for replay in range(self.num_replays):
-            if "masked" in records:
-                yield (
-                    records["predictions"][:, replay]
-                    .long()
-                    .masked_fill(records["masked"][:, replay], mask_token_id)
-                )
-                continue
             yield state
             state = torch.where(self.replay_map == replay, self.completion_ids, state)
-            if "events" in records:  # tokens that were masked again as well
-                sample, _, position, token = records["events"][
-                    records["events"][:, 1] == replay
-                ].unbind(1)
+            if "events" in records:  # they also tell which tokens were masked again
+                events = records["events"][records["events"][:, 1] == replay]
+                sample, _, position, token = events.unbind(1)
                 state[torch.searchsorted(self.sample_index, sample.contiguous()), position] = token
 
     def blocks(self, i):
@@ -115,50 +111,52 @@ class Trace:
         """Completion i as text, without special tokens: what is graded."""
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
 
+    def texts(self, tokenizer):
+        """All completions as text."""
+        return [self.text(i, tokenizer) for i in range(len(self.prompt_ids))]
+
     def describe(self, i, tokenizer, reward):
         """Completion i and its reward for samples.jsonl. -> dict that JSON can hold"""
-        scored, steps = self.completion_mask[i], {}
-        if self.step_map is not None:
-            steps["step_map"] = self.step_map[i][scored].tolist()
-        if self.logps is not None:
-            steps["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
-        return {
+        row = {
             "prompt": tokenizer.decode(self.prompt_ids[i]),
             "completion": self.text(i, tokenizer),
             "reward": float(reward),
             "completion_ids": self.completion(i),
-        } | steps
+        }
+        scored = self.completion_mask[i]
+        if self.step_map is not None:
+            row["step_map"] = self.step_map[i][scored].tolist()
+        if self.logps is not None:
+            row["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
+        return row
 
     def draw(self, i, tokenizer, width=110, max_lines=6):
         """Completion i for a terminal: each revealed token over the denoising step of its block
         that revealed it.
 
-        Blocks are parted by bars and never broken; max_lines pairs of lines of about `width`
+        Bars separate blocks, which are never broken; max_lines pairs of lines of about `width`
         columns.
         """
+        prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
         if self.step_map is None:
-            prompt, text = tokenizer.decode(self.prompt_ids[i]), self.text(i, tokenizer)
-            return f"prompt   {prompt}\ntokens   {text!r}"
-        block, revealed = self.blocks(i), (self.step_map[i] >= 0).nonzero().flatten().tolist()
-        tops, bottoms = [""], [""]
-        for j in revealed:
-            token = repr(tokenizer.decode([int(self.completion_ids[i, j])]))[
-                1:-1
-            ]  # a newline is shown as \n
-            step = str(int(self.step_map[i, j]) + 1)
-            opens_block = j == 0 or block[j] != block[j - 1]
-            if opens_block and len(tops[-1]) > width:
-                tops, bottoms = [*tops, ""], [*bottoms, ""]
-            edge = "| " if opens_block and tops[-1] else ""
-            cell = max(len(token), len(step)) + 1
-            tops[-1] += edge + token.ljust(cell)
-            bottoms[-1] += " " * len(edge) + step.ljust(cell)
-        lines = [f"prompt   {tokenizer.decode(self.prompt_ids[i])}"]
-        for top, bottom in list(zip(tops, bottoms, strict=True))[:max_lines]:
-            lines += [f"tokens   {top}", f"step     {bottom}"]
-        if len(tops) > max_lines:
-            lines.append(f"... {len(revealed)} tokens in all, see samples.jsonl")
-        return "\n".join(lines)
+            return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
+        block, ids, steps = self.blocks(i), self.completion_ids[i], self.step_map[i].tolist()
+        revealed, lines = [j for j, step in enumerate(steps) if step >= 0], []
+        for _, positions in groupby(revealed, key=block.__getitem__):
+            top, bottom = "", ""
+            for j in positions:
+                token = repr(tokenizer.decode([int(ids[j])]))[1:-1]  # a newline is shown as \n
+                step = str(steps[j] + 1)
+                cell = max(len(token), len(step)) + 1
+                top, bottom = top + token.ljust(cell), bottom + step.ljust(cell)
+            if lines and len(lines[-1][0]) <= width:
+                lines[-1] = lines[-1][0] + "| " + top, lines[-1][1] + "  " + bottom
+            else:
+                lines.append((top, bottom))
+        shown = [f"tokens   {top}\nstep     {bottom}" for top, bottom in lines[:max_lines]]
+        if len(lines) > max_lines:
+            shown.append(f"... {len(revealed)} tokens in all, see samples.jsonl")
+        return "\n".join([prompt, *shown])
 
 
 def most_steps(settings):
@@ -170,24 +168,27 @@ def most_steps(settings):
 def left_padded(prompt_ids, pad_token_id, device):
     """Lists of ids -> input_ids [N, P] int64, valid_mask [N, P] bool"""
     P = max(map(len, prompt_ids))
-    input_ids = torch.tensor(
-        [[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids], device=device
-    )
-    start = torch.tensor([[P - len(ids)] for ids in prompt_ids], device=device)
-    return input_ids, torch.arange(P, device=device) >= start
+    padding = torch.tensor([P - len(ids) for ids in prompt_ids], device=device)
+    input_ids = [[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids]
+    return torch.tensor(input_ids, device=device), ~below(padding, P)
+
+
+def below(lengths, width):
+    """lengths [N] -> [N, width] bool: the first lengths[i] columns of row i"""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def among(ids, some):
+    """Which ids are in the list `some` -> bool"""
+    return torch.isin(ids, torch.tensor(some, device=ids.device))
 
 
 def scored(completion_ids, canvas_length, eos_token_ids):
     """What of completion_ids [N, L] is scored: up to and with the first EOS, on the canvas. -> [N,
     L] bool
     """
-    on_canvas = (
-        torch.arange(completion_ids.shape[1], device=completion_ids.device) < canvas_length[:, None]
-    )
-    is_eos = torch.isin(
-        completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device)
-    ).long()
-    return on_canvas & (is_eos.cumsum(1) - is_eos == 0)
+    is_eos = among(completion_ids, eos_token_ids).long()
+    return below(canvas_length, completion_ids.shape[1]) & (is_eos.cumsum(1) - is_eos == 0)
 
 
 def rollout_sums(trace, rewards, components, num_generations):
@@ -226,30 +227,30 @@ def rollout_means(sums, num_sequences):
     }
 
 
+def rollout_metrics(trace, rewards, components, num_generations):
+    """rollout_means over the sequences of all ranks; arguments as of rollout_sums. Collective."""
+    sums = rollout_sums(trace, rewards, components, num_generations)
+    sums = all_reduce(sums | {"sequences": len(rewards)})
+    return rollout_means(sums, sums.pop("sequences"))
+
+
 def concatenate(traces, pad_token_id):
     """Traces of one rollout, generated in parts -> one Trace, padded to the widest."""
     width = max(trace.completion_ids.shape[1] for trace in traces)
-    filler = {
-        "completion_ids": pad_token_id,
-        "completion_mask": False,
-        "step_map": -1,
-        "replay_map": -1,
-        "logps": 0.0,
-    }
-    values = {}
-    for f in fields(Trace):
-        parts = [getattr(trace, f.name) for trace in traces]
-        if f.name in filler and parts[0] is not None:
-            parts = [
-                torch.nn.functional.pad(part, (0, width - part.shape[1]), value=filler[f.name])
-                for part in parts
-            ]
-        if f.name == "prompt_ids":
-            values[f.name] = [ids for part in parts for ids in part]
-        elif f.name == "records":
-            values[f.name] = parts[0] and {
-                key: torch.cat([part[key] for part in parts]) for key in parts[0]
-            }
-        else:
-            values[f.name] = torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
-    return Trace(**values)
+    fills = {"completion_ids": pad_token_id, "completion_mask": False, "logps": 0.0}
+    fills |= {"step_map": -1, "replay_map": -1}
+
+    def join(name):
+        parts = [getattr(trace, name) for trace in traces]
+        if name == "prompt_ids":
+            return sum(parts, [])
+        if name == "records":
+            keys = parts[0] or {}
+            return {key: torch.cat([part[key] for part in parts]) for key in keys} or None
+        if not isinstance(parts[0], torch.Tensor):
+            return parts[0]
+        if name in fills:
+            parts = [F.pad(x, (0, width - x.shape[1]), value=fills[name]) for x in parts]
+        return torch.cat(parts)
+
+    return Trace(**{f.name: join(f.name) for f in fields(Trace)})

@@ -38,6 +38,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "full: part of the full grid (make test-all)")
     config.addinivalue_line("markers", "cuda: needs a GPU; run by `make test-gpu` alone")
     config.addinivalue_line("markers", "lmdeploy: needs that package")
+    config.addinivalue_line("markers", "fast: may import kernels/ and rollout/lmdeploy.py")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -57,6 +58,29 @@ def pytest_sessionfinish(session, exitstatus):
     if os.environ.get("CLEANDLLM_NO_SKIPS") and skipped and exitstatus == 0:
         reporter.write_line(f"{len(skipped)} tests were skipped although CLEANDLLM_NO_SKIPS is set")
         session.exitstatus = 1
+
+
+class Blocked:
+    """An import hook without which kernels/, Triton and rollout/lmdeploy.py would be found."""
+
+    def find_spec(name, path=None, target=None):
+        if is_fast(name):
+            raise ModuleNotFoundError(f"{name} is blocked: only tests marked `fast` may import it")
+
+
+def is_fast(name):
+    return name.split(".")[0] == "kernels" or name == "rollout.lmdeploy"
+
+
+@pytest.fixture(autouse=True)
+def ground(request, monkeypatch):
+    """The law: every test that is not marked `fast` or `cuda` passes without kernels/ and
+    rollout/lmdeploy.py. It runs while they cannot be imported, here and in forked ranks.
+    """
+    if not any(map(request.node.get_closest_marker, ("fast", "cuda"))):
+        for name in filter(is_fast, list(sys.modules)):
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [Blocked, *sys.meta_path])
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from data.planning import countdown_solutions, sudoku_solutions
 from data.rows import read_rows
 from evals import TRAIN_TASKS, load_problems, load_task, programs, score_all
-from evals.math_grader import grade_batch, number
+from evals.math_grader import grade, in_threads, number
 from evals.rewards import REWARDS, load_reward
 from models import load_tokenizer
 
@@ -88,7 +89,8 @@ def test_rewards(reward):
 def test_graders():
     for case in of("grader"):
         texts, golds, verdicts = zip(*case["verdicts"], strict=True)
-        assert grade_batch(texts, golds, case["grader"]) == list(verdicts), case["grader"]
+        judge = partial(grade, grader=case["grader"])
+        assert in_threads(judge, texts, golds) == list(verdicts), case["grader"]
     [case] = of("numbers")
     values = [number(text) for text, _ in case["numbers"]]
     assert [value and str(value) for value in values] == [value for _, value in case["numbers"]]

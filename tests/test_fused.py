@@ -30,7 +30,9 @@ RUNS = bool(find_spec("triton") and (ON_GPU or os.environ.get("TRITON_INTERPRET"
 if RUNS:
     from kernels import fused_triton, layers, moe_triton
 needs_triton = (lambda test: test) if RUNS and not ON_GPU else pytest.mark.cuda
-pytestmark = [pytest.mark.cuda] if ON_GPU else []  # all of them belong to `make test-gpu`
+pytestmark = [pytest.mark.fast] + [
+    pytest.mark.cuda
+] * ON_GPU  # all of them belong to `make test-gpu`
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
@@ -213,20 +215,10 @@ def test_experts_are_those_of_the_plain_loop(dtype, lead, E, D, f, k, used, tune
 @pytest.mark.parametrize("family", ["tiny-sdar-moe", "tiny-llada2"])
 @torch.no_grad()
 def test_routers_are_those_of_the_model_files(family):
-    """Experts and weights at many scores, with groups. Control: bias and groups matter; so do bits
-    of weights.
-    """
+    """Experts and weights at many scores, with groups. Control: bias and groups matter."""
     config = TINY_CONFIGS[family] | dict(num_experts=32, num_experts_per_tok=5, hidden_size=384)
     moe = random_model(config, device=DEVICE).layers[-1].mlp
     x = draw(3, 50, 384).bfloat16()
-    flat, exact = x.flatten(0, 1), x.flatten(0, 1).double() @ moe.gate.weight.double().T
-    scores = moe_triton.scores(flat.float() if not ON_GPU else flat, moe.gate.weight).sum(0)
-    assert (
-        error(scores, exact)
-        < 3e-6
-        < 1e-3
-        < error(flat.double() @ moe.gate.weight.bfloat16().double().T, exact)
-    )
     if family == "tiny-llada2":
         moe.gate.expert_bias.copy_(draw(32, scale=0.1))
     x = x if ON_GPU else x.float()

@@ -46,7 +46,9 @@ def test_a_rollout_deals_prompts_and_draws_over_ranks(monkeypatch, ranks):
     for rank in range(ranks):
         monkeypatch.setattr(d1.dist, "get_rank", lambda: rank)  # noqa: B023
         engine = SimpleNamespace(generate=generate)
-        trace, examples = d1.roll_out(engine, stream, {"gen_length": 12}, 5, args)
+        trace, examples = d1.roll_out(
+            engine, stream, {"gen_length": 12, "temperature": 0.9}, 5, args
+        )
         (prompts, settings), share = asked.pop(), 4 // ranks
         assert trace == "trace" and settings.pop("sample_offset") == rank * share * 3
         assert settings.pop("seed") == (7 << 32) + 5 and settings.pop("records") is None

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from test_evals import of, one_line, row_of, write
 
 from evals import livecodebench, math_grader, sandbox
-from evals.math_grader import grade, grade_batch, math_verify
+from evals.math_grader import grade, in_threads, math_verify
 from evals.rewards import load_reward
 
 ENDLESS = r"2^{2^{2^{100}}}"
@@ -29,7 +29,7 @@ def quick_timeout(monkeypatch):
     """Half a second for ENDLESS, a minute for everything else; no cached verdicts."""
     math_grader.close()
     math_grader._verdict.cache_clear()
-    monkeypatch.setattr(math_grader, "NO_VERDICT", set())
+    monkeypatch.setattr(math_grader, "NO_VERDICT", [])
     ask = math_grader.Worker.ask
 
     def asked(worker, answer, *rest):
@@ -118,7 +118,7 @@ def test_model_text_is_not_run_and_no_secret_is_there(tmp_path, quick_timeout, m
 def test_batches_threads_and_forks():
     completions = [rf"\boxed{{{i}+x}}" for i in range(30)]
     golds = [f"x+{i - i % 3 // 2}" for i in range(30)]
-    assert grade_batch(completions, golds) == [i % 3 != 2 for i in range(30)]
+    assert in_threads(grade, completions, golds) == [i % 3 != 2 for i in range(30)]
     found = []
     thread = threading.Thread(target=lambda: found.append(grade(r"\boxed{y+y}", "2y")))
     thread.start()
@@ -128,7 +128,7 @@ def test_batches_threads_and_forks():
         os._exit(bool(math_grader.IDLE))  # a child must not use its parent's processes
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(ValueError):
-        grade_batch(["5"], [])
+        in_threads(grade, ["5"], [])
 
 
 # --------------------------------------------------------------------------------------------------

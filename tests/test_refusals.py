@@ -3,12 +3,17 @@ traceback.
 """
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from algos import bgpo
+from evals import sandbox
+from evals.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
@@ -17,7 +22,7 @@ REFUSALS = [
     ("algos/bgpo.py --model nothing", "nothing"),
     ("algos/bgpo.py --task nothing", "unknown task 'nothing': use one of"),
     ("algos/bgpo.py --reward nothing --eval-limit 0", "--reward nothing: no such reward"),
-    ("algos/bgpo.py --data TMP/none.jsonl --eval-limit 0", "none.jsonl: no such"),
+    ("algos/bgpo.py --data none.jsonl --eval-limit 0", "none.jsonl: no such"),
     ("algos/d1.py --task gsm8k --data ROWS", "has no held-out split: name one with --eval-data"),
     (
         f"algos/d1.py --task gsm8k --data ROWS --reward gsm8k_d1 {ALGO}",
@@ -27,10 +32,8 @@ REFUSALS = [
         "algos/bgpo.py --max-prompt-length 3",
         "--max-prompt-length (or --max-length) 3: the shortest",
     ),
-    (
-        "algos/bgpo.py --num-generations 1",
-        "--num-generations 1: a group needs at least 2 completions",
-    ),
+    ("algos/bgpo.py --num-generations 1", "--num-generations 1 must be at least 2"),
+    ("algos/d1.py --task gsm8k --reward countdown_d1", "countdown_d1: does not fit gsm8k"),
     ("algos/bgpo.py --beta 0.1", "--beta 0.1: this method has no KL to a reference"),
     (
         "algos/bgpo.py --gen-length 13 --eval-limit 0",
@@ -65,7 +68,8 @@ REFUSALS = [
     ("algos/sft.py --max-length 4 --eval-limit 0", "--data holds no rows to train on"),
     ("algos/sft.py --max-grad-norm 0", "--max-grad-norm 0.0 must be above 0: "),
     ("algos/vrpo.py --data docs", "the folder has no train.jsonl and no train.parquet"),
-    ("data/preferences.py --samples none.jsonl --out TMP/x.jsonl", "none.jsonl: no such file"),
+    ("data/preferences.py --samples none.jsonl --out x.jsonl", "none.jsonl: no such file"),
+    ("data/preferences.py --samples x --out x --per-prompt 0", "--per-prompt 0 must be at least 1"),
     ("algos/mdpo.py --train-steps 0", "--train-steps 0 must be at least 1"),
     ("algos/d1.py --betas 0.9 1.0", "--betas 0.9 1.0 must be at least 0 and below 1"),
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
@@ -81,11 +85,8 @@ def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
     row = {"question": "1 + 1?", "answer": "Two.\n#### 2"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "TMP").mkdir()
-    script, *flags = (
-        command.replace("TMP", str(tmp_path / "TMP"))
-        .replace("ROWS", str(tmp_path / "rows.jsonl"))
-        .split()
-    )  # noqa: E501
+    places = {"TMP": str(tmp_path / "TMP"), "ROWS": str(tmp_path / "rows.jsonl")}
+    script, *flags = (places.get(word, word) for word in command.split())
 
     def body(rank, world_size):
         dist.destroy_process_group()  # the script makes its own
@@ -103,3 +104,48 @@ def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
     run_ranks(1, body)
     said = (tmp_path / "said").read_text()
     assert words in said and "\n" not in said.strip(), said
+
+
+@pytest.mark.parametrize("broken", ["", "sandbox", "reward", "rollout"])
+def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, warm, tmp_path, monkeypatch, broken):
+    """A broken sandbox or a reward that is not finite: before a model is built. A reward of a
+    rollout that is not finite: before its update.
+    """
+    row = {"text": "Double it.", "code": "def f(x): return x", "test_list": ["assert f(2) == 4"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    calls = []
+
+    def odd(completion, example):
+        calls.append(completion)
+        is_trial = len(calls) == 1
+        return {"a": 1.0, "b": math.nan if broken == "reward" or not is_trial else 0.0}
+
+    def next_step(*_):
+        raise SystemExit("the next step")
+
+    def body(rank, world_size):
+        dist.destroy_process_group()  # the script makes its own
+        monkeypatch.setitem(REWARDS, "odd", odd)
+        monkeypatch.setattr(bgpo, "update" if broken == "rollout" else "load_models", next_step)
+        if broken == "sandbox":
+            monkeypatch.setattr(sandbox, "CHILD", tmp_path / "no_such_file.py")
+        programs = {"task": "mbpp", "data": str(tmp_path / "rows.jsonl")}
+        chosen = {"reward": "odd"} if broken in ("reward", "rollout") else programs
+        small = {"prompts_per_step": 2, "eval_limit": 0, "max_prompt_length": 9999}
+        try:
+            bgpo.main(bgpo.Args(**small, **chosen, out=str(tmp_path)))
+        except SystemExit as error:
+            (tmp_path / "said").write_text(str(error))
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    run_ranks(1, body)
+    assert (tmp_path / "said").read_text().startswith(STOPPED[broken])
+
+
+STOPPED = {
+    "": "the next step",
+    "sandbox": "sandbox: no answer from its supervisor",
+    "reward": "--task countdown: b of completion 0 of 1 is nan, not finite; --reward odd",
+    "rollout": "--task countdown: b of completion 0 of 16 is nan, not finite; --reward odd",
+}

@@ -222,8 +222,9 @@ def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, be
 
 
 def saves_of(tmp_path, model, optimizer, keep=0, scores=()):
+    """Saves every second step, and at step 9, the last."""
     tokenizer = load_tokenizer("tiny-sdar")
-    return Saves(tmp_path, model, optimizer, tokenizer, "tiny-sdar", keep, scores)
+    return Saves(tmp_path, model, optimizer, tokenizer, "tiny-sdar", keep, 2, 9, scores)
 
 
 def listing(tmp_path):
@@ -249,7 +250,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
         model, optimizer = build()
         saves, seen = saves_of(tmp_path, model, optimizer, keep=2), []
         for step, score in enumerate([0.2, 0.5, None, 0.5, 0.1, None, 0.6, 0.6], start=1):
-            saves.after_step(step, score, weights=step % 2 == 0, state=step % 2 == 0)
+            saves.after_step(step, score)
             seen.append(listing(tmp_path))
         assert seen == [
             ([1], [], 1),
@@ -261,7 +262,8 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
             ([2, 4, 6, 7], [4, 6], 7),  # a kill now goes back to state 6, whose best is 2
             ([7, 8], [6, 8], 7),
         ]
-        saves.after_step(9, 0.9, weights=True)
+        saves.after_step(9)
+        assert listing(tmp_path) == ([7, 8, 9], [6, 8], 7)
         assert Saves.load(tmp_path, *build()) == 8
         saves_of(tmp_path, model, optimizer, scores=[(7, 0.6)])
         assert listing(tmp_path) == ([7, 8], [6, 8], 7)
@@ -276,7 +278,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
 
 def run_directory(tmp_path, rows=6, **args):
     """A run's directory as RunLog leaves it."""
-    with RunLog(tmp_path, "x", 0, {"seed": 1} | args, rows) as log:
+    with RunLog(tmp_path, "x", {"seed": 1} | args, rows) as log:
         log.write(0, {"loss/total": 2.0})
         for step in range(1, rows + 1):
             log.write(step, {"loss/total": 1 / step})
@@ -291,7 +293,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     """
     directory = run_directory(tmp_path)
     config = (directory / "config.json").read_bytes()
-    with RunLog("elsewhere", "y", 0, {"seed": 2}, 6, resume=str(directory), step=4) as log:
+    with RunLog("elsewhere", "y", {"seed": 2}, 6, resume=str(directory), step=4) as log:
         assert log.run_dir == directory and log.history("loss/total")[-1] == (4, 0.25)
         assert [row["step"] for row in rows_of(directory)] == [0, 1, 2, 3, 4]
         lines = (directory / "samples.jsonl").read_bytes().decode().split("\n")[:-1]
@@ -300,7 +302,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     assert (directory / "metrics.csv").read_text().splitlines()[-1] == "5,0.5"
     assert (directory / "config.json").read_bytes() == config and not Path("elsewhere").exists()
     with refused("the run is at step 5 already, beyond --max-steps 4"):
-        RunLog("", "x", 0, {}, 4, resume=str(directory), step=5)
+        RunLog("", "x", {}, 4, resume=str(directory), step=5)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
@@ -312,7 +314,7 @@ def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
     last = whole[:-1].rfind(b"\n") + 1
     for cut in range(last, len(whole)):
         (directory / name).write_bytes(whole[:cut])
-        RunLog("", "", 0, {}, 9, resume=str(directory), step=9).close()
+        RunLog("", "", {}, 9, resume=str(directory), step=9).close()
         assert (directory / name).read_bytes() == whole[:last]
 
 

@@ -2,6 +2,7 @@
 kernels.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_dra
 import rollout
 from models import export_weights, save_model
 from models.tiny import byte_tokenizer, random_model
-from rollout import Trace, make_engine, rollout_means, rollout_sums
-from rollout.traces import concatenate
+from rollout import Trace, make_engine
+from rollout.traces import concatenate, rollout_means, rollout_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(gen_length=11, remasking="low_confidence_static", seed=4)
@@ -43,6 +44,21 @@ assert not any(name.startswith("kernels") for name in sys.modules)
 def test_everything_imports_and_samples_without_kernels():
     done = subprocess.run([sys.executable, "-c", GROUND], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("torch.Size") == 5, done.stderr[-2000:]
+
+
+def test_only_tests_of_the_fast_floor_may_import_it():
+    """Every other CPU test runs while `ground` of conftest.py blocks these imports."""
+    for name in ("kernels", "kernels.block", "rollout.lmdeploy"):
+        with pytest.raises(ModuleNotFoundError, match="is blocked"):
+            importlib.import_module(name)
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    marks = {name: text.count("@pytest.mark." + "fast") for name, text in tests.items()}
+    assert {name: n for name, n in marks.items() if n} == {
+        "test_samplers.py": 8,
+        "test_masked.py": 3,
+    }
+    whole = {name for name, text in tests.items() if "pytestmark = [pytest.mark." + "fast" in text}
+    assert whole == {"test_fused.py", "test_lmdeploy.py"}
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -115,18 +131,19 @@ REFUSED = [
     ("sdar", {"temperature": float("nan")}, "--temperature nan must be at least 0 and finite"),
     ("sdar", {"temperature": float("inf")}, "--temperature inf must be at least 0 and finite"),
     ("sdar", {"top_k": -1}, "--top-k -1 must be at least 0"),
-    ("sdar", {"top_p": 0.0}, "--top-p 0.0 above 0"),
-    ("sdar", {"alg_temp": 0.5}, "--alg-temp 0.5: the sampler of a block-causal model"),
+    ("sdar", {"top_p": 0.0}, "--top-p 0.0 must be above 0"),
+    ("llada", {"remasking": "entropy", "alg_temp": float("inf")}, "--alg-temp inf must be"),
+    ("sdar", {"alg_temp": 0.5}, "--alg-temp 0.5 must be 0 for the sampler of a block-causal model"),
     ("sdar", {"records": "states"}, "keeps no records of kind 'states'"),
     ("sdar", {"cache": "dual"}, "--cache dual.*block-causal.*none"),
     ("sdar", {"schedule": "timesteps"}, "--schedule timesteps"),
     ("sdar", {"eos_policy": "demote"}, "--eos-policy demote"),
-    ("sdar", {"confidence_threshold": 1.01}, "--confidence-threshold 1.01.*0 to 1"),
+    ("sdar", {"confidence_threshold": 1.01}, "--confidence-threshold 1.01 is no probability"),
     ("sdar", {"factor": 0.0}, "--factor 0.0.*above 0"),
     ("sdar", {"eb_threshold": -0.1}, "--eb-threshold -0.1.*at least 0"),
     ("sdar", {"editing_threshold": 0.5}, "--editing-threshold 0.5: SDAR was not trained to edit"),
-    ("llada2", {"editing_threshold": 1.5}, "must lie in 0 to 1"),
-    ("llada2", {"editing_threshold": 0.5, "max_post_steps": -1}, "max_post_steps=-1"),
+    ("llada2", {"editing_threshold": 1.5}, "--editing-threshold 1.5 is no probability"),
+    ("llada2", {"editing_threshold": 0.5, "max_post_steps": -1}, "--max-post-steps -1 must be"),
     ("llada2", {"editing_threshold": 0.5, "records": "steps"}, "threshold 0.5 revises tokens"),
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
     ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
@@ -144,7 +161,10 @@ def test_a_rollout_and_its_plan_refuse_what_they_cannot_do(family, options, word
 
 def test_prompts_are_checked():
     engine = engine_of()
-    refused = {"no tokens": [[3], []], f"prompt 1 holds the mask token .id {M}.": [[3], [4, M]]}
+    refused = {
+        "at least one token": [[3], []],
+        f"prompt 1 holds the mask token .id {M}.": [[3], [4, M]],
+    }
     for words, prompts in refused.items():
         with pytest.raises(SystemExit, match=words):
             engine.generate(prompts)

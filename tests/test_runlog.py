@@ -20,7 +20,7 @@ RL_ROW = {"reward/mean": 0.3, "reward/std": 0.4, "loss/total": -0.012, "policy/r
 
 
 def open_log(out, **options):
-    return RunLog(out, "bgpo-tiny-sdar-countdown-s42", 0, ARGS, 300, **options)
+    return RunLog(out, "bgpo-tiny-sdar-countdown-s42", ARGS, 300, **options)
 
 
 def read_jsonl(path):
@@ -125,7 +125,7 @@ def test_an_error_leaves_table_and_plot_and_is_not_hidden(tmp_path):
 
 
 def log_on_rank(rank, world_size, folder):
-    with RunLog(folder / "runs", f"rank{rank}", rank, ARGS, 2) as log:
+    with RunLog(folder / "runs", f"rank{rank}", ARGS, 2) as log:
         log.write(1, {"loss/total": float(rank)})
         log.samples(1, [{"rank": rank}])
         assert log.history("loss/total") == [(1, 0.0)]

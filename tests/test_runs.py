@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -25,16 +26,27 @@ from rollout import make_engine
 AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
 
 
-def cli(monkeypatch, capsys, *flags, task="countdown"):
+@pytest.fixture
+def cli(monkeypatch, capsys):
     """The command line of a task, in this process. -> the JSON object of its last line"""
-    monkeypatch.setattr(sys, "argv", [f"evals/{task}.py", *map(str, flags)])
-    run.main(task)
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    def command(*flags, task="countdown"):
+        monkeypatch.setattr(sys, "argv", [f"evals/{task}.py", *map(str, flags)])
+        run.main(task)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return command
 
 
-def many(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["evals/run.py", *map(str, flags)])
-    run.many()
+@pytest.fixture
+def many(monkeypatch):
+    """The command line of evals/run.py, in this process."""
+
+    def command(*flags):
+        monkeypatch.setattr(sys, "argv", ["evals/run.py", *map(str, flags)])
+        run.many()
+
+    return command
 
 
 def rows_of(path):
@@ -66,12 +78,8 @@ class GoldEngine:
         self.calls.append((len(prompt_ids), settings["sample_offset"], settings["seed"]))
         texts = []
         for row, ids in enumerate(prompt_ids):
-            numbers, target = "".join(map(chr, ids)).split("=")
-            example = {
-                "numbers": [*map(int, numbers.split())],
-                "target": int(target),
-                "style": "compact",
-            }
+            *numbers, target = map(int, "".join(map(chr, ids)).replace("=", " ").split())
+            example = {"numbers": numbers, "target": target, "style": "compact"}
             wrong = (settings["sample_offset"] + row) % 3 == 0
             texts.append("9" * 12 if wrong else countdown.answer(example) + "\0")
         # text after the first EOS must not be decoded
@@ -104,20 +112,16 @@ def fake(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["countdown", "sudoku"])
-def test_completions_are_scored_end_to_end(tmp_path, name):
+def test_completions_are_scored_end_to_end(tmp_path, name, cli):
     task = load_task(name)
     texts = [task.answer(e) if i < 6 else "" for i, e in enumerate(task.load("test", limit=8))]
-    command = [sys.executable, f"evals/{name}.py", "--out", str(tmp_path / "out"), "--completions"]
-    command.append(completions(tmp_path / "c.jsonl", texts))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    flags = "--completions", completions(tmp_path / "c.jsonl", texts), "--out", tmp_path / "out"
+    result = cli(*flags, task=name)
     assert result == json.loads((tmp_path / "out/result.json").read_text())
     want = {"task": name, "n": 8, "accuracy": 0.75, "stderr": math.sqrt(0.75 * 0.25 / 8)}
     want |= {"answered": 0.75, "truncated": None, "failed": 0, "unused": 0}
     want["missing"] = len(task.load("test")) - 8
     assert list(result) == [*want, "settings"] and result.items() >= want.items()
-    assert "problems without a completion, not in the mean" in done.stderr
     assert sum(row["score"] for row in rows_of(tmp_path / "out/samples.jsonl")) == 6
 
 
@@ -129,13 +133,13 @@ FAULTS = {
     '{"index": 1e400, "completion": "1"}': 'needs {"index": integer, "completion": text}',
     '{"index": true, "completion": "1"}': "needs",
     '{"index": 5, "completion": "1"': "not JSON (Expecting ',' delimiter)",
-    "[" * 100_000: "not JSON (RecursionError)",
-    '{"index": ' + "9" * 5000 + "}": "not JSON (ValueError)",
+    "[" * 100_000: "not JSON (maximum recursion depth exceeded",
+    '{"index": ' + "9" * 5000 + "}": "not JSON (Exceeds the limit",
     "null": "a JSON object is needed, not NoneType",
 }
 
 
-def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch, capsys):
+def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, capsys):
     path = tmp_path / "c.jsonl"
     for line, problem in FAULTS.items():
         path.write_text("\n".join([GOOD[0], "", line, *GOOD[1:]]))
@@ -147,10 +151,10 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch, 
     path = tmp_path / "c.jsonl.gz"
     path.write_bytes(gzip.compress(f"\ufeff{GOOD[0]}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200))
     rows, faults, _ = samples.given(str(path), 6)
-    assert len(rows) == 1 and len(faults) == 201 and faults[0] == "line 2: not UTF-8"
+    assert len(rows) == 1 and len(faults) == 201 and faults[0].startswith("line 2: not UTF-8")
     results.print_faults("c", faults, "rows not used")
     shown = capsys.readouterr().err
-    assert shown.startswith("c: 201 rows not used: line 2: not UTF-8; line 3: not JSON")
+    assert shown.startswith("c: 201 rows not used: line 2: not UTF-8 (byte 1 of the line")
     assert shown.count("line ") == 20 and shown.endswith("; and 181 more\n")
     path.write_bytes(gzip.compress("\n".join(GOOD * 9000).encode())[:-20])
     assert "the rest cannot be read" in samples.given(str(path), 6)[1][-1]
@@ -158,18 +162,17 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch, 
     assert "the rest cannot be read (Not a gzipped file" in one_line(samples.given, str(path), 6)
 
 
-def test_samples_are_scored_again_with_a_reward(tmp_path, monkeypatch, capsys):
+def test_samples_are_scored_again_with_a_reward(tmp_path, cli):
     texts = [countdown.answer(countdown.load("test", limit=1)[0]), "", "", ""]
-    path = completions(tmp_path / "c.jsonl", texts)
-    first = cli(monkeypatch, capsys, "--completions", path, "--out", tmp_path / "a")
-    flags = ["--completions", tmp_path / "a/samples.jsonl", "--reward", "countdown_partial"]
-    again = cli(monkeypatch, capsys, *flags, "--out", tmp_path / "b")
+    score = lambda path, out, *flags: cli("--completions", path, "--out", tmp_path / out, *flags)
+    first = score(completions(tmp_path / "c.jsonl", texts), "a")
+    again = score(tmp_path / "a/samples.jsonl", "b", "--reward", "countdown_partial")
     assert again["accuracy"] == first["accuracy"] == 0.25
     parts = {"solved": 0.25, "partial": 0.0}
     assert again["reward"] == {"name": "countdown_partial", "mean": 0.25, "components": parts}
 
 
-def test_repeats(tmp_path, monkeypatch, capsys):
+def test_repeats(tmp_path, cli):
     """The error is that of the problems' means: answers to one problem are not independent."""
     table = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 1]]
     rows = [
@@ -179,36 +182,29 @@ def test_repeats(tmp_path, monkeypatch, capsys):
     ]
     data, given = write(tmp_path / "rows.jsonl", AIME), tmp_path / "given.jsonl"
     score = lambda rows, n, out: cli(
-        monkeypatch, capsys, "--completions", write(given, rows), "--data", data, "--repeats", n,
-        "--out", tmp_path / out, task="aime24"
+        "--completions", write(given, rows), "--data", data, "--repeats", n,
+        "--out", tmp_path / out, task="aime24",
     )  # fmt: skip
     result = score(rows[::-1], 3, "a")
     assert (result["n"], result["repeats"], result["accuracies"]) == (4, 3, [0.5, 0.25, 0.75])
     means = [statistics.mean(column) for column in zip(*table, strict=True)]
-    assert (
-        math.isclose(result["stderr"], statistics.pstdev(means) / 2) and result["accuracy"] == 0.5
-    )
-    assert "repeats" not in score(rows[:4], 1, "b")
-    result = score(
-        [*rows[1:], rows[0] | {"repeat": True}, rows[1], rows[2] | {"repeat": 3}], 3, "c"
-    )
+    assert result["stderr"] == pytest.approx(statistics.pstdev(means) / 2)
+    assert result["accuracy"] == 0.5 and "repeats" not in score(rows[:4], 1, "b")
+    bad = [rows[0] | {"repeat": True}, rows[1], rows[2] | {"repeat": 3}]
+    result = score([*rows[1:], *bad], 3, "c")
     assert (result["unused"], result["missing"]) == (3, 1)
     flags = ["--model", "tiny-sdar", "--repeats", "2", "--data", data]
-    said = one_line(lambda: cli(monkeypatch, capsys, *flags, task="aime25"))
+    said = one_line(lambda: cli(*flags, task="aime25"))
     assert "--repeats 2: all repeats are the same without randomness" in said
 
 
-def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, capsys, quick_timeout):  # noqa: F811
+def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, quick_timeout, cli):  # noqa: F811
     """Such a completion scores 0 and is named; a sandbox that does not work stops everything."""
     data = write(tmp_path / "rows.jsonl", [{"problem": "?", "answer": "5"}] * 4)
-    texts = [
-        r"\boxed{\sqrt{25}}",
-        rf"\boxed{{{ENDLESS}}}",
-        r"\boxed{5}",
-        rf"so \boxed{{{ENDLESS}}}",
-    ]
+    endless = rf"\boxed{{{ENDLESS}}}"
+    texts = [r"\boxed{\sqrt{25}}", endless, r"\boxed{5}", f"so {endless}"]
     flags = ["--completions", completions(tmp_path / "c.jsonl", texts), "--data", data]
-    result = cli(monkeypatch, capsys, *flags, "--out", tmp_path / "a", task="math500")
+    result = cli(*flags, "--out", tmp_path / "a", task="math500")
     assert (result["n"], result["accuracy"], result["failed"]) == (4, 0.5, 2)
     why = "the math grader gave no verdict"
     assert [row.get("failed") for row in rows_of(tmp_path / "a/samples.jsonl")] == [None, why] * 2
@@ -220,7 +216,7 @@ def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, capsys, quick_timeo
 
     monkeypatch.setattr(countdown, "score_batch", score_batch, raising=False)
     flags = ["--limit", "3", "--completions", completions(tmp_path / "c.jsonl", ["1", "kill", "2"])]
-    result = cli(monkeypatch, capsys, *flags, "--out", tmp_path / "b")
+    result = cli(*flags, "--out", tmp_path / "b")
     assert (result["accuracy"], result["failed"]) == (2 / 3, 1)
     assert rows_of(tmp_path / "b/samples.jsonl")[1]["failed"] == "RecursionError: too deep"
 
@@ -229,16 +225,16 @@ def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, capsys, quick_timeo
 
     monkeypatch.setattr(countdown, "score_batch", broken)
     flags += ["--out", tmp_path / "c"]
-    assert one_line(lambda: cli(monkeypatch, capsys, *flags)) == "sandbox: no answer"
+    assert one_line(cli, *flags) == "sandbox: no answer"
     assert not (tmp_path / "c/result.json").exists()
 
 
-def test_macro_accuracy(tmp_path, monkeypatch, capsys):
+def test_macro_accuracy(tmp_path, cli):
     """Subjects count alike: 1 of 1 and 1 of 3 is 2/3; of all rows it is 2 of 4."""
     rows = [{"input": "x", "target": "yes", "task": task} for task in ("a", "b", "b", "b")]
     given = completions(tmp_path / "c.jsonl", ["So the answer is yes.", "no", "Yes", "so?\nso."])
     flags = ["--data", write(tmp_path / "rows.jsonl", rows), "--out", tmp_path / "out"]
-    result = cli(monkeypatch, capsys, "--completions", given, *flags, task="bbh")
+    result = cli("--completions", given, *flags, task="bbh")
     assert (result["accuracy"], result["answered"]) == (0.5, 0.75)
     assert result["macro_accuracy"] == pytest.approx(2 / 3)
 
@@ -247,13 +243,13 @@ def test_macro_accuracy(tmp_path, monkeypatch, capsys):
 # models
 
 
-def test_a_model_is_evaluated(tmp_path, monkeypatch, capsys, fake):
+def test_a_model_is_evaluated(tmp_path, monkeypatch, fake, cli):
     flags = ["--model", "some/dir", "--limit", "10", "--seed", "5", "--temperature", "0.5"]
     flags += ["--rollout-backend", "block"]
     by_size = []
     for size in (4, 64):
         out = tmp_path / str(size)
-        by_size.append(cli(monkeypatch, capsys, *flags, "--batch-size", size, "--out", out))
+        by_size.append(cli(*flags, "--batch-size", size, "--out", out))
         assert by_size[-1].pop("tokens_per_s") and by_size[-1]["settings"].pop("batch_size") == size
     assert by_size[0] == by_size[1] and timeless(out / "samples.jsonl")
     result, settings = by_size[0], by_size[0]["settings"]
@@ -271,26 +267,24 @@ def test_a_model_is_evaluated(tmp_path, monkeypatch, capsys, fake):
         assert row["completion"] == ("9" * 12 if row["truncated"] else countdown.answer(example))
     monkeypatch.setattr(GoldEngine, "refills", True)
     flags = ["--model", "m", "--limit", "19", "--batch-size", "4", "--out", tmp_path / "refills"]
-    cli(monkeypatch, capsys, *flags)
+    cli(*flags)
     assert [call[:2] for call in GoldEngine.calls[4:]] == [(16, 0), (3, 16)]
 
 
 def test_a_real_model_on_many_benchmarks(tmp_path):
     """As a user types it, with the data of one task missing; AIME is repeated."""
-    aime, words = (
-        write(tmp_path / "a.jsonl", AIME),
-        write(tmp_path / "w.jsonl", [row_of("gsm8k")] * 6),
-    )
-    tasks = "countdown,sudoku,gsm8k,aime24,aime25"
+    aime = write(tmp_path / "a.jsonl", AIME)
+    words = write(tmp_path / "w.jsonl", [row_of("gsm8k")] * 6)
+    tasks = "countdown,gsm8k,aime24,aime25"
     flags = ["--model", "models/tiny-sdar", "--tasks", tasks, "--limit", "3", "--data"]
     flags += [f"gsm8k={words}", f"aime24={tmp_path}/none.jsonl", f"aime25={aime}", "--repeats", "2"]
     flags += ["--gen-length", "16", "--temperature", "1", "--out", str(tmp_path / "out")]
     command = [sys.executable, "evals/run.py", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.endswith("1 of 5 tasks not evaluated: aime24\n")
+    assert done.returncode == 1 and done.stderr.endswith("1 of 4 tasks not evaluated: aime24\n")
     assert f"aime24 is not evaluated: --data {tmp_path}/none.jsonl: no such file" in done.stderr
     everything = json.loads((tmp_path / "out/results.json").read_text())
-    names = ["countdown", "sudoku", "gsm8k", "aime25"]
+    names = ["countdown", "gsm8k", "aime25"]
     assert list(everything["tasks"]) == names and list(everything["not evaluated"]) == ["aime24"]
     for name, result in everything["tasks"].items():
         assert result == json.loads((tmp_path / f"out/{name}/result.json").read_text())
@@ -299,24 +293,18 @@ def test_a_real_model_on_many_benchmarks(tmp_path):
         assert result["n"] == 3 and len(rows) == 3 * repeats == 3 * result["settings"]["repeats"]
         tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forwards"))
         assert result["tokens_per_forward"] == tokens / forwards and result["tokens_per_s"] > 0
-        want = {
-            "gen_length": 16,
-            "block_length": 4,
-            "ranks": 1,
-            "device": "cpu",
-            "dtype": "float32",
-        }
+        want = {"gen_length": 16, "block_length": 4, "ranks": 1}
+        want |= {"device": "cpu", "dtype": "float32"}
         assert result["settings"].items() >= want.items() and result["settings"]["weights"]
     table = (tmp_path / "out/table.md").read_text()
-    assert done.stdout.startswith(table) and len({len(row) for row in table.splitlines()[:6]}) == 1
+    assert done.stdout.startswith(table) and len({len(row) for row in table.splitlines()[:5]}) == 1
     assert "| 3 x 2 |" in table and "\naime24: not evaluated: " in table
 
 
 def run_on_ranks(rank, world_size, out, aime):
-    sys.argv = (
-        f"x --model tiny-sdar --tasks countdown,aime24 --data aime24={aime} --limit 10".split()
-    )
-    sys.argv += f"--temperature 1 --gen-length 12 --batch-size 2 --out {out}/{world_size}".split()
+    flags = f"--model tiny-sdar --tasks countdown,aime24 --data aime24={aime} --limit 10"
+    flags += f" --temperature 1 --gen-length 12 --batch-size 2 --out {out}/{world_size}"
+    sys.argv = ["evals/run.py", *flags.split()]
     run.many()
 
 
@@ -359,28 +347,27 @@ def interrupted(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(GoldEngine, "generate", fails)
-        yield patch
+        yield
 
 
-def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake):
+def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake, cli, many):
     flags = "--model m --tasks countdown --limit 10 --batch-size 3 --seed 5".split()
-    many(monkeypatch, *flags, "--out", tmp_path / "whole")
+    many(*flags, "--out", tmp_path / "whole")
     whole = timeless(tmp_path / "whole/countdown/samples.jsonl")
     cut = tmp_path / "cut"
-    with interrupted(monkeypatch) as patch:
-        many(patch, *flags, "--out", cut)
+    with interrupted(monkeypatch):
+        many(*flags, "--out", cut)
     path = cut / "countdown/samples.jsonl"
     assert timeless(path) == whole[:6], "what was generated is scored and kept"
-    message = one_line(lambda: many(monkeypatch, *flags, "--out", cut))
-    assert "countdown/samples.jsonl and config.json would be overwritten; " in message
+    message = one_line(many, *flags, "--out", cut)
+    assert "config.json and countdown/samples.jsonl would be overwritten; " in message
     with open(path, "a") as file:
         file.write(json.dumps(whole[6])[:-20])  # a row that was being written
     # of another rank
-    (path.parent / "samples-1.jsonl").write_text(
-        json.dumps(rows_of(tmp_path / "whole/countdown/samples.jsonl")[8]) + "\n"
-    )
+    other = rows_of(tmp_path / "whole/countdown/samples.jsonl")[8]
+    (path.parent / "samples-1.jsonl").write_text(json.dumps(other) + "\n")
     GoldEngine.calls.clear()
-    many(monkeypatch, "--resume", cut)
+    many("--resume", cut)
     assert GoldEngine.calls == [(2, 6, 5), (1, 9, 5)] and timeless(path)[:8] == whole[:8]
     assert "countdown: 7 finished samples are kept" in capsys.readouterr().err
     assert not list(path.parent.glob("samples-*"))
@@ -390,25 +377,25 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake):
         json.dumps(everything | {"tasks": {"sudoku": everything["tasks"]["countdown"]}})
     )
     GoldEngine.calls.clear()
-    many(monkeypatch, "--resume", cut, "--batch-size", "64")
+    many("--resume", cut, "--batch-size", "64")
     assert list(json.loads(file.read_text())["tasks"]) == ["sudoku", "countdown"]
     assert GoldEngine.calls == []
 
     flags = "--model m --limit 10 --batch-size 3 --reward countdown_partial".split()
-    with interrupted(monkeypatch) as patch:
-        cli(patch, capsys, *flags, "--out", tmp_path / "one")
-    resume = lambda *flags: cli(monkeypatch, capsys, "--resume", tmp_path / "one", *flags)
+    with interrupted(monkeypatch):
+        cli(*flags, "--out", tmp_path / "one")
+    resume = lambda *flags: cli("--resume", tmp_path / "one", *flags)
     said = one_line(lambda: resume("--reward", "countdown_d1"))
     assert "reward 'countdown_partial', now 'countdown_d1'" in said
     assert resume()["accuracy"] == 0.6
-    said = one_line(lambda: many(monkeypatch, "--resume", tmp_path / "one"))
+    said = one_line(many, "--resume", tmp_path / "one")
     assert "is no directory of evals/run.py" in said
 
 
-def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake):
-    many(monkeypatch, "--model", "m", "--tasks", "countdown", "--limit", "4", "--out", tmp_path)
+def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake, many):
+    many("--model", "m", "--tasks", "countdown", "--limit", "4", "--out", tmp_path)
     before = (tmp_path / "countdown/settings.json").read_text()
-    resume = lambda *flags: one_line(lambda: many(monkeypatch, "--resume", tmp_path, *flags))
+    resume = lambda *flags: one_line(many, "--resume", tmp_path, *flags)
     for flags, words in {
         "--temperature 0.5": "was begun with temperature 0.0, now 0.5; take the old value",
         "--model n": "model 'm', now 'n'",
@@ -424,7 +411,7 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake):
         load = countdown.load
         patch.setattr(countdown, "load", lambda *a: [e | {"gold": "x"} for e in load(*a)])
         assert "examples_hash" in resume()
-    many(monkeypatch, "--resume", tmp_path)
+    many("--resume", tmp_path)
     assert before == (tmp_path / "countdown/settings.json").read_text()
     (tmp_path / "model.safetensors").write_text("new")
     model = vars(GoldEngine.model) | {"sources": (str(tmp_path), [])}
@@ -432,54 +419,54 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake):
     assert "weights '', now " in resume()
 
 
-def test_directories(tmp_path, monkeypatch, capsys, fake):
+def test_directories(tmp_path, monkeypatch, capsys, fake, cli, many):
     """One evaluation at a time; nothing is overwritten; a wrong --model leaves no directory."""
     monkeypatch.chdir(tmp_path)
     path = completions(tmp_path / "c.jsonl", ["12"])
     monkeypatch.setattr(run.time, "strftime", lambda form: "20260102-030405")
     for _ in range(2):
-        cli(monkeypatch, capsys, "--completions", path, "--limit", "1")
+        cli("--completions", path, "--limit", "1")
     names = [f"eval-countdown-c-20260102-030405{number}" for number in ("", "-2")]
     assert sorted(file.name for file in Path("runs").iterdir()) == names
     out = tmp_path / "runs" / names[0]
     for _ in range(3):  # any file alone, as a killed evaluation leaves it
-        said = one_line(lambda: cli(monkeypatch, capsys, "--completions", path, "--out", out))
+        said = one_line(cli, "--completions", path, "--out", out)
         file = said.removeprefix(f"--out {out}: ").split(" ")[0]
         assert "would be overwritten" in said
         (out / file).unlink()
     assert not list(out.iterdir())
     for flags in (["--out", tmp_path / "c.jsonl"], ["--out", tmp_path / "c.jsonl/x"]):
-        said = one_line(lambda flags=flags: cli(monkeypatch, capsys, "--completions", path, *flags))
+        said = one_line(cli, "--completions", path, *flags)
         assert "the directory cannot be created" in said
 
     said, generate = [], GoldEngine.generate
 
     def second(self, prompt_ids, **settings):
-        said.append(one_line(lambda: many(monkeypatch, "--resume", "both")))
+        said.append(one_line(many, "--resume", "both"))
         return generate(self, prompt_ids, **settings)
 
     with monkeypatch.context() as patch:
         patch.setattr(GoldEngine, "generate", second)
-        many(patch, *"--model m --tasks countdown --limit 2 --out both".split())
+        many(*"--model m --tasks countdown --limit 2 --out both".split())
     assert said == ["both: another evaluation works there; wait for its end, or take a new --out"]
-    many(monkeypatch, "--resume", "both")
+    many("--resume", "both")
 
     def no_lock(file, how):
         raise OSError(37, "No locks available")
 
     with monkeypatch.context() as patch:
         patch.setattr(results.fcntl, "flock", no_lock)
-        many(patch, "--resume", "both")
+        many("--resume", "both")
     assert "no lock (No locks available)" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     for flags in ([], ["--out", "new"]):
         with pytest.raises(SystemExit):
-            many(monkeypatch, "--model", "tiny-none", "--tasks", "countdown", *flags)
+            many("--model", "tiny-none", "--tasks", "countdown", *flags)
     assert not Path("new").exists() and len(list(Path("runs").iterdir())) == 2
 
 
-def test_the_next_batch_is_generated_while_one_is_scored(tmp_path, monkeypatch, capsys, fake):
+def test_the_next_batch_is_generated_while_one_is_scored(tmp_path, monkeypatch, fake, cli):
     began, made, generate = threading.Event(), threading.Event(), GoldEngine.generate
 
     def waiting(self, prompt_ids, **settings):
@@ -496,11 +483,11 @@ def test_the_next_batch_is_generated_while_one_is_scored(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(GoldEngine, "generate", waiting)
     monkeypatch.setattr(countdown, "score_batch", score_batch, raising=False)
-    result = cli(monkeypatch, capsys, *"--model m --limit 4 --batch-size 2 --out".split(), tmp_path)
+    result = cli(*"--model m --limit 4 --batch-size 2 --out".split(), tmp_path)
     assert (result["n"], result["failed"]) == (4, 0)
 
 
-def test_a_sampler_without_forwards_and_a_lost_sample(tmp_path, monkeypatch, fake):
+def test_a_sampler_without_forwards_and_a_lost_sample(tmp_path, monkeypatch, fake, many):
     generate = GoldEngine.generate
     without = lambda self, *a, **k: SimpleNamespace(
         **vars(generate(self, *a, **k)) | {"num_forwards": None}
@@ -508,13 +495,12 @@ def test_a_sampler_without_forwards_and_a_lost_sample(tmp_path, monkeypatch, fak
     monkeypatch.setattr(GoldEngine, "generate", without)
     monkeypatch.setattr(GoldEngine, "version", "0.18.0", raising=False)
     flags = "--model m --tasks countdown --limit 3 --out".split()
-    many(monkeypatch, *flags, tmp_path / "a")
+    many(*flags, tmp_path / "a")
     result = json.loads((tmp_path / "a/results.json").read_text())["tasks"]["countdown"]
-    assert (
-        result["tokens_per_forward"] is None and result["settings"]["engine"] == "lmdeploy 0.18.0"
-    )
+    assert result["tokens_per_forward"] is None
+    assert result["settings"]["engine"] == "lmdeploy 0.18.0"
     monkeypatch.setattr(samples, "shares", lambda *_: [(0, 0, 2)])
-    said = one_line(lambda: many(monkeypatch, *flags, tmp_path / "b"))
+    said = one_line(many, *flags, tmp_path / "b")
     assert "countdown has 2 of 3 samples of countdown: do all ranks see the same directory?" in said
 
 
@@ -542,64 +528,57 @@ ONE_REFUSED = {  # flags of evals/countdown.py
 }
 
 
-def test_refusals(tmp_path, monkeypatch, capsys):
+def test_refusals(tmp_path, monkeypatch, capsys, cli, many):
     monkeypatch.chdir(tmp_path)
     for flags, words in REFUSED.items():
-        assert words in one_line(lambda flags=flags: many(monkeypatch, *flags.split()))
+        assert words in one_line(many, *flags.split())
     assert "countdown is not evaluated: --data no.csv: no such" in capsys.readouterr().err
     for flags, words in ONE_REFUSED.items():
-        assert words in one_line(lambda flags=flags: cli(monkeypatch, capsys, *flags.split()))
+        assert words in one_line(cli, *flags.split())
     write(tmp_path / "empty.jsonl", [])
     flags = ["--model", "m", "--data", "empty.jsonl"]
-    assert "empty.jsonl: no rows" in one_line(lambda: cli(monkeypatch, capsys, *flags))
-    flags = [
-        "--model",
-        "m",
-        "--reward",
-        "gsm8k_d1",
-        "--data",
-        write(Path("w.jsonl"), [row_of("gsm8k")]),
-    ]
-    assert "--data d1 asks for" in one_line(lambda: cli(monkeypatch, capsys, *flags, task="gsm8k"))
+    assert "empty.jsonl: no rows" in one_line(cli, *flags)
+    flags = ["--model", "m", "--reward", "gsm8k_d1"]
+    flags += ["--data", write(Path("w.jsonl"), [row_of("gsm8k")])]
+    assert "--data d1 asks for" in one_line(lambda: cli(*flags, task="gsm8k"))
 
 
 # --------------------------------------------------------------------------------------------------
 # settings of published numbers
 
 
+KEYS = "gen_length block_length denoising_steps cache temperature repeats remasking eos_policy"
+PUBLISHED = """
+llada-8b llada mmlu                 3 3 3 dual 0.0 1 low_confidence_static none
+dir llada gsm8k                     256 8 8 prefix 0.0 1 low_confidence_static none
+llada-8b llada math500              512 64 64 prefix 0.0 1 low_confidence_static none
+llada-8b llada ceval                3 3 3 none 0.0 1 low_confidence_static none
+llada-8b llada olympiad             2048 64 64 prefix 0.0 1 low_confidence_static none
+llada-8b llada aime24               2048 64 64 dual 1.0 8 low_confidence_static none
+llada-8b llada other                512 32 32 none 0.0 1 low_confidence_static none
+llada-8b llada sudoku               256 32 16 none 0.0 1 low_confidence_static none
+llada-1.5 llada gsm8k               256 16 16 none 0.0 1 low_confidence_static demote
+llada-1.5 llada math500             1024 128 128 none 0.0 1 low_confidence_static demote
+llada-1.5 llada humaneval           512 32 32 none 0.0 1 low_confidence_static demote
+llada-1.5 llada mbpp                512 32 32 none 0.0 1 low_confidence_static demote
+llada-1.5 llada gpqa                256 16 16 none 0.0 1 low_confidence_static none
+x/llada-8b-base llada humaneval     256 256 256 none 0.0 1 low_confidence_static none
+dream-7b Dream mbpp                 512 512 512 none 0.2 1 entropy none
+sdar-8b sdar gsm8k                  4096 None 4 none 0.0 1 low_confidence_static none
+sdar-8b sdar countdown compact      12 None 2 none 0.0 1 low_confidence_static none
+m llada2_moe gpqa                   128 None 32 none 0.0 1 low_confidence_dynamic none
+"""
+
+
 def test_settings_of_published_numbers():
     """The lengths, blocks, steps and rules of docs/evals.md."""
-    for key, want in {
-        ("llada-8b", "llada", "mmlu"): (3, 3, 3, "dual"),
-        ("dir", "llada", "gsm8k"): (256, 8, 8, "prefix"),
-        ("llada-8b", "llada", "math500"): (512, 64, 64, "prefix"),
-        ("llada-8b", "llada", "ceval"): (3, 3, 3, "none"),
-        ("llada-8b", "llada", "olympiad"): (2048, 64, 64, "prefix"),
-        ("llada-8b", "llada", "other"): (512, 32, 32, "none"),
-        ("llada-8b", "llada", "sudoku"): (256, 32, 16, "none"),
-        ("llada-1.5", "llada", "math500"): (1024, 128, 128, "none"),
-        ("x/llada-8b-base", "llada", "humaneval"): (256, 256, 256, "none"),
-        ("dream-7b", "Dream", "mbpp"): (512, 512, 512, "none"),
-        ("sdar-8b", "sdar", "gsm8k"): (4096, None, 4, "none"),
-        ("m", "llada2_moe", "gpqa"): (128, None, 32, "none"),
-    }.items():
-        found = decoding.settings(*key)
-        keys = ("gen_length", "block_length", "denoising_steps", "cache")
-        assert tuple(found[name] for name in keys) == want, key
+    for line in PUBLISHED.strip().splitlines():
+        names, values = re.split(" {2,}", line)
+        found = decoding.settings(*names.split())
+        assert [str(found[key]) for key in KEYS.split()] == values.split(), line
     dream = decoding.settings("dream-7b", "Dream", "mbpp")
-    rule = tuple(dream[name] for name in ("schedule", "remasking", "temperature", "top_p"))
-    assert rule == ("timesteps", "entropy", 0.2, 0.95)
-    demoted = [t for t in decoding.LLADA_15 if decoding.LLADA_15[t].get("eos_policy") == "demote"]
-    assert sorted(demoted) == ["gsm8k", "humaneval", "math500", "mbpp"]
-    aime = decoding.settings("llada-8b", "llada", "aime24")
-    assert (aime["gen_length"], aime["temperature"], aime["repeats"], aime["cache"]) == (
-        2048,
-        1.0,
-        8,
-        "dual",
-    )
+    assert (dream["schedule"], dream["top_p"]) == ("timesteps", 0.95)
     assert decoding.settings("m", "llada2_moe", "gpqa")["confidence_threshold"] == 0.95
-    assert decoding.settings("sdar-8b", "sdar", "countdown", "compact")["gen_length"] == 12
     assert "no settings of a 'new' model" in one_line(decoding.settings, "m", "new", "gsm8k")
 
 
@@ -609,38 +588,23 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
     model_type = engine.model.checkpoint_config["model_type"]
     own_blocks = engine.model.attention == "block-causal"
     for name in [model_type, *(["llada-1.5", "llada-8b-base"] if model_type == "llada" else [])]:
-        rules = set()
         for task in decoding.SETTINGS[name]:
             sampling = decoding.settings(name, model_type, task)
             assert sampling.pop("repeats") and own_blocks == (sampling["block_length"] is None)
             engine.plan(**sampling)
-            rule = tuple(
-                sampling[key] for key in ("remasking", "cache", "eos_policy", "temperature")
-            )
-            if rule not in rules:  # on a short answer
-                n = engine.block_length(None) if own_blocks else 8
-                short = {"gen_length": n, "denoising_steps": n}
-                short |= {} if own_blocks else {"block_length": n}
-                trace = engine.generate([[1, 2, 3]], **sampling | short)
-                assert trace.settings["remasking"] == sampling["remasking"]
-                rules.add(rule)
 
 
-def test_sampler_options_reach_the_sampler(tmp_path, monkeypatch, capsys):
-    for number, change in enumerate(
-        (
-            {"schedule": "ascending", "eos_policy": "eoser", "stop_at_eos": False},
-            {
-                "schedule": "timesteps",
-                "remasking": "entropy",
-                "alg_temp": 0.5,
-                "eos_policy": "demote",
-            },
-            {"remasking": "origin", "cache": "dual", "eos_policy": "suppress"},
-        )
-    ):
-        flags = ["--model", "tiny-llada", "--limit", "2", "--out", tmp_path / str(number)]
-        for name, value in change.items():
-            name = name.replace("_", "-")
-            flags += [f"--no-{name}"] if value is False else [f"--{name}", value]
-        assert cli(monkeypatch, capsys, *flags)["settings"].items() >= change.items()
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--schedule ascending --eos-policy eoser --no-stop-at-eos",
+        "--schedule timesteps --remasking entropy --alg-temp 0.5 --eos-policy demote",
+        "--remasking origin --cache dual --eos-policy suppress",
+    ],
+)
+def test_sampler_options_reach_the_sampler(tmp_path, flags, cli):
+    asked = dict(re.findall(r"--(\S+) ([^-]\S*)", flags))
+    made = ["--model", "tiny-llada", "--limit", "2", "--out", tmp_path / "out", *flags.split()]
+    settings = cli(*made)["settings"]
+    assert {key: str(settings[key.replace("-", "_")]) for key in asked} == asked
+    assert settings["stop_at_eos"] == ("--no-stop-at-eos" not in flags)

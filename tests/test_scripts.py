@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,9 @@ def test_two_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, cas
     one, two = one_rank(case), run_script(case.split("-")[0], flags, 2, tmp_path / "two")
     assert any(row.get("optim/grad_norm", 0) > 0 for row in rows_of(one))
     for a, b in zip(rows_of(one), rows_of(two), strict=True):
-        assert a.keys() == b.keys() and a.get("probe/logp_gap_max", 0) < 2e-3
+        assert a.keys() == b.keys()
+        # the learner's log-probabilities ignore top-p
+        assert a.get("probe/logp_gap_max", 0) < 2e-3 or flags.get("top_p", 1) < 1
         for name in a.keys() - {"probe/logp_gap_mean", "probe/logp_gap_max"}:
             if not name.startswith(EXEMPT):
                 assert math.isfinite(a[name]), name
@@ -82,7 +85,12 @@ def test_the_commands_of_a_user(tmp_path):
     config = json.loads((directory / "config.json").read_text())
     assert config["args"]["mc_num"] == 2 and config["world_size"] == 2
     keys = {"prompt", "completion", "completion_ids", "step_map", "logps", "reward", "step"}
-    assert keys <= rows_of(directory, "samples")[0].keys() and "before" in done.stdout
+    assert keys <= rows_of(directory, "samples")[0].keys()
+    # the score, a completion over its denoising steps, the time and the weights
+    *_, score, prompt, tokens, steps, last = done.stdout.splitlines()
+    assert "before" in score and prompt.startswith("prompt   <|user|>")
+    assert tokens.startswith("tokens   ") and set(steps.split()[1:]) <= {"1", "2"}
+    assert re.match(rf"\d+ s; curves: {directory}/curves.png; weights: .*step-000002", last)
     model = directory / "checkpoints/step-000002"
     done = command("evals/countdown.py", "--model", model, "--limit", 4, "--out", tmp_path / "eval")
     assert json.loads(done.stdout.splitlines()[-1])["n"] == 4, done.stderr[-3000:]
@@ -98,5 +106,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     assert done.returncode == 1 and "algos/bgpo.py" not in done.stderr  # no traceback of ours
     assert any(line.startswith("not finite at step 2: loss ") for line in done.stderr.splitlines())
     (directory,) = tmp_path.iterdir()
+    assert f"run directory: {directory}" in done.stderr.splitlines()
     assert rows_of(directory)[-1]["step"] == 1 and (directory / "curves.png").exists()
     assert list(directory.glob("wandb/offline-run-*"))

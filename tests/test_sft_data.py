@@ -151,7 +151,8 @@ def test_files_and_the_hub_id_of_a_task_are_its_problems(tmp_path, monkeypatch):
     first = "row 1, no expression over [1, 2] equals 9"
     assert len(rows) == 2 and rows.dropped == {"have no answer": {"rows": 1, "first": first}}
     found = [{"question": "1 + 1?", "answer": "Two.\n#### 2"}]
-    monkeypatch.setattr(GSM8K, "_hub_rows", lambda split: found if split == "train" else 0)
+    monkeypatch.setattr(GSM8K, "read_rows", lambda *_, **__: found)
+    monkeypatch.setattr(GSM8K, "held_out", lambda rows, split, _: rows if split == "train" else [])
     (own,) = training_rows(GSM8K, "openai/gsm8k")
     assert [own] == list(training_rows(GSM8K, "")) and own["response"].startswith("Two.")
 

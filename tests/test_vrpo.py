@@ -230,12 +230,12 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
     def body(rank, ranks):
         args = args_of(micro_batch_size=3, seed=3)
         pairs = [*PAIRS, *((prompt, rejected, chosen) for prompt, chosen, rejected in PAIRS[1:])]
-        model, reference, keys = tiny_model(family), tiny_model(family, 1), ("accuracy", "margin")
+        model, reference, prefix = tiny_model(family), tiny_model(family, 1), "held"
         drawn = vrpo.held_out_draws(pairs, args, model, reference, CPU)
-        got = vrpo.held_out_metrics(model, *drawn, keys, args)
+        got = vrpo.held_out_metrics(model, *drawn, prefix, args)
         naive = replace(args, mc_num=1, masks_per_timestep=3, share_masks=False, batch_size=8)
         again = vrpo.held_out_draws(pairs, naive, model, reference, CPU)
-        assert got == vrpo.held_out_metrics(model, *again, keys, naive)
+        assert got == vrpo.held_out_metrics(model, *again, prefix, naive)
         margins = []
         for number, pair in enumerate(pairs):
             batch = vrpo.make_batch([pair], number, args, model, -1, CPU)
@@ -243,8 +243,8 @@ def test_held_out_pairs_are_scored_on_fixed_draws(run_ranks, family, world_size)
             values = [vrpo.elbo_values(m, batch, masks, args).mean(1) for m in (model, reference)]
             margins.append(-0.2 * (values[0] - values[1]).diff().item())
         assert min(margins) < 0 < max(margins)
-        assert got["accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 7)
-        assert got["margin"] == pytest.approx(sum(margins) / 7, rel=1e-9)
+        assert got["reward/held_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 7)
+        assert got["reward/held_margin"] == pytest.approx(sum(margins) / 7, rel=1e-9)
 
     run_ranks(world_size, body)
 
@@ -298,4 +298,4 @@ def test_held_out_pairs_that_are_asked_for_must_be_there(warm, tmp_path, capfd):
     with pytest.raises(mp.ProcessExitedException):
         run_script("vrpo", RUN | {"eval_pairs": str(tmp_path / "pairs.jsonl")}, 1, tmp_path / "run")
     line = capfd.readouterr().err.strip().splitlines()[-1]
-    assert "pairs.jsonl holds no pairs for validation and test: have two equal sides" in line
+    assert "pairs.jsonl: no pairs for validation: 1 have two equal sides" in line
