@@ -452,6 +452,13 @@ ADVANTAGES = [  # script, settings, rewards, advantages
     (bgpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {"scale_rewards": False}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+    # three steps: gains 1 -1 1, 0 1 0 and 0 0 0 plus means of the later rewards
+    (
+        mdpo,
+        {},
+        [[1.0, 0, 1], [0, 1, 1], [0, 0, 0]],
+        [[0.872757, -0.5773, 0.9999], [0.218189, 1.154601, 0], [-1.090946, -0.5773, -0.9999]],
+    ),
 ]
 
 
@@ -462,7 +469,7 @@ def test_advantages(module, settings, rewards, want):
     got = module.compute_advantages(torch.tensor(2 * rewards), args)
     torch.testing.assert_close(got, torch.tensor(2 * want), atol=1e-5, rtol=0)
     for G, value in itertools.product((2, 6, 8, 10), (0.1, 0.3, 0.7, 1 / 3, 2.1)):
-        equal = torch.full((G,), value)
+        equal = torch.full((G, *got.shape[1:]), value)
         assert not module.compute_advantages(equal, replace(args, num_generations=G)).any()
 
 
