@@ -1,7 +1,7 @@
 """Block decoding for GPUs: the tokens of rollout/block.py, several times as fast.
 
-SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/rollout.md): 1.7 times its
-tokens/s at 1 and at 16 rows, 1.5 times at 128.
+SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/rollout.md): 1.6 times its
+tokens/s at 16 rows, 1.5 times at 128.
 
 continuous batching  Each row advances through its blocks at its own pace, so rows need not wait for
                      the slowest. A finished row frees its slot for the next sample of the queue;
