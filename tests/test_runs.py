@@ -266,9 +266,9 @@ def test_a_model_is_evaluated(tmp_path, monkeypatch, fake, cli):
         assert row["truncated"] == (row["index"] % 3 == 0)
         assert row["completion"] == ("9" * 12 if row["truncated"] else countdown.answer(example))
     monkeypatch.setattr(GoldEngine, "refills", True)
-    flags = ["--model", "m", "--limit", "19", "--batch-size", "4", "--out", tmp_path / "refills"]
-    cli(*flags)
-    assert [call[:2] for call in GoldEngine.calls[4:]] == [(16, 0), (3, 16)]
+    flags[3:8:2] = "19", "5", "1"  # limit, seed, temperature
+    cli(*flags, "--batch-size", "4", "--repeats", "2", "--out", tmp_path / "refills")
+    assert GoldEngine.calls[4:] == [(16, 0, 5), (3, 16, 5), (16, 0, 6), (3, 16, 6)]
 
 
 def test_a_real_model_on_many_benchmarks(tmp_path):
