@@ -185,7 +185,7 @@ def _product(x, weights, counts, buckets, out, k, gated, config):
 
 
 # Up to so many assignments an expert: (few, block_m, block_n, block_k, warps, stages) of the gated
-# and of the second product. Measured hot as in bench/experts.py (one H200, torch 2.11, Triton 3.6,
+# and of the second product. Measured on a hot GPU (one H200, torch 2.11, Triton 3.6,
 # bf16, experts of 3 x 2048 x 768 or 512), with even routing and with one that hits as few experts
 # as random weights do.
 TUNED = {
