@@ -1,5 +1,5 @@
-"""Is the engine a sampler, and of the policy that is trained? Asked before a run and at its
-evaluations.
+"""The start-up check: verify that the sampler samples, and that its log-probabilities match the
+learner's. Scripts repeat it at every evaluation.
 """
 
 import torch
@@ -27,9 +27,10 @@ def replay_logps(model, trace):
 
 
 def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
-    """Share of greedy tokens that are the learner's own argmax. With one denoising step a block is
-    what a single forward predicts from the blocks before it, so that no step map is needed. For a
-    block-causal model. -> float; num_blocks forwards
+    """Share of greedy tokens that are the learner's own argmax, for a block-causal model.
+
+    One denoising step per block is a single forward given the blocks before it, so the check needs
+    no step map. -> float; num_blocks forwards
     """
     n = model.block_length
     one_step = {
@@ -54,8 +55,8 @@ def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
 def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, **settings):
     """Sample one prompt (list of ids) on every rank alike and compare with the learner. -> metrics
 
-    SystemExit if samples at temperature 100 repeat: such an engine ignores sampling, or gives rows
-    each other's seeds. probe/distinct_frac: different samples at the run's temperature, over
+    SystemExit if samples at temperature 100 repeat: the engine then ignores the temperature, or
+    several rows share a seed. probe/distinct_frac: different samples at the run's temperature, over
     num_samples. probe/logp_gap_mean and _max: |engine - learner| log-probability over the tokens of
     those samples, in nats. An engine that reports no log-probabilities is compared by its greedy
     tokens instead: probe/greedy_agreement, in bf16 below 1 where two tokens are about as likely.

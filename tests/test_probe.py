@@ -31,7 +31,7 @@ def test_equal_weights_pass_and_other_ones_are_seen(family):
     model, engine, settings = build(family), make_engine(build(family)), dict(SETTINGS)
     settings["gen_length"] = 9 if family == "sdar" else 8
     equal = probe(engine, model, PROMPT, temperature=0.7, **settings)
-    assert equal.keys() == {"probe/distinct_frac", *GAP} and equal["probe/distinct_frac"] > 0.2
+    assert equal.keys() == {"probe/distinct_frac", *GAP} and equal["probe/distinct_frac"] >= 0.5
     assert 0 <= equal[GAP[0]] <= equal[GAP[1]] < 5e-5, equal
     assert probe(engine, model, PROMPT, temperature=0.0, **settings)["probe/distinct_frac"] == 1 / 8
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_replay_gives_the_engines_log_probabilities(
     watch = lambda *args, **how: forwards.append(1) or logps(*args, **how)
     monkeypatch.setattr(model, "logps", watch, raising=False)
     gap = lambda: (replay_logps(model, trace) - trace.logps).abs()
-    assert gap()[revealed].max() < 1e-5 and not gap()[~revealed].any()
+    assert gap()[revealed].max() < 2e-6 and not gap()[~revealed].any()
     per_block = 3 if model.attention == "bidirectional" else 1
     assert len(forwards) == 2 * trace.num_replays == 2 * (steps * per_block + (3 if editing else 0))
     if steps > 1 and not editing:  # control: another order of the same tokens
