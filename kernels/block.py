@@ -29,7 +29,7 @@ import torch
 from kernels import has_kernels
 from kernels.decode import decode_attend
 from kernels.graphs import Graphs, free_bytes
-from models.attention import Visibility, make_attend
+from models.attention import block_causal, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
 from rollout.engine import ADAPTIVE, BROKEN, select
@@ -306,7 +306,8 @@ class FastBlockEngine(BlockEngine):
         ids = to_device(padded, self.device)  # [U, P]
         slots, owner = to_device(slots, self.device), to_device(owner, self.device)
         position_ids = torch.arange(P, device=self.device).expand(len(prompts), P)
-        attend_prompt = make_attend(Visibility(position_ids // self.model.block_length))
+        block, valid = position_ids // self.model.block_length, torch.ones_like(position_ids).bool()
+        attend_prompt = make_attend(block_causal(block, valid))
 
         def attend(layer, q, k, v):
             for past, new in zip(cache[layer], (k, v), strict=True):

@@ -1,12 +1,10 @@
-"""What callers use of a model besides its forward: `grid`, `logits` and `logps`, written once for
-each kind of attention.
+"""What callers use of a model: `hidden` (the forward), `grid`, `logits` and `logps`, written once
+for all families or for each kind of attention.
 
-A family's file derives from `Bidirectional` or `BlockCausal` and adds its layers, `hidden` (the
-forward) and `head`.
+A family's file derives from `Bidirectional` or `BlockCausal` and adds its layers.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,8 +12,8 @@ from models.attention import (
     bidirectional,
     block_causal,
     make_attend,
+    noisy_columns,
     positions,
-    scored_columns,
     two_copy,
 )
 from models.experts import Router
@@ -25,9 +23,10 @@ from models.logps import linear_logps
 
 class LanguageModel(nn.Module):
     """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
-    `lora_targets`, `turn_end` and `objective`, and writes `hidden`, the one forward.
+    `lora_targets`, `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
     """
 
+    embedding, final_norm = "model.embed_tokens", "model.norm"
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
     def __init__(self, config, block_length):
@@ -60,15 +59,20 @@ class LanguageModel(nn.Module):
         size = getattr(self.config, "rotary_dim", self.config.head_dim)
         return rope_tables(position_ids, size, self.frequency, self.rope_dtype or dtype)
 
-    def run_layers(self, x, position_ids, attend):
-        """x [B, T, D] -> [B, T, D] after all layers"""
+    def hidden(self, input_ids, position_ids, attend):
+        """The one forward: input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
+
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
+        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
+        """
+        x = self.get_submodule(self.embedding)(input_ids)
         cos, sin = self.rope(position_ids, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return x
+        return self.get_submodule(self.final_norm)(x)
 
     def predictions(self, input_ids, valid, document_ids=None):
         """-> hidden states [B, T, D] whose row i predicts token i"""
@@ -98,22 +102,22 @@ class LanguageModel(nn.Module):
         pair (logps, entropy in nats).
         """
         valid = all_valid(valid_mask, input_ids)
-        noisy, place, forward = self.noisy_pass(score_mask, valid, document_ids)
-        targets = noisy(input_ids)
+        columns, forward = self.noisy_pass(score_mask, valid, document_ids)
         # Before the forward, because nonzero waits for the GPU.
-        index = noisy(score_mask).flatten().nonzero()[:, 0]
-        hidden = forward(input_ids, noisy_ids)[:, : targets.shape[1]]
+        row, place = score_mask.gather(1, columns).nonzero(as_tuple=True)
+        at = row, columns[row, place]
+        hidden = forward(input_ids, noisy_ids)
         scored = linear_logps(
-            hidden.flatten(0, 1).index_select(0, index),  # [n, D]: the head sees scored rows alone
+            # [n, D]: the head sees scored rows alone
+            hidden.flatten(0, 1).index_select(0, row * hidden.shape[1] + place),
             self.lm_head.weight,
-            targets.flatten()[index],
+            input_ids[at],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        spread = lambda x: x.new_zeros(targets.numel()).index_copy(0, index, x).view(targets.shape)
-        filled = [place(spread(values)) for values in (scored if entropy else [scored])]
-        return tuple(filled) if entropy else filled[0]
+        spread = lambda values: values.new_zeros(valid.shape).index_put(at, values)
+        return tuple(map(spread, scored)) if entropy else spread(scored)
 
 
 def all_valid(mask, input_ids):
@@ -139,8 +143,11 @@ class Bidirectional(LanguageModel):
         return bidirectional(valid, document_ids)
 
     def noisy_pass(self, score_mask, valid, document_ids):
-        same = lambda x: x
-        return same, same, lambda clean, noisy: self.predictions(noisy, valid, document_ids)
+        """-> columns [B, n] of which the forward takes noisy tokens; forward: clean, noisy [B, T]
+        -> hidden states [B, n or more, D], those of the noisy tokens first
+        """
+        columns = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+        return columns, lambda clean, noisy: self.predictions(noisy, valid, document_ids)
 
 
 class BlockCausal(LanguageModel):
@@ -166,20 +173,9 @@ class BlockCausal(LanguageModel):
         return block_causal(block, valid, document_ids)
 
     def noisy_pass(self, score_mask, valid, document_ids):
-        """-> noisy: [B, T] -> the columns of the noisy copy; place: the way back; forward of both
-        copies
-        """
         position_ids, block = self.grid(valid, document_ids)
-        if document_ids is None:
-            # The noisy copy starts at the first block in which any row scores a token.
-            first_block = torch.where(score_mask, block, block.max()).amin(1, keepdim=True)
-            start = int((valid & (block >= first_block)).any(0).int().argmax())
-            noisy, place = lambda x: x[:, start:], lambda x: F.pad(x, (start, 0))
-        else:  # prompts lie between the answers: take only blocks with a scored token
-            start = scored_columns(score_mask, block, valid)
-            noisy = lambda x: x.gather(1, start)
-            place = lambda x: x.new_zeros(valid.shape).scatter(1, start, x)
-        attend = make_attend(two_copy(block, valid, start, document_ids), self.attention_backend)
-        twice = lambda first, second: torch.cat([noisy(first), second], 1)
+        columns = noisy_columns(score_mask, block, valid, document_ids)
+        attend = make_attend(two_copy(block, valid, columns, document_ids), self.attention_backend)
+        twice = lambda noisy, clean: torch.cat([noisy.gather(1, columns), clean], 1)
         at = twice(position_ids, position_ids)
-        return noisy, place, lambda clean, noised: self.hidden(twice(noised, clean), at, attend)
+        return columns, lambda clean, noisy: self.hidden(twice(noisy, clean), at, attend)

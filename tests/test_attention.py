@@ -56,7 +56,8 @@ def visibility_of(pattern, valid, N=4, start=0):
     opens = valid & (position % N == 0)  # as models number their blocks
     block = (opens.cumsum(1) - 1).clamp(min=0)
     if "two-copy" in pattern:
-        return two_copy(block, valid, start, document)
+        columns = torch.arange(start, valid.shape[1]).expand(len(valid), -1)
+        return two_copy(block, valid, columns, document)
     return (
         block_causal(block, valid, document)
         if "block-causal" in pattern
@@ -135,7 +136,7 @@ def test_mask_mod_is_dense(pattern, padding, T, N):
 
 def tensors(visibility, valid, H=4, K=2, h=8, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    S = valid.shape[1] if visibility.tokens is None else visibility.tokens.shape[1]
+    S = visibility.block.shape[1]
     random = lambda heads: torch.randn(
         len(valid), S, heads, h, generator=generator, dtype=dtype
     ).transpose(1, 2)

@@ -169,11 +169,9 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
     for name, value in model.to(torch.bfloat16).state_dict().items():
         assert value.dtype == (torch.float32 if name in routers else torch.bfloat16), name
         assert name not in routers or torch.equal(value, before[name])
-    import models.llada
-
     rotate, tables = layers.rotate, []
     spy = lambda x, cos, sin: tables.append((x.dtype, cos.dtype)) or rotate(x, cos, sin)
-    monkeypatch.setattr(models.llada, "rotate", spy)
+    monkeypatch.setattr(layers, "rotate", spy)
 
     def body(rank, world_size):
         model, seen = in_bf16(family), []
@@ -185,9 +183,8 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
         assert seen.count((torch.float32, torch.float32)) == len(model.fp32_modules)
         assert seen.count((torch.bfloat16, torch.bfloat16)) == 1
         assert bool(model.fp32_modules) == bool(routers)
-        assert set(tables) == (
-            {(torch.bfloat16, torch.float32)} if family == "tiny-llada" else set()
-        )
+        kind = torch.float32 if family == "tiny-llada" else torch.bfloat16
+        assert set(tables) == {(torch.bfloat16, kind)}
 
     run_ranks(1, body)
 
