@@ -52,7 +52,7 @@ class Slots:
     N samples wait or are decoded; R slots hold the KV cache of those being decoded. Slot r decodes
     sample[r], and row r of k, v [R, K, S, h] of each layer holds its keys and values.
     state [9, N]: see `fill`; the host reads the first four rows. canvas [3, N, S]: tokens, whether
-    masked, step map, at absolute positions. history: tokens and logps [N, S, history] of each step,
+    masked, step map, at absolute positions. history: tokens and logps [history, N, S] of each step,
     for Trace.records; 0: none.
     """
 
@@ -61,7 +61,7 @@ class Slots:
         self.sizes = N, R, S, history
         self.state, self.canvas = empty(9, N, dtype=torch.long), empty(3, N, S, dtype=torch.long)
         self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
-        tokens = empty(N, S, history, dtype=torch.int32)
+        tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
@@ -155,16 +155,11 @@ class FastBlockEngine(BlockEngine):
         rule = settings | {"stop_at_eos": stop_at_eos}
         self._decode(slots, R, prompt_ids, owner.tolist(), rule)
         _, end, _, _, _, _, forwards, first, index = slots.state[:, :N].clone()
-        records = None
-        if settings["records"]:
-            # [steps, N, S]
-            tokens, logps = (values[:N].permute(2, 0, 1) for values in slots.history)
-            step, i, position = when = (tokens >= 0).nonzero(as_tuple=True)
-            events = [index[i], step, position - first[i], tokens[when].long()]
-            records = {"events": torch.stack(events, 1), "logps": logps[when]}
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
-        prompt_ids = [prompt_ids[i] for i in owner.tolist()]
-        return self._trace(prompt_ids, canvas, first, end, index, forwards, records, settings)
+        history = [values[:, :N] for values in slots.history] if settings["records"] else None
+        return self._finish(
+            prompt_ids, owner, canvas, history, first, end, index, forwards, settings
+        )
 
     def _open(self, N, R, longest, settings):
         """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
@@ -173,7 +168,7 @@ class FastBlockEngine(BlockEngine):
         n, config = settings["block_length"], self.model.config
         width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
         # Behind the N samples are R finished ones: the contents of free slots.
-        sizes = N + R, R, width, most_steps(settings) if settings["records"] else 0
+        sizes = N + R, R, width, most_steps(settings) + 1 if settings["records"] else 0
         have = self.slots.sizes if self.slots else sizes
         if not self.slots or any(x < y for x, y in zip(have, sizes, strict=True)):
             self.release()  # the old ones make room
@@ -364,8 +359,7 @@ class FastBlockEngine(BlockEngine):
             confidence = self.keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule["denoising_steps"])
         quota = (base + (step < remainder))[:, None]  # `reveal_quota` at each row's own step
-        limits = rule["confidence_threshold"], rule["factor"], rule["eb_threshold"]
-        chosen = select(confidence, masked, quota, rule["remasking"], *limits)
+        chosen = select(confidence, masked, quota, **rule)
         rest, was_noisy = masked & ~chosen, masked.any(1)
         left = rest.sum(1)
         is_whole, is_committed = was_noisy & (left == 0), live & ~was_noisy
@@ -378,8 +372,8 @@ class FastBlockEngine(BlockEngine):
             edits = (edits + ~was_noisy) * ~is_committed
         block = torch.where(chosen, drawn, block)
         if rule["records"]:
+            when = step[:, None], *here
             for values, new in zip(slots.history, (drawn.int(), logps), strict=True):
-                when = *here, step[:, None].clamp(max=values.shape[2] - 1)
                 values[when] = torch.where(chosen, new, values[when])
         if rule["stop_at_eos"]:
             has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)

@@ -148,7 +148,6 @@ class MaskedEngine(Engine):
         step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
         masked, logps, history, due = step_map < 0, 0.0 * ids, [], 0
         running = logps  # rcr: confidences of all tokens
-        limits = [settings[name] for name in ("confidence_threshold", "factor", "eb_threshold")]
         uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
         columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
         here, behind = (columns - block.prompt_length).tensor_split([n])
@@ -175,12 +174,12 @@ class MaskedEngine(Engine):
             num_forwards += masked.any(1)
             if remasking == "rcr":
                 running = torch.where(masked, score, running)
-                shown = select(running, torch.ones_like(masked), due, remasking, *limits)
+                shown = select(running, torch.ones_like(masked), due, **settings)
             elif remasking == "origin":  # Dream: every token by itself
                 share = reveal_shares(block.quota, settings["schedule"])[step]
                 shown = ~masked | (order() < share)
             else:
-                shown = ~masked | select(score, masked, quota, remasking, *limits)
+                shown = ~masked | select(score, masked, quota, **settings)
             new, again = masked & shown, ~(masked | shown)  # revealed, and masked again (rcr)
             ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
             logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
