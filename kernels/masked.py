@@ -8,7 +8,6 @@ CUDA graphs       Launching the kernels of a small forward takes longer than run
                   fixed addresses and the start of the block is read from the device, so one graph
                   serves all blocks.
 few shapes        Rows are rounded up to a few numbers, columns to multiples of WIDTHS.
-short heads       The LM head runs only for the positions that are still masked.
 window attention  One Triton kernel stores the window's keys and values and attends to the cache.
 
 All of this but the graphs and the Triton kernels also runs on CPU, for tests.
@@ -114,12 +113,3 @@ class FastMaskedEngine(MaskedEngine):
         *results, history = super()._denoise(wide, settings)
         cut = lambda values: [value[:R] for value in values]
         return *cut(results), [(step, *cut(values)) for step, *values in history]
-
-    def _draw(self, hidden, uniform, drawing, most, settings):
-        if settings["remasking"] in self.adaptive:
-            most = int(drawing.sum(1).max())  # waits for the device
-        place = drawing.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
-        hidden = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
-        drawn = super()._draw(hidden, uniform.gather(1, place), None, most, settings)
-        spread = lambda values: values.new_zeros(uniform.shape).scatter(1, place, values)
-        return [spread(values) for values in drawn]

@@ -163,7 +163,8 @@ class MaskedEngine(Engine):
                 draws = torch.cat([draws, more], 1)
             hidden = block.forward(block.first, draws.shape[1], window)
             window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
-            drawn = self._draw(hidden, draws, drawing, drawing.shape[1] - due, settings)
+            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
+            drawn = [values.view(draws.shape) for values in drawn]
             if kind == "states":
                 seen = block.tokens[:, block.prompt_length :].clone()
                 history.append((number, seen, drawing, *drawn[:2]))
@@ -187,15 +188,6 @@ class MaskedEngine(Engine):
             if kind == "events":
                 history.append((number, new | again, ids.clone(), logps))
         return num_forwards, ids, step_map, logps, history
-
-    def _draw(self, hidden, uniform, drawing, most, settings):
-        """-> tokens, log-probabilities, confidences [R, w], of which those at `drawing` are used
-
-        hidden [R, w, D]; uniform [R, w]; drawing [R, w] bool, with at most `most` True in a row
-        unless the rule is adaptive
-        """
-        drawn = self._sample(hidden.flatten(0, 1), uniform.flatten(), settings)
-        return [values.view(uniform.shape) for values in drawn]
 
     def _score(self, score, token, step, order, settings):
         """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
