@@ -27,7 +27,7 @@ import torch
 
 from kernels import has_kernels
 from kernels.decode import decode_attend
-from kernels.graphs import Graphs, free_bytes
+from kernels.graphs import Graphs
 from models.attention import Visibility, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
@@ -163,19 +163,14 @@ class FastBlockEngine(BlockEngine):
         """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
         call if they are large enough
         """
-        n, config = settings["block_length"], self.model.config
+        n = settings["block_length"]
         width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
         # Behind the N samples are R finished ones: the contents of free slots.
         sizes = N + R, R, width, most_steps(settings) + 1 if settings["records"] else 0
-        have = self.slots.sizes if self.slots else sizes
-        if not self.slots or any(x < y for x, y in zip(have, sizes, strict=True)):
+        have = self.slots.sizes if self.slots else (0, 0, 0, 0)
+        if any(x < y for x, y in zip(have, sizes, strict=True)):
             self.release()  # the old ones make room
-            # Rollouts of two shapes in turn share slots and graphs if memory allows it.
-            both = [max(pair) for pair in zip(have, sizes, strict=True)]
-            heads, layers = config.num_key_value_heads, config.num_hidden_layers
-            position = 2 * layers * heads * config.head_dim * self.dtype.itemsize  # bytes
-            is_small = 2 * both[1] * both[2] * position < free_bytes(self.device)
-            self.slots = Slots(self.model, *(both if is_small else sizes), self.device, self.dtype)
+            self.slots = Slots(self.model, *sizes, self.device, self.dtype)
         self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
         return self.slots
 

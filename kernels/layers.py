@@ -156,6 +156,4 @@ def choose(moe, x):
     else:
         groups = moe.gate.expert_bias, config.n_group, config.topk_group
         settings = config.num_experts_per_tok, scores.dtype, *groups, config.routed_scaling_factor
-    sizes = [scores.shape[-1], config.n_group if config else 1]
-    is_fit = all(size & (size - 1) == 0 for size in sizes)  # the kernel takes powers of 2
-    return route(scores, *settings) if is_fit else moe.route(x)
+    return route(scores, *settings)
