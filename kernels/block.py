@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from kernels import has_kernels
+from kernels import speed_up_draws
 from kernels.decode import decode_attend
 from kernels.graphs import Graphs
 from models.attention import Visibility, make_attend
@@ -132,10 +132,7 @@ class FastBlockEngine(BlockEngine):
         super().__init__(model, max_batch_size)
         self.slots = self.graphs = None
         self.use_graphs, self.joins = self.device.type == "cuda", True
-        if has_kernels(model.lm_head.weight):
-            from kernels.sampling_triton import use_triton_draws
-
-            use_triton_draws(self)
+        speed_up_draws(self)
         experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
         self.ridge = RIDGE if experts is None else 0  # more tokens would activate more experts
         if self.use_graphs and experts is not None and not experts.is_grouped(self.dtype):

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from kernels import has_kernels
+from kernels import speed_up_draws
 from kernels.decode import attention, window_attention
 from kernels.graphs import Graphs
 from rollout.masked import Block, MaskedEngine
@@ -37,8 +37,8 @@ def bucket(rows):
 class Memory:
     """Buffers for `capacity` tokens of a batch, and the graphs that use them with their results."""
 
-    def __init__(self, capacity, is_cached, device, use_graphs):
-        self.capacity, self.is_cached, self.buffers, self.results = capacity, is_cached, {}, {}
+    def __init__(self, capacity, device, use_graphs):
+        self.capacity, self.buffers, self.results = capacity, {}, {}
         self.first = torch.zeros((), dtype=torch.long, device=device)
         self.graphs = Graphs(device) if use_graphs else None
 
@@ -62,7 +62,7 @@ class FixedBlock(Block):
         compute = partial(super().forward, memory.first, width, window)
         if memory.graphs is None or R * (window or S) > GRAPH_TOKENS:
             return compute()
-        key = R, S, self.bias is None, width, window
+        key = R, S, self.bias is None, width, window, self.kept is None
 
         def step():
             hidden = compute()
@@ -86,10 +86,7 @@ class FastMaskedEngine(MaskedEngine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         self.memory, self.use_graphs = None, self.device.type == "cuda"
-        if has_kernels(model.lm_head.weight):
-            from kernels.sampling_triton import use_triton_draws
-
-            use_triton_draws(self)
+        speed_up_draws(self)
 
     def release(self):
         self.memory = None
@@ -97,10 +94,9 @@ class FastMaskedEngine(MaskedEngine):
     def _denoise(self, block, settings):
         (R, S), n = block.tokens.shape, sum(block.quota)
         rows, more = bucket(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
-        tokens, is_cached = rows * (S + more), block.kept is not None
-        memory = self.memory
-        if memory is None or tokens > memory.capacity or is_cached != memory.is_cached:
-            memory = self.memory = Memory(tokens, is_cached, self.device, self.use_graphs)
+        tokens, memory = rows * (S + more), self.memory
+        if memory is None or tokens > memory.capacity:
+            memory = self.memory = Memory(tokens, self.device, self.use_graphs)
         row = F.pad(torch.arange(R, device=self.device), (0, rows - R))  # repeats the first row
         fixed = {"sample_index": block.sample_index[row], "memory": memory}
         for name, fill in ("tokens", 0), ("positions", 0), ("bias", -math.inf):
