@@ -22,7 +22,6 @@ from torch import nn
 
 from kernels.fused_triton import add_rms_norm, norm_rotate, silu_mul
 from kernels.moe_triton import MOST, experts_fused, route
-from models.experts import add_routing
 
 
 class Names(NamedTuple):
@@ -143,8 +142,6 @@ def mixture(moe, x, shared=None):
     if index.numel() > MOST * len(experts.down):  # torch's grouped products are faster
         y = experts(x, index, weight)
         return y if shared is None else y + shared
-    if experts.sums is not None:
-        add_routing(experts.sums, index, weight)
     return experts_fused(x, index, weight, experts.gate_up, experts.down, shared)
 
 
