@@ -9,7 +9,7 @@ if a backend fails or its error exceeds TOLERANCE.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,12 +34,6 @@ CASES = [(pattern, 16, 512, 0) for pattern in ("full", "padded", "block-causal",
 CASES += [(pattern, 16, 1280, 0) for pattern in ("block-causal", "two-copy")]
 CASES += [(pattern, B, 8192 // B, 192) for pattern in ("packed", "two-copy") for B in (16, 8, 2)]
 BACKENDS = ("sdpa", "flex", "varlen", "flash-attn")
-
-
-@dataclass
-class Args:
-    out: str = ""
-    """file to append the JSON lines to"""
 
 
 def visibility_of(pattern, B, T, document):
@@ -94,8 +88,8 @@ def measure(pattern, B, T, document, backend):
     return facts
 
 
-def main(args):
-    report = Report(args.out)
+def main():
+    report = Report()
     for case in CASES:
         for backend in BACKENDS:
             if not refusal(backend, case[0]):
@@ -104,6 +98,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Args))
+    main()
