@@ -239,6 +239,7 @@ def test_decoding_equals_the_naive_sampler(engine, case):
         trace = make_engine(engine.model, max_batch_size=5).generate(
             prompts, num_samples=2, sample_offset=30, **options
         )
+        assert trace.prompt_ids == [prompt for prompt in prompts for _ in range(2)]
         for i in range(k % 2, 6, 2):
             assert_is_naive(trace, i, engine.model, 30 + i, **options)
         stopped += int((trace.step_map < 0).any(1).sum())

@@ -381,7 +381,7 @@ def test_losses_are_means_over_the_step():
     """
     # BGPO: d for A > 0, its exponential for A < 0; no overflow in the branch that is not taken
     for A, want in ((1.0, 1.2), (-1.0, -1.418668)):
-        got, *_ = loss_of(bgpo, [1, -0.5, 0.3, 0], [A] * 4, [0.0] * 4, mc_num=4)
+        got, *_ = loss_of(bgpo, [1, -0.5, 0.3, 0], [A] * 4, [0.0] * 4, mc_num=4, num_sequences=1)
         assert got == pytest.approx(want, abs=1e-6)
     assert loss_of(bgpo, [1000.0], [1.0], [0.0], mc_num=1)[1].isfinite().all()
     weights = [[[1.0, 1, 1]], [[1, 0, 0]]]

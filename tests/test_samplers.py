@@ -279,6 +279,7 @@ def test_block_decoding_equals_full_recomputation(remasking, how):
         engine = make_engine(model, max_batch_size=(256, 7)[steps % 2])
         trace = engine.generate(prompts, num_samples=2, sample_offset=100, **options)
         options.pop("records", None)
+        assert trace.prompt_ids == [prompt for prompt in prompts for _ in range(2)]
         for i in range(steps, 2 * len(prompts), 5):
             assert_is_naive(trace, i, model, 100 + i, **options)
         stopped += (trace.canvas_length < options["gen_length"]).sum()
