@@ -434,6 +434,13 @@ def test_weights_and_adapters_change_under_the_graphs(engine, fast):
     assert not same_draws(draw(own), got)
 
 
+def test_half_precision_and_names():
+    """A key of MODELS in bf16: log-probabilities are fp32."""
+    trace = make_engine("tiny-dream", dtype=torch.bfloat16).generate([[3, 4], [5]], gen_length=6)
+    assert trace.logps.dtype == torch.float32 and trace.logps.isfinite().all()
+    assert trace.completion_ids.shape == (2, 8)  # two blocks of the model's length
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
