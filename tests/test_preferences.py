@@ -123,7 +123,7 @@ MISTAKES = [
     ('{"prompt": "a", "response": "b"}', "1 cannot be read, needed are .*row 1, with prompt, res"),
     ('{"chosen": "b", "rejected": "c"}', "cannot be read"),
     ('{"prompt": "a", "chosen": [], "rejected": "c"}', "cannot be read"),
-    ('{"chosen": [{"role": "user", "content": "a"}], "rejected": "c"}', "cannot be read"),
+    (json.dumps({"prompt": "p", "chosen": USER, "rejected": "c"}), "cannot be read"),
     ('{"prompt": 3, "chosen": "b", "rejected": "c"}', "cannot be read"),
     ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "cannot be read"),
     (
