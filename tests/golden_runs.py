@@ -4,7 +4,8 @@ change.
     python tests/golden_runs.py --write    rewrites tests/golden/runs.json
 
 Tokens of the first rollout, its loss and gradient norm hold on every torch version; what follows on
-the version that the file names.
+the version that the file names. The learning rate is small, because Adam turns the noise of a
+gradient that is almost 0 into a full step, and the noise differs between CPUs.
 """
 
 import importlib
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 FILE = ROOT / "tests/golden/runs.json"
-EVERY = {"max_steps": 3, "eval_every": 2, "eval_limit": 2, "learning_rate": 1e-3, "seed": 8}
+EVERY = {"max_steps": 3, "eval_every": 2, "eval_limit": 2, "learning_rate": 1e-4, "seed": 8}
 ONLINE = EVERY | {
     "prompts_per_step": 2,
     "num_generations": 4,

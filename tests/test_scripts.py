@@ -41,7 +41,7 @@ def test_golden_run(one_rank, case):
     if GOLDEN["torch"] == torch.__version__.split("+")[0]:
         assert got["tokens"] == want["tokens"]
         for row, other in zip(got["rows"], want["rows"], strict=True):
-            assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
+            assert row == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)
