@@ -108,9 +108,10 @@ def test_steps_after_loading_are_those_of_the_uninterrupted_run(
 
 def test_the_newest_complete_state_is_found(tmp_path):
     """Hidden folders of a killed save, and folders without facts.json, are no states."""
-    with refused("--resume", str(tmp_path), "no complete state", "--save-every"):
-        newest_state(tmp_path)
-    for name in ("step-000002", "step-000010", ".step-000012.tmp"):
+    for name in (".step-000012.tmp", "step-000002", "step-000010"):
+        if name == "step-000002":
+            with refused("--resume", str(tmp_path), "no complete state", "--save-every"):
+                newest_state(tmp_path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "facts.json").write_text("{}")
     (tmp_path / "step-000014").mkdir()
