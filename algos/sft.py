@@ -385,18 +385,15 @@ def make_batch(examples, args, model, step, rank, world_size, device):
 
 def micro_loss(model, batch, masked, weights, divisor, rows, args):
     """The only forward in training: share of the loss of some rows (a slice) of this rank"""
-    # padding beyond the longest of these rows costs nothing
-    part = rows, slice(int(batch.valid_mask[rows].sum(1).max()))
-    documents = batch.document_ids[part] if args.pack_length else None
-    noisy_ids = torch.where(masked[part], batch.mask_token_id, batch.input_ids[part])
+    input_ids, scored = batch.input_ids[rows], masked[rows]
     logps = model.logps(
-        batch.input_ids[part],
-        noisy_ids,
-        masked[part],
-        batch.valid_mask[part],
-        document_ids=documents,
+        input_ids,
+        torch.where(scored, batch.mask_token_id, input_ids)[:, None],
+        scored[:, None],
+        batch.valid_mask[rows],
+        document_ids=batch.document_ids[rows] if args.pack_length else None,
     )
-    return sft_loss(logps, weights[part], divisor)
+    return sft_loss(logps[:, 0], weights[rows], divisor)
 
 
 def update(model, optimizer, batch, noise, step, args):

@@ -87,7 +87,7 @@ class Args:
     lora_targets: tuple[str, ...] = ()
     """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
     micro_batch_size: int = 64
-    """sequences per forward; does not change the gradient"""
+    """sequences per forward, answers x draws; does not change the gradient"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -393,40 +393,43 @@ def draw_batch(stream, model, device, step, args):
 
 
 def draw_elbos(model, batch, masks, rows):
-    """The only forward in training: one-draw ELBOs of rows [R], sequence * n + draw. -> [R] fp32"""
-    sequence, draw = rows // masks.masked.shape[1], rows % masks.masked.shape[1]
-    # padding beyond the longest of these rows costs nothing
-    width = int(batch.valid_mask[sequence].sum(1).max())
-    input_ids, weights = batch.input_ids[sequence, :width], masks.weights[sequence, draw, :width]
-    noisy_ids = torch.where(masks.masked[sequence, draw, :width], batch.mask_token_id, input_ids)
-    logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[sequence, :width])
-    return (weights.to(logps.dtype) * logps).sum(1)
+    """The only forward in training: one-draw ELBOs of a slice of R sequences. -> [R, n] fp32"""
+    input_ids, weights = batch.input_ids[rows], masks.weights[rows]
+    noisy_ids = torch.where(masks.masked[rows], batch.mask_token_id, input_ids[:, None])
+    logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
+    return (weights.to(logps.dtype) * logps).sum(2)
 
 
 def micro_batches(masks, args):
-    """Row numbers of each forward, equally many on every rank: all have as many pairs."""
+    """Slices of the sequences for each forward: whole pairs, at most --micro-batch-size sequences x
+    draws. Equally many on every rank, because all have as many pairs.
+    """
     B, n, _ = masks.masked.shape
-    return torch.arange(B * n, device=masks.masked.device).split(args.micro_batch_size)
+    size = 2 * (args.micro_batch_size // (2 * n))
+    if not size:
+        raise SystemExit(
+            f"--micro-batch-size {args.micro_batch_size} does not hold the {2 * n} draws of a pair"
+        )
+    return [slice(i, i + size) for i in range(0, B, size)]
 
 
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
     """One-draw ELBOs of the whole batch without a graph. -> [B, n]"""
-    values = [draw_elbos(model, batch, masks, rows) for rows in micro_batches(masks, args)]
-    return torch.cat(values).view(masks.masked.shape[:2])
+    return torch.cat([draw_elbos(model, batch, masks, rows) for rows in micro_batches(masks, args)])
 
 
 def backward(model, batch, masks, ref_elbos, scale, args):
-    """Exact gradient of scale * preference_loss, which couples the draws of a pair. -> metrics"""
-    values = elbo_values(model, batch, masks, args).requires_grad_()  # [B, n]
-    loss, metrics = preference_loss(values, ref_elbos, batch, args)
-    slope = torch.autograd.grad(loss, values)[0].flatten()
-    micros = micro_batches(masks, args)
+    """Gradient of scale * preference_loss, pair by pair. -> metrics"""
+    micros, sums = micro_batches(masks, args), {}
     for i, rows in enumerate(micros):
         model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
-        (scale * (slope[rows] * draw_elbos(model, batch, masks, rows)).sum()).backward()
-    metrics["loss/total"] = loss
-    return {name: value.detach() for name, value in metrics.items()}
+        elbos = draw_elbos(model, batch, masks, rows)
+        loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
+        (scale * loss).backward()
+        for name, value in (metrics | {"loss/total": loss}).items():
+            sums[name] = sums.get(name, 0) + value.detach()
+    return sums
 
 
 def held_out_args(args):

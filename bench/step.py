@@ -164,7 +164,7 @@ def our_forward(model, batch, args, matmul):
     def run():
         with torch.no_grad():
             for rows in torch.arange(args.rows).split(args.micro_batch_size):
-                logps = model.logps(ids[rows], noisy[rows], everything[rows], everything[rows])
+                logps = model.logps(ids[rows], noisy[rows, None], everything[rows, None])
         return logps.mean().item()
 
     work = flops(model, args, args.rows * args.length, False)
@@ -173,11 +173,11 @@ def our_forward(model, batch, args, matmul):
 
 def our_step(model, batch, args, matmul):
     ids, noisy, masked = batch
-    valid, scored = torch.ones_like(masked), masked.sum()
+    scored = masked.sum()
 
     def micro_loss(rows, is_last):
         model.set_requires_gradient_sync(is_last)
-        return -model.logps(ids[rows], noisy[rows], masked[rows], valid[rows]).sum() / scored
+        return -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
 
     params = [p for p in model.parameters() if p.requires_grad]
     run = time_steps(micro_loss, params, args, args.micro_batch_size)

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 # --- which token sees which ----------------------------------------------------------------------
 
-PATTERNS = ("full", "padded", "packed", "block-causal", "two-copy")
+PATTERNS = ("full", "padded", "packed", "block-causal", "copies")
 NEVER = torch.iinfo(torch.int32).max
 
 
@@ -33,7 +33,7 @@ class Visibility:
 
     block: torch.Tensor | None = None
     valid: torch.Tensor | None = None
-    noisy: torch.Tensor | None = None
+    copy: torch.Tensor | None = None
     document: torch.Tensor | None = None
 
     @property
@@ -50,7 +50,7 @@ class Visibility:
     @property
     def pattern(self):
         if self.block is not None:
-            return "block-causal" if self.noisy is None else "two-copy"
+            return "block-causal" if self.copy is None else "copies"
         if self.document is not None:
             return "packed"
         return "full" if self.valid is None else "padded"
@@ -60,18 +60,19 @@ class Visibility:
 
         A query sees keys whose level is at most its limit or whose group is its own, so that one
         FlexAttention kernel serves all patterns. level: the block of a clean token, out of reach on
-        others. limit: the last block whose clean tokens are seen. group: the block of a noisy
-        token; unique on others, so each sees itself.
+        others. limit: the last block whose clean tokens are seen. group: numbers the blocks of all
+        noisy copies; unique on other tokens, so each sees itself.
         """
         like = self.tokens
         block = torch.zeros_like(like) if self.block is None else self.block
         block = block.int()
-        noisy = torch.zeros_like(like[0], dtype=torch.bool) if self.noisy is None else self.noisy
+        copy = block * 0 if self.copy is None else self.copy.int()
+        noisy = copy > 0
         valid = torch.ones_like(like, dtype=torch.bool) if self.valid is None else self.valid
         level = block.masked_fill(noisy | ~valid, NEVER)
         limit = (block - noisy.int()).masked_fill(~valid, -1)
         unique = -1 - torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
-        return level, limit, torch.where(noisy & valid, block, unique)
+        return level, limit, torch.where(noisy & valid, copy * (block.max() + 1) + block, unique)
 
     def dense(self):
         """-> [B, S, S] bool, True where the query (dimension 1) sees the key; None: all see all"""
@@ -94,30 +95,19 @@ def block_causal(block, valid, document=None):
     return Visibility(block, None if valid.all() else valid, document=document)
 
 
-def two_copy(block, valid, start, document=None):
-    """Visibility of the pass over [noisy | clean], which denoises every block given clean earlier
-    ones.
+def noisy_columns(score, block, valid):
+    """The columns of K noisy copies that must be computed: blocks with a scored token.
 
-    block, valid, document [B, T]. start: the noisy copy holds columns start..T-1, S = T - start +
-    T; or a tensor [B, n] of the n columns of each row that it holds, S = n + T.
+    score [B, K, T] bool; block, valid [B, T] -> [B, n] int64 of K T columns, n >= 1, in order; rows
+    that need fewer are filled up with others.
     """
-    pick = lambda x: x[:, start:] if isinstance(start, int) else x.gather(1, start)
-    twice = lambda x: None if x is None else torch.cat([pick(x), x], 1)
-    noisy = torch.arange(twice(block).shape[1], device=block.device) < pick(block).shape[1]
-    return Visibility(twice(block), twice(None if valid.all() else valid), noisy, twice(document))
-
-
-def scored_columns(score, block, valid):
-    """The columns whose block has a scored token: those that a noisy copy needs.
-
-    score, valid [B, T] bool, block [B, T] -> [B, n] int64, n >= 1, in order; rows that need fewer
-    columns are filled up with others.
-    """
-    counts = torch.zeros(len(block), int(block.max()) + 1, device=block.device)
-    counts = counts.scatter_add_(1, block, score.float())
-    is_needed = valid & (counts.gather(1, block) > 0)
-    most = max(int(is_needed.sum(1).max()), 1)
-    return (~is_needed).byte().argsort(dim=1, stable=True)[:, :most]
+    K, T = score.shape[1:]
+    copy = torch.arange(K, device=block.device)[:, None]
+    group = (block[:, None] + copy * T).flatten(1)  # numbers the blocks of all copies
+    scored = torch.zeros_like(group).scatter_add_(1, group, score.flatten(1).long())
+    needed = (scored.gather(1, group) > 0) & valid.repeat(1, K)
+    n = max(int(needed.sum(1).max()), 1)
+    return (~needed).byte().argsort(dim=1, stable=True)[:, :n]
 
 
 def positions(valid, document=None):
@@ -257,17 +247,17 @@ BACKENDS = {
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
-#   two-copy B16            S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
+#   copies B16              S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
 # Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
 # a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
 # about 1150.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
 #   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68
-#   two-copy of documents   S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
+#   copies of documents     S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
 AUTO = {
     "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152),
-    "block-causal": ("flex", 1280), "two-copy": ("flex", 1024),
+    "block-causal": ("flex", 1280), "copies": ("flex", 1024),
 }  # fmt: skip
 
 

@@ -44,8 +44,8 @@ CASES = {
     "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
     "sft-sdar": {"pack_length": 128, "max_length": 100},
     "sft-dream": LORA | {"cart_p": 0.2},
-    "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2},
-    "vrpo-llada": LORA | {"mc_num": 2, "share_masks": False},
+    "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
+    "vrpo-llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
 }
 SHOWN = "loss/total optim/grad_norm reward/mean loss/kl eval/countdown test/countdown".split()
 
