@@ -96,21 +96,39 @@ def experts_loop(x, index, weight, gate_up, down):
     return y.to(x.dtype).view(x.shape)
 
 
+class Copies(torch.autograd.Function):
+    """k copies of each of n rows, reordered: out[i] = x[order[i] // k]. x [n, D], order [n k].
+
+    Every row has k copies, so its gradient is a gather too: torch would add it up with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, k):
+        """inverse: order[inverse] is 0, 1, ..."""
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
 def experts_grouped(x, index, weight, gate_up, down):
     """The same for k copies of every token, sorted by expert: one grouped product for all experts.
 
     No synchronisation with the host, no atomics.
     """
-    k, D = index.shape[-1], x.shape[-1]
     expert, order = index.flatten().sort(stable=True)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
     experts = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-    copies = x.reshape(-1, 1, D).expand(-1, k, -1).reshape(-1, D).index_select(0, order)
+    copies = Copies.apply(x.flatten(0, -2), order, inverse, index.shape[-1])
     gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    out = torch.empty_like(out).index_copy(0, order, out).view(*index.shape, D)
-    accumulate = wide(x)
-    return (out * weight[..., None]).sum(-2, dtype=accumulate).to(x.dtype)
+    out = Copies.apply(out, inverse, order, 1).view(*index.shape, -1)
+    return (out * weight[..., None]).sum(-2, dtype=wide(x)).to(x.dtype)
 
 
 def routing_metrics(sums):
