@@ -9,14 +9,22 @@ if a backend fails or its error exceeds TOLERANCE.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import Report, timed
-from models.attention import bidirectional, block_causal, make_attend, positions, refusal, two_copy
+from models.attention import (
+    RAGGED,
+    bidirectional,
+    block_causal,
+    make_attend,
+    positions,
+    refusal,
+    two_copy,
+)
 
 TOLERANCE = 1e-2
 SDAR, LLADA = (32, 8), (32, 32)  # heads of queries, of keys
@@ -28,12 +36,6 @@ CASES += [(pattern, B, 8192 // B, 192) for pattern in ("packed", "two-copy") for
 BACKENDS = ("sdpa", "flex", "varlen", "flash-attn")
 
 
-@dataclass
-class Args:
-    out: str = ""
-    """file to append the JSON lines to"""
-
-
 def visibility_of(pattern, B, T, document):
     at = torch.arange(T, device="cuda")
     # A padded row starts with 20 to 50 % of a prompt that is half of T.
@@ -42,7 +44,7 @@ def visibility_of(pattern, B, T, document):
     documents = (at // document).expand(B, -1).contiguous() if document else None
     block = ((positions(valid, documents) % BLOCK == 0).cumsum(1) - 1).clamp(min=0)
     if pattern == "two-copy":
-        return two_copy(block, valid, 0, documents)
+        return two_copy(block, valid, at.expand_as(block), documents)
     if pattern == "block-causal":
         return block_causal(block, valid, documents)
     return bidirectional(valid, documents)
@@ -52,12 +54,11 @@ def measure(pattern, B, T, document, backend):
     """-> times, rates and error of one layer's forward and backward pass"""
     torch.manual_seed(0)
     visibility = visibility_of(pattern, B, T, document)
-    S = T if visibility.tokens is None else visibility.tokens.shape[1]
-    heads = SDAR if visibility.block is not None else LLADA
+    S = visibility.block.shape[1]
+    heads = LLADA if pattern in RAGGED else SDAR
     random = lambda H: torch.randn(B, S, H, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v, grad = (random(H).transpose(1, 2) for H in (heads[0], *heads[1:] * 2, heads[0]))
-    is_real = torch.ones(B, S, device="cuda") if visibility.valid is None else visibility.valid
-    is_real = is_real[:, None, :, None]
+    is_real = visibility.valid[:, None, :, None]
     grad = grad * is_real
     attend = make_attend(visibility, backend)
 
@@ -68,7 +69,7 @@ def measure(pattern, B, T, document, backend):
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, *got = both(attend, q, k, v, grad)
     # fp32 SDPA with a dense mask holds all scores: check the first row alone.
-    fields = {n: x[:1] for n, x in vars(visibility).items() if n != "noisy" and x is not None}
+    fields = {n: x[:1] for n, x in vars(visibility).items() if torch.is_tensor(x)}
     dense = make_attend(replace(visibility, **fields), "sdpa")
     row = [x[:1].detach().float().requires_grad_() for x in (q, k, v)]
     exact, *want = both(dense, *row, grad[:1].float())
@@ -77,7 +78,7 @@ def measure(pattern, B, T, document, backend):
     forward = lambda: [attend(0, q, k, v) for _ in range(10)] and None
     whole = lambda: [both(attend, q, k, v, grad) for _ in range(10)] and None
     forward_ms, both_ms = (min(100 * timed(f)[0] for _ in range(3)) for f in (forward, whole))
-    pairs = B * S * S if visibility.tokens is None else int(visibility.dense().sum())
+    pairs = B * S * S if visibility.pattern == "full" else int(visibility.dense().sum())
     for name, ms, work in (("forward", forward_ms, 4), ("backward", both_ms - forward_ms, 10)):
         facts |= {f"{name}_ms": ms, f"{name}_tflops": work * pairs * 128 * heads[0] / ms / 1e9}
     both_results = zip(got, want, strict=True)
@@ -87,8 +88,8 @@ def measure(pattern, B, T, document, backend):
     return facts
 
 
-def main(args):
-    report = Report(args.out)
+def main():
+    report = Report()
     for case in CASES:
         for backend in BACKENDS:
             if not refusal(backend, case[0]):
@@ -97,6 +98,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Args))
+    main()

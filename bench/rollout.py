@@ -4,12 +4,13 @@
     python bench/rollout.py --model DIR2 --rows 1 16 128 --samplers ours plain lmdeploy
     python bench/rollout.py --model DIR2 --cache none dual --samplers ours Fast-dLLM --peer llada/
 
-Prints one JSON line per measurement and one per ratio. All samplers get the same weights and
+Prints one JSON line per measurement. All samplers get the same weights and
 prompts. tokens_per_s counts completion tokens up to and including the first EOS, over the seconds
 of whole rollouts with prefill; a first rollout, which captures CUDA graphs, is reported as first_s.
 forwards: of one batch, commits included; tokens_per_forward: of one sequence.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +49,8 @@ class Args:
     """per block; default 16, or one per token if the block is shorter"""
     remasking: str = "low_confidence_static"
     """rule of all samplers but Fast-dLLM, which runs its own with as many steps"""
-    confidence_threshold: float = 0.9
     temperature: float = 1.0
     top_k: int = 0
-    samples_per_prompt: int = 8
-    repeats: int = 1
-    """timed rollouts; the fastest counts"""
-    out: str = ""
-    """file to append the JSON lines to"""
 
 
 def build(sampler, args, device, engines):
@@ -78,7 +73,7 @@ def build(sampler, args, device, engines):
 def settings_of(args, model):
     """-> arguments of `generate` for this model, prompt length"""
     is_block = model.attention == "block-causal"
-    names = ("remasking", "confidence_threshold", "temperature", "top_k")
+    names = ("remasking", "temperature", "top_k")
     settings = {name: getattr(args, name) for name in names}
     settings["gen_length"] = args.gen_length or (512 if is_block else 256)
     settings["block_length"] = args.block_length or (model.block_length if is_block else 32)
@@ -86,18 +81,17 @@ def settings_of(args, model):
     return settings, args.prompt_length or (217 if is_block else 256)
 
 
-def measure(engine, rows, length, mask_token_id, settings, args):
-    """-> rates of a rollout of so many rows"""
+def measure(engine, rows, length, mask_token_id, settings):
+    """-> rates of a rollout of so many rows, up to 8 to a prompt"""
     if hasattr(engine, "release"):
         engine.release()  # the cache and graphs of other sizes
-    samples = max(n for n in range(1, args.samples_per_prompt + 1) if rows % n == 0)
+    samples = math.gcd(rows, 8)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, mask_token_id, (rows // samples, length), generator=generator)
     prompts = prompts.tolist()
     roll = lambda seed: engine.generate(prompts, num_samples=samples, seed=seed, **settings)
     first_s, _ = timed(lambda: roll(0))
-    runs = [timed(lambda seed=seed: roll(seed)) for seed in range(1, args.repeats + 1)]
-    seconds, trace = min(runs, key=lambda run: run[0])
+    seconds, trace = timed(lambda: roll(1))
     tokens = int(trace.completion_mask.sum())
     facts = {"tokens_per_s": tokens / seconds, "tokens": tokens}
     facts |= {"seconds": seconds, "first_s": first_s}
@@ -112,7 +106,7 @@ def main(args):
     if "Fast-dLLM" in args.samplers and not Path(args.peer, "model").is_dir():
         raise SystemExit(f"--peer {args.peer!r} is not the llada/ folder of Fast-dLLM")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report, rates = Report(args.out, model=Path(args.model).name), {}
+    report = Report(model=Path(args.model).name)
     model = meta_model(args.model)
     settings, length = settings_of(args, model)
     is_block = model.attention == "block-causal"
@@ -122,13 +116,9 @@ def main(args):
         for kind in ("none",) if is_block else args.cache:
             for rows in () if "error" in facts else args.rows:
                 options = settings | ({} if is_block else {"cache": kind})
-                sizes = (rows, length, model.mask_token_id, options, args)
+                sizes = rows, length, model.mask_token_id, options
                 line = {"sampler": sampler, "rows": rows, "prompt_length": length} | options
-                rate = report.measure(measure, engines[0], *sizes, **line).get("tokens_per_s")
-                first, best = rates.setdefault((kind, rows), (sampler, rate))
-                if rate and best and first != sampler:
-                    line = {"ratio": f"{first} / {sampler}", "cache": kind, "rows": rows}
-                    report.write(line | {"tokens_per_s": best / rate})
+                report.measure(measure, engines[0], *sizes, **line)
     report.close()
 
 

@@ -7,14 +7,13 @@ Our step is the update of algos/sft.py: its `parallelize`, add_lora, load_weight
 clipping and AdamW. One JSON line per measurement; seconds are medians of synchronised steps, rates
 count input tokens (rows x length), peak_gib is torch's peak allocation.
 
-FLOPs are those of the mathematics: no recomputation, no masked attention scores. Over the weight
-matrices M of the blocks and the head,
-    forward  = sum over M of 2 |M| n + sum over layers of 4 W A
-    backward = sum over M of 2 |M| n (1 + t) + sum over layers of 8 W A
+FLOPs are those of the matrix products of the mathematics, without attention scores or
+recomputation. Over the weight matrices M of the blocks and the head,
+    forward  = sum over M of 2 |M| n
+    backward = sum over M of 2 |M| n (1 + t)
 n: tokens multiplied by M (scored ones for the head; tokens x k / E for stacked experts; two per
-input token for a block model, which reads [noisy | clean]); t: 1 if M is trained, else 0; W: heads
-x head size; A: pairs of tokens that see each other. share_of_matmul is FLOP/s over those of an
-8192^3 bf16 product in the same run.
+input token for a block model, which reads [noisy | clean]); t: 1 if M is trained, else 0.
+share_of_matmul is FLOP/s over those of an 8192^3 bf16 product in the same run.
 """
 
 import statistics
@@ -27,7 +26,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,8 +34,7 @@ from bench.timing import Report, timed
 from models import add_lora, load_weights, meta_model
 from models.checkpoint import read_json, resolve
 
-# Output projection of attention, by family: its inputs are heads x head size.
-ATTENTION_OUTPUT = ("o_proj", "attn_out", "dense")
+LORA_ALPHA = 64
 
 
 @dataclass
@@ -46,7 +43,6 @@ class Args:
     """key of models.MODELS, or a directory in HF layout"""
     lora_rank: int = 128
     """0: full fine-tuning"""
-    lora_alpha: int = 64
     rows: int = 16
     """sequences per optimizer step and rank"""
     length: int = 512
@@ -57,48 +53,32 @@ class Args:
     compile: bool = False
     """torch.compile every block"""
     activation_checkpointing: bool = False
-    steps: int = 5
-    """timed repetitions, after two to warm up"""
     peer: str = ""
     """directory with the official modeling_llada.py and configuration_llada.py; all rows at once,
     its fastest
     """
-    out: str = ""
-    """file to append the JSON lines to"""
 
 
-def median(function, steps):
-    """-> median seconds of `steps` calls after two, first value"""
-    runs = [timed(function) for _ in range(steps + 2)]
+def median(function):
+    """-> median seconds of five calls after two, first value"""
+    runs = [timed(function) for _ in range(7)]
     return statistics.median(seconds for seconds, _ in runs[2:]), runs[0][1]
 
 
 def matmul_rate(device):
     n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds, _ = median(lambda: [a @ b for _ in range(20)] and None, 3)
+    seconds, _ = median(lambda: [a @ b for _ in range(20)] and None)
     return {"tflops": 2 * n**3 * 20 / seconds / 1e12}
 
 
 def flops(model, args, scored, backward):
     """The formula above for `scored` tokens through the head. -> FLOPs of a step"""
-    head, copies = model.lm_head.weight, 1 + (model.attention == "block-causal")
-    tokens, pairs = args.rows * args.length * copies, args.rows * args.length**2
-    if copies == 2:
-        pairs += args.rows * args.length * model.block_length
-    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    looked_up = {id(weight) for weight in embeddings} - {id(head)}
-    total = 0
-    for name, weight in model.named_parameters():
-        if weight.dim() < 2 or id(weight) in looked_up:
-            continue
-        share = model.config.num_experts_per_tok / len(weight) if weight.dim() == 3 else 1
-        n = scored if weight is head else tokens * share
-        total += 2 * weight.numel() * n * (1 + backward * (1 + weight.requires_grad))
-        layer = name.removesuffix(".weight").removesuffix(".base_layer").rsplit(".", 1)[-1]
-        if layer in ATTENTION_OUTPUT:
-            total += 4 * weight.shape[1] * pairs * (1 + 2 * backward)
-    return total
+    tokens = args.rows * args.length * (1 + (model.attention == "block-causal"))
+    used = lambda p: model.config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
+    weights = [p for layer in model.layers for p in layer.parameters() if p.dim() > 1]
+    counted = [(p, tokens * used(p)) for p in weights] + [(model.lm_head.weight, scored)]
+    return sum(2 * p.numel() * n * (1 + backward * (1 + p.requires_grad)) for p, n in counted)
 
 
 def rates(run, args, work=None, matmul=None):
@@ -137,7 +117,7 @@ def time_steps(micro_loss, params, args, micro_batch_size):
         (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # as the scripts do
         return loss.item()
 
-    return median(step, args.steps)
+    return median(step)
 
 
 def load(args, device, made):
@@ -147,7 +127,7 @@ def load(args, device, made):
     frozen_bf16 = args.lora_rank and device.type == "cuda"
     model = meta_model(args.model, torch.bfloat16 if frozen_bf16 else torch.float32)
     if args.lora_rank:
-        add_lora(model, args.lora_rank, args.lora_alpha)
+        add_lora(model, args.lora_rank, LORA_ALPHA)
     model = parallelize(model, args)
     dist.barrier()
     seconds, _ = timed(lambda: load_weights(model, device))
@@ -168,7 +148,7 @@ def our_forward(model, batch, args, matmul):
         return logps.mean().item()
 
     work = flops(model, args, args.rows * args.length, False)
-    return rates(median(run, args.steps), args, work, matmul)
+    return rates(median(run), args, work, matmul)
 
 
 def our_step(model, batch, args, matmul):
@@ -184,11 +164,10 @@ def our_step(model, batch, args, matmul):
     return rates(run, args, flops(model, args, scored.item(), True), matmul)
 
 
-def official_step(args, device, adapters):
-    """The same update by the official code with peft.
+def official_step(args, device):
+    """The same update by the official code with peft, fp32 adapters under autocast.
 
-    adapters: "fp32" under autocast, as its trainers run it, or "bf16" like the base. The loss is
-    over the masked rows alone (ML-GSAI/LLaDA, GUIDELINES.md).
+    The loss is over the masked rows alone (ML-GSAI/LLaDA, GUIDELINES.md).
     """
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
@@ -206,14 +185,14 @@ def official_step(args, device, adapters):
     torch.backends.cuda.enable_mem_efficient_sdp(True)  # the official constructor turns it off
     targets = list(meta_model(args.model).lora_targets)
     head = ["model.transformer.ff_out"]  # has the name of a block's layer
-    sizes = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_dropout": 0.0}
+    sizes = {"r": args.lora_rank, "lora_alpha": LORA_ALPHA, "lora_dropout": 0.0}
     lora = LoraConfig(target_modules=targets, exclude_modules=head, **sizes)
-    model = get_peft_model(model, lora, autocast_adapter_dtype=adapters == "fp32").train()
+    model = get_peft_model(model, lora).train()
     ids, noisy, masked = make_batch(args, raw["mask_token_id"], device)
     scored = masked.sum()
 
     def micro_loss(rows, is_last):
-        with torch.autocast(device.type, torch.bfloat16, enabled=adapters == "fp32"):
+        with torch.autocast(device.type, torch.bfloat16):
             logits = model(noisy[rows], use_cache=False, return_dict=True).logits
             want, where = ids[rows], masked[rows]
             loss = F.cross_entropy(logits[where], want[where], reduction="none")
@@ -226,22 +205,15 @@ def official_step(args, device, adapters):
 def main(args):
     device = setup_distributed()
     args.model = str(resolve(args.model))
-    names = ("lora_rank", "rows", "length", "micro_batch_size", "attention", "compile")
-    setting = {name: getattr(args, name) for name in names}
-    report = Report(args.out, model=Path(args.model).name, ranks=dist.get_world_size(), **setting)
+    report = Report(ranks=dist.get_world_size(), **vars(args))
     matmul = report.measure(matmul_rate, device, what="matmul").get("tflops")
-    official, made = [], []
-    for kind in ("fp32", "bf16") if args.peer else ():
-        facts = {"what": "official step", "adapters": kind}
-        official.append((kind, report.measure(official_step, args, device, kind, **facts)))
+    made = []
+    if args.peer:
+        report.measure(official_step, args, device, what="official step")
     report.measure(load, args, device, made, what="load")
     batch = make_batch(args, made[0].mask_token_id, device)
     report.measure(our_forward, made[0], batch, args, matmul, what="forward")
-    ours = report.measure(our_step, made[0], batch, args, matmul, what="step")
-    for kind, peer in official:
-        keys = [key for key in ("tokens_per_s", "peak_gib") if key in ours and key in peer]
-        ratios = {key: ours[key] / peer[key] for key in keys}
-        report.write({"ratio": f"ours / official, {kind} adapters"} | ratios)
+    report.measure(our_step, made[0], batch, args, matmul, what="step")
     dist.destroy_process_group()
     report.close()
 

@@ -24,13 +24,11 @@ def synchronize():
 
 
 class Report:
-    """Prints JSON lines on rank 0 and appends them to the file `out`. A failed measurement becomes
-    a line with "error".
-    """
+    """Prints JSON lines on rank 0. A failed measurement becomes a line with "error"."""
 
-    def __init__(self, out="", **facts):
+    def __init__(self, **facts):
         """facts: fields of every line, such as the model"""
-        self.out, self.facts, self.failed = out, facts, False
+        self.facts, self.failed = facts, False
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self.write({"gpu": gpu, "torch": torch.__version__})
 
@@ -57,11 +55,8 @@ class Report:
         if int(os.environ.get("RANK", 0)):
             return
         line = self.facts | line
-        text = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()})
-        print(text, flush=True)
-        if self.out:
-            with open(self.out, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}
+        print(json.dumps(rounded), flush=True)
 
     def close(self):
         if self.failed:

@@ -79,8 +79,11 @@ def sudoku(preset, split, limit=None):
 
 def sudoku_solutions(puzzle):
     """-> every legal completion of a 16-character board (0 = blank), sorted."""
-    given = (HOLDS.get(cell, ()) for cell in enumerate(puzzle) if cell[1] != "0")
-    return sorted(set(GRIDS).intersection(*given))
+    found = list(GRIDS)
+    for i, digit in enumerate(puzzle):
+        if digit != "0":
+            found = [grid for grid in found if grid[i] == digit]
+    return found
 
 
 def countdown_split(numbers, target):
@@ -179,5 +182,3 @@ def legal_grids():
 
 
 GRIDS = legal_grids()
-# (cell, digit) -> the grids that hold it
-HOLDS = {(i, d): {grid for grid in GRIDS if grid[i] == d} for i in range(16) for d in "1234"}

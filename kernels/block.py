@@ -13,7 +13,6 @@ joined commits       One forward of two blocks commits the previous block and ma
                      separately, and is then in phase. Where the model decides the number of steps,
                      all steps are joined, as long as the batch is small enough to be bound by
                      reading the weights. 1.18 x up to 8 rows.
-short heads          The LM head runs only for as many tokens of a block as can still be masked.
 CUDA graphs          A step has fixed shapes and reads nothing back, so it is captured once per
                      shape and replayed. The host reads the progress of the rows one step late, so
                      the GPU never waits for it.
@@ -26,10 +25,10 @@ from functools import partial
 
 import torch
 
-from kernels import has_kernels
+from kernels import speed_up_draws
 from kernels.decode import decode_attend
-from kernels.graphs import Graphs, free_bytes
-from models.attention import Visibility, make_attend
+from kernels.graphs import Graphs
+from models.attention import block_causal, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
 from rollout.engine import ADAPTIVE, BROKEN, select
@@ -51,17 +50,17 @@ class Slots:
 
     N samples wait or are decoded; R slots hold the KV cache of those being decoded. Slot r decodes
     sample[r], and row r of k, v [R, K, S, h] of each layer holds its keys and values.
-    state [9, N]: see `fill`; the host reads the first four rows. canvas [3, N, S]: tokens, whether
-    masked, step map, at absolute positions. history: tokens and logps [N, S, history] of each step,
+    state [8, N]: see `fill`; the host reads the first three rows. canvas [3, N, S]: tokens, whether
+    masked, step map, at absolute positions. history: tokens and logps [history, N, S] of each step,
     for Trace.records; 0: none.
     """
 
     def __init__(self, model, N, R, S, history, device, dtype):
         config, empty = model.config, partial(torch.zeros, device=device)
         self.sizes = N, R, S, history
-        self.state, self.canvas = empty(9, N, dtype=torch.long), empty(3, N, S, dtype=torch.long)
+        self.state, self.canvas = empty(8, N, dtype=torch.long), empty(3, N, S, dtype=torch.long)
         self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
-        tokens = empty(N, S, history, dtype=torch.int32)
+        tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
         self.seed, self.sample = empty((), dtype=torch.long), empty(R, dtype=torch.long)
         self.eos = empty(len(model.eos_token_ids), dtype=torch.long)
@@ -69,7 +68,7 @@ class Slots:
         shape = R, config.num_key_value_heads, S, config.head_dim
         new = partial(empty, shape, dtype=dtype)
         self.cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
-        pinned = partial(torch.zeros, 4, N, dtype=torch.long, pin_memory=True)
+        pinned = partial(torch.zeros, 3, N, dtype=torch.long, pin_memory=True)
         self.pinned = [pinned(), pinned()] if device.type == "cuda" else None
 
     def fill(self, model, prompt_ids, owner, sample_index, settings):
@@ -81,17 +80,16 @@ class Slots:
         width = max(map(len, prompt_ids))
         padded = [ids + [model.mask_token_id] * (width - len(ids)) for ids in prompt_ids]
         end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
-        start, masks = P // n * n, n - P % n
         self.state.zero_()
         # First position of the current block, end of the last; whether logits were not finite;
-        # masks left in the current block; step in it, post-editing steps, forwards so far; length
-        # of the prompt, index of the sample
-        values = [start, end, none, masks, none, none, none, P, sample_index]
+        # step in the block, post-editing steps, forwards so far; length of the prompt, index of the
+        # sample
+        values = [P // n * n, end, none, none, none, none, P, sample_index]
         self.state[:, :N] = torch.stack(values)
         column = torch.arange(self.canvas.shape[2], device=device)
         self.canvas[0], self.canvas[2] = model.mask_token_id, -1
         self.canvas[0, :N, :width] = torch.tensor(padded, device=device)[owner]
-        self.canvas[1] = (column >= self.state[7][:, None]) & (column < self.state[1][:, None])
+        self.canvas[1] = (column >= self.state[6][:, None]) & (column < self.state[1][:, None])
         self.logps.zero_(), self.history[0].fill_(-1)
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
         self.seed.fill_((settings["seed"] + 2**63) % 2**64 - 2**63)  # the int64 with the same bits
@@ -104,13 +102,13 @@ class Slots:
 
     def progress(self):
         """Start a copy of the progress to the host. -> function that waits for it -> start, end,
-        broken, left: lists of N ints
+        broken: lists of N ints
         """
         if self.pinned is None:
-            return self.state[:4].clone().tolist
+            return self.state[:3].clone().tolist
         self.pinned.reverse()  # the copy before may not have been read yet
         there, arrived = self.pinned[0], torch.cuda.Event()
-        there.copy_(self.state[:4], non_blocking=True)
+        there.copy_(self.state[:3], non_blocking=True)
         arrived.record(torch.cuda.current_stream(self.state.device))
         return lambda: (arrived.synchronize(), there.tolist())[1]
 
@@ -134,10 +132,7 @@ class FastBlockEngine(BlockEngine):
         super().__init__(model, max_batch_size)
         self.slots = self.graphs = None
         self.use_graphs, self.joins = self.device.type == "cuda", True
-        if has_kernels(model.lm_head.weight):
-            from kernels.sampling_triton import use_triton_draws
-
-            use_triton_draws(self)
+        speed_up_draws(self)
         experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
         self.ridge = RIDGE if experts is None else 0  # more tokens would activate more experts
         if self.use_graphs and experts is not None and not experts.is_grouped(self.dtype):
@@ -154,35 +149,25 @@ class FastBlockEngine(BlockEngine):
         slots.fill(self.model, prompt_ids, owner, sample_index, settings)
         rule = settings | {"stop_at_eos": stop_at_eos}
         self._decode(slots, R, prompt_ids, owner.tolist(), rule)
-        _, end, _, _, _, _, forwards, first, index = slots.state[:, :N].clone()
-        records = None
-        if settings["records"]:
-            # [steps, N, S]
-            tokens, logps = (values[:N].permute(2, 0, 1) for values in slots.history)
-            step, i, position = when = (tokens >= 0).nonzero(as_tuple=True)
-            events = [index[i], step, position - first[i], tokens[when].long()]
-            records = {"events": torch.stack(events, 1), "logps": logps[when]}
+        _, end, _, _, _, forwards, first, index = slots.state[:, :N].clone()
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
-        prompt_ids = [prompt_ids[i] for i in owner.tolist()]
-        return self._trace(prompt_ids, canvas, first, end, index, forwards, records, settings)
+        history = [values[:, :N] for values in slots.history] if settings["records"] else None
+        return self._finish(
+            prompt_ids, owner, canvas, history, first, end, index, forwards, settings
+        )
 
     def _open(self, N, R, longest, settings):
         """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
         call if they are large enough
         """
-        n, config = settings["block_length"], self.model.config
+        n = settings["block_length"]
         width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
         # Behind the N samples are R finished ones: the contents of free slots.
-        sizes = N + R, R, width, most_steps(settings) if settings["records"] else 0
-        have = self.slots.sizes if self.slots else sizes
-        if not self.slots or any(x < y for x, y in zip(have, sizes, strict=True)):
+        sizes = N + R, R, width, most_steps(settings) + 1 if settings["records"] else 0
+        have = self.slots.sizes if self.slots else (0, 0, 0, 0)
+        if any(x < y for x, y in zip(have, sizes, strict=True)):
             self.release()  # the old ones make room
-            # Rollouts of two shapes in turn share slots and graphs if memory allows it.
-            both = [max(pair) for pair in zip(have, sizes, strict=True)]
-            heads, layers = config.num_key_value_heads, config.num_hidden_layers
-            position = 2 * layers * heads * config.head_dim * self.dtype.itemsize  # bytes
-            is_small = 2 * both[1] * both[2] * position < free_bytes(self.device)
-            self.slots = Slots(self.model, *(both if is_small else sizes), self.device, self.dtype)
+            self.slots = Slots(self.model, *sizes, self.device, self.dtype)
         self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
         return self.slots
 
@@ -194,11 +179,11 @@ class FastBlockEngine(BlockEngine):
         # A step depends on these only through its tensors; all else is part of the graph.
         varying = "seed", "num_samples", "gen_length", "eos_token_ids"
         key = tuple(value for name, value in rule.items() if name not in varying)
-        start, end, _, left = slots.progress()()
+        start, end, _ = slots.progress()()
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
         slots.sample[:R] = torch.arange(N, N + R, device=self.device)
         entered = launched = 0  # samples taken from the queue; steps
-        unseen = deque()  # (samples, progress) of the steps that the host has not looked at
+        unseen = deque()  # the progress of the steps that the host has not looked at
         while True:
             free = [r for r in range(R) if start[places[r]] >= end[places[r]]]
             if entered < N and free:
@@ -210,21 +195,20 @@ class FastBlockEngine(BlockEngine):
                 return
             joined = self._is_joined(R, rule, launched)
             # How far a row can be: a step ends at most one block, and a joined one begins the next.
-            work = [places[r] for r in live]
+            work = (places[r] for r in live)
             furthest = max(2 * n, *(min(start[i] + (2 + joined) * n, end[i]) for i in work))
             width = min(slots.canvas.shape[2], -(-furthest // WIDTHS) * WIDTHS)
             if entered == N and bucket(len(live)) < R:
                 R = bucket(len(live))
                 self._move(slots, places, live, R, width)
-            most = self._most_masks(work, left, [stepped for stepped, _ in unseen], rule)
-            step = partial(self._step, slots, R, width, rule, joined, most)
-            self.graphs.run((R, width, joined, most, key), step) if self.graphs else step()
-            unseen.append((set(places[:R]), slots.progress()))
+            step = partial(self._step, slots, R, width, rule, joined)
+            self.graphs.run((R, width, joined, key), step) if self.graphs else step()
+            unseen.append(slots.progress())
             launched += 1
             if len(unseen) == 2:
-                start, end, broken, left = unseen.popleft()[1]()
+                start, end, broken = unseen.popleft()()
                 if any(broken):
-                    bad = slots.state[8, torch.tensor(broken).nonzero()[:, 0]].tolist()
+                    bad = slots.state[7, torch.tensor(broken).nonzero()[:, 0]].tolist()
                     self.release()  # the cache may hold NaN
                     raise SystemExit(BROKEN.format(bad[:8]))
 
@@ -236,25 +220,6 @@ class FastBlockEngine(BlockEngine):
         if rule["remasking"] in ADAPTIVE:
             return 2 * R * self.model.block_length <= self.ridge
         return number > 0 and number % rule["denoising_steps"] == 0
-
-    def _most_masks(self, samples, left, unseen, rule):
-        """-> an upper bound on the masks of a block at the next step: the head must see so many
-        tokens. Rounded up to quarters of a block, because each number is a graph.
-
-        left: masks that the host has seen in the block of each sample; unseen: the samples of each
-        step since then.
-        """
-        n = self.model.block_length
-        if rule["remasking"] in ADAPTIVE or rule["editing_threshold"] is not None:
-            return n
-        base, remainder = divmod(n, rule["denoising_steps"])
-        most = 1
-        for i in samples:
-            steps = sum(i in stepped for stepped in unseen)
-            may_be_next = left[i] <= steps * (base + (remainder > 0))  # block, fully masked
-            most = max(most, n if may_be_next else left[i] - steps * base)
-        quarter = -(-n // 4)
-        return min(-(-most // quarter) * quarter, n)
 
     def _move(self, slots, places, live, R, width):
         """Move the samples in slots from R on to free slots before it."""
@@ -306,7 +271,8 @@ class FastBlockEngine(BlockEngine):
         ids = to_device(padded, self.device)  # [U, P]
         slots, owner = to_device(slots, self.device), to_device(owner, self.device)
         position_ids = torch.arange(P, device=self.device).expand(len(prompts), P)
-        attend_prompt = make_attend(Visibility(position_ids // self.model.block_length))
+        block, valid = position_ids // self.model.block_length, torch.ones_like(position_ids).bool()
+        attend_prompt = make_attend(block_causal(block, valid))
 
         def attend(layer, q, k, v):
             for past, new in zip(cache[layer], (k, v), strict=True):
@@ -317,16 +283,16 @@ class FastBlockEngine(BlockEngine):
 
     # --- the device: one step ---------------------------------------------------------------------
 
-    def _step(self, slots, R, width, rule, joined, most):
+    def _step(self, slots, R, width, rule, joined):
         """One forward of the current block of each of the first R slots, over `width` positions.
 
         A block with masks is denoised, one without is committed, except the last. joined: rows
-        whose block has no masks begin the next one, and the forward covers both. most: an upper
-        bound on the masks of a row. Finished rows are carried along. All state is read in a few
-        gathers and written in a few scatters: at small batches every kernel launch counts.
+        whose block has no masks begin the next one, and the forward covers both. Finished rows are
+        carried along. All state is read in a few gathers and written in a few scatters: at small
+        batches every kernel launch counts.
         """
         n, row = self.model.block_length, slots.sample[:R]
-        start, end, broken, left, step, edits, forwards, first, index = slots.state[:, row]
+        start, end, broken, step, edits, forwards, first, index = slots.state[:, row]
         live = start < end
         arange = torch.arange(2 * n, device=self.device)
         last = (width // n - 1) * n  # finished rows stay in a whole block, of which nothing is read
@@ -351,24 +317,15 @@ class FastBlockEngine(BlockEngine):
         offset = at - first[:, None]
         key = slots.seed, index[:, None], offset, step[:, None]
         uniform = self.keyed_uniform(*key, "token")
-        if most < n:  # the head sees the masked tokens, and unmasked ones only to fill up
-            picked = masked.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
-            hidden = hidden.gather(1, picked[..., None].expand(-1, -1, hidden.shape[2]))
-            uniform = uniform.gather(1, picked)
         draws = self._sample(hidden.flatten(0, 1), uniform.flatten(), rule)
-        if most < n:
-            spread = lambda x: x.new_zeros(at.shape).scatter(1, picked, x.view(R, most))
-            draws = map(spread, draws)
         drawn, logps, confidence = (values.view(at.shape) for values in draws)
         if rule["remasking"] == "random":
             confidence = self.keyed_uniform(*key, "order").to(logps.dtype)
         base, remainder = divmod(n, rule["denoising_steps"])
         quota = (base + (step < remainder))[:, None]  # `reveal_quota` at each row's own step
-        limits = rule["confidence_threshold"], rule["factor"], rule["eb_threshold"]
-        chosen = select(confidence, masked, quota, rule["remasking"], *limits)
+        chosen = select(confidence, masked, quota, **rule)
         rest, was_noisy = masked & ~chosen, masked.any(1)
-        left = rest.sum(1)
-        is_whole, is_committed = was_noisy & (left == 0), live & ~was_noisy
+        is_whole, is_committed = was_noisy & ~rest.any(1), live & ~was_noisy
         if rule["editing_threshold"] is not None:
             may_edit = was_noisy | live & (edits < rule["max_post_steps"])
             sure = (drawn != block) & (logps.exp() > rule["editing_threshold"])
@@ -378,18 +335,17 @@ class FastBlockEngine(BlockEngine):
             edits = (edits + ~was_noisy) * ~is_committed
         block = torch.where(chosen, drawn, block)
         if rule["records"]:
+            when = step[:, None], *here
             for values, new in zip(slots.history, (drawn.int(), logps), strict=True):
-                when = *here, step[:, None].clamp(max=values.shape[2] - 1)
                 values[when] = torch.where(chosen, new, values[when])
         if rule["stop_at_eos"]:
             has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)
             end = torch.where(is_whole & has_eos, start + n, end)
         is_done = is_committed | (is_whole & (start + n >= end))
         broken = broken | (masked & ~logps.isfinite()).any(1)
-        left = torch.where(is_committed, n, left)
         step_map = torch.where(chosen, step[:, None], step_map)
         start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
         slots.canvas[:, *here] = torch.stack([block, rest, step_map])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = start, end, broken, left, step, edits, forwards, first, index
+        state = start, end, broken, step, edits, forwards, first, index
         slots.state[:, row] = torch.stack(state)

@@ -46,15 +46,10 @@ def decode_attend(cache, start, block_length):
 
 
 def visible_bias(start, T, width, block_length, dtype):
-    """-> [R, T or 1, width]: 0 where a new token sees a position, else -inf; one row if all new
-    tokens see the same
-    """
-    first = torch.arange(0, T, block_length if T <= block_length else 1, device=start.device)
-    end = start[:, None] + (first // block_length + 1) * block_length  # [R, T or 1]
-    hidden = torch.arange(width, device=start.device) >= end[..., None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=start.device).masked_fill(
-        hidden, float("-inf")
-    )
+    """-> [R, T, width]: 0 where a new token sees a position, else -inf"""
+    block = torch.arange(T, device=start.device) // block_length
+    end = start[:, None] + (block + 1) * block_length
+    return (torch.arange(width, device=start.device) < end[..., None]).to(dtype).log()
 
 
 def decode_reference(q, k, v, keys, values, start, bias):

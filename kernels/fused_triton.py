@@ -341,8 +341,8 @@ def _parts(programs, width):
 def decode_attention(
     q, k, v, keys, values, start, block_length, splits=None, tuned=None, window=False, bias=None
 ):
-    """As kernels.decode.decode_reference, or as window_reference. -> [R, H, T, h], in the memory
-    order [R, T, H, h]
+    """As kernels.decode.decode_reference, or with `window` as window_attention; bias is contiguous.
+    -> [R, H, T, h], in the memory order [R, T, H, h]
     """
     (R, H, T, h), K = q.shape, k.shape[1]
     G = H // K
@@ -358,8 +358,6 @@ def decode_attention(
         torch.empty(*shape, dtype=torch.float32, device=q.device) if splits > 1 else out
     )
     partial, lse = new(R * K, splits, tiles * block_m, h), new(R * K, splits, tiles * block_m)
-    if bias is not None and (bias.shape != (R, 1, 1, width) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous and [{R}, 1, 1, {width}], not {[*bias.shape]}")
     _decode_kernel[(R * K, splits, tiles)](
         q, k, v, keys, values, start, out if bias is None else bias, out, partial, lse,
         arrivals(q.device), math.log2(math.e) / math.sqrt(h), T, block_length, width,

@@ -24,11 +24,3 @@ class Graphs:
         with torch.cuda.device(self.device), torch.cuda.graph(graph, **mode):
             function()
         self.graphs[key] = graph
-
-
-def free_bytes(device):
-    """Bytes that can still be allocated; unlimited on CPU."""
-    if device.type != "cuda":
-        return 1 << 62
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused

@@ -22,7 +22,6 @@ from torch import nn
 
 from kernels.fused_triton import add_rms_norm, norm_rotate, silu_mul
 from kernels.moe_triton import MOST, experts_fused, route
-from models.experts import add_routing
 
 
 class Names(NamedTuple):
@@ -143,8 +142,6 @@ def mixture(moe, x, shared=None):
     if index.numel() > MOST * len(experts.down):  # torch's grouped products are faster
         y = experts(x, index, weight)
         return y if shared is None else y + shared
-    if experts.sums is not None:
-        add_routing(experts.sums, index, weight)
     return experts_fused(x, index, weight, experts.gate_up, experts.down, shared)
 
 
@@ -156,6 +153,4 @@ def choose(moe, x):
     else:
         groups = moe.gate.expert_bias, config.n_group, config.topk_group
         settings = config.num_experts_per_tok, scores.dtype, *groups, config.routed_scaling_factor
-    sizes = [scores.shape[-1], config.n_group if config else 1]
-    is_fit = all(size & (size - 1) == 0 for size in sizes)  # the kernel takes powers of 2
-    return route(scores, *settings) if is_fit else moe.route(x)
+    return route(scores, *settings)

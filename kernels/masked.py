@@ -8,7 +8,6 @@ CUDA graphs       Launching the kernels of a small forward takes longer than run
                   fixed addresses and the start of the block is read from the device, so one graph
                   serves all blocks.
 few shapes        Rows are rounded up to a few numbers, columns to multiples of WIDTHS.
-short heads       The LM head runs only for the positions that are still masked.
 window attention  One Triton kernel stores the window's keys and values and attends to the cache.
 
 All of this but the graphs and the Triton kernels also runs on CPU, for tests.
@@ -21,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from kernels import has_kernels
+from kernels import speed_up_draws
 from kernels.decode import attention, window_attention
 from kernels.graphs import Graphs
 from rollout.masked import Block, MaskedEngine
@@ -38,8 +37,8 @@ def bucket(rows):
 class Memory:
     """Buffers for `capacity` tokens of a batch, and the graphs that use them with their results."""
 
-    def __init__(self, capacity, is_cached, device, use_graphs):
-        self.capacity, self.is_cached, self.buffers, self.results = capacity, is_cached, {}, {}
+    def __init__(self, capacity, device, use_graphs):
+        self.capacity, self.buffers, self.results = capacity, {}, {}
         self.first = torch.zeros((), dtype=torch.long, device=device)
         self.graphs = Graphs(device) if use_graphs else None
 
@@ -63,7 +62,7 @@ class FixedBlock(Block):
         compute = partial(super().forward, memory.first, width, window)
         if memory.graphs is None or R * (window or S) > GRAPH_TOKENS:
             return compute()
-        key = R, S, self.bias is None, width, window
+        key = R, S, self.bias is None, width, window, self.kept is None
 
         def step():
             hidden = compute()
@@ -87,10 +86,7 @@ class FastMaskedEngine(MaskedEngine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         self.memory, self.use_graphs = None, self.device.type == "cuda"
-        if has_kernels(model.lm_head.weight):
-            from kernels.sampling_triton import use_triton_draws
-
-            use_triton_draws(self)
+        speed_up_draws(self)
 
     def release(self):
         self.memory = None
@@ -98,10 +94,9 @@ class FastMaskedEngine(MaskedEngine):
     def _denoise(self, block, settings):
         (R, S), n = block.tokens.shape, sum(block.quota)
         rows, more = bucket(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
-        tokens, is_cached = rows * (S + more), block.kept is not None
-        memory = self.memory
-        if memory is None or tokens > memory.capacity or is_cached != memory.is_cached:
-            memory = self.memory = Memory(tokens, is_cached, self.device, self.use_graphs)
+        tokens, memory = rows * (S + more), self.memory
+        if memory is None or tokens > memory.capacity:
+            memory = self.memory = Memory(tokens, self.device, self.use_graphs)
         row = F.pad(torch.arange(R, device=self.device), (0, rows - R))  # repeats the first row
         fixed = {"sample_index": block.sample_index[row], "memory": memory}
         for name, fill in ("tokens", 0), ("positions", 0), ("bias", -math.inf):
@@ -114,12 +109,3 @@ class FastMaskedEngine(MaskedEngine):
         *results, history = super()._denoise(wide, settings)
         cut = lambda values: [value[:R] for value in values]
         return *cut(results), [(step, *cut(values)) for step, *values in history]
-
-    def _draw(self, hidden, uniform, drawing, most, settings):
-        if settings["remasking"] in self.adaptive:
-            most = int(drawing.sum(1).max())  # waits for the device
-        place = drawing.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
-        hidden = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
-        drawn = super()._draw(hidden, uniform.gather(1, place), None, most, settings)
-        spread = lambda values: values.new_zeros(uniform.shape).scatter(1, place, values)
-        return [spread(values) for values in drawn]

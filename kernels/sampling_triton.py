@@ -172,8 +172,3 @@ def uniform_fused(*key):
     if size := out.numel():
         _uniform_kernel[(triton.cdiv(size, 128),)](parts, out, size, COUNT=len(parts), BLOCK=128)
     return out
-
-
-def use_triton_draws(engine):
-    """Replace the draws of an engine on CUDA by the kernels of this file."""
-    engine.keyed_uniform, engine.sample_categorical = uniform_fused, sample_fused

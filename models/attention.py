@@ -23,76 +23,57 @@ NEVER = torch.iinfo(torch.int32).max
 class Visibility:
     """Which of S tokens sees which, for every family. Padding sees itself; nothing else sees it.
 
-    block [B, S] int64: number of each token's block, counted from the start of its row; None: every
-    token sees every valid one. valid [B, S] bool: False on padding; None: no padding. noisy [S]
-    bool: marks the noisy copy in a pass over [noisy | clean]. A noisy token sees the noisy tokens
-    of its own block and the clean ones of earlier blocks; a clean token sees clean ones up to its
-    own block. document [B, S] int64: in a packed row the document of each token, which sees no
-    other document; None: a row is one document.
+    pattern: one of PATTERNS. block [B, S] int64: number of each token's block, counted from the
+    start of its row; 0 where there are no blocks. valid [B, S] bool: False on padding. document
+    [B, S] int64: in a packed row the document of each token, which sees no other document; None: a
+    row is one document. copy [B, S] int64: 0 on clean tokens, k on those of noisy copy k in a pass
+    over [clean | noisy_1 .. noisy_K]. A noisy token sees its own block of its own copy and the
+    clean tokens of earlier blocks; a clean token sees clean ones up to its own block.
     """
 
-    block: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
-    copy: torch.Tensor | None = None
+    pattern: str
+    block: torch.Tensor
+    valid: torch.Tensor
     document: torch.Tensor | None = None
+    copy: torch.Tensor | None = None
 
-    @property
-    def tokens(self):
-        """A tensor [B, S] on the device of the forward; None where all tokens see all."""
-        return (
-            self.block
-            if self.block is not None
-            else self.valid
-            if self.document is None
-            else self.document
-        )
-
-    @property
-    def pattern(self):
-        if self.block is not None:
-            return "block-causal" if self.copy is None else "copies"
-        if self.document is not None:
-            return "packed"
-        return "full" if self.valid is None else "padded"
-
-    def ranks(self):
-        """-> level, limit, group [B, S] int32
+    def rule(self):
+        """-> sees(b, h, q, k): whether in row b token q sees token k, as FlexAttention calls it
 
         A query sees keys whose level is at most its limit or whose group is its own, so that one
         FlexAttention kernel serves all patterns. level: the block of a clean token, out of reach on
         others. limit: the last block whose clean tokens are seen. group: numbers the blocks of all
         noisy copies; unique on other tokens, so each sees itself.
         """
-        like = self.tokens
-        block = torch.zeros_like(like) if self.block is None else self.block
-        block = block.int()
-        copy = block * 0 if self.copy is None else self.copy.int()
+        block, valid, document = self.block.int(), self.valid, self.document
+        at = torch.arange(block.shape[1], dtype=torch.int32, device=block.device)
+        copy = torch.zeros_like(block) if self.copy is None else self.copy.int()
         noisy = copy > 0
-        valid = torch.ones_like(like, dtype=torch.bool) if self.valid is None else self.valid
         level = block.masked_fill(noisy | ~valid, NEVER)
         limit = (block - noisy.int()).masked_fill(~valid, -1)
-        unique = -1 - torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
-        return level, limit, torch.where(noisy & valid, copy * (block.max() + 1) + block, unique)
+        group = torch.where(noisy & valid, copy * (block.max() + 1) + block, -1 - at)
+        sees = lambda b, h, q, k: (level[b, k] <= limit[b, q]) | (group[b, k] == group[b, q])
+        if document is None:
+            return sees
+        return lambda b, h, q, k: sees(b, h, q, k) & (document[b, k] == document[b, q])
 
     def dense(self):
         """-> [B, S, S] bool, True where the query (dimension 1) sees the key; None: all see all"""
         if self.pattern == "full":
             return None
-        level, limit, group = self.ranks()
-        sees = (level[:, None] <= limit[:, :, None]) | (group[:, None] == group[:, :, None])
-        if (document := self.document) is not None:
-            sees = sees & (document[:, None] == document[:, :, None])
-        return sees
+        row, at = (torch.arange(size, device=self.block.device) for size in self.block.shape)
+        return self.rule()(row[:, None, None], 0, at[:, None], at)
 
 
 def bidirectional(valid, document=None):
     """valid [B, S] bool, document [B, S] -> every token sees every valid one of its document."""
-    return Visibility(valid=None if valid.all() else valid, document=document)
+    pattern = "packed" if document is not None else "full" if valid.all() else "padded"
+    return Visibility(pattern, torch.zeros_like(valid).long(), valid, document)
 
 
 def block_causal(block, valid, document=None):
     """block, valid, document [B, S] -> a block sees itself and the blocks before it."""
-    return Visibility(block, None if valid.all() else valid, document=document)
+    return Visibility("block-causal", block, valid, document)
 
 
 def noisy_columns(score, block, valid):
@@ -147,14 +128,8 @@ def block_mask(visibility):
     """-> FlexAttention's BlockMask: which tiles of 128 x 128 to skip; None: all tokens see all"""
     if visibility.pattern == "full":
         return None
-    level, limit, group = visibility.ranks()
-    B, S = level.shape
-    visible = within = lambda b, h, q, k: (
-        (level[b, k] <= limit[b, q]) | (group[b, k] == group[b, q])
-    )
-    if (document := visibility.document) is not None:
-        visible = lambda b, h, q, k: within(b, h, q, k) & (document[b, k] == document[b, q])
-    return create_block_mask(visible, B, None, S, S, device=level.device)
+    B, S = visibility.block.shape
+    return create_block_mask(visibility.rule(), B, None, S, S, device=visibility.block.device)
 
 
 @cache
@@ -177,28 +152,22 @@ def packed(visibility, kernel):
     Padding gives 0. Each document of a row is a sequence of its own.
     """
     valid, document = visibility.valid, visibility.document
+    sequence = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)
     if document is not None:
-        valid = torch.ones_like(document, dtype=torch.bool) if valid is None else valid
-        row = torch.arange(len(document), device=document.device)[:, None]
-        number = (row * (document.max() + 2) + document)[valid]
-        lengths = number.unique_consecutive(return_counts=True)[1]
-    elif valid is not None:
-        lengths = valid.sum(1)
-    if valid is not None:
-        index = valid.flatten().nonzero()[:, 0]
-        bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
+        sequence = sequence * (document.max() + 2) + document
+    lengths = sequence[valid].unique_consecutive(return_counts=True)[1]
+    index = valid.flatten().nonzero()[:, 0]
+    bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
 
     def attend(q, k, v):
-        B, H, S, h = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, H, h]
-        if valid is None:
-            every = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=q.device)
-            out = kernel(q, k, v, every, every, S, S)
+        if len(index) == len(q):  # no padding
+            out = kernel(q, k, v, bounds, bounds, longest, longest)
         else:
             chosen = (x.index_select(0, index) for x in (q, k, v))
             out = kernel(*chosen, bounds, bounds, longest, longest)
             out = torch.zeros_like(q).index_copy(0, index, out)
-        return out.unflatten(0, (B, S)).transpose(1, 2)
+        return out.unflatten(0, valid.shape).transpose(1, 2)
 
     return attend
 
@@ -219,7 +188,7 @@ def flash_attn(visibility):
 
 # --- the choice ----------------------------------------------------------------------------------
 
-RAGGED, HALF = ("full", "padded", "packed"), (torch.bfloat16, torch.float16)
+RAGGED, HALF = PATTERNS[:3], (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -282,10 +251,11 @@ def refusal(name, pattern, device=None, head_dim=None, dtype=None, trains=False)
     return None
 
 
-def refuse(name, pattern, *facts):
-    able = ", ".join(other for other in BACKENDS if not refusal(other, pattern, *facts))
-    why = refusal(name, pattern, *facts)
-    raise SystemExit(f"--attention {name} {why}; able to do {pattern} attention here: {able}")
+def require(name, pattern, *facts):
+    """SystemExit if a backend cannot do this: it names those that can."""
+    if why := refusal(name, pattern, *facts):
+        able = ", ".join(other for other in BACKENDS if not refusal(other, pattern, *facts))
+        raise SystemExit(f"--attention {name} {why}; able to do {pattern} attention here: {able}")
 
 
 def check_backend(name, attention, device, head_dim, trains):
@@ -294,33 +264,33 @@ def check_backend(name, attention, device, head_dim, trains):
     attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only
     at the first forward.
     """
-    for pattern in PATTERNS[:3] if attention == "bidirectional" else PATTERNS[3:]:
-        facts = pattern, device, head_dim, None, trains
-        if name != "auto" and refusal(name, *facts):
-            refuse(name, *facts)
+    for pattern in RAGGED if attention == "bidirectional" else PATTERNS[3:]:
+        if name != "auto":
+            require(name, pattern, device, head_dim, None, trains)
 
 
 def make_attend(visibility, backend="auto"):
     """-> attend(layer, q, k, v) of a forward: q [B, H, S, h], k and v [B, K, S, h] -> [B, H, S, h]
 
     q and k are rotated; H is a multiple of K. backend: a key of BACKENDS, or "auto". The output of
-    padding is finite and meaningless. Where a named backend cannot do this, the first call raises
-    SystemExit and names those that can; "auto" takes sdpa then.
+    padding is finite and meaningless. SystemExit where a named backend cannot do this, at the
+    latest in the first call, names those that can; "auto" takes sdpa then.
     """
     pattern, name = visibility.pattern, backend
     if backend == "auto":
         name, shortest = AUTO[pattern]
-        tokens = visibility.tokens
-        if tokens is not None and (not tokens.is_cuda or tokens.shape[1] < shortest):
+        if not visibility.block.is_cuda or visibility.block.shape[1] < shortest:
             name = "sdpa"
-    compute = None if refusal(name, pattern) else BACKENDS[name].prepare(visibility)
+    else:
+        require(name, pattern)
+    compute = BACKENDS[name].prepare(visibility)
 
     def attend(layer, q, k, v):
         facts = q.device.type, q.shape[-1], q.dtype, q.requires_grad
-        if not refusal(name, pattern, *facts):
-            return compute(q, k, v)
         if backend != "auto":
-            refuse(name, pattern, *facts)
-        return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so the mask is made in every layer
+            require(name, pattern, *facts)
+        elif refusal(name, pattern, *facts):  # fp32 on CUDA: rare, so each layer makes the mask
+            return sdpa(visibility)(q, k, v)
+        return compute(q, k, v)
 
     return attend

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from jinja2 import TemplateSyntaxError
 from safetensors.torch import save_file
 
 from models.atomic import AtomicDirectory
@@ -57,9 +56,13 @@ def load_weights(model, device):
     anything is read, for an attention_backend that cannot serve the model on `device`. -> the model
     """
     directory, adapters = model.sources
-    trains = any(p.requires_grad for p in model.parameters())
-    facts = torch.device(device).type, model.config.head_dim, trains
-    check_backend(model.attention_backend, model.attention, *facts)
+    check_backend(
+        model.attention_backend,
+        model.attention,
+        torch.device(device).type,
+        model.config.head_dim,
+        any(p.requires_grad for p in model.parameters()),
+    )
     materialize(model, device)
     if directory is None:
         random_weights(model)
@@ -84,13 +87,9 @@ def special_tokens(directory):
     table = {}
     for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
         content = read_json(path) if path.is_file() else {}
-        try:
-            table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-            decoder = content.get("added_tokens_decoder", {})
-            table |= {token["content"]: int(i) for i, token in decoder.items()}
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            problem = f"its added tokens are damaged ({error!r}); copy it again"
-            raise SystemExit(f"{path}: {problem}") from error
+        table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        decoder = content.get("added_tokens_decoder", {})
+        table |= {token["content"]: int(i) for i, token in decoder.items()}
     return table
 
 
@@ -116,15 +115,10 @@ def set_special_tokens(model, directory=None):
     turn_end = [named[model.turn_end]] if model.turn_end in named else []
     model.eos_token_ids = eos if isinstance(eos, list) else [*turn_end, *({eos} - set(turn_end))]
     model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
-    rows = model.lm_head.out_features
-    stated = {
-        "mask": [model.mask_token_id],
-        "eos": model.eos_token_ids,
-        "pad": [model.pad_token_id],
-    }
-    for name, ids in stated.items():
-        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
-            where = f"{directory or 'config.json'}: {name}_token_id {wrong[0]!r}"
+    rows, stated = model.lm_head.out_features, [("eos", i) for i in model.eos_token_ids]
+    for name, i in [("mask", model.mask_token_id), *stated, ("pad", model.pad_token_id)]:
+        if type(i) is not int or not 0 <= i < rows:
+            where = f"{directory or 'config.json'}: {name}_token_id {i!r}"
             raise SystemExit(f"{where} is outside the vocabulary of {rows}")
     return model
 
@@ -136,9 +130,8 @@ def load_tokenizer(name_or_dir):
     if random_config(name_or_dir):
         return byte_tokenizer()
     directory = resolve(name_or_dir)
-    facts = {}  # read_json names a damaged file, which transformers would not
-    for name in ("tokenizer", "vocab", "tokenizer_config"):
-        facts = read_json(path) if (path := directory / f"{name}.json").is_file() else {}
+    path = directory / "tokenizer_config.json"
+    facts = read_json(path) if path.is_file() else {}
     # Dream's class is Qwen2's under another name.
     kind = "qwen2" if facts.get("tokenizer_class") == "DreamTokenizer" else None
     try:
@@ -158,15 +151,10 @@ def prompt_text(tokenizer, messages):
 
     Tokenise it without special tokens.
     """
-    name = tokenizer.name_or_path
     if tokenizer.chat_template is None:
         copy = "copy the model's chat_template.jinja into it"
-        raise SystemExit(f"{name} has no chat template: {copy}")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateSyntaxError as error:
-        problem = f"its chat template is damaged ({error}); copy it again"
-        raise SystemExit(f"{name}: {problem}") from error
+        raise SystemExit(f"{tokenizer.name_or_path} has no chat template: {copy}")
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
 def prompt_ids(tokenizer, messages):
@@ -196,7 +184,7 @@ def export_weights(model, dtype=None, merge_lora=True):
         if f"{layer}.lora_A.default.weight" in adapters:
             names = (f"{layer}.{part}.default.weight" for part in ("lora_A", "lora_B"))
             a, b = (full_tensor(adapters[name]).float() for name in names)
-            value = value.float() + lora_scaling(model.lora_config) * (b @ a)
+            value = value.float() + lora_scaling(vars(model.lora_config)) * (b @ a)
         yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
 

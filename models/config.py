@@ -32,6 +32,20 @@ class Keys:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class DecoderKeys(Keys):
+    """Those of Hugging Face's decoders: Dream, SDAR and LLaDA2."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rms_norm_eps: float
+    rope_theta: float
+
+
 # Keys of any config.json that change no logit.
 NO_EFFECT = (
     "_name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id dtype "
@@ -40,12 +54,13 @@ NO_EFFECT = (
 ).split()
 
 
-def read_config(cls, raw, fixed, no_effect=()):
+def read_config(cls, raw, fixed, no_effect=(), needed=()):
     """raw: content of config.json -> cls, whose fields are the keys that the architecture reads.
 
-    fixed {key: value}: keys with a single supported value; no_effect: keys that may hold anything.
-    Any other key must be empty (None, False, 0, "" or []). SystemExit names missing keys and
-    everything that is not implemented.
+    fixed {key: value}: keys with a single supported value; no_effect: keys that may hold anything;
+    needed: keys that must be stated, besides the fields without a default. Any other key must be
+    empty (None, False, 0, "" or []). SystemExit names missing keys and everything that is not
+    implemented.
     """
 
     def refuse(name, value, why):
@@ -54,16 +69,14 @@ def read_config(cls, raw, fixed, no_effect=()):
     raw = dict(raw)
     # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
     family, rope = raw.get("model_type"), raw.pop("rope_parameters", None) or {}
-    if not isinstance(rope, dict):
-        refuse("rope_parameters", rope, ", which is not an object")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
     for name, value in rope.items():
         if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
             refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
     own = {f.name: f for f in fields(cls)}
-    missing = [n for n, f in own.items() if f.default is MISSING and raw.get(n) is None]
-    if missing:
+    needed = [*(name for name, f in own.items() if f.default is MISSING), *needed]
+    if missing := [name for name in needed if raw.get(name) is None]:
         raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
     for name, value in raw.items():
         if name in fixed:

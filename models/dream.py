@@ -5,33 +5,24 @@ Dream started from an autoregressive model and kept its alignment: the hidden st
 predicts token i, and that of the first token predicts the first token too. `align` applies this
 shift, so row i of `logits` and `logps` is about token i. Module and parameter names are the
 official ones, so safetensors files need no table of names. The official code keeps the embedding of
-the padding token, which also ends a text, out of training (padding_idx); here it learns. `grid`,
-`logits` and `logps` are in models/scoring.py.
+the padding token, which also ends a text, out of training (padding_idx); here it learns. The
+forward `hidden`, `grid`, `logits` and `logps` are in models/scoring.py.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from models.config import Keys, Objective, read_config, refuse_odd_sizes
-from models.layers import MLP, Block, RMSNorm, decoder, rotate
+from models.config import DecoderKeys, Objective, read_config, refuse_odd_sizes
+from models.layers import MLP, Attention, Block, RMSNorm, decoder
 from models.scoring import Bidirectional
 
 
 @dataclass(frozen=True)
-class Config(Keys):
-    """The keys of config.json that this architecture reads."""
+class Config(DecoderKeys):
+    """The keys of config.json that this architecture reads, besides those of every decoder."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    rms_norm_eps: float
-    rope_theta: float
     mask_token_id: int
     block_length: int = 32  # of semi-autoregressive decoding; official files state none
 
@@ -44,29 +35,12 @@ class Config(Keys):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
         fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "use_sliding_window": False}
         config = read_config(cls, raw, fixed | {"rope_scaling": None})
-        refuse_odd_sizes(config, *("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        refuse_odd_sizes(config, "hidden_size", "num_attention_heads", "num_key_value_heads")
         return config
 
 
-class Attention(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        D, kv_size = config.hidden_size, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(D, D)
-        self.k_proj = nn.Linear(D, kv_size)
-        self.v_proj = nn.Linear(D, kv_size)
-        self.o_proj = nn.Linear(D, D, bias=False)
-
-    def forward(self, x, cos, sin, attend):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # -> [B, H, T, h]
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
 class Dream(Bidirectional):
-    """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
+    """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
     # DreamLM/Dream, src/trainer/fsdp_sft_trainer.py; there the mean is over masked tokens
@@ -76,21 +50,11 @@ class Dream(Bidirectional):
 
     def __init__(self, config):
         super().__init__(config, config.block_length)
-        self.model = decoder(config, self.block)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model, self.lm_head = decoder(config, self.block)
 
     def block(self, layer):
         mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
-        return Block(self.config, Attention(self.config, layer), mlp, RMSNorm)
-
-    def hidden(self, input_ids, position_ids, attend):
-        """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed, not shifted
-
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
-        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
-        """
-        x = self.model.embed_tokens(input_ids)
-        return self.model.norm(self.run_layers(x, position_ids, attend))
+        return Block(self.config, Attention(self.config, layer, bias=True), mlp, RMSNorm)
 
     def align(self, hidden, valid_mask, document_ids=None):
         """The shift: hidden [B, T, D], valid_mask [B, T] bool -> [B, T, D] whose row i predicts

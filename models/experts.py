@@ -46,15 +46,17 @@ def expert_parts(name, shape):
     """The official tensors inside a stacked one: `experts.gate_up` [E, 2f, D], `experts.down` [E,
     D, f].
 
-    -> [(official name, expert, rows of that expert's matrix)], [] for the name of any other tensor
+    -> [(official name, index into it: expert and rows)]; any other tensor is itself, at ()
     """
     stem, _, last = name.rpartition(".")
     if not stem.endswith(".experts"):
-        return []
+        return [(name, ())]
     f = shape[1] // 2
     kinds = [("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))]
     kinds = kinds if last == "gate_up" else [("down_proj", slice(None))]
-    return [(f"{stem}.{e}.{kind}.weight", e, rows) for e in range(shape[0]) for kind, rows in kinds]
+    return [
+        (f"{stem}.{e}.{kind}.weight", (e, rows)) for e in range(shape[0]) for kind, rows in kinds
+    ]
 
 
 class Experts(nn.Module):
@@ -86,8 +88,7 @@ class Experts(nn.Module):
 def experts_loop(x, index, weight, gate_up, down):
     """The plain definition, one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
-    accumulate = wide(x)
-    y = torch.zeros(tokens.shape, dtype=accumulate, device=x.device)
+    y = torch.zeros(tokens.shape, dtype=wide(x), device=x.device)
     for e in range(len(gate_up)):
         row, place = (index == e).nonzero(as_tuple=True)
         gate, up = (tokens[row] @ gate_up[e].T).chunk(2, -1)
@@ -163,25 +164,21 @@ def router_metrics(model):
     recomputed forwards, padding and both copies of a two-copy pass, so the values depend slightly
     on the batch layout. Collective where ranks are. Empty for a model without experts.
     """
-    metrics = {}
-    watched = {
-        name: module for name, module in model.named_modules() if isinstance(module, Experts)
-    }
+    metrics, modules = {}, model.named_modules()
+    watched = {name: module for name, module in modules if isinstance(module, Experts)}
     try:
         for module in watched.values():
             device = module.down.device
             module.sums = torch.zeros(2, len(module.down), dtype=torch.float64, device=device)
         yield metrics
-        totals = torch.stack([module.sums for module in watched.values()]) if watched else None
+        for name, module in watched.items():
+            if dist.is_initialized():
+                dist.all_reduce(module.sums)
+            if (sums := module.sums.cpu()).any():
+                metrics[name] = routing_metrics(sums)
     finally:
         for module in watched.values():
             module.sums = None
-    if not watched:
-        return
-    if dist.is_initialized():
-        dist.all_reduce(totals)
-    totals = zip(watched, totals.cpu(), strict=True)
-    metrics |= {name: routing_metrics(total) for name, total in totals if total.any()}
 
 
 def routing_extremes(metrics):

@@ -1,4 +1,4 @@
-"""Layers that several families use: RMSNorm, rotary embedding, gated MLP."""
+"""Layers that several families use: RMSNorm, rotary embedding, attention, gated MLP."""
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,38 @@ def rotate(x, cos, sin):
     return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 
 
+def project(x, head_dim, *linears):
+    """x [B, T, D] -> the output of each linear layer, head by head [B, H, T, head_dim]"""
+    return [linear(x).unflatten(-1, (-1, head_dim)).transpose(1, 2) for linear in linears]
+
+
+def rotate_and_attend(layer, q, k, v, cos, sin, attend):
+    """q [B, H, T, h], k and v [B, K, T, h] of layer number `layer` -> [B, T, H * h]"""
+    return attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of Dream and SDAR. norm: of every head of queries and keys, if any"""
+
+    def __init__(self, config, layer, bias=False, norm=None):
+        super().__init__()
+        D, h = config.hidden_size, config.head_dim
+        self.layer, self.head_dim, self.norm = layer, h, norm
+        q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
+        self.q_proj = nn.Linear(D, q_size, bias)
+        self.k_proj = nn.Linear(D, kv_size, bias)
+        self.v_proj = nn.Linear(D, kv_size, bias)
+        self.o_proj = nn.Linear(q_size, D, bias=False)
+        if norm:
+            self.q_norm, self.k_norm = (norm(h, config.rms_norm_eps) for _ in range(2))
+
+    def forward(self, x, cos, sin, attend):
+        q, k, v = project(x, self.head_dim, self.q_proj, self.k_proj, self.v_proj)
+        if self.norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(rotate_and_attend(self.layer, q, k, v, cos, sin, attend))
+
+
 class Block(nn.Module):
     """A decoder layer of Dream, SDAR and LLaDA2: attention, then an MLP or experts, norms before
     both.
@@ -75,14 +107,15 @@ class Block(nn.Module):
 
 
 def decoder(config, block, norm=RMSNorm, embedding="embed_tokens"):
-    """Embedding, layers and final norm, named as in Hugging Face's decoders; block: layer
-    -> Block
+    """-> embedding, layers and final norm, named as in Hugging Face's decoders; the head
+
+    block: number of a layer -> Block
     """
     model = nn.Module()
     model.add_module(embedding, nn.Embedding(config.vocab_size, config.hidden_size))
     model.layers = nn.ModuleList(map(block, range(config.num_hidden_layers)))
     model.norm = norm(config.hidden_size, config.rms_norm_eps)
-    return model
+    return model, nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
 class MLP(nn.Module):

@@ -3,8 +3,8 @@
 A masked diffusion language model: every token sees every other, without causal mask or blocks.
 Logits at position i are about token i: there is no shift. Module and parameter names are the
 official ones, so safetensors files need no table of names. In a block `ff_proj` is the gate,
-`up_proj` the up and `ff_out` the down projection; `model.transformer.ff_out` is the head. `grid`,
-`logits` and `logps` are in models/scoring.py.
+`up_proj` the up and `ff_out` the down projection; `model.transformer.ff_out` is the head. The
+forward `hidden`, `grid`, `logits` and `logps` are in models/scoring.py.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.config import Keys, Objective, read_config, refuse_odd_sizes
-from models.layers import RMSNorm, rotate
+from models.layers import RMSNorm, project, rotate_and_attend
 from models.scoring import Bidirectional
 
 
@@ -43,8 +43,7 @@ class Config(Keys):
         fixed = {"activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms"}
         fixed |= {"rope": True, "weight_tying": False}
         # Where config.json does not state these, the official code assumes an older architecture.
-        if missing := fixed.keys() - raw.keys():
-            raise SystemExit(f"config.json of a llada model lacks {', '.join(sorted(missing))}")
+        needed = list(fixed)
         fixed |= {
             "block_group_size": 1,
             "layer_norm_with_affine": True,
@@ -55,8 +54,8 @@ class Config(Keys):
             "init_cutoff_factor init_device init_fn init_std max_sequence_length mlp_ratio "
             "precision vocab_size"
         )
-        config = read_config(cls, raw, fixed, no_effect.split())
-        refuse_odd_sizes(config, *("d_model", "n_heads", "n_kv_heads"))
+        config = read_config(cls, raw, fixed, no_effect.split(), needed)
+        refuse_odd_sizes(config, "d_model", "n_heads", "n_kv_heads")
         return config
 
 
@@ -77,18 +76,17 @@ class Block(nn.Module):
         self.ff_out = nn.Linear(f, d, bias=False)
 
     def forward(self, x, cos, sin, attend):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # -> [B, H, T, h]
         y = self.attn_norm(x)
-        q, k, v = heads(self.q_proj(y)), heads(self.k_proj(y)), heads(self.v_proj(y))
-        y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        x = x + self.attn_out(y.transpose(1, 2).flatten(2))
+        q, k, v = project(y, self.head_dim, self.q_proj, self.k_proj, self.v_proj)
+        x = x + self.attn_out(rotate_and_attend(self.layer, q, k, v, cos, sin, attend))
         y = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(y)) * self.up_proj(y))
 
 
 class LLaDA(Bidirectional):
-    """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
+    """The language model. Callers use `hidden`, `logits` and `logps`."""
 
+    embedding, final_norm = "model.transformer.wte", "model.transformer.ln_f"
     rope_dtype = torch.float32
     turn_end = "<|eot_id|>"  # ends an answer
     # ML-GSAI/LLaDA, GUIDELINES.md
@@ -113,12 +111,3 @@ class LLaDA(Bidirectional):
     @property
     def lm_head(self):
         return self.model.transformer.ff_out
-
-    def hidden(self, input_ids, position_ids, attend):
-        """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
-
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
-        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
-        """
-        x = self.model.transformer.wte(input_ids)
-        return self.model.transformer.ln_f(self.run_layers(x, position_ids, attend))

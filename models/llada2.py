@@ -15,28 +15,20 @@ from functools import partial
 import torch
 from torch import nn
 
-from models.config import Keys, Objective, read_config
+from models.config import DecoderKeys, Objective, read_config
 from models.experts import Experts, Router
-from models.layers import MLP, Block, decoder, rotate
+from models.layers import MLP, Block, decoder, project, rotate_and_attend
 from models.layers import RMSNorm as AnyRMSNorm
 from models.logps import wide
 from models.scoring import BlockCausal
 
 
 @dataclass(frozen=True)
-class Config(Keys):
-    """The keys of config.json that this architecture reads."""
+class Config(DecoderKeys):
+    """The keys of config.json that this architecture reads, besides those of every decoder."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of the dense blocks
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
     head_dim: int
     partial_rotary_factor: float
-    rope_theta: float
-    rms_norm_eps: float
     first_k_dense_replace: int
     num_experts: int
     num_experts_per_tok: int
@@ -59,19 +51,13 @@ class Config(Keys):
         fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
         fixed |= dict.fromkeys(on, True)
         config = read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
-        each, left = divmod(config.num_experts, config.n_group)  # experts of a group
-        too_few = config.num_experts_per_tok > each * config.topk_group
-        if left or each < 2 or config.topk_group > config.n_group or too_few:
-            names = ("num_experts", "n_group", "topk_group", "num_experts_per_tok")
-            counts = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
-            raise SystemExit(
-                f"config.json has {counts}: the groups do not divide the experts, or offer too few"
-            )
+        offered = config.num_experts // config.n_group * config.topk_group
+        if (k := config.num_experts_per_tok) > offered:
+            raise SystemExit(f"config.json has num_experts_per_tok = {k}; groups offer {offered}")
         stated = raw.get("rotary_dim", config.rotary_dim)
-        if config.rotary_dim % 2 or stated != config.rotary_dim:
-            factor = f"partial_rotary_factor = {config.partial_rotary_factor}"
-            made = f"{factor}, which makes it {config.rotary_dim}; it must be even"
-            raise SystemExit(f"config.json has rotary_dim = {stated} and {made}")
+        if stated != config.rotary_dim:
+            made = f"partial_rotary_factor makes it {config.rotary_dim}"
+            raise SystemExit(f"config.json has rotary_dim = {stated}, but {made}")
         return config
 
 
@@ -91,11 +77,10 @@ class Attention(nn.Module):
         self.key_layernorm = RMSNorm(h, config.rms_norm_eps)
 
     def forward(self, x, cos, sin, attend):
-        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        (heads,) = project(x, self.head_dim, self.query_key_value)
         q, k, v = heads.split(self.heads, 1)  # [B, H, T, h], [B, K, T, h] twice
-        q = rotate(self.query_layernorm(q), cos, sin)
-        k = rotate(self.key_layernorm(k), cos, sin)
-        return self.dense(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
+        q, k = self.query_layernorm(q), self.key_layernorm(k)
+        return self.dense(rotate_and_attend(self.layer, q, k, v, cos, sin, attend))
 
 
 class MoE(nn.Module):
@@ -129,7 +114,7 @@ class MoE(nn.Module):
 
 
 class LLaDA2(BlockCausal):
-    """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
+    """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|role_end|>"  # ends an answer
     # inclusionAI/dFactory, train_llada2_bd.py
@@ -137,28 +122,19 @@ class LLaDA2(BlockCausal):
     is_edited = (
         True  # 2.1 was trained to replace revealed tokens; 2.0, with the same config, was not
     )
+    embedding = "model.word_embeddings"
     eos_token_id = 156892  # <|endoftext|>, which no official config file states
     # gate, up, down: of dense blocks and shared experts
     lora_targets = ("query_key_value", "dense", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config):
         super().__init__(config, config.block_size)
-        self.model = decoder(config, self.block, RMSNorm, "word_embeddings")
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model, self.lm_head = decoder(config, self.block, RMSNorm, "word_embeddings")
 
     def block(self, layer):
         config, is_dense = self.config, layer < self.config.first_k_dense_replace
         mlp = MLP(config.hidden_size, config.intermediate_size) if is_dense else MoE(config)
         return Block(config, Attention(config, layer), mlp, RMSNorm, "attention")
-
-    def hidden(self, input_ids, position_ids, attend):
-        """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
-
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
-        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
-        """
-        x = self.model.word_embeddings(input_ids)
-        return self.model.norm(self.run_layers(x, position_ids, attend))
 
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""

@@ -69,8 +69,7 @@ class LinearLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, *settings):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        accumulate = wide(hidden)
-        outputs = [hidden.new_zeros(len(hidden), dtype=accumulate) for _ in range(2)]
+        outputs = [hidden.new_zeros(len(hidden), dtype=wide(hidden)) for _ in range(2)]
         wanted = need_hidden, need_hidden and settings[2]  # of log-probability, of entropy
         slopes = [torch.empty_like(hidden) if want else None for want in wanted]
         for rows, i, values, slope in chunks(hidden, weight, targets, need_hidden, *settings):

@@ -3,9 +3,9 @@
 The model without its adapters is the reference policy.
 """
 
-import json
 import math
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from models.tensors import (
     open_tensors,
     read_json,
     tensor_parts,
-    tensor_shapes,
 )
 
 # peft is imported where it is used: it takes a second, and full fine-tuning does not need it.
@@ -37,15 +36,18 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
 
     targets = list(targets) or list(model.lora_targets)
     last = lambda name: name.rsplit(".", 1)[-1]
-    modules = [item for layer in model.layers for item in layer.named_modules()]
-    linear = {last(name) for name, module in modules if isinstance(module, torch.nn.Linear)}
+    linear = {
+        last(name)
+        for name, module in model.layers.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     if unknown := sorted(set(targets) - linear):
         there = f"match no linear layer; there are {', '.join(sorted(linear))}"
         raise SystemExit(f"--lora-targets {', '.join(unknown)} {there}")
     model.requires_grad_(False)
     # No adapter on the head: LLaDA's bears the name of a block's layer.
-    head = [name for name, module in model.named_modules() if module is model.lm_head]
-    head = [name for name in head if last(name) in targets]
+    modules = model.named_modules()
+    head = [name for name, module in modules if module is model.lm_head and last(name) in targets]
     model.lora_config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=head or None
     )
@@ -82,8 +84,7 @@ def has_lora(model):
 
 
 def lora_scaling(config):
-    """config: LoraConfig, or the content of adapter_config.json -> the factor of B @ A"""
-    config = config if isinstance(config, dict) else config.to_dict()
+    """config: the content of adapter_config.json, or vars of a LoraConfig -> the factor of B @ A"""
     r = config["r"]
     return config["lora_alpha"] / (math.sqrt(r) if config.get("use_rslora") else r)
 
@@ -128,18 +129,20 @@ def save_adapter(model, directory, base, tokenizer):
         if save.is_active:
             name = "base_model.model." + name.replace(".default.", ".")
             tensors[name] = tensor.contiguous().cpu().clone()
-    config = model.lora_config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
-    plain = lambda value: sorted(value) if isinstance(value, set) else str(value)
-    text = json.dumps(config, indent=2, default=plain) + "\n"
+    config = copy(model.lora_config)
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)
     save.attempt(save_file, tensors, save.folder / "adapter_model.safetensors", {"format": "pt"})
-    save.attempt((save.folder / "adapter_config.json").write_text, text)
+    save.attempt(config.save_pretrained, save.folder)
     save.attempt(tokenizer.save_pretrained, save.folder)
     save.finish()
 
 
 # What plain LoRA sets in adapter_config.json; anything else cannot be merged as B @ A.
-PLAIN = dict(peft_type="LORA", bias="none", modules_to_save=None, rank_pattern={}, alpha_pattern={})
-PLAIN |= dict(lora_bias=False, use_dora=False)
+PLAIN = dict(
+    peft_type="LORA", bias="none", modules_to_save=None, rank_pattern={}, alpha_pattern={},
+    lora_bias=False, use_dora=False,
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -157,14 +160,13 @@ def merge_adapter(model, directory):
         for name in file.keys():
             base, part, kind = name.removeprefix("base_model.model.").rsplit(".", 2)
             pairs.setdefault(f"{base}.{kind}", {})[part] = file.get_tensor(name)
-    parts, shapes = tensor_parts(model), tensor_shapes(model)
+    parts = tensor_parts(model)
     for name, pair in pairs.items():
         if name not in parts or parts[name][1] or pair.keys() != {"lora_A", "lora_B"}:
             problems.append(f"{name} is no layer of this model")
             continue
-        own, a, b = (
-            list(shape) for shape in (shapes[name], pair["lora_A"].shape, pair["lora_B"].shape)
-        )
+        tensors = parts[name][0], pair["lora_A"], pair["lora_B"]
+        own, a, b = (list(tensor.shape) for tensor in tensors)
         if (a, b) != ([r, own[1]], [own[0], r]):
             problems.append(f"{name} is {own}, its adapter {b} x {a} at rank {r}")
     if problems or not pairs:

@@ -34,9 +34,6 @@ def resolve(name_or_dir):
     """
     source = MODELS.get(name_or_dir, str(name_or_dir))
     if Path(source).is_dir():
-        files = ("config.json", "adapter_config.json")
-        if not any(Path(source, name).is_file() for name in files):
-            raise SystemExit(f"{source} is no model directory: it lacks {' and '.join(files)}")
         return Path(source)
     if source not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"

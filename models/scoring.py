@@ -1,8 +1,7 @@
-"""What callers use of a model besides its forward: `grid`, `logits` and `logps`, written once for
-each kind of attention.
+"""What callers use of a model: `hidden` (the forward), `grid`, `logits` and `logps`, written once
+for all families or for each kind of attention.
 
-A family's file derives from `Bidirectional` or `BlockCausal` and adds its layers, `hidden` (the
-forward) and `head`.
+A family's file derives from `Bidirectional` or `BlockCausal` and adds its layers.
 """
 
 import torch
@@ -24,9 +23,10 @@ from models.logps import linear_logps
 
 class LanguageModel(nn.Module):
     """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
-    `lora_targets`, `turn_end` and `objective`, and writes `hidden`, the one forward.
+    `lora_targets`, `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
     """
 
+    embedding, final_norm = "model.embed_tokens", "model.norm"
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
     def __init__(self, config, block_length):
@@ -59,15 +59,20 @@ class LanguageModel(nn.Module):
         size = getattr(self.config, "rotary_dim", self.config.head_dim)
         return rope_tables(position_ids, size, self.frequency, self.rope_dtype or dtype)
 
-    def run_layers(self, x, position_ids, attend):
-        """x [B, T, D] -> [B, T, D] after all layers"""
+    def hidden(self, input_ids, position_ids, attend):
+        """The one forward: input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
+
+        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
+        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
+        """
+        x = self.get_submodule(self.embedding)(input_ids)
         cos, sin = self.rope(position_ids, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return x
+        return self.get_submodule(self.final_norm)(x)
 
     def predictions(self, input_ids, valid, document_ids=None):
         """-> hidden states [B, T, D] whose row i predicts token i"""
@@ -192,12 +197,8 @@ class BlockCausal(LanguageModel):
         join = lambda x, noisy: torch.cat([x[:, clean], noisy.gather(1, column)], 1)
         both = lambda x: None if x is None else join(x, x.repeat(1, K))
         copy = torch.arange(1, K + 1, device=block.device).repeat_interleave(T).expand(R, -1)
-        seen = Visibility(
-            both(block),
-            None if valid.all() else both(valid),
-            join(torch.zeros_like(block), copy),
-            both(document_ids),
-        )
+        copy = join(torch.zeros_like(block), copy)
+        seen = Visibility("copies", both(block), both(valid), both(document_ids), copy)
         attend = make_attend(seen, self.attention_backend)
         ids, at = join(input_ids, noisy_ids.flatten(1)), both(position_ids)
         first = column + K * T * torch.arange(R, device=block.device)[:, None]

@@ -3,8 +3,8 @@
 A block diffusion language model: a token sees every token of its own block of `block_length`
 positions and of the blocks before it. The grid of blocks starts at position 0 of the prompt. Logits
 at position i are about token i: there is no shift. Module and parameter names are the official
-ones, so safetensors files need no table of names. `grid`, `logits` and `logps` are in
-models/scoring.py.
+ones, so safetensors files need no table of names. The forward `hidden`, `grid`, `logits` and
+`logps` are in models/scoring.py.
 """
 
 from dataclasses import dataclass
@@ -12,26 +12,18 @@ from functools import partial
 
 from torch import nn
 
-from models.config import Keys, Objective, read_config
+from models.config import DecoderKeys, Objective, read_config
 from models.experts import Experts, Router
-from models.layers import MLP, Block, decoder, rotate
+from models.layers import MLP, Attention, Block, decoder
 from models.layers import RMSNorm as AnyRMSNorm
 from models.scoring import BlockCausal
 
 
 @dataclass(frozen=True)
-class Config(Keys):
-    """The keys of config.json that this architecture reads."""
+class Config(DecoderKeys):
+    """The keys of config.json that this architecture reads, besides those of every decoder."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
     head_dim: int  # not hidden_size / heads: SDAR-4B has 32 heads of 128 at width 2560
-    rms_norm_eps: float
-    rope_theta: float
     mask_token_id: int
     block_size: int
     tie_word_embeddings: bool = False
@@ -43,49 +35,21 @@ class Config(Keys):
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
         fixed = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-        fixed["rope_scaling"] = None
+        fixed["rope_scaling"], needed = None, ()
         if raw["model_type"] == "sdar_moe":
             # The official code's defaults for what config.json leaves out.
             raw = {"mask_token_id": 151669, "block_size": 4, "norm_topk_prob": False} | raw
             needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-            if missing := [name for name in needed if not raw.get(name)]:
-                raise SystemExit(f"config.json of a sdar_moe model lacks {', '.join(missing)}")
-            k, experts = raw["num_experts_per_tok"], raw["num_experts"]
-            if k > experts:
-                raise SystemExit(
-                    f"config.json has num_experts_per_tok = {k}, num_experts = {experts}: "
-                    "a token cannot use more experts than there are"
-                )
             fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         no_effect = (
             "debug ep_size fuse_cross_entropy layer_types micro_forward output_router_logits "
             "router_aux_loss_coef skip_checkpoint"
         )
-        return read_config(cls, raw, fixed, no_effect.split())
+        return read_config(cls, raw, fixed, no_effect.split(), needed)
 
 
 # Rounded once, as in the fused kernel of the official code.
 RMSNorm = partial(AnyRMSNorm, round_first=False, one_kernel=True)
-
-
-class Attention(nn.Module):
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        D, h = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
-        self.q_proj = nn.Linear(D, q_size, bias=False)
-        self.k_proj = nn.Linear(D, kv_size, bias=False)
-        self.v_proj = nn.Linear(D, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, D, bias=False)
-        self.q_norm = RMSNorm(h, config.rms_norm_eps)
-        self.k_norm = RMSNorm(h, config.rms_norm_eps)
-
-    def forward(self, x, cos, sin, attend):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # -> [B, H, T, h]
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.o_proj(attend(self.layer, q, k, v).transpose(1, 2).flatten(2))
 
 
 class MoE(nn.Module):
@@ -109,7 +73,7 @@ class MoE(nn.Module):
 
 
 class SDAR(BlockCausal):
-    """The language model. Its one forward is `hidden`; callers use `logits` and `logps`."""
+    """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
     objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="block")  # SDAR, training/
@@ -118,8 +82,7 @@ class SDAR(BlockCausal):
         super().__init__(config, config.block_size)
         mlp = () if config.num_experts else ("gate_proj", "up_proj", "down_proj")
         self.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", *mlp)
-        self.model = decoder(config, self.block, RMSNorm)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model, self.lm_head = decoder(config, self.block, RMSNorm)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -128,16 +91,7 @@ class SDAR(BlockCausal):
         mlp = (
             MoE(config) if config.num_experts else MLP(config.hidden_size, config.intermediate_size)
         )
-        return Block(config, Attention(config, layer), mlp, RMSNorm)
+        return Block(config, Attention(config, layer, norm=RMSNorm), mlp, RMSNorm)
 
     def frequency(self, exponent):
         return self.config.rope_theta**-exponent
-
-    def hidden(self, input_ids, position_ids, attend):
-        """input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed
-
-        attend(layer, q, k, v): q [B, H, T, h] and k, v [B, K, T, h] of layer number `layer`, q and
-        k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
-        """
-        x = self.model.embed_tokens(input_ids)
-        return self.model.norm(self.run_layers(x, position_ids, attend))

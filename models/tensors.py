@@ -65,9 +65,8 @@ def tensor_parts(model):
         name = name.replace(".base_layer.", ".")
         if ".lora_" in name or (is_tied(model) and name == "lm_head.weight"):
             continue
-        stacked = expert_parts(name, value.shape) or [(name, None, None)]
-        for official, expert, rows in stacked:
-            parts[official] = value, () if expert is None else (expert, rows)
+        for official, index in expert_parts(name, value.shape):
+            parts[official] = value, index
     return parts
 
 
@@ -105,28 +104,10 @@ def read_json(path):
         needs = "a model directory needs config.json, *.safetensors and a tokenizer"
         raise SystemExit(f"{path} is missing: {needs}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, not JSON
         problem = "it is truncated or damaged; copy it again"
         raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
-    if not isinstance(content, dict):
-        raise SystemExit(f"{path} holds no JSON object: it is damaged; copy it again")
-    return content
-
-
-def tensor_files(directory):
-    """{tensor name: file} from model.safetensors.index.json, or of a single model.safetensors."""
-    single = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise SystemExit(f"{index} has no weight_map: it is damaged; copy it again")
-        return {name: directory / file for name, file in weight_map.items()}
-    if single.is_file():
-        with open_tensors(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    raise SystemExit(f"{directory} holds no weights: neither {single.name} nor {index.name}")
 
 
 def open_tensors(path):
@@ -137,41 +118,39 @@ def open_tensors(path):
         raise SystemExit(f"{path} cannot be read ({error}): {problem}") from error
 
 
+def open_weights(directory):
+    """{tensor name: the open file that holds it}: the files that the index names, where there is
+    one.
+    """
+    names, index = ["model.safetensors"], directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    files = [open_tensors(directory / name) for name in names]
+    return {name: file for file in files for name in file.keys()}
+
+
 @torch.no_grad()
 def read_weights(model, directory):
     """Copy the tensors of the directory into the model; each rank reads its own rows alone.
 
     SystemExit lists missing, extra and misshapen tensors, and those that are not floating.
     """
-    files, parts, want = tensor_files(directory), tensor_parts(model), tensor_shapes(model)
+    files, want = open_weights(directory), tensor_shapes(model)
     problems = [f"missing {name}" for name in want.keys() - files.keys()]
     problems += [f"extra {name}" for name in files.keys() - want.keys()]
-    if absent := sorted({path.name for path in files.values() if not path.is_file()}):
-        named = "which its index names: download or copy them again"
-        raise SystemExit(f"{directory} lacks {', '.join(absent)}, {named}")
-    for path in sorted(set(files.values())):
-        with open_tensors(path) as file:
-            held = set(file.keys())
-            for name in (name for name, place in files.items() if place == path and name in want):
-                if name not in held:
-                    problems.append(f"missing {name} (the index places it in {path.name})")
-                    continue
-                view = file.get_slice(name)
-                shape, made = list(view.get_shape()), list(want[name])
-                if shape != made:
-                    problems.append(f"{name} is {shape}, config.json makes it {made}")
-                if (kind := view.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-                    only = "only unquantised floating weights can be loaded"
-                    problems.append(f"{name} is {kind}: {only}")
-                if problems:
-                    continue
-                value, index = parts[name]
-                local, rows = local_rows(value)
-                if index and index[0] in rows:
-                    local[index[0] - rows.start, index[1]].copy_(view[:])
-                elif not index and rows:
-                    local.copy_(view[rows.start : rows.stop])
+    for name in want.keys() & files.keys():
+        view = files[name].get_slice(name)
+        shape, made = list(view.get_shape()), list(want[name])
+        if shape != made:
+            problems.append(f"{name} is {shape}, config.json makes it {made}")
+        if (kind := view.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+            problems.append(f"{name} is {kind}: only unquantised floating weights can be loaded")
     if problems:
-        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         listed = "; ".join(sorted(problems)[:20])
-        raise SystemExit(f"{directory} does not fit its config.json: {listed}{more}")
+        raise SystemExit(f"{directory} does not fit its config.json: {listed}")
+    for name, (value, index) in tensor_parts(model).items():
+        view, (local, rows) = files[name].get_slice(name), local_rows(value)
+        if index and index[0] in rows:
+            local[index[0] - rows.start, index[1]].copy_(view[:])
+        elif not index and rows:
+            local.copy_(view[rows.start : rows.stop])

@@ -18,8 +18,9 @@ del TINY_DREAM["head_dim"]  # Dream's is hidden_size / heads
 MIXTURE = dict(
     num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
 )
-TINY_SDAR_MOE = TINY_SDAR | MIXTURE | dict(num_experts=8, model_type="sdar_moe")
-TINY_SDAR_MOE |= dict(architectures=["SDARMoeForCausalLM"])
+TINY_SDAR_MOE = TINY_SDAR | MIXTURE | dict(
+    architectures=["SDARMoeForCausalLM"], model_type="sdar_moe", num_experts=8
+)  # fmt: skip
 TINY_LLADA2 = TINY | MIXTURE | dict(
     architectures=["LLaDA2MoeModelLM"], model_type="llada2_moe", num_experts=16,
     num_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,

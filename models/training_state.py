@@ -93,13 +93,10 @@ class Saves:
 
     def tag_best(self):
         if dist.get_rank() == 0:
-            link, temporary = self.checkpoints / "best", self.checkpoints / ".best.tmp"
-            temporary.unlink(missing_ok=True)
+            link = self.checkpoints / "best"
+            link.unlink(missing_ok=True)
             if self.best:
-                temporary.symlink_to(f"step-{self.best[0]:06d}")
-                temporary.replace(link)
-            else:
-                link.unlink(missing_ok=True)
+                link.symlink_to(f"step-{self.best[0]:06d}")
 
 
 def save_state(directory, model, optimizer, step, keep, also=None):

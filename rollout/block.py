@@ -3,8 +3,9 @@
     prefill   one forward of the prompt's whole blocks; their keys and values go into the KV cache
     denoise   forward the current block over the cache and reveal some of its masked tokens, until
               none is masked
-    commit    one more forward of the finished block: its keys and values replace those of the noisy
-              block, and the next block begins; the last block needs no commit
+    commit    one more forward of the block: its keys and values replace those of the noisy block,
+              and the next block begins; the last block needs no commit
+    finish    after the block with an EOS, or when gen_length is reached
 
 The grid of blocks starts at position 0 of the prompt. Where a prompt ends inside a block, its last
 tokens open the first block that is denoised. Prompts are padded on the left by whole blocks, so
@@ -16,6 +17,7 @@ without masks is forwarded again until a step changes nothing, which is then the
 max_post_steps steps have edited it.
 """
 
+from functools import partial
 from itertools import count
 
 import torch
@@ -24,7 +26,7 @@ import torch.nn.functional as F
 from models.attention import block_causal, make_attend
 from rollout.engine import BROKEN, Engine, select
 from rollout.schedules import reveal_quota
-from rollout.traces import Trace, below, scored
+from rollout.traces import Trace, below, events_of, most_steps, scored
 
 
 class BlockEngine(Engine):
@@ -40,90 +42,59 @@ class BlockEngine(Engine):
         return n
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
-        model, n, N, device = self.model, self.model.block_length, len(owner), self.device
+        n, N, device = self.model.block_length, len(owner), self.device
         # Columns: `past` for the whole blocks of prompts, then the blocks to denoise. Position p of
         # row i is column pads[i] + p; its completion stands in columns first[i] to end[i].
         lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
-        past = max(len(ids) // n * n for ids in prompt_ids)
+        past = int(lengths.max()) // n * n
         pads = past - lengths // n * n
-        first, end = pads + lengths, past - (-(lengths % n + settings["gen_length"]) // n * n)
+        first, end = pads + lengths, pads - -(lengths + settings["gen_length"]) // n * n
         width = int(end.max())
-        prompts = torch.full((len(prompt_ids), width), model.mask_token_id, device=device)
+        tokens = torch.full((len(prompt_ids), width), self.model.mask_token_id, device=device)
         for i, ids in enumerate(prompt_ids):
-            prompts[i, pads[i] : first[i]] = torch.tensor(ids, device=device)
-        cache = self._prefill(prompts[:, :past], pads, owner, width)
+            tokens[i, pads[i] : first[i]] = torch.tensor(ids, device=device)
+        cache = self._prefill(tokens[:, :past], pads, owner, width)
 
-        tokens, pads, first, end = (values[owner] for values in (prompts, pads, first, end))
+        tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
         column = torch.arange(width, device=device)
         position, offset = column - pads[:, None], column - first[:, None]  # [N, width]
-        to_fill, visible = (offset >= 0) & (column < end[:, None]), position >= 0
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
-        events, edits = [], settings["editing_threshold"] is not None
-        quotas = reveal_quota(n, settings["denoising_steps"])
+        history = None
+        if settings["records"]:  # of each step; the last one changes nothing
+            steps = most_steps(settings) + 1
+            history = [values.repeat(steps, 1, 1) for values in (step_map, logps)]
         eos = torch.tensor(settings["eos_token_ids"], device=device)
 
         row = torch.arange(N, device=device)  # rows that are still generating
         for start in range(past, width, n):  # the block of columns start to start + n
             here = row, slice(start, start + n)
-            block, masked, at = tokens[here], to_fill[here], offset[here]
-            attend = cached(cache, start, visible[row])
-            # working: rows that still need forwards of this block, the commit included
-            working, post_steps = torch.ones_like(row, dtype=torch.bool), torch.zeros_like(row)
-            is_last = end[row] == start + n
-            for step in count():  # each step is a forward of the block
-                hidden = model.hidden(block, position[here], attend)
-                num_forwards[row] += working
-                was_masked, change = masked.any(1), torch.zeros_like(masked)
-                if edits or was_masked.any():
-                    key = settings["seed"], sample_index[row, None], at, step
-                    uniform = self.keyed_uniform(*key, "token")
-                    draws = self._sample(hidden.flatten(0, 1), uniform.flatten(), settings)
-                    drawn, drawn_logps, confidence = (values.view(block.shape) for values in draws)
-                    if not drawn_logps[masked].isfinite().all():
-                        bad = sample_index[row[(masked & ~drawn_logps.isfinite()).any(1)]]
-                        raise SystemExit(BROKEN.format(bad[:8].tolist()))
-                    if settings["remasking"] == "random":
-                        confidence = self.keyed_uniform(*key, "order").to(confidence.dtype)
-                    quota = quotas[step] if step < len(quotas) else 0
-                    names = "remasking", "confidence_threshold", "factor", "eb_threshold"
-                    change = select(confidence, masked, quota, *(settings[name] for name in names))
-                    masked = masked & ~change
-                    if edits:
-                        may_edit = working & (
-                            was_masked | (post_steps < settings["max_post_steps"])
-                        )
-                        is_sure = drawn_logps.exp() > settings["editing_threshold"]
-                        # not the tokens masked before this step, and not the prompt's
-                        revealed = ~(masked | change) & (at >= 0)
-                        edited = may_edit[:, None] & revealed & (drawn != block) & is_sure
-                        change, post_steps = change | edited, post_steps + ~was_masked
-                    block = torch.where(change, drawn, block)
-                    step_map[here] = torch.where(change, step, step_map[here])
-                    logps[here] = torch.where(change, drawn_logps, logps[here])
-                    if settings["records"]:
-                        r, j = change.nonzero(as_tuple=True)
-                        event = torch.stack([row[r], 0 * r + step, at[r, j], block[r, j]], 1)
-                        events.append((event, drawn_logps[r, j]))
-                # A forward that changed nothing saw the final block: it was the commit. A finished
-                # row needs no commit, but with editing only such a forward shows that the block has
-                # settled.
-                has_eos = (torch.isin(block, eos) & (at >= 0)).any(1)
-                finished = is_last | (has_eos & stop_at_eos)
-                working &= change.any(1)
-                if not edits:
-                    working &= ~finished | masked.any(1)
-                if not working.any():
-                    break
-            tokens[here] = block
-            end[row[finished]] = start + n
-            row, cache = row[~finished], keep_rows(cache, ~finished)
-            if not len(row):
+            forward = partial(self._forward, cache, start, position[here], position[row] >= 0)
+            *results, forwards, changes = self._denoise(
+                forward, tokens[here], offset[here], sample_index[row], settings
+            )
+            tokens[here], step_map[here], logps[here] = results
+            num_forwards[row] += forwards
+            if settings["records"]:
+                for step, change in enumerate(changes):
+                    for kept, values in zip(history, change, strict=True):
+                        kept[step, *here] = values
+
+            # commit, unless the row has finished
+            has_eos = (torch.isin(tokens[here], eos) & (offset[here] >= 0)).any(1)
+            goes_on = (end[row] > start + n) & ~(has_eos & stop_at_eos)
+            end[row[~goes_on]] = start + n
+            if not goes_on.any():
                 break
-        records = sort_events(events, sample_index) if settings["records"] else None
-        prompt_ids, canvas = [prompt_ids[i] for i in owner.tolist()], (tokens, step_map, logps)
-        return self._trace(
-            prompt_ids, canvas, first, end, sample_index, num_forwards, records, settings
+            if settings["editing_threshold"] is None:  # with editing, _denoise has committed it
+                forward(tokens[here])
+                num_forwards[row] += goes_on
+            if not goes_on.all():
+                row = row[goes_on]
+                cache = [(keys[goes_on], values[goes_on]) for keys, values in cache]
+        canvas = tokens, step_map, logps
+        return self._finish(
+            prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
         )
 
     def _prefill(self, prompts, pads, owner, width):
@@ -149,8 +120,71 @@ class BlockEngine(Engine):
             self.model.hidden(prompts, position_ids, attend)
         return cache
 
-    def _trace(self, prompt_ids, canvas, first, end, sample_index, num_forwards, records, settings):
-        """canvas: tokens, step_map, logps [N, S]; first, end [N]: columns of the completions"""
+    def _forward(self, cache, start, position, visible, block):
+        """Forward a block at columns from `start`: each layer writes its keys and values into the
+        cache and attends to all columns up to its end. -> hidden states [R, n, D]
+
+        position, block [R, n]; visible [R, width] bool: False on padding
+        """
+
+        def attend(layer, q, k, v):
+            end = start + k.shape[2]
+            for kept, new in zip(cache[layer], (k, v), strict=True):
+                kept[:, :, start:end] = new
+            keys, values = (kept[:, :, :end] for kept in cache[layer])
+            mask, is_grouped = visible[:, None, None, :end], q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=is_grouped)
+
+        return self.model.hidden(block, position, attend)
+
+    def _denoise(self, forward, block, offset, sample_index, settings):
+        """Forward a block, draw a token for every mask and reveal some; repeat until no row has a
+        mask. With token editing, until a step changes nothing: only such a forward shows that the
+        block has settled, and it is the commit.
+
+        forward(block) -> hidden states; block, offset [R, n]: tokens, and places in the
+        completions, below 0 in the prompts. -> tokens, step_map, logps [R, n]; num_forwards [R];
+        for each step the new tokens, -1 where none, and their log-probabilities [R, n]
+        """
+        n, edits = block.shape[1], settings["editing_threshold"] is not None
+        quotas = reveal_quota(n, settings["denoising_steps"])
+        masked, step_map, logps, changes = offset >= 0, torch.full_like(block, -1), 0.0, []
+        working = torch.ones_like(sample_index, dtype=torch.bool)  # rows that need more forwards
+        num_forwards, post_steps = torch.zeros_like(sample_index), torch.zeros_like(sample_index)
+        for step in count():
+            key = settings["seed"], sample_index[:, None], offset, step
+            uniform = self.keyed_uniform(*key, "token")
+            draws = self._sample(forward(block).flatten(0, 1), uniform.flatten(), settings)
+            num_forwards += working
+            drawn, drawn_logps, confidence = (values.view(block.shape) for values in draws)
+            if (broken := masked & ~drawn_logps.isfinite()).any():
+                raise SystemExit(BROKEN.format(sample_index[broken.any(1)][:8].tolist()))
+            if settings["remasking"] == "random":
+                confidence = self.keyed_uniform(*key, "order").to(confidence.dtype)
+            was_masked, quota = masked.any(1), quotas[step] if step < len(quotas) else 0
+            change = select(confidence, masked, quota, **settings)
+            masked = masked & ~change
+            if edits:
+                may_edit = working & (was_masked | (post_steps < settings["max_post_steps"]))
+                is_sure = drawn_logps.exp() > settings["editing_threshold"]
+                # not the tokens masked before this step, and not the prompt's
+                revealed = ~(masked | change) & (offset >= 0)
+                change |= may_edit[:, None] & revealed & (drawn != block) & is_sure
+                post_steps += ~was_masked
+            block = torch.where(change, drawn, block)
+            step_map = step_map.masked_fill(change, step)
+            logps = torch.where(change, drawn_logps, logps)
+            changes.append((torch.where(change, drawn, -1), drawn_logps))
+            working &= (change if edits else masked).any(1)
+            if not working.any():
+                return block, step_map, logps, num_forwards, changes
+
+    def _finish(
+        self, prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
+    ):
+        """canvas: tokens, step_map, logps [N, S]; history: new tokens, -1 where none, and their
+        logps [steps, N, S], or None; first, end [N]: columns of the completions
+        """
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
         offset = torch.arange(on_canvas.shape[1], device=self.device)
@@ -161,39 +195,9 @@ class BlockEngine(Engine):
             for values, fill in zip(canvas, fills, strict=True)
         )
         return Trace(
-            prompt_ids, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
-            step_map,
+            [prompt_ids[i] for i in owner.tolist()], completion_ids,
+            scored(completion_ids, canvas_length, eos), canvas_length, step_map,
             step_map,  # as replay_map: one forward of [noisy | clean] replays a step of all blocks
-            logps, sample_index, num_forwards, settings, records,
+            logps, sample_index, num_forwards, settings,
+            history and events_of(*history, sample_index, first),
         )  # fmt: skip
-
-
-def cached(cache, start, visible):
-    """-> attend(layer, q, k, v) of a block at columns from `start`: writes its keys and values,
-    then attends to all columns up to its end. visible [R, width] bool: False on padding.
-    """
-
-    def attend(layer, q, k, v):
-        end = start + k.shape[2]
-        for kept, new in zip(cache[layer], (k, v), strict=True):
-            kept[:, :, start:end] = new
-        keys, values = (kept[:, :, :end] for kept in cache[layer])
-        mask, is_grouped = visible[:, None, None, :end], q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=is_grouped)
-
-    return attend
-
-
-def keep_rows(cache, keep):
-    return cache if keep.all() else [(keys[keep], values[keep]) for keys, values in cache]
-
-
-def sort_events(events, sample_index):
-    """events: pairs (row, step, position, token [E, 4]; logps [E]) -> Trace.records, ordered by
-    step, row and position
-    """
-    events, logps = (torch.cat(parts) for parts in zip(*events, strict=True))
-    for key in (2, 0, 1):  # stable: the last key counts most
-        order = events[:, key].argsort(stable=True)
-        events, logps = events[order], logps[order]
-    return {"events": torch.cat([sample_index[events[:, :1]], events[:, 1:]], 1), "logps": logps}

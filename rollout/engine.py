@@ -73,7 +73,9 @@ class Sampling:
         return f"--{name.replace('_', '-')} {getattr(self, name)}"
 
 
-def select(confidence, masked, quota, remasking, threshold, factor=1.0, eb_threshold=0.35):
+def select(
+    confidence, masked, quota, remasking, confidence_threshold, factor=1.0, eb_threshold=0.35, **_
+):
     """Which masked tokens of a block to reveal: the most confident ones; at equal confidence those
     at lower positions. "sequential" takes the lowest positions, whatever the confidence.
 
@@ -92,7 +94,7 @@ def select(confidence, masked, quota, remasking, threshold, factor=1.0, eb_thres
     score = confidence.masked_fill(~masked, -math.inf)
     score, order = score.sort(dim=1, descending=True, stable=True)
     if remasking == "low_confidence_dynamic":
-        number = torch.maximum(number, (score > threshold).sum(1, keepdim=True))
+        number = torch.maximum(number, (score > confidence_threshold).sum(1, keepdim=True))
     elif remasking == "low_confidence_factor":
         above = torch.arange(2, score.shape[1] + 2, device=score.device)
         number = torch.maximum(number, (above * (1 - score) < factor).sum(1, keepdim=True))

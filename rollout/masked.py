@@ -148,7 +148,6 @@ class MaskedEngine(Engine):
         step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
         masked, logps, history, due = step_map < 0, 0.0 * ids, [], 0
         running = logps  # rcr: confidences of all tokens
-        limits = [settings[name] for name in ("confidence_threshold", "factor", "eb_threshold")]
         uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
         columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
         here, behind = (columns - block.prompt_length).tensor_split([n])
@@ -164,7 +163,8 @@ class MaskedEngine(Engine):
                 draws = torch.cat([draws, more], 1)
             hidden = block.forward(block.first, draws.shape[1], window)
             window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
-            drawn = self._draw(hidden, draws, drawing, drawing.shape[1] - due, settings)
+            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
+            drawn = [values.view(draws.shape) for values in drawn]
             if kind == "states":
                 seen = block.tokens[:, block.prompt_length :].clone()
                 history.append((number, seen, drawing, *drawn[:2]))
@@ -175,12 +175,12 @@ class MaskedEngine(Engine):
             num_forwards += masked.any(1)
             if remasking == "rcr":
                 running = torch.where(masked, score, running)
-                shown = select(running, torch.ones_like(masked), due, remasking, *limits)
+                shown = select(running, torch.ones_like(masked), due, **settings)
             elif remasking == "origin":  # Dream: every token by itself
                 share = reveal_shares(block.quota, settings["schedule"])[step]
                 shown = ~masked | (order() < share)
             else:
-                shown = ~masked | select(score, masked, quota, remasking, *limits)
+                shown = ~masked | select(score, masked, quota, **settings)
             new, again = masked & shown, ~(masked | shown)  # revealed, and masked again (rcr)
             ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
             logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
@@ -188,15 +188,6 @@ class MaskedEngine(Engine):
             if kind == "events":
                 history.append((number, new | again, ids.clone(), logps))
         return num_forwards, ids, step_map, logps, history
-
-    def _draw(self, hidden, uniform, drawing, most, settings):
-        """-> tokens, log-probabilities, confidences [R, w], of which those at `drawing` are used
-
-        hidden [R, w, D]; uniform [R, w]; drawing [R, w] bool, with at most `most` True in a row
-        unless the rule is adaptive
-        """
-        drawn = self._sample(hidden.flatten(0, 1), uniform.flatten(), settings)
-        return [values.view(uniform.shape) for values in drawn]
 
     def _score(self, score, token, step, order, settings):
         """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]

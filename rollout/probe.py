@@ -68,7 +68,7 @@ def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, 
         seed=seed,
         **settings | {"stop_at_eos": False},
     )
-    distinct = len({tuple(ids) for ids in hot.completion_ids.tolist()})
+    distinct = len(hot.completion_ids.unique(dim=0))
     if distinct < num_samples:
         raise SystemExit(
             f"the engine drew {distinct} different completions of {num_samples} at temperature "

@@ -165,6 +165,17 @@ def most_steps(settings):
     return settings["denoising_steps"] + edits
 
 
+def events_of(tokens, logps, sample_index, first):
+    """Trace.records of kind "events".
+
+    tokens, logps [K, N, S]: of each step, -1 where it changed nothing; first [N]: where the
+    completions begin
+    """
+    step, i, column = when = (tokens >= 0).nonzero(as_tuple=True)
+    events = sample_index[i], step, column - first[i], tokens[when].long()
+    return {"events": torch.stack(events, 1), "logps": logps[when]}
+
+
 def left_padded(prompt_ids, pad_token_id, device):
     """Lists of ids -> input_ids [N, P] int64, valid_mask [N, P] bool"""
     P = max(map(len, prompt_ids))

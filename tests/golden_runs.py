@@ -56,27 +56,36 @@ def coin(completion, example):
     return {"a": float(draw % 5), "b": 0.25 * (draw // 5 % 3)}
 
 
+def load_few_problems():
+    from evals import countdown
+
+    load = countdown.load
+    countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
+
+
 def _child(rank, ranks, port, script, flags, out):
     import runlog
-    from evals import countdown, rewards
+    from evals import rewards
 
     torch.set_num_threads(1)
     torch.manual_seed(port)  # draws are keyed: the global generators change nothing
     rewards.REWARDS["coin"], runlog.RunLog.plot = coin, lambda self: None
-    load = countdown.load
-    countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
+    load_few_problems()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     module = importlib.import_module(f"algos.{script}")
     module.main(module.Args(**flags, out=str(out)))
 
 
-def run_script(script, flags, ranks, out):
-    """A script's own main in forked processes, as under torchrun. -> its run directory"""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = ranks, port, script, flags, out
+        return probe.getsockname()[1]
+
+
+def run_script(script, flags, ranks, out):
+    """A script's own main in forked processes, as under torchrun. -> its run directory"""
+    arguments = ranks, free_port(), script, flags, out
     mp.start_processes(_child, args=arguments, nprocs=ranks, start_method="fork")
     (directory,) = Path(out).iterdir()
     return directory

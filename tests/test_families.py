@@ -1,23 +1,16 @@
 """Every family on several ranks: sharded loading, modules that stay fp32, and all scripts."""
 
-import json
 import math
-import os
-import socket
-from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from golden_runs import CASES, flags_of, rows_of, run_script
 from sync_shared import METHODS
 from torch.distributed.tensor import DTensor
 
-import runlog
-from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, vrpo
-from bench.train import coin
-from evals import countdown
-from evals.rewards import REWARDS
+from algos import d1
 from models import (
     MODELS,
     add_lora,
@@ -151,15 +144,6 @@ def test_an_impossible_attention_backend_is_refused_before_weights_are_read(monk
 # --- precision -----------------------------------------------------------------------------------
 
 
-def in_bf16(family):
-    """A model as parallelize makes it on a GPU: bf16 compute"""
-    plain = d1.MixedPrecisionPolicy
-    with pytest.MonkeyPatch.context() as patch:
-        half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        patch.setattr(d1, "MixedPrecisionPolicy", lambda **given: plain(**half | given))
-        return load_weights(d1.parallelize(meta_model(family), ARGS), "cpu")
-
-
 @pytest.mark.parametrize("family", ["tiny-llada", "tiny-sdar-moe", "tiny-llada2"])
 def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
     """Through .to(bf16), and inside FSDP2's bf16 compute; LLaDA rotates with fp32 tables."""
@@ -169,14 +153,15 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
     for name, value in model.to(torch.bfloat16).state_dict().items():
         assert value.dtype == (torch.float32 if name in routers else torch.bfloat16), name
         assert name not in routers or torch.equal(value, before[name])
-    import models.llada
-
     rotate, tables = layers.rotate, []
     spy = lambda x, cos, sin: tables.append((x.dtype, cos.dtype)) or rotate(x, cos, sin)
-    monkeypatch.setattr(models.llada, "rotate", spy)
+    monkeypatch.setattr(layers, "rotate", spy)
+    # as on a GPU: bf16 compute
+    in_bf16 = partial(d1.MixedPrecisionPolicy, torch.bfloat16, torch.float32)
+    monkeypatch.setattr(d1, "MixedPrecisionPolicy", in_bf16)
 
     def body(rank, world_size):
-        model, seen = in_bf16(family), []
+        model, seen = load_weights(d1.parallelize(meta_model(family), ARGS), "cpu"), []
         note = lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype))
         linear = next(m for m in model.layers[1].modules() if type(m) is torch.nn.Linear)
         for module in [linear, *model.fp32_modules]:
@@ -185,92 +170,42 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
         assert seen.count((torch.float32, torch.float32)) == len(model.fp32_modules)
         assert seen.count((torch.bfloat16, torch.bfloat16)) == 1
         assert bool(model.fp32_modules) == bool(routers)
-        assert set(tables) == (
-            {(torch.bfloat16, torch.float32)} if family == "tiny-llada" else set()
-        )
+        kind = torch.float32 if family == "tiny-llada" else torch.bfloat16
+        assert set(tables) == {(torch.bfloat16, kind)}
 
     run_ranks(1, body)
 
 
 # --- scripts -------------------------------------------------------------------------------------
 
-SCRIPTS = {
-    "sft": sft, "d1": d1, "bgpo": bgpo, "cj_grpo": cj_grpo, "coupled_grpo": coupled_grpo,
-    "spg": spg, "mdpo": mdpo, "vrpo": vrpo,
-}  # fmt: skip
-SMALL = dict(max_steps=2, eval_limit=0, learning_rate=1e-3, micro_batch_size=4)
-ONLINE = dict(prompts_per_step=4, num_generations=4, reward="coin")
-FLAGS = {
-    "sft": dict(batch_size=8, eos_tail=6),
-    "vrpo": dict(batch_size=4, mc_num=2, micro_batch_size=3),
-    "d1": ONLINE | dict(num_iterations=2),
-    "bgpo": ONLINE | dict(mc_num=2),
-    "cj_grpo": ONLINE | dict(num_iterations=2, micro_batch_size=32),
-    "spg": ONLINE | dict(prompts_per_step=2, num_iterations=2),
-    "mdpo": ONLINE | dict(train_steps=3, micro_batch_size=16, remasking="rcr", denoising_steps=4),
-    "coupled_grpo": ONLINE | dict(prompts_per_step=2, ref_sync_steps=2),
-}
-
-
-@pytest.fixture(scope="module")
-def imports():
-    """What every child would otherwise import for itself."""
-    import peft  # noqa: F401
-    import torch._dynamo  # noqa: F401
-
-    load_tokenizer("tiny-sdar")
-
-
-def _script(rank, world_size, port, script, flags, out):
-    torch.set_num_threads(1)
-    runlog.RunLog.plot = lambda self: None
-    load = countdown.load
-    countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    module = SCRIPTS[script]
-    module.main(replace(module.Args(), **SMALL | FLAGS[script] | flags, out=str(out)))
-
-
-def run_script(script, flags, ranks, out):
-    """The script's own main in forked processes, as under torchrun. -> rows of metrics.jsonl"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (ranks, port, script, flags, out)
-    mp.start_processes(_script, args=arguments, nprocs=ranks, join=True, start_method="fork")
-    (directory,) = out.iterdir()
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-# Scripts whose rows are tested on every family elsewhere; mdpo takes bidirectional models.
-SOME = {
-    "vrpo": ("tiny-llada", "tiny-dream", "tiny-llada2"),
-    "cj_grpo": ("tiny-llada", "tiny-llada2"),
-    "mdpo": ("tiny-dream",),
-}
+# Golden runs have every family. Some more train mixtures of experts; --all runs the whole grid.
+EXPERTS = (("sft", "llada2"), ("vrpo", "sdar-moe"), ("bgpo", "llada2"))
 GRID = [
     pytest.param(
-        f, s, rank, marks=[] if is_pair and f in SOME.get(s, FAMILIES) else pytest.mark.full
+        script,
+        f"tiny-{family}",
+        4 * ((i + j) % 2),
+        marks=[] if (script, family) in EXPERTS else pytest.mark.full,
     )
-    for i, f in enumerate(FAMILIES)
-    for j, s in enumerate(SCRIPTS)
-    for rank, is_pair in ((0, (i + j) % 2 == 0), (4, (i + j) % 2 == 1))
-    if f.removeprefix("tiny-") in METHODS[s]["families"]
+    for i, (script, method) in enumerate(METHODS.items())
+    for j, family in enumerate(method["families"])
 ]
 
 
-@pytest.mark.parametrize("family, script, lora_rank", GRID)
-def test_scripts_run_on_every_family(tmp_path, monkeypatch, imports, family, script, lora_rank):
-    """Unchanged, full or LoRA: finite and moving; two ranks with other micro-batches equal one."""
-    monkeypatch.setitem(REWARDS, "coin", coin)  # random weights solve nothing
-    flags = {"model": family, "lora_rank": lora_rank}
-    one = run_script(script, flags, 1, tmp_path / "one")
-    size = (SMALL | FLAGS[script])["micro_batch_size"] // 2 + 1  # no divisor: 3 for 4
-    two = run_script(script, flags | {"micro_batch_size": size}, 2, tmp_path / "two")
-    steps = [row for row in one if "loss/total" in row]
-    assert len(steps) == 2 and any(row["optim/grad_norm"] > 0 for row in steps)
+@pytest.mark.parametrize("script, family, lora_rank", GRID)
+def test_scripts_run_on_every_family(warm, tmp_path, script, family, lora_rank):
+    """Full or LoRA: finite and moving; two ranks with other micro-batches equal one."""
+    case = next(case for case in CASES if case.split("-")[0] == script)
+    flags = flags_of(case) | {"model": family, "lora_rank": lora_rank}
+    one, two = (
+        rows_of(
+            run_script(script, flags | {"micro_batch_size": size}, ranks, tmp_path / str(ranks))
+        )
+        for ranks, size in ((1, 6), (2, 5))
+    )
     experts = TINY_CONFIGS[family].get("num_experts")
+    steps = [row for row in one if "loss/total" in row]
+    assert any(row["optim/grad_norm"] > 0 for row in steps)
     for row in steps:
         assert ("router/entropy" in row) == bool(experts)
         assert not experts or 0 < row["router/entropy"] < math.log(experts)

@@ -408,19 +408,11 @@ def test_gradients_of_logps_are_those_of_full_logits(family):
         for name in want:
             torch.testing.assert_close(got[name], want[name], atol=1e-9, rtol=1e-9, msg=name)
             assert want[name].abs().max() > 1e-5, name
-
-
-@each_family
-def test_nothing_scored_keeps_the_graph(family):
-    """A rank without scored rows takes part in the backward pass: zero gradients, not an error."""
-    model = small(family)
-    clean, noisy, score, valid = ragged([10, 3])
-    for mask in (None, valid):
-        logps = model.logps(clean, noisy, torch.zeros_like(score), mask)
-        assert not logps.any()
-        logps.sum().backward()
-        used = [p for name, p in model.named_parameters() if ".experts." not in name]
-        assert all(p.grad is not None and not p.grad.any() for p in used)
+    # a rank without scored rows takes part in the backward pass: zeros, not an error
+    clean, noisy, score, valid = rows
+    model.logps(clean, noisy, torch.zeros_like(score), valid).sum().backward()
+    used = [p for name, p in model.named_parameters() if ".experts." not in name]
+    assert all(p.grad is not None and not p.grad.any() for p in used)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -552,19 +544,10 @@ DAMAGES = {
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
     "empty file": (cut(0), ["safetensors", "truncated"]),
     "cut off": (cut(-1), ["safetensors", "truncated"]),
-    "no weights": (lambda d: (d / INDEX).unlink(), ["holds no weights"]),
-    "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["lacks model-", "index"]),
-    "no weight_map": (write(INDEX, {}), ["has no weight_map"]),
-    "no config": (lambda d: (d / "config.json").unlink(), ["is no model directory", "config.json"]),
+    "no weights": (lambda d: (d / INDEX).unlink(), ["model.safetensors", "missing; download"]),
+    "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["model-", "missing; download"]),
+    "no config": (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
     "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
-    "tokens of text": (
-        write("tokenizer.json", {"added_tokens": ["x"]}),
-        ["added tokens are damaged"],
-    ),
-    "ids of text": (
-        edit("tokenizer_config.json", added_tokens_decoder={"x": {"content": "y"}}),
-        ["tokenizer_config.json: its added tokens are damaged"],
-    ),
     "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special token", r"<\|MASK\|> 257"]),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
@@ -584,14 +567,10 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (write("tokenizer.json", b'{"added_tokens": ['), ["tokenizer.json is not JSON"]),
+        (write("tokenizer.json", b'{"added_tokens": ['), ["its tokenizer cannot be loaded"]),
         (write("tokenizer_config.json", b"{"), ["tokenizer_config.json is not JSON"]),
         (write("tokenizer.json", {}), ["its tokenizer cannot be loaded .KeyError"]),
         (edit("tokenizer_config.json", eos_token=3), ["eos_token has to be"]),
-        (
-            write("chat_template.jinja", b"{% for x"),
-            ["its chat template is damaged .unexpected end"],
-        ),
         (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
     ],
 )
@@ -624,7 +603,7 @@ def test_names_without_files_are_refused(tmp_path):
         models.names.resolve("tiny-dream")
     with exits_with_one_line("sdar-9b", "sdar-8b", "tiny-sdar"):
         load_model("sdar-9b")
-    with exits_with_one_line("is no model directory", "config.json"):
+    with exits_with_one_line("config.json is missing", "a model directory"):
         load_model(tmp_path)
 
 
@@ -658,7 +637,6 @@ REFUSALS = {
     "sdar_moe": [
         ({"num_experts": None}, "num_experts"),
         ({"norm_topk_prob": None}, "norm_topk_prob"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
     ],
     "llada2": [
@@ -666,10 +644,7 @@ REFUSALS = {
         ({"router_dtype": "bf16"}, "router_dtype"),
         ({"use_qkv_bias": True}, "use_qkv_bias"),
         ({"rotary_dim": 32}, "rotary_dim = 32.*4"),
-        ({"partial_rotary_factor": 0.4, "rotary_dim": 3}, "partial_rotary_factor"),
         ({"num_shared_experts": None}, "lacks num_shared_experts"),
-        ({"n_group": 3}, "n_group = 3"),
-        ({"topk_group": 5}, "topk_group = 5"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
     ],
     "llada": [
@@ -722,26 +697,7 @@ def test_what_config_files_leave_out():
 # --- saving under adversity ----------------------------------------------------------------------
 
 
-def in_child(function):
-    """Run a function in a forked process -> (exit status, repr of what it raised)"""
-    read, send = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        text = ""
-        try:
-            function()
-        except BaseException as error:
-            text = repr(error)
-        finally:
-            os.write(send, text.encode())
-            os._exit(0)
-    os.close(send)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
-
-
-@pytest.mark.parametrize("failure", ["exists", "write", "full disk", "full disk at the tokenizer"])
+@pytest.mark.parametrize("failure", ["exists", "full disk", "full disk at the tokenizer"])
 def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, failure):
     """'SystemExit if the directory exists or cannot be written: then nothing appears under its
     name.'
@@ -749,53 +705,20 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, fail
     model, tokenizer = model_of(), byte_tokenizer()
     save_model(model, tmp_path / "step-1", tokenizer)
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 1)
-    target, calls = tmp_path / "step-2", []
+    target = tmp_path / ("step-1" if failure == "exists" else "step-2")
 
-    def broken(tensors, path, metadata):
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        save_file(tensors, path, metadata=metadata)
-
-    if failure == "exists":
-        target = tmp_path / "step-1"
-    elif failure == "write":
-        monkeypatch.setattr(checkpoint_module, "save_file", broken)
-
-    def save():
-        if "disk" in failure:  # a limit on file size acts as the full disk
-            size = os.path.getsize(tmp_path / "step-1/tokenizer.json") - 500
-            size = size if "tokenizer" in failure else 1500
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        save_model(random_model(SMALL), target, tokenizer)
-
-    status, raised = in_child(save)
-    assert status == 0 and raised.startswith("SystemExit") and target.name in raised
+    size = os.path.getsize(tmp_path / "step-1/tokenizer.json") - 500
+    sizes = {"full disk": 1500, "full disk at the tokenizer": size}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # a limit on file size acts as the full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sizes.get(failure, before[0]), before[1]))
+    try:
+        with exits_with_one_line(f"could not save .*{target.name}"):
+            save_model(random_model(SMALL), target, tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert_same_weights(load_model(tmp_path / "step-1"), model)
     assert os.listdir(tmp_path) == ["step-1"]  # its own remains are removed
-
-
-@pytest.mark.parametrize("where", ["save_file", "sync_to_disk"])
-def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, where):
-    """Killed amid the tensors, and just before the end; the next attempt succeeds."""
-    model, other = model_of(), random_model(SMALL)
-    save_model(model, tmp_path / "step-1", None)
-
-    def killed(*args, **kwargs):
-        if where == "save_file":
-            args[1].write_bytes(b"half a file")
-        os._exit(9)
-
-    def child():
-        module = models.atomic if where == "sync_to_disk" else checkpoint_module
-        monkeypatch.setattr(module, where, killed)
-        save_model(other, tmp_path / "step-2", None)
-
-    set_special_tokens(other)
-    assert in_child(child)[0] == 9 and not (tmp_path / "step-2").exists()
-    assert_same_weights(load_model(tmp_path / "step-1"), model)
-    save_model(other, tmp_path / "step-2", None)
-    assert_same_weights(load_model(tmp_path / "step-2"), other)
 
 
 # --- official files ------------------------------------------------------------------------------

@@ -76,27 +76,42 @@ def test_an_engine_that_does_not_sample_is_refused(fault):
         probe(engine, build(), PROMPT, **SETTINGS)
 
 
-@pytest.mark.parametrize("steps, temperature", [(1, 0.0), (3, 1.0), (5, 0.7)])
-@pytest.mark.parametrize("remasking", REMASKING)
-@pytest.mark.parametrize("family", [*FAMILIES, "llada2"])
+REPLAYED = [(family, rule, {}) for family in FAMILIES for rule in REMASKING]
+REPLAYED += [
+    ("llada2", rule, {"editing_threshold": 0.1, "max_post_steps": 3}) for rule in REMASKING
+]
+REPLAYED += [
+    (family, "rcr", {"records": kind, "stop_at_eos": False})
+    for family in FAMILIES[1:]
+    for kind in ("events", "states")
+]
+
+
+@pytest.mark.parametrize("steps, temperature", [(1, 0.0), (3, 1.5)])
+@pytest.mark.parametrize("family, remasking, more", REPLAYED, ids=str)
 def test_replay_gives_the_engines_log_probabilities(
-    monkeypatch, family, remasking, steps, temperature
+    monkeypatch, family, remasking, more, steps, temperature
 ):
     """Each token at the state at which it was revealed, in num_replays forwards whatever happened:
     ragged prompts, ends, and behind the terminal block of a bidirectional model all masked."""
     model = shared(family)
     options = dict(num_samples=3, gen_length=12, denoising_steps=steps, remasking=remasking, seed=5)
     options |= dict(block_length=4, temperature=temperature, confidence_threshold=0.4)
-    editing = dict(editing_threshold=0.1, max_post_steps=3) if family == "llada2" else {}
-    trace = make_engine(model).generate(prompts_of([1, 4, 6, 7]), **options, **editing)
+    trace = make_engine(model).generate(prompts_of([1, 4, 6, 7]), **options, **more)
     logps, forwards, revealed = model.logps, [], trace.step_map >= 0
     watch = lambda *args, **how: forwards.append(1) or logps(*args, **how)
     monkeypatch.setattr(model, "logps", watch, raising=False)
     gap = lambda: (replay_logps(model, trace) - trace.logps).abs()
     assert gap()[revealed].max() < 2e-6 and not gap()[~revealed].any()
     per_block = 3 if model.attention == "bidirectional" else 1
-    assert len(forwards) == 2 * trace.num_replays == 2 * (steps * per_block + (3 if editing else 0))
-    if steps > 1 and not editing:  # control: another order of the same tokens
+    assert (
+        len(forwards)
+        == 2 * trace.num_replays
+        == 2 * (steps * per_block + more.get("max_post_steps", 0))
+    )
+    if steps > 1 and not trace.records:  # control: another order of the same tokens
         trace.replay_map = torch.where(revealed, trace.num_replays - 1 - trace.replay_map, -1)
         assert gap()[revealed].max() > 1e-3
+    if steps > 1 and more.get("records") == "events":
+        assert (trace.records["events"][:, 3] == M).any()  # tokens were masked again
     assert not (trace.completion_ids == M).any()

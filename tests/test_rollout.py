@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_draws
+from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_draws, shared
 
 import rollout
 from models import export_weights, save_model
@@ -54,7 +54,7 @@ def test_only_tests_of_the_fast_floor_may_import_it():
     tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
     marks = {name: text.count("@pytest.mark." + "fast") for name, text in tests.items()}
     assert {name: n for name, n in marks.items() if n} == {
-        "test_samplers.py": 8,
+        "test_samplers.py": 7,
         "test_masked.py": 3,
     }
     whole = {name for name, text in tests.items() if "pytestmark = [pytest.mark." + "fast" in text}
@@ -120,7 +120,7 @@ def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, nam
 
 # --- refusals and plans ---------------------------------------------------------------------------
 
-STATES = "rcr", "events", "states"
+ASCENDING = {"schedule": "ascending", "gen_length": 20, "denoising_steps": 5}
 REFUSED = [
     ("sdar", {"block_length": 8}, "--block-length 8.*blocks of 4"),
     ("sdar", {"remasking": "low_confidence"}, "--remasking low_confidence: .*static.*random"),
@@ -148,6 +148,22 @@ REFUSED = [
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
     ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
     ("llada", {"remasking": "sequential", "eos_policy": "demote"}, "demote changes confidences"),
+    (
+        "llada",
+        {"remasking": "origin", "eos_policy": "demote"},
+        "--remasking origin does not look at",
+    ),
+    ("llada", {"remasking": "best"}, "--remasking best: .* has .*origin, rcr"),
+    ("llada", {"cache": "block"}, "--cache block: .* has none, prefix, dual"),
+    ("llada", {"cache": "dual", "records": "states"}, "--cache dual"),
+    ("llada", {"remasking": "entropy", "alg_temp": -0.5}, "--alg-temp -0.5 must be at least 0"),
+    (
+        "llada",
+        {"alg_temp": 0.5},
+        "--alg-temp 0.5 must be 0 for .* unless --remasking is low_conf.* or",
+    ),
+    ("llada", ASCENDING, "ascending reveals 20 tokens in 4 steps .*lower --denoising-steps"),
+    ("llada", ASCENDING | {"denoising_steps": 4, "block_length": 3}, "leave out --block-length"),
 ]
 
 
@@ -184,6 +200,9 @@ def test_a_plan_tells_blocks_and_steps():
         engine_of().plan(gen_length=13)
     with pytest.raises(SystemExit, match="--cache prefix is approximate"):
         engine_of("llada").plan("steps", gen_length=8, block_length=4, cache="prefix")
+    assert engine_of("dream").plan(**ASCENDING | {"denoising_steps": 4})
+    with pytest.raises(SystemExit, match="--rollout-backend block cannot serve a bidirectional"):
+        make_engine(shared("llada"), backend="block")
 
 
 def test_settings_name_the_distribution_of_the_logps():
@@ -241,6 +260,10 @@ def test_draw():
         r"tokens   a  | b <|endoftext|> \n d",
         "step     12   1 4             2  3",
     ]
+    own = {"gen_length": 8, "block_length": 4, "denoising_steps": 2, "attention": "bidirectional"}
+    trace.settings |= own  # blocks start with the completion; the second was never revealed
+    trace.completion_ids, trace.step_map = torch.arange(97, 105)[None], torch.tensor([[0, 1] * 4])
+    assert "| e f g h" in trace.draw(0, tokenizer).splitlines()[1]
     trace = trace_of([[97 + j % 26 for j in range(41)]], [41], prompts=[[258, 104, 259]])
     lines = trace.draw(0, tokenizer, width=20, max_lines=3).splitlines()
     assert len(lines) == 1 + 2 * 3 + 1 and "41 tokens" in lines[-1]

@@ -1,4 +1,4 @@
-"""runlog.py: the files of a run, the lines on the screen, one directory for all ranks."""
+"""runlog.py: the files of a run, the lines on the screen."""
 
 import csv
 import io
@@ -122,24 +122,6 @@ def test_an_error_leaves_table_and_plot_and_is_not_hidden(tmp_path):
         with open_log(tmp_path) as log:
             raise KeyError("no model")
     assert (log.run_dir / "metrics.csv").read_text() == "step\n"
-
-
-def log_on_rank(rank, world_size, folder):
-    with RunLog(folder / "runs", f"rank{rank}", ARGS, 2) as log:
-        log.write(1, {"loss/total": float(rank)})
-        log.samples(1, [{"rank": rank}])
-        assert log.history("loss/total") == [(1, 0.0)]
-    (folder / f"{rank}.txt").write_text(str(log.run_dir))
-
-
-def test_two_ranks_share_a_directory_and_one_writes(tmp_path, run_ranks):
-    run_ranks(2, log_on_rank, tmp_path)
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert run_dir.name.startswith("rank0-")
-    assert {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)} == {str(run_dir)}
-    assert read_jsonl(run_dir / "metrics.jsonl") == [{"step": 1, "loss/total": 0.0}]
-    assert read_jsonl(run_dir / "samples.jsonl") == [{"step": 1, "rank": 0}]
-    assert json.loads((run_dir / "config.json").read_text())["world_size"] == 2
 
 
 def test_wandb_mirrors_the_rows_offline(tmp_path, monkeypatch):

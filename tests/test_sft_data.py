@@ -157,31 +157,14 @@ def test_files_and_the_hub_id_of_a_task_are_its_problems(tmp_path, monkeypatch):
     assert [own] == list(training_rows(GSM8K, "")) and own["response"].startswith("Two.")
 
 
-MISTAKES = [
-    (
-        "countdown",
-        "r.jsonl",
-        '{"question": "a"}',
-        "row 1: cannot read a problem from question; .*or, ",
-    ),
-    ("countdown", "r.jsonl", '{"prompt": "a", "response": "b"}\n{"prompt"\n', "line 2: not JSON"),
-    ("countdown", "r.parquet", "", "is no parquet file"),
-    ("countdown", "missing.jsonl", None, "no such preset or file"),
-    (
-        "aime24",
-        "r.jsonl",
-        '{"problem": "a", "answer": "1"}',
-        "^aime24 has no answers to train on: ",
-    ),
-]
-
-
-@pytest.mark.parametrize("task, name, content, message", MISTAKES)
-def test_mistakes_are_named(tmp_path, task, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit, match=message):
-        list(training_rows(load_task(task), str(tmp_path / name)))
+def test_mistakes_are_named(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [{"question": "a"}])
+    for task, message in (
+        (COUNTDOWN, "row 1: cannot read a problem from question; .*or, "),
+        (load_task("aime24"), "^aime24 has no answers to train on: "),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            list(training_rows(task, path))
 
 
 # directory -> text of the turn end; how a rendered dialogue differs from prompt + answer

@@ -264,16 +264,6 @@ def write(path, pairs):
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def test_naive_dpo_is_a_matter_of_fields(warm, tmp_path):
-    """Masks of its own for the reference: noise in the first margin, though both models are the
-    same.
-    """
-    for share in (True, False):
-        flags = RUN | {"mc_num": 1, "share_masks": share, "eval_limit": 0}
-        row = rows_of(run_script("vrpo", flags, 1, tmp_path / str(share)))[-1]
-        assert (abs(row["reward/margin"]) > 1e-3) != share and "reward/margin_var" not in row
-
-
 def test_what_the_run_is_scored_on_is_not_trained_on(warm, tmp_path, capfd):
     """Neither problems nor held-out pairs of either split: one training pair asks each of them,
     five are new.
