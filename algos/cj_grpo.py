@@ -51,7 +51,7 @@ from models.ranks import (
 from models.training_state import Saves
 from rollout import make_engine, probe, rollout_metrics
 from rollout.sampling import keyed_uniform
-from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
+from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
@@ -245,14 +245,18 @@ def parallelize(model, args):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
-    # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
-    torch._functorch.config.activation_memory_budget = 0.7
+    compiles = args.compile and torch.cuda.is_available()
+    if compiles:
+        # recompute cheap operations in the backward pass: less memory, same speed
+        torch._functorch.config.activation_memory_budget = 0.7
+        # lengths share a graph; batches of one row, passes without gradient or adapters do not
+        torch._dynamo.config.recompile_limit = 32
     whole = unsharded(model)
     for module in model.fp32_modules:
         fully_shard(module, ignored_params=whole)
     for layer in model.layers:
-        if args.compile and torch.cuda.is_available():
-            layer.compile(dynamic=True)  # one graph for all lengths
+        if compiles:
+            layer.compile()
         fully_shard(layer, mp_policy=policy, ignored_params=whole)
     # the root reshards after its forward too: parameters that a no-grad pass left gathered would
     # hide the next optimizer step
@@ -587,7 +591,7 @@ def main(args):
                 metrics |= {f"eval/{args.task}": score("validation")} | check()
         metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
-        log.write(step + 1, metrics | {"memory/peak_gb": peak_memory_gb()})
+        log.write(step + 1, metrics | machine_metrics())
         G = range(args.num_generations)  # of the first prompt
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
         saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped := stop.is_set())

@@ -39,7 +39,7 @@ from models.ranks import all_reduce, close_distributed, rank_share, setup_distri
 from models.training_state import Saves
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
-from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
+from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
 
@@ -245,14 +245,18 @@ def parallelize(model, args):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
-    # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
-    torch._functorch.config.activation_memory_budget = 0.7
+    compiles = args.compile and torch.cuda.is_available()
+    if compiles:
+        # recompute cheap operations in the backward pass: less memory, same speed
+        torch._functorch.config.activation_memory_budget = 0.7
+        # lengths share a graph; batches of one row, passes without gradient or adapters do not
+        torch._dynamo.config.recompile_limit = 32
     whole = unsharded(model)
     for module in model.fp32_modules:
         fully_shard(module, ignored_params=whole)
     for layer in model.layers:
-        if args.compile and torch.cuda.is_available():
-            layer.compile(dynamic=True)  # one graph for all lengths
+        if compiles:
+            layer.compile()
         fully_shard(layer, mp_policy=policy, ignored_params=whole)
     # the root reshards after its forward too: parameters that a no-grad pass left gathered would
     # hide the next optimizer step
@@ -349,7 +353,7 @@ def log_step(log, metrics, clock, tokens, step):
     """Write a step's metrics with its speed and memory. tokens: of this rank"""
     tokens = all_reduce({"tokens": tokens})["tokens"]
     speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | {"memory/peak_gb": peak_memory_gb()})
+    log.write(step + 1, metrics | clock | speed | machine_metrics())
 
 
 # <<< shared: evaluation
