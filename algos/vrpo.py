@@ -253,7 +253,8 @@ def parallelize(model, args):
         torch._dynamo.config.recompile_limit = 32
     whole = unsharded(model)
     for module in model.fp32_modules:
-        fully_shard(module, ignored_params=whole)
+        if not whole.issuperset(module.parameters()):
+            fully_shard(module, ignored_params=whole)
     for layer in model.layers:
         if compiles:
             layer.compile()

@@ -145,7 +145,6 @@ def routing_metrics(sums):
     }
 
 
-@torch.compiler.disable
 def add_routing(sums, index, weight):
     """sums [2, E] fp64; index, weight [..., k]: add to row 0 the tokens of each expert, to row 1
     the share of weight that they gave it.
