@@ -3,7 +3,7 @@
     elbo_j = sum over blocks of n / m sum of logps over m of its n tokens, masked in draw j
     d_j    = elbo_j - old_j on the same masks
     g_j    = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
-    loss   = -mean over sequences and draws of g_j; a sum over draws needs the memory of one
+    loss   = -mean over sequences and draws of g_j; micro-batches may split the draws
 
 `diff algos/d1.py algos/bgpo.py` is the method. Run it on the shipped tiny model on CPU, or on GPUs:
 
@@ -393,7 +393,7 @@ class Rows:
         if DRAWS_TOGETHER and K > size:
             raise SystemExit(f"--micro-batch-size {size} does not hold the {K} draws of a row")
         n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
-        rows = self.select(torch.arange(R, device=self.masked.device).repeat_interleave(n))
+        rows = self.select(torch.arange(R).repeat_interleave(n))
         rows.masked = self.masked.reshape(R * n, K // n, -1)
         rows.weights = self.weights.reshape(R * n, K // n, -1)
         return rows

@@ -10,7 +10,7 @@
            SDAR  (2510.06303)    U(0.001, 1)   1 / t                  answer tokens
            LLaDA2.x              U(0.3, 0.8)   1                      masked tokens
 
-    logps: one pass over the noisy row; a block model: over [noisy | clean], where every block sees
+    logps: one pass over the noisy row; a block model: over [clean | noisy], where every block sees
            its own noisy tokens and the clean blocks before it. Documents packed into one row do not
            see each other.
 
@@ -85,7 +85,7 @@ class Args:
     lora_targets: tuple[str, ...] = ()
     """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
     micro_batch_size: int = 64
-    """sequences per forward; does not change the gradient"""
+    """noised sequences per forward; does not change the gradient"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0

@@ -418,7 +418,7 @@ class Rows:
         if DRAWS_TOGETHER and K > size:
             raise SystemExit(f"--micro-batch-size {size} does not hold the {K} draws of a row")
         n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
-        rows = self.select(torch.arange(R, device=self.masked.device).repeat_interleave(n))
+        rows = self.select(torch.arange(R).repeat_interleave(n))
         rows.masked = self.masked.reshape(R * n, K // n, -1)
         rows.weights = self.weights.reshape(R * n, K // n, -1)
         return rows

@@ -6,9 +6,8 @@
              + sft_coef * (-B(chosen) / number of chosen tokens)
 
 Policy and reference see the same timesteps and masks of an answer, so that their common noise
-cancels; the two answers of a pair are drawn independently. The gradient is exact with the graph of
-one forward in memory: values of all draws without a graph, d loss / d value, then one forward and
-backward per draw.
+cancels; the two answers of a pair are drawn independently. A forward takes all draws of both, which
+the loss couples.
 
 Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
@@ -87,7 +86,7 @@ class Args:
     lora_targets: tuple[str, ...] = ()
     """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
     micro_batch_size: int = 64
-    """sequences per forward, answers x draws; does not change the gradient"""
+    """noised sequences per forward; does not change the gradient"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -397,7 +396,7 @@ def draw_batch(stream, model, device, step, args):
 
 
 def draw_elbos(model, batch, masks, rows):
-    """The only forward in training: one-draw ELBOs of a slice of R sequences. -> [R, n] fp32"""
+    """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
     input_ids, weights = batch.input_ids[rows], masks.weights[rows]
     noisy_ids = torch.where(masks.masked[rows], batch.mask_token_id, input_ids[:, None])
     logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
@@ -419,8 +418,13 @@ def micro_batches(masks, args):
 
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
-    """One-draw ELBOs of the whole batch without a graph. -> [B, n]"""
-    return torch.cat([draw_elbos(model, batch, masks, rows) for rows in micro_batches(masks, args)])
+    """One-draw ELBOs of the whole batch. Without a graph the draws of a sequence always fit.
+
+    -> [B, n]
+    """
+    B, n, _ = masks.masked.shape
+    parts = torch.arange(B).split(max(args.micro_batch_size // n, 1))
+    return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
 
 
 def backward(model, batch, masks, ref_elbos, scale, args):

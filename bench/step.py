@@ -12,7 +12,7 @@ recomputation. Over the weight matrices M of the blocks and the head,
     forward  = sum over M of 2 |M| n
     backward = sum over M of 2 |M| n (1 + t)
 n: tokens multiplied by M (scored ones for the head; tokens x k / E for stacked experts; two per
-input token for a block model, which reads [noisy | clean]); t: 1 if M is trained, else 0.
+input token for a block model, which reads [clean | noisy]); t: 1 if M is trained, else 0.
 share_of_matmul is FLOP/s over those of an 8192^3 bf16 product in the same run.
 """
 

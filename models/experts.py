@@ -160,7 +160,7 @@ def router_metrics(model):
     """with router_metrics(model) as metrics: ...   -> {name of an Experts module: routing_metrics}
 
     Filled at the end, over all tokens of all ranks' forwards inside the block. These include
-    recomputed forwards, padding and both copies of a two-copy pass, so the values depend slightly
+    recomputed forwards, padding and the clean copy of block models, so the values depend slightly
     on the batch layout. Collective where ranks are. Empty for a model without experts.
     """
     metrics, modules = {}, model.named_modules()

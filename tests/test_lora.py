@@ -148,7 +148,8 @@ def test_adapters_go_on_the_linear_layers_of_blocks(family):
     assert all(".layers." in name or ".blocks." in name for name in held)
     assert not any(word in name for name in held for word in ("gate.", "mlp.experts", "lm_head"))
     assert dict(export_weights(model)).keys() == tensor_shapes(model_of(SMALLS[family])).keys()
-    model.logps(IDS, torch.full_like(IDS, MASK), IDS >= 0).sum().backward()
+    ids = IDS[:, None]
+    model.logps(IDS, torch.full_like(ids, MASK), ids >= 0).sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     held = adapter_tensors(add_lora(model_of(), RANK, ALPHA, ["down_proj"]))
     assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in held} == {"down_proj"}
@@ -285,11 +286,10 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, change, words):
 
 
 def loss_of(model, rows, num_tokens):
-    ids, score = (
-        random_ids(8, 12, MASK)[rows],
-        torch.rand(8, 12, generator=torch.Generator().manual_seed(4))[rows] < 0.4,
-    )
-    return -model.logps(ids, torch.where(score, MASK, ids), score).sum() / num_tokens
+    ids, generator = random_ids(8, 12, MASK)[rows], torch.Generator().manual_seed(4)
+    score = torch.rand(8, 2, 12, generator=generator)[rows] < 0.4
+    noisy = torch.where(score, MASK, ids[:, None])
+    return -model.logps(ids, noisy, score).sum() / num_tokens
 
 
 def full(value):
