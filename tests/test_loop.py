@@ -203,8 +203,10 @@ def test_what_is_not_finite_on_one_rank_stops_all_before_the_step(run_ranks, mon
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_reference_of_coupled_grpo_moves(run_ranks, ranks):
+@pytest.mark.parametrize("ranks, gpu_bytes", [(1, 0), (2, 0), (2, 1 << 40)])
+def test_the_reference_of_coupled_grpo_moves(run_ranks, monkeypatch, ranks, gpu_bytes):
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+
     def body(rank, world_size):
         model, frozen = sharded_model(coupled_grpo, seed=1), tiny_model().requires_grad_(False)
         reference = coupled_grpo.parallelize(frozen, coupled_grpo.Args())

@@ -296,14 +296,17 @@ def full(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def test_two_ranks_train_as_one(run_ranks, tmp_path):
+@pytest.mark.parametrize("gpu_bytes", [0, 1 << 40])
+def test_two_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes):
     """Gradients, an AdamW step, exports and the saved adapter of two FSDP2 ranks equal those of one
-    unsharded process.
+    unsharded process; the base is sharded, or whole on both ranks, where it fits.
     """
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         build = lambda: adapted(base=model_of(SMALL, torch.float64), dtype=torch.float64)
         whole, sharded = build(), d1.parallelize(build(), ARGS)
+        assert hasattr(sharded.lm_head.weight, "full_tensor") == (not gpu_bytes)
         for model, rows, scale in [
             (whole, slice(0, 8), 1),
             (sharded, slice(4 * rank, 4 * rank + 4), world_size),
