@@ -151,8 +151,8 @@ class Args:
 
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
-# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
-RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
+# The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
+RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = False  # no KL in this method
 
@@ -191,7 +191,7 @@ def sample_masks(batch, iteration, args):
     -> Rows, one per (sequence, draw), R = B mc_num, K = 1
     """
     c, block = batch.completion_mask, batch.block_ids.contiguous()
-    # every token of a block uses the number of its first column: one stratification per block
+    # searchsorted finds the first column of a block: its u serves all tokens of the block
     u = batch.uniform(iteration, "count")[:, batch.P :].gather(1, torch.searchsorted(block, block))
     masked, weights = [], []
     for j in range(args.mc_num):

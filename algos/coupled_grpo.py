@@ -167,8 +167,8 @@ class Args:
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 ROLLOUT += " top_p"
-# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
-RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
+# The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
+RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
 

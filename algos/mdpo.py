@@ -164,7 +164,7 @@ class Args:
 
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
-# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
+# The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
 RECORDS = "states"  # the trace holds masks, predictions and confidences of every step
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
