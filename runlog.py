@@ -207,12 +207,16 @@ class Stopwatch(dict):
         self[f"time/{phase}"] = self.get(f"time/{phase}", 0.0) + time.perf_counter() - start
 
 
-def peak_memory_gb():
-    """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU."""
+def machine_metrics():
+    """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU; on
+    GPU also how many graphs torch.compile has made so far.
+    """
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        return {"memory/peak_gb": peak, "speed/compiled_graphs": graphs}
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
 
 
 def make_run_dir(out, name):

@@ -43,14 +43,21 @@ from models import (
     meta_model,
 )
 from models.experts import router_metrics, routing_extremes
-from models.ranks import all_reduce, close_distributed, maximum, rank_share, setup_distributed
+from models.ranks import (
+    all_reduce,
+    close_distributed,
+    maximum,
+    rank_share,
+    setup_distributed,
+    unsharded,
+)
 from models.training_state import Saves
 from rollout import make_engine, probe, rollout_metrics
 from rollout.sampling import keyed_uniform
-from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
+from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
-# R rows: terms of the loss. K draws: forwards per row
+# R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
 
 
@@ -113,7 +120,7 @@ class Args:
     prompts_per_step: int = 32
     """prompts per rollout, over all ranks"""
     micro_batch_size: int = 256
-    """rows per forward; does not change the gradient"""
+    """sequences per forward, rows x draws; does not change the gradient"""
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
     lora_alpha: int = 64
@@ -132,8 +139,8 @@ class Args:
     """attention backend in training; auto: the fastest measured for the model's pattern"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
-    compile: bool = False
-    """torch.compile every block: faster steps, minutes of warm-up"""
+    compile: bool = True
+    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
     max_steps: int = 100
@@ -165,6 +172,7 @@ ROLLOUT = "temperature gen_length block_length denoising_steps remasking confide
 RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
 USES_OLD = False  # no ratio
 USES_REF = False  # no KL in this method
+DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
 # >>> shared: draws
@@ -271,19 +279,23 @@ def parallelize(model, args):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
-    # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
-    torch._functorch.config.activation_memory_budget = 0.7
-    # on one rank FSDP2 would copy frozen parameters
-    frozen = {p for p in model.parameters() if dist.get_world_size() == 1 and not p.requires_grad}
+    compiles = args.compile and torch.cuda.is_available()
+    if compiles:
+        # recompute cheap operations in the backward pass: less memory, same speed
+        torch._functorch.config.activation_memory_budget = 0.7
+        # lengths share a graph; batches of one row, passes without gradient or adapters do not
+        torch._dynamo.config.recompile_limit = 32
+    whole = unsharded(model)
     for module in model.fp32_modules:
-        fully_shard(module, ignored_params=frozen)
+        if not whole.issuperset(module.parameters()):
+            fully_shard(module, ignored_params=whole)
     for layer in model.layers:
-        if args.compile:
+        if compiles:
             layer.compile()
-        fully_shard(layer, mp_policy=policy, ignored_params=frozen)
+        fully_shard(layer, mp_policy=policy, ignored_params=whole)
     # the root reshards after its forward too: parameters that a no-grad pass left gathered would
     # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=frozen, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -377,7 +389,7 @@ class Batch:
 
 
 class Rows:
-    """The masks of an inner iteration. A row is one term of the loss, estimated with K forwards."""
+    """The masks of an inner iteration. A row is a term of the loss, with K noisy copies."""
 
     temperature = 1.0  # of the scored distribution
     old = None  # estimates before the first update; None: the current ones
@@ -400,22 +412,33 @@ class Rows:
             setattr(rows, name, value[index] if isinstance(value, torch.Tensor) else value)
         return rows
 
+    def split(self, size):
+        """-> the same with at most `size` draws in a row, where the loss is a sum over draws"""
+        R, K, _ = self.masked.shape
+        if DRAWS_TOGETHER and K > size:
+            raise SystemExit(f"--micro-batch-size {size} does not hold the {K} draws of a row")
+        n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
+        rows = self.select(torch.arange(R).repeat_interleave(n))
+        rows.masked = self.masked.reshape(R * n, K // n, -1)
+        rows.weights = self.weights.reshape(R * n, K // n, -1)
+        return rows
+
 
 # <<< shared: batch
 
 
 # >>> shared: inner
-def draw_logps(model, rows, k):
-    """The only forward in training: log-probabilities of the tokens that draw k scores.
+def draw_logps(model, rows):
+    """The only forward in training: log-probabilities of the tokens that the draws score.
 
-    -> [R, L] fp32, 0 elsewhere
+    -> [R, K, L] fp32, 0 elsewhere
     """
     P = rows.batch.P
-    noisy_ids = torch.where(rows.masked[:, k], model.mask_token_id, rows.input_ids)
-    score_mask = torch.nn.functional.pad(rows.weights[:, k] != 0, (P, 0))
+    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
+    score_mask = torch.nn.functional.pad(rows.weights != 0, (P, 0))
     return model.logps(
         rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
-    )[:, P:]
+    )[:, :, P:]
 
 
 def micro_batches(rows, args):
@@ -423,7 +446,7 @@ def micro_batches(rows, args):
 
     A rank that has run out repeats its last one without effect.
     """
-    size = args.micro_batch_size
+    size = args.micro_batch_size // rows.masked.shape[1]
     micros = [rows.select(slice(i, i + size)) for i in range(0, len(rows.input_ids), size)]
     count = maximum(len(micros))
     return [(micros[min(i, len(micros) - 1)], i < len(micros)) for i in range(count)]
@@ -434,32 +457,19 @@ def frozen_estimates(model, rows, args):
     """Estimates of all rows without a graph: the old and the reference values."""
     parts = []
     for micro, is_real in micro_batches(rows, args):
-        logps = torch.stack([draw_logps(model, micro, k) for k in range(micro.masked.shape[1])], 1)
-        parts += [estimate_logps(logps, micro, args)] if is_real else []
+        estimates = estimate_logps(draw_logps(model, micro), micro, args)
+        parts += [estimates] if is_real else []
     return torch.cat(parts)
 
 
-def backward(model, rows, scale, last, args):
-    """Exact gradient of scale * policy_loss with the graph of one forward in memory. -> metrics
-
-    One draw: its graph is kept. Several: the loss may couple them, so first their values without a
-    graph, then d loss / d value, then the chain rule with one forward and backward per draw.
-    """
-    K = rows.masked.shape[1]
-    with torch.set_grad_enabled(K == 1):
-        draws = [draw_logps(model, rows, k) for k in range(K)]
-    values = torch.stack(draws, 1).detach().requires_grad_()  # [R, K, L]
-    estimates = estimate_logps(values, rows, args)
+def backward(model, rows, scale, args):
+    """Gradient of scale * policy_loss. -> metrics"""
+    estimates = estimate_logps(draw_logps(model, rows), rows, args)
     # with one update per rollout the old values are the current ones
     old = estimates.detach() if rows.old is None else rows.old
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
-    (slope,) = torch.autograd.grad(loss, values)
-    for k in range(K):
-        model.set_requires_gradient_sync(args.sync_every_backward or (last and k == K - 1))
-        logps = draws[k] if K == 1 else draw_logps(model, rows, k)
-        (scale * (slope[:, k] * logps).sum()).backward()
-    metrics["loss/total"] = loss
-    return {name: value.detach() for name, value in metrics.items()}
+    (scale * loss).backward()
+    return {name: value.detach() for name, value in (metrics | {"loss/total": loss}).items()}
 
 
 # <<< shared: inner
@@ -540,11 +550,13 @@ def prepare_rows(model, ref_model, batch, args):
         rows = sample_masks(batch, iteration, args)
         if rows is None:  # nothing random: the same rows for all
             return iterations * args.num_iterations
+        # rows of similar length together: padding of a whole micro-batch is not computed
+        rows = rows.select(rows.valid_mask.sum(1).argsort(stable=True)).split(args.micro_batch_size)
+        live = rows.weights.any((1, 2))
         if not args.beta:
-            # rows with advantage 0 have no gradient; one stays, because every rank must run
-            live = rows.advantages != 0
-            live[0] |= ~live.any()
-            rows = rows.select(live)
+            live &= rows.advantages != 0  # no gradient
+        live[0] |= ~live.any()  # every rank must run
+        rows = rows.select(live)
         if USES_OLD and args.num_iterations > 1:
             rows.old = frozen_estimates(model, rows, args)
         if args.beta:
@@ -560,8 +572,9 @@ def update(model, ref_model, optimizer, batch, step, args):
         micros, sums = micro_batches(rows, args), {}
         has_gradient = bool(args.beta or rows.advantages.any())
         for i, (micro, is_real) in enumerate(micros):
+            model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
-            for name, value in backward(model, micro, scale, i + 1 == len(micros), args).items():
+            for name, value in backward(model, micro, scale, args).items():
                 sums[name] = sums.get(name, 0) + value * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
     weight = metrics.pop("policy/weight")  # 0 if no row on any rank had a gradient
@@ -624,7 +637,7 @@ def main(args):
                 metrics |= {f"eval/{args.task}": score("validation")} | check()
         metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
-        log.write(step + 1, metrics | {"memory/peak_gb": peak_memory_gb()})
+        log.write(step + 1, metrics | machine_metrics())
         G = range(args.num_generations)  # of the first prompt
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
         saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped := stop.is_set())

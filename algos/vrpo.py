@@ -6,9 +6,8 @@
              + sft_coef * (-B(chosen) / number of chosen tokens)
 
 Policy and reference see the same timesteps and masks of an answer, so that their common noise
-cancels; the two answers of a pair are drawn independently. The gradient is exact with the graph of
-one forward in memory: values of all draws without a graph, d loss / d value, then one forward and
-backward per draw.
+cancels; the two answers of a pair are drawn independently. A forward takes all draws of both, which
+the loss couples.
 
 Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
@@ -35,11 +34,11 @@ from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
 from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
-from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed
+from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed, unsharded
 from models.training_state import Saves
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
-from runlog import RunLog, StopSignal, Stopwatch, command_line, peak_memory_gb
+from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
 
@@ -87,7 +86,7 @@ class Args:
     lora_targets: tuple[str, ...] = ()
     """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
     micro_batch_size: int = 64
-    """sequences per forward; does not change the gradient"""
+    """noised sequences per forward; does not change the gradient"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -98,8 +97,8 @@ class Args:
     """attention backend in training; auto: the fastest measured for the model's pattern"""
     activation_checkpointing: bool = False
     """recompute every block in the backward pass: less memory, a third more compute"""
-    compile: bool = False
-    """torch.compile every block: faster steps, minutes of warm-up"""
+    compile: bool = True
+    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
     max_steps: int = 100
@@ -245,19 +244,23 @@ def parallelize(model, args):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
-    # compiled blocks recompute cheap operations in the backward pass: less memory, same speed
-    torch._functorch.config.activation_memory_budget = 0.7
-    # on one rank FSDP2 would copy frozen parameters
-    frozen = {p for p in model.parameters() if dist.get_world_size() == 1 and not p.requires_grad}
+    compiles = args.compile and torch.cuda.is_available()
+    if compiles:
+        # recompute cheap operations in the backward pass: less memory, same speed
+        torch._functorch.config.activation_memory_budget = 0.7
+        # lengths share a graph; batches of one row, passes without gradient or adapters do not
+        torch._dynamo.config.recompile_limit = 32
+    whole = unsharded(model)
     for module in model.fp32_modules:
-        fully_shard(module, ignored_params=frozen)
+        if not whole.issuperset(module.parameters()):
+            fully_shard(module, ignored_params=whole)
     for layer in model.layers:
-        if args.compile:
+        if compiles:
             layer.compile()
-        fully_shard(layer, mp_policy=policy, ignored_params=frozen)
+        fully_shard(layer, mp_policy=policy, ignored_params=whole)
     # the root reshards after its forward too: parameters that a no-grad pass left gathered would
     # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=frozen, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -350,7 +353,7 @@ def log_step(log, metrics, clock, tokens, step):
     """Write a step's metrics with its speed and memory. tokens: of this rank"""
     tokens = all_reduce({"tokens": tokens})["tokens"]
     speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | {"memory/peak_gb": peak_memory_gb()})
+    log.write(step + 1, metrics | clock | speed | machine_metrics())
 
 
 # <<< shared: evaluation
@@ -393,40 +396,48 @@ def draw_batch(stream, model, device, step, args):
 
 
 def draw_elbos(model, batch, masks, rows):
-    """The only forward in training: one-draw ELBOs of rows [R], sequence * n + draw. -> [R] fp32"""
-    sequence, draw = rows // masks.masked.shape[1], rows % masks.masked.shape[1]
-    # padding beyond the longest of these rows costs nothing
-    width = int(batch.valid_mask[sequence].sum(1).max())
-    input_ids, weights = batch.input_ids[sequence, :width], masks.weights[sequence, draw, :width]
-    noisy_ids = torch.where(masks.masked[sequence, draw, :width], batch.mask_token_id, input_ids)
-    logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[sequence, :width])
-    return (weights.to(logps.dtype) * logps).sum(1)
+    """The only forward in training: one-draw ELBOs of R sequences. -> [R, n] fp32"""
+    input_ids, weights = batch.input_ids[rows], masks.weights[rows]
+    noisy_ids = torch.where(masks.masked[rows], batch.mask_token_id, input_ids[:, None])
+    logps = model.logps(input_ids, noisy_ids, weights != 0, batch.valid_mask[rows])
+    return (weights.to(logps.dtype) * logps).sum(2)
 
 
 def micro_batches(masks, args):
-    """Row numbers of each forward, equally many on every rank: all have as many pairs."""
+    """Slices of the sequences for each forward: whole pairs, at most --micro-batch-size sequences x
+    draws. Equally many on every rank, because all have as many pairs.
+    """
     B, n, _ = masks.masked.shape
-    return torch.arange(B * n, device=masks.masked.device).split(args.micro_batch_size)
+    size = 2 * (args.micro_batch_size // (2 * n))
+    if not size:
+        raise SystemExit(
+            f"--micro-batch-size {args.micro_batch_size} does not hold the {2 * n} draws of a pair"
+        )
+    return [slice(i, i + size) for i in range(0, B, size)]
 
 
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
-    """One-draw ELBOs of the whole batch without a graph. -> [B, n]"""
-    values = [draw_elbos(model, batch, masks, rows) for rows in micro_batches(masks, args)]
-    return torch.cat(values).view(masks.masked.shape[:2])
+    """One-draw ELBOs of the whole batch. Without a graph the draws of a sequence always fit.
+
+    -> [B, n]
+    """
+    B, n, _ = masks.masked.shape
+    parts = torch.arange(B).split(max(args.micro_batch_size // n, 1))
+    return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
 
 
 def backward(model, batch, masks, ref_elbos, scale, args):
-    """Exact gradient of scale * preference_loss, which couples the draws of a pair. -> metrics"""
-    values = elbo_values(model, batch, masks, args).requires_grad_()  # [B, n]
-    loss, metrics = preference_loss(values, ref_elbos, batch, args)
-    slope = torch.autograd.grad(loss, values)[0].flatten()
-    micros = micro_batches(masks, args)
+    """Gradient of scale * preference_loss, pair by pair. -> metrics"""
+    micros, sums = micro_batches(masks, args), {}
     for i, rows in enumerate(micros):
         model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
-        (scale * (slope[rows] * draw_elbos(model, batch, masks, rows)).sum()).backward()
-    metrics["loss/total"] = loss
-    return {name: value.detach() for name, value in metrics.items()}
+        elbos = draw_elbos(model, batch, masks, rows)
+        loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
+        (scale * loss).backward()
+        for name, value in (metrics | {"loss/total": loss}).items():
+            sums[name] = sums.get(name, 0) + value.detach()
+    return sums
 
 
 def held_out_args(args):

@@ -18,21 +18,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import Report, timed
 from models.attention import (
     RAGGED,
+    Visibility,
     bidirectional,
     block_causal,
     make_attend,
     positions,
     refusal,
-    two_copy,
 )
 
 TOLERANCE = 1e-2
 SDAR, LLADA = (32, 8), (32, 32)  # heads of queries, of keys
 BLOCK = 4
 # pattern, rows, tokens per row, tokens per packed document (0: a row is one document)
-CASES = [(pattern, 16, 512, 0) for pattern in ("full", "padded", "block-causal", "two-copy")]
-CASES += [(pattern, 16, 1280, 0) for pattern in ("block-causal", "two-copy")]
-CASES += [(pattern, B, 8192 // B, 192) for pattern in ("packed", "two-copy") for B in (16, 8, 2)]
+CASES = [(pattern, 16, 512, 0) for pattern in ("full", "padded", "block-causal", "copies")]
+CASES += [(pattern, 16, 1280, 0) for pattern in ("block-causal", "copies")]
+CASES += [(pattern, B, 8192 // B, 192) for pattern in ("packed", "copies") for B in (16, 8, 2)]
 BACKENDS = ("sdpa", "flex", "varlen", "flash-attn")
 
 
@@ -43,8 +43,11 @@ def visibility_of(pattern, B, T, document):
     valid = at >= pads.long()[:, None]
     documents = (at // document).expand(B, -1).contiguous() if document else None
     block = ((positions(valid, documents) % BLOCK == 0).cumsum(1) - 1).clamp(min=0)
-    if pattern == "two-copy":
-        return two_copy(block, valid, at.expand_as(block), documents)
+    if pattern == "copies":  # clean and one noisy
+        block, valid, copy = (x.repeat(1, 2) for x in (block, valid, 0 * block))
+        copy[:, T:] = 1
+        documents = documents.repeat(1, 2) if document else None
+        return Visibility("copies", block, valid, documents, copy)
     if pattern == "block-causal":
         return block_causal(block, valid, documents)
     return bidirectional(valid, documents)

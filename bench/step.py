@@ -12,7 +12,7 @@ recomputation. Over the weight matrices M of the blocks and the head,
     forward  = sum over M of 2 |M| n
     backward = sum over M of 2 |M| n (1 + t)
 n: tokens multiplied by M (scored ones for the head; tokens x k / E for stacked experts; two per
-input token for a block model, which reads [noisy | clean]); t: 1 if M is trained, else 0.
+input token for a block model, which reads [clean | noisy]); t: 1 if M is trained, else 0.
 share_of_matmul is FLOP/s over those of an 8192^3 bf16 product in the same run.
 """
 
@@ -144,7 +144,7 @@ def our_forward(model, batch, args, matmul):
     def run():
         with torch.no_grad():
             for rows in torch.arange(args.rows).split(args.micro_batch_size):
-                logps = model.logps(ids[rows], noisy[rows], everything[rows], everything[rows])
+                logps = model.logps(ids[rows], noisy[rows, None], everything[rows, None])
         return logps.mean().item()
 
     work = flops(model, args, args.rows * args.length, False)
@@ -153,11 +153,11 @@ def our_forward(model, batch, args, matmul):
 
 def our_step(model, batch, args, matmul):
     ids, noisy, masked = batch
-    valid, scored = torch.ones_like(masked), masked.sum()
+    scored = masked.sum()
 
     def micro_loss(rows, is_last):
         model.set_requires_gradient_sync(is_last)
-        return -model.logps(ids[rows], noisy[rows], masked[rows], valid[rows]).sum() / scored
+        return -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
 
     params = [p for p in model.parameters() if p.requires_grad]
     run = time_steps(micro_loss, params, args, args.micro_batch_size)

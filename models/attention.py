@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 # --- which token sees which ----------------------------------------------------------------------
 
-PATTERNS = ("full", "padded", "packed", "block-causal", "two-copy")
+PATTERNS = ("full", "padded", "packed", "block-causal", "copies")
 NEVER = torch.iinfo(torch.int32).max
 
 
@@ -24,33 +24,34 @@ class Visibility:
     """Which of S tokens sees which, for every family. Padding sees itself; nothing else sees it.
 
     pattern: one of PATTERNS. block [B, S] int64: number of each token's block, counted from the
-    start of its row; 0 where there are no blocks. valid [B, S] bool: False on padding. noisy: how
-    many tokens at the start of a row are the noisy copy in a pass over [noisy | clean]. A noisy
-    token sees the noisy tokens of its own block and the clean ones of earlier blocks; a clean token
-    sees clean ones up to its own block. document [B, S] int64: in a packed row the document of each
-    token, which sees no other document; None: a row is one document.
+    start of its row; 0 where there are no blocks. valid [B, S] bool: False on padding. document
+    [B, S] int64: in a packed row the document of each token, which sees no other document; None: a
+    row is one document. copy [B, S] int64: 0 on clean tokens, k on those of noisy copy k in a pass
+    over [clean | noisy_1 .. noisy_K]. A noisy token sees its own block of its own copy and the
+    clean tokens of earlier blocks; a clean token sees clean ones up to its own block.
     """
 
     pattern: str
     block: torch.Tensor
     valid: torch.Tensor
     document: torch.Tensor | None = None
-    noisy: int = 0
+    copy: torch.Tensor | None = None
 
     def rule(self):
         """-> sees(b, h, q, k): whether in row b token q sees token k, as FlexAttention calls it
 
         A query sees keys whose level is at most its limit or whose group is its own, so that one
         FlexAttention kernel serves all patterns. level: the block of a clean token, out of reach on
-        others. limit: the last block whose clean tokens are seen. group: the block of a noisy
-        token; unique on others, so each sees itself.
+        others. limit: the last block whose clean tokens are seen. group: numbers the blocks of all
+        noisy copies; unique on other tokens, so each sees itself.
         """
         block, valid, document = self.block.int(), self.valid, self.document
         at = torch.arange(block.shape[1], dtype=torch.int32, device=block.device)
-        noisy = at < self.noisy
+        copy = torch.zeros_like(block) if self.copy is None else self.copy.int()
+        noisy = copy > 0
         level = block.masked_fill(noisy | ~valid, NEVER)
         limit = (block - noisy.int()).masked_fill(~valid, -1)
-        group = torch.where(noisy & valid, block, -1 - at)
+        group = torch.where(noisy & valid, copy * (block.max() + 1) + block, -1 - at)
         sees = lambda b, h, q, k: (level[b, k] <= limit[b, q]) | (group[b, k] == group[b, q])
         if document is None:
             return sees
@@ -75,32 +76,19 @@ def block_causal(block, valid, document=None):
     return Visibility("block-causal", block, valid, document)
 
 
-def two_copy(block, valid, columns, document=None):
-    """Visibility of the pass over [noisy | clean], which denoises every block given clean earlier
-    ones.
+def noisy_columns(score, block, valid):
+    """The columns of K noisy copies that must be computed: blocks with a scored token.
 
-    block, valid, document [B, T]; columns [B, n]: those of each row that the noisy copy holds.
-    S = n + T.
+    score [B, K, T] bool; block, valid [B, T] -> [B, n] int64 of K T columns, n >= 1, in order; rows
+    that need fewer are filled up with others.
     """
-    twice = lambda x: None if x is None else torch.cat([x.gather(1, columns), x], 1)
-    return Visibility("two-copy", *map(twice, (block, valid, document)), columns.shape[1])
-
-
-def noisy_columns(score, block, valid, document=None):
-    """The columns that a noisy copy needs: in packed rows, where prompts lie between the answers,
-    those whose block has a scored token; else all from the first such block of any row on.
-
-    score, valid [B, T] bool, block [B, T] -> [B, n] int64, n >= 1, in order; rows that need fewer
-    columns are filled up with others.
-    """
-    if document is None:
-        first = torch.where(score, block, block.max()).amin(1, keepdim=True)
-        is_needed = ((valid & (block >= first)).any(0).cumsum(0) > 0).expand_as(valid)
-    else:
-        counts = torch.zeros_like(block).scatter_add(1, block, score.long())
-        is_needed = valid & (counts.gather(1, block) > 0)
-    most = max(int(is_needed.sum(1).max()), 1)
-    return (~is_needed).byte().argsort(dim=1, stable=True)[:, :most]
+    K, T = score.shape[1:]
+    copy = torch.arange(K, device=block.device)[:, None]
+    group = (block[:, None] + copy * T).flatten(1)  # numbers the blocks of all copies
+    scored = torch.zeros_like(group).scatter_add_(1, group, score.flatten(1).long())
+    needed = (scored.gather(1, group) > 0) & valid.repeat(1, K)
+    n = max(int(needed.sum(1).max()), 1)
+    return (~needed).byte().argsort(dim=1, stable=True)[:, :n]
 
 
 def positions(valid, document=None):
@@ -228,17 +216,17 @@ BACKENDS = {
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
-#   two-copy B16            S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
+#   copies B16              S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
 # Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
 # a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
 # about 1150.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
 #   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68
-#   two-copy of documents   S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
+#   copies of documents     S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
 AUTO = {
     "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152),
-    "block-causal": ("flex", 1280), "two-copy": ("flex", 1024),
+    "block-causal": ("flex", 1280), "copies": ("flex", 1024),
 }  # fmt: skip
 
 

@@ -97,19 +97,38 @@ def experts_loop(x, index, weight, gate_up, down):
     return y.to(x.dtype).view(x.shape)
 
 
+class Copies(torch.autograd.Function):
+    """k copies of each of n rows, reordered: out[i] = x[order[i] // k]. x [n, D], order [n k].
+
+    Every row has k copies, so its gradient is a gather too: torch would add it up with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, k):
+        """inverse: order[inverse] is 0, 1, ..."""
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
 def experts_grouped(x, index, weight, gate_up, down):
     """The same for k copies of every token, sorted by expert: one grouped product for all experts.
 
     No synchronisation with the host, no atomics.
     """
-    k, D = index.shape[-1], x.shape[-1]
     expert, order = index.flatten().sort(stable=True)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
     experts = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-    copies = x.reshape(-1, 1, D).expand(-1, k, -1).reshape(-1, D).index_select(0, order)
+    copies = Copies.apply(x.flatten(0, -2), order, inverse, index.shape[-1])
     gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    out = torch.empty_like(out).index_copy(0, order, out).view(*index.shape, D)
+    out = Copies.apply(out, inverse, order, 1).view(*index.shape, -1)
     return (out * weight[..., None]).sum(-2, dtype=wide(x)).to(x.dtype)
 
 
@@ -126,7 +145,6 @@ def routing_metrics(sums):
     }
 
 
-@torch.compiler.disable
 def add_routing(sums, index, weight):
     """sums [2, E] fp64; index, weight [..., k]: add to row 0 the tokens of each expert, to row 1
     the share of weight that they gave it.
@@ -142,7 +160,7 @@ def router_metrics(model):
     """with router_metrics(model) as metrics: ...   -> {name of an Experts module: routing_metrics}
 
     Filled at the end, over all tokens of all ranks' forwards inside the block. These include
-    recomputed forwards, padding and both copies of a two-copy pass, so the values depend slightly
+    recomputed forwards, padding and the clean copy of block models, so the values depend slightly
     on the batch layout. Collective where ranks are. Empty for a model without experts.
     """
     metrics, modules = {}, model.named_modules()

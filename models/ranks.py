@@ -17,6 +17,23 @@ def setup_distributed():
     return device
 
 
+def unsharded(model):
+    """The frozen parameters that every rank keeps whole, so that no forward has to gather them: all
+    on one rank, else those of a model that fills less than a quarter of a GPU. -> set
+    """
+    frozen = {value for value in model.parameters() if not value.requires_grad}
+    size = sum(value.numel() * value.itemsize for value in frozen)
+    fits = cuda_bytes() > 4 * size
+    return frozen if fits or dist.get_world_size() == 1 else set()
+
+
+def cuda_bytes():
+    """Memory of this rank's GPU; 0 on a CPU"""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
 def rank_share(total, flag):
     """-> range: which of the items 0 to total - 1 of a step belong to this rank
 

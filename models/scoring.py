@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models.attention import (
+    Visibility,
     bidirectional,
     block_causal,
     make_attend,
     noisy_columns,
     positions,
-    two_copy,
 )
 from models.experts import Router
 from models.layers import rope_tables
@@ -92,41 +92,47 @@ class LanguageModel(nn.Module):
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
         document_ids=None,
     ):  # fmt: skip
-        """Log-probabilities of clean tokens, given the noisy tokens as the class below describes.
+        """Log-probabilities of the clean tokens of R rows, given K noisy copies of each.
 
-        input_ids, noisy_ids [B, T] int64: clean tokens, and the same with some replaced by the mask
-        token. score_mask [B, T] bool: which tokens to score. valid_mask [B, T] bool: False on
-        padding. document_ids [B, T] int64: the document of each token in a packed row; every
-        document is computed as if alone. The mask token has probability 0.
-        -> [B, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
-        pair (logps, entropy in nats).
+        input_ids [R, T] int64: clean tokens. noisy_ids [R, K, T] int64: the same with some replaced
+        by the mask token. score_mask [R, K, T] bool: which tokens to score; copies without any are
+        not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T] int64: the
+        document of each token in a packed row; every document is computed as if alone. The mask
+        token has probability 0.
+        -> [R, K, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
+        pair (logps, entropy in nats). What a token sees: the classes below.
         """
         valid = all_valid(valid_mask, input_ids)
-        columns, forward = self.noisy_pass(score_mask, valid, document_ids)
+        place, forward = self.noisy_pass(input_ids, noisy_ids, score_mask, valid, document_ids)
         # Before the forward, because nonzero waits for the GPU.
-        row, place = score_mask.gather(1, columns).nonzero(as_tuple=True)
-        at = row, columns[row, place]
-        hidden = forward(input_ids, noisy_ids)
-        scored = linear_logps(
-            # [n, D]: the head sees scored rows alone
-            hidden.flatten(0, 1).index_select(0, row * hidden.shape[1] + place),
+        scored = score_mask.flatten()[place].flatten().nonzero()[:, 0]
+        index = place.flatten()[scored]
+        values = linear_logps(
+            forward().flatten(0, 1).index_select(0, scored),  # the head sees scored tokens alone
             self.lm_head.weight,
-            input_ids[at],
+            input_ids[:, None].expand_as(noisy_ids).flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        spread = lambda values: values.new_zeros(valid.shape).index_put(at, values)
-        return tuple(map(spread, scored)) if entropy else spread(scored)
+        spread = lambda x: x.new_zeros(noisy_ids.numel()).index_copy(0, index, x)
+        filled = [spread(x).view(noisy_ids.shape) for x in (values if entropy else [values])]
+        return tuple(filled) if entropy else filled[0]
 
 
 def all_valid(mask, input_ids):
     return torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
 
 
+def span(mask):
+    """mask [B, T] bool -> slice from the first to the last column that is True in any row"""
+    columns = mask.any(0).nonzero()[:, 0].tolist()
+    return slice(columns[0], columns[-1] + 1) if columns else slice(0)
+
+
 class Bidirectional(LanguageModel):
-    """Masked diffusion: all tokens see each other, and one pass over the noisy sequence
-    scores it.
+    """Masked diffusion: all tokens of a noisy copy see each other. `logps` passes every copy as a
+    row of its own.
     """
 
     attention = "bidirectional"  # decides which sampler serves the model
@@ -142,19 +148,26 @@ class Bidirectional(LanguageModel):
     def visibility(self, block, valid, document_ids):
         return bidirectional(valid, document_ids)
 
-    def noisy_pass(self, score_mask, valid, document_ids):
-        """-> columns [B, n] of which the forward takes noisy tokens; forward: clean, noisy [B, T]
-        -> hidden states [B, n or more, D], those of the noisy tokens first
+    def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
+        """-> place [B, n] in the R K T tokens of each hidden state, and the forward that gives
+        them, [B, n, D]
         """
-        columns = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
-        return columns, lambda clean, noisy: self.predictions(noisy, valid, document_ids)
+        _, K, T = noisy_ids.shape
+        copies = score_mask.any(2).flatten().nonzero()[:, 0]  # [B]
+        copies = copies if len(copies) else copies.new_zeros(1)  # FSDP: every rank runs
+        columns = span(valid)
+        rows = lambda x: None if x is None else x[copies // K, columns]
+        noisy = noisy_ids.flatten(0, 1)[copies, columns]
+        place = copies[:, None] * T + torch.arange(T, device=valid.device)[columns]
+        return place, lambda: self.predictions(noisy, rows(valid), rows(document_ids))
 
 
 class BlockCausal(LanguageModel):
     """Block diffusion: a token sees its own block and the blocks before it, from position 0 on.
 
-    `logps` scores every block given its noisy self and the clean blocks before it, all in one
-    forward of [noisy copy | clean copy], as SDAR and BD3-LM train.
+    `logps` scores every block of a noisy copy given its noisy self and the clean blocks before it,
+    in one pass over [clean | noisy_1 .. noisy_K]: the clean tokens are computed once for all
+    copies. With K = 1 this is how SDAR and BD3-LM train.
     """
 
     attention = "block-causal"  # decides which sampler serves the model
@@ -172,10 +185,21 @@ class BlockCausal(LanguageModel):
     def visibility(self, block, valid, document_ids):
         return block_causal(block, valid, document_ids)
 
-    def noisy_pass(self, score_mask, valid, document_ids):
+    def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
+        """As above. Only blocks with a scored token are in the noisy copies, and the clean copy
+        ends before the last of them.
+        """
+        R, K, T = noisy_ids.shape
         position_ids, block = self.grid(valid, document_ids)
-        columns = noisy_columns(score_mask, block, valid, document_ids)
-        attend = make_attend(two_copy(block, valid, columns, document_ids), self.attention_backend)
-        twice = lambda noisy, clean: torch.cat([noisy.gather(1, columns), clean], 1)
-        at = twice(position_ids, position_ids)
-        return columns, lambda clean, noisy: self.hidden(twice(noisy, clean), at, attend)
+        column = noisy_columns(score_mask, block, valid)  # [R, n]
+        last = (block * score_mask.any(1)).amax(1, keepdim=True)
+        clean = span(valid & (block < last))
+        join = lambda x, noisy: torch.cat([x[:, clean], noisy.gather(1, column)], 1)
+        both = lambda x: None if x is None else join(x, x.repeat(1, K))
+        copy = torch.arange(1, K + 1, device=block.device).repeat_interleave(T).expand(R, -1)
+        copy = join(torch.zeros_like(block), copy)
+        seen = Visibility("copies", both(block), both(valid), both(document_ids), copy)
+        attend = make_attend(seen, self.attention_backend)
+        ids, at = join(input_ids, noisy_ids.flatten(1)), both(position_ids)
+        first = column + K * T * torch.arange(R, device=block.device)[:, None]
+        return first, lambda: self.hidden(ids, at, attend)[:, -column.shape[1] :]

@@ -209,7 +209,7 @@ class BlockEngine(Engine):
         return Trace(
             [prompt_ids[i] for i in owner.tolist()], completion_ids,
             scored(completion_ids, canvas_length, eos), canvas_length, step_map,
-            step_map,  # as replay_map: one forward of [noisy | clean] replays a step of all blocks
+            step_map,  # as replay_map: one forward of [clean | noisy] replays a step of all blocks
             logps, sample_index, num_forwards, settings,
             history and events_of(*history, sample_index, first),
         )  # fmt: skip

@@ -20,9 +20,9 @@ def replay_logps(model, trace):
         noisy_ids = torch.cat([input_ids[:, :-L], state], 1)
         with torch.no_grad():
             temperature = trace.settings["temperature"] or 1.0
-            logps += model.logps(input_ids, noisy_ids, scored, valid_mask, temperature=temperature)[
-                :, -L:
-            ].float()
+            noisy, scored = noisy_ids[:, None], scored[:, None]
+            step_logps = model.logps(input_ids, noisy, scored, valid_mask, temperature=temperature)
+            logps += step_logps[:, 0, -L:].float()
     return logps
 
 

@@ -10,6 +10,7 @@ gradient that is almost 0 into a full step, and the noise differs between CPUs.
 
 import importlib
 import json
+import math
 import os
 import socket
 import sys
@@ -45,8 +46,8 @@ CASES = {
     "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
     "sft-sdar": {"pack_length": 128, "max_length": 100},
     "sft-dream": LORA | {"cart_p": 0.2},
-    "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2},
-    "vrpo-llada": LORA | {"mc_num": 2, "share_masks": False},
+    "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
+    "vrpo-llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
 }
 SHOWN = "loss/total optim/grad_norm reward/mean loss/kl eval/countdown test/countdown".split()
 
@@ -113,6 +114,16 @@ def record(directory):
         "rows": rows,
         "tokens": [row["completion_ids"] for row in rows_of(directory, "samples")],
     }
+
+
+def assert_same_metrics(one, two):
+    """Rows of two layouts of a run: routing counts padding, probes and clocks differ by nature."""
+    other = ("time/", "speed/", "memory/", "router/", "probe/logp_gap")
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for name in (name for name in a if not name.startswith(other)):
+            is_close = math.isclose(a[name], b[name], rel_tol=1e-4, abs_tol=1e-5)
+            assert is_close and math.isfinite(a[name]), (a["step"], name, a[name], b[name])
 
 
 if __name__ == "__main__":

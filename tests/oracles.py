@@ -58,7 +58,10 @@ def rollout_batch(
     trace = make_engine(model).generate([list(p) for p in prompts], **shape, seed=6)
     batch = module.Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
-    batch.advantages = module.compute_advantages(rewards[:, :G].flatten(), args)
+    rewards = rewards[:, :G].flatten()
+    if records == "states":  # one for every step
+        rewards = rewards[:, None] * torch.arange(1, trace.num_replays + 1)
+    batch.advantages = module.compute_advantages(rewards, args)
     assert (batch.advantages > 0).any() and (batch.advantages < 0).any()
     return batch
 
@@ -178,6 +181,7 @@ def full_graph_loss(name, model, rows, args):
     """
     R, K, L = rows.weights.shape
     total, tokens = torch.zeros((), dtype=torch.float64), rows.batch.num_tokens
+    sequences = rows.batch.num_sequences
     for r in range(R):
         valid = rows.valid_mask[r]
         clean, noisy_mask = rows.input_ids[r][valid], rows.masked[r][:, valid]
@@ -191,22 +195,29 @@ def full_graph_loss(name, model, rows, args):
                 end = start + 4
             noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])
             logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, P + j]
+            logits = logits / rows.temperature
             logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
             lp[k][j] = logits.log_softmax(-1)[clean[P + j]]
         A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]
-        old = None if rows.old is None else rows.old[r]
-        if name in ("d1", "coupled_grpo"):
-            for j in c.nonzero().flatten():
-                score = lp[0][j] if name == "d1" else sum(w[k, j] * lp[k][j] for k in range(3))
-                ratio = (score - old[j]).exp()
+        mean = lambda j: sum(w[k, j] * lp[k][j] for k in range(K))  # noqa: B023
+        if name == "bgpo":
+            for k in range(K):
+                d = sum(w[k, j] * lp[k][j] for j in range(L)) - rows.old[r, k]
+                g = A * (1 + d) if A >= 0 else A * d.exp()
+                total = total - g / (sequences * args.mc_num)
+        elif name != "spg":
+            terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
+            if name in ("cj_grpo", "mdpo"):
+                places = w.nonzero().tolist()
+                terms = [(lp[k][j], k, j, w[k, j] / sequences) for k, j in places]
+            old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
+            scale = L / noisy_mask.sum().item() if name == "mdpo" else 1
+            for score, k, j, share in terms:
+                ratio, delta = (score - old[k, j]).exp(), ref[k, j] - score
                 clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-                delta = rows.ref[r][j] - score
-                kl = delta.exp() - delta - 1
-                total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / tokens
-        elif name == "bgpo":
-            d = sum(w[0, j] * lp[0][j] for j in range(L)) - old
-            g = A * (1 + d) if A >= 0 else A * d.exp()
-            total = total - g / (rows.batch.num_sequences * args.mc_num)
+                kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
+                policy = scale * torch.minimum(ratio * A, clipped * A)
+                total = total + share * (args.beta * kl - policy)
         else:  # spg
             bound = sum(w[k, j] * lp[k][j] for k in range(K) for j in range(L)) / K
             if A < 0:

@@ -17,12 +17,11 @@ from models.attention import (
     AUTO,
     BACKENDS,
     PATTERNS,
+    Visibility,
     bidirectional,
     block_causal,
-    block_mask,
     make_attend,
     positions,
-    two_copy,
 )
 
 # --- who sees whom -------------------------------------------------------------------------------
@@ -49,15 +48,24 @@ def documents_of(valid, pattern):
     )
 
 
+def columns_of(pattern, T, start):
+    """The tokens of a pass: (0, t) clean, (k, t) of noisy copy k, whose first ones 1 leaves out."""
+    noisy = [(k, t) for k in (1, 2) for t in range(start if k == 1 else 0, T)]
+    return [(0, t) for t in range(T)] + noisy * ("copies" in pattern)
+
+
 def visibility_of(pattern, valid, N=4, start=0):
     """pattern: one of PATTERNS; "packed" before those of blocks: rows of several documents."""
     document = documents_of(valid, pattern)
     position = positions(valid, document)
     opens = valid & (position % N == 0)  # as models number their blocks
     block = (opens.cumsum(1) - 1).clamp(min=0)
-    if "two-copy" in pattern:
-        columns = torch.arange(start, valid.shape[1]).expand(len(valid), -1)
-        return two_copy(block, valid, columns, document)
+    if "copies" in pattern:
+        copy, at = torch.tensor(columns_of(pattern, valid.shape[1], start)).T
+        document = document if document is None else document[:, at]
+        return Visibility(
+            "copies", block[:, at], valid[:, at], document, copy.repeat(len(valid), 1)
+        )
     return (
         block_causal(block, valid, document)
         if "block-causal" in pattern
@@ -68,9 +76,7 @@ def visibility_of(pattern, valid, N=4, start=0):
 def dense_by_loops(pattern, valid, N, start):
     """The definition, pair by pair: padding sees itself and is seen by nothing else."""
     B, T = valid.shape
-    columns = [(True, t) for t in range(start, T)] * ("two-copy" in pattern) + [
-        (False, t) for t in range(T)
-    ]
+    columns = columns_of(pattern, T, start)
     document = documents_of(valid, pattern)
     mask = torch.zeros(B, len(columns), len(columns), dtype=torch.bool)
     for b in range(B):
@@ -78,8 +84,8 @@ def dense_by_loops(pattern, valid, N, start):
         ordinal = {
             t: sum(bool(valid[b, s]) and of[s] == of[t] for s in range(t)) for t in range(T)
         }  # among those of its own
-        for i, (q_noisy, q) in enumerate(columns):
-            for j, (k_noisy, k) in enumerate(columns):
+        for i, (q_copy, q) in enumerate(columns):
+            for j, (k_copy, k) in enumerate(columns):
                 if not (valid[b, q] and valid[b, k]):
                     mask[b, i, j] = i == j
                     continue
@@ -88,15 +94,15 @@ def dense_by_loops(pattern, valid, N, start):
                     sees = False
                 elif pattern in ("full", "padded", "packed"):
                     sees = True
-                elif not q_noisy:
-                    sees = not k_noisy and k_block <= q_block
+                elif k_copy == q_copy:
+                    sees = k_block <= q_block if k_copy == 0 else k_block == q_block
                 else:
-                    sees = k_block == q_block if k_noisy else k_block < q_block
+                    sees = k_copy == 0 and k_block < q_block
                 mask[b, i, j] = sees
     return mask
 
 
-MASKED = (*PATTERNS[1:], "packed block-causal", "packed two-copy")
+MASKED = (*PATTERNS[1:], "packed block-causal", "packed copies")
 SHAPES = ((12, 4), (11, 4), (3, 4), (7, 1))
 PADDINGS = (None, "left", "right", "middle")
 GRIDS = [
@@ -108,19 +114,45 @@ GRIDS = [grid for grid in GRIDS if grid[:2] != ("padded", None)]
 @pytest.mark.parametrize("pattern, padding, T, N", GRIDS)
 def test_dense_is_the_definition(pattern, padding, T, N):
     valid = valid_rows(T, padding)
-    for start in (0, 1, T - 1) if "two-copy" in pattern else (0,):
+    for start in (0, 1, T - 1) if "copies" in pattern else (0,):
         visibility = visibility_of(pattern, valid, N, start)
         want = dense_by_loops(pattern, valid, N, start)
         assert visibility.pattern == pattern.removeprefix("packed ")
         assert torch.equal(visibility.dense().expand_as(want), want)
-        B, S = want.shape[:2]
         # rows do differ: a mask shared by the batch would fail
         assert (valid == valid[:1]).all() or not (want == want[:1]).all()
-        if T == 11:  # FlexAttention's mask_mod, called with plain indices
-            sees = block_mask(visibility).mask_mod
-            every = range(S)
-            got = [[[bool(sees(b, 0, q, k)) for k in every] for q in every] for b in range(B)]
-            assert got == want.tolist()
+
+
+# what a noisy token may not see, by the copies of query and key and the blocks in between
+FAULTS = {
+    "another copy": lambda q, k, ahead: (k > 0) & (k != q) & (ahead == 0),
+    "its own clean block": lambda q, k, ahead: (k == 0) & (ahead == 0),
+    "later clean blocks": lambda q, k, ahead: (k == 0) & (ahead > 0),
+    "earlier noisy blocks": lambda q, k, ahead: (k == q) & (ahead < 0),
+}
+
+
+def plant(monkeypatch, fault):
+    """Let noisy tokens see what they may not."""
+    rule = Visibility.rule
+
+    def faulty(self):
+        sees, copy, block = rule(self), self.copy, self.block
+        also = lambda *of: (of[0] > 0) & FAULTS[fault](*of)
+        return lambda b, h, q, k: (
+            sees(b, h, q, k)
+            | also(copy[b, q], copy[b, k], block[b, k] - block[b, q]) & self.valid[b, k]
+        )
+
+    monkeypatch.setattr(Visibility, "rule", faulty)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_mask_shows(monkeypatch, fault):
+    valid = valid_rows(12, "left")
+    want = dense_by_loops("copies", valid, 4, 0)
+    plant(monkeypatch, fault)
+    assert not torch.equal(visibility_of("copies", valid).dense(), want)
 
 
 # --- backends ------------------------------------------------------------------------------------
@@ -168,7 +200,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], cpu="training", installed=True))
 
 
-CASES = [("full", None), ("packed", None), ("block-causal", None), ("two-copy", None)]
+CASES = [("full", None), ("packed", None), ("block-causal", None), ("copies", None)]
 CASES += [(pattern, side) for pattern in MASKED for side in PADDINGS[1:]]
 
 
@@ -183,11 +215,7 @@ def test_output_and_gradients_are_those_of_plain_softmax(on_cpu, backend, patter
     valid = valid_rows(9, padding)
     visibility = visibility_of(pattern, valid, 4, 2)
     q, k, v = tensors(visibility, valid, *heads)
-    seen = (
-        torch.ones(3, q.shape[2], dtype=torch.bool)
-        if visibility.valid is None
-        else visibility.valid
-    )[:, None, :, None]
+    seen = visibility.valid[:, None, :, None]
     grad = torch.randn_like(q) * seen
     got = make_attend(visibility, backend)(0, q, k, v)
     want = softmax_attention(visibility.dense(), q, k, v)
@@ -243,11 +271,11 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     compiled = torch.compile(attention.flex_attention, dynamic=True, fullgraph=True, backend=graphs)
     monkeypatch.setattr(attention, "compiled_flex", lambda: compiled)
     for shape in [
-        ("two-copy", 5, 200),
-        ("two-copy", 6, 211),
+        ("copies", 7, 200),  # batch and number of blocks of 128 differ
+        ("copies", 6, 211),
         ("block-causal", 5, 390),
         ("padded", 8, 260),
-        ("two-copy", 3, 150),
+        ("copies", 3, 150),
     ]:
         check_flex(*shape)
     assert graphs.frame_count == 1

@@ -15,8 +15,8 @@ def batch_of(rows=8, length=12):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 5, (rows, length), generator=generator)
     valid = torch.arange(length) >= torch.arange(rows)[:, None] % 4  # left padding
-    score = (torch.rand(rows, length, generator=generator) < 0.4) & valid
-    return ids, torch.where(score, MASK, ids), score, valid
+    score = (torch.rand(rows, 2, length, generator=generator) < 0.4) & valid[:, None]
+    return ids, torch.where(score, MASK, ids[:, None]), score, valid
 
 
 def accumulate(model, batch, scale=1.0):
@@ -75,7 +75,8 @@ def test_collectives(run_ranks):
         assert maximum(rank) == 1
         # a rank that has run out repeats its last micro-batch without effect
         rows = SimpleNamespace(input_ids=range(5 - 3 * rank), select=lambda part: part)
-        micros = d1.micro_batches(rows, SimpleNamespace(micro_batch_size=2))
+        rows.masked = torch.empty(0, 3)  # three draws
+        micros = d1.micro_batches(rows, SimpleNamespace(micro_batch_size=8))
         assert [real for _, real in micros] == [[True] * 3, [True, False, False]][rank]
 
     run_ranks(2, body)

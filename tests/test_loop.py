@@ -62,10 +62,15 @@ def gap(a, b):
     return (a - b).abs().max().item()
 
 
+def draws_of(rows):
+    ids = rows.input_ids[:, None].expand_as(rows.masked)
+    return sorted(torch.cat([ids, rows.masked, rows.weights], 2).flatten(0, 1).tolist())
+
+
 @pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg])
 def test_rows_are_prepared_before_the_first_update(run_ranks, module):
-    """Without KL dead rows go, one stays if all are dead, and counts stay; old and reference values
-    are of their models.
+    """Short sequences first, at most a micro-batch of draws in a row. Without KL dead rows go, one
+    stays if all are dead, and counts stay; old and reference values are of their models.
     """
 
     def body(rank, world_size):
@@ -76,7 +81,8 @@ def test_rows_are_prepared_before_the_first_update(run_ranks, module):
         assert len(prepared) == 2 and not torch.equal(prepared[0].input_ids, prepared[1].masked)
         for iteration, rows in enumerate(prepared):
             everything = module.sample_masks(batch, iteration, args)
-            assert torch.equal(rows.masked, everything.masked[everything.advantages != 0])
+            assert draws_of(rows) == draws_of(everything.select(everything.advantages != 0))
+            assert (rows.valid_mask.sum(1).diff() >= 0).all() and rows.masked.shape[1] <= 5
             assert (rows.advantages != 0).all() and rows.batch.num_sequences == 12
             assert rows.ref is None
             if module.USES_OLD:
@@ -133,7 +139,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
             # collective: every rank takes its micro-batches alike
             rows.old = module.frozen_estimates(plain, rows, args)
         for rows in draws:
-            got = module.backward(plain, rows, 1.0, True, args)
+            got = module.backward(plain, rows, 1.0, args)
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
             reference.param_groups[0]["lr"] = 0.5e-2  # warm-up: step 1 of 4
             reference.step()
@@ -197,8 +203,10 @@ def test_what_is_not_finite_on_one_rank_stops_all_before_the_step(run_ranks, mon
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_reference_of_coupled_grpo_moves(run_ranks, ranks):
+@pytest.mark.parametrize("ranks, gpu_bytes", [(1, 0), (2, 0), (2, 1 << 40)])
+def test_the_reference_of_coupled_grpo_moves(run_ranks, monkeypatch, ranks, gpu_bytes):
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+
     def body(rank, world_size):
         model, frozen = sharded_model(coupled_grpo, seed=1), tiny_model().requires_grad_(False)
         reference = coupled_grpo.parallelize(frozen, coupled_grpo.Args())

@@ -148,7 +148,8 @@ def test_adapters_go_on_the_linear_layers_of_blocks(family):
     assert all(".layers." in name or ".blocks." in name for name in held)
     assert not any(word in name for name in held for word in ("gate.", "mlp.experts", "lm_head"))
     assert dict(export_weights(model)).keys() == tensor_shapes(model_of(SMALLS[family])).keys()
-    model.logps(IDS, torch.full_like(IDS, MASK), IDS >= 0).sum().backward()
+    ids = IDS[:, None]
+    model.logps(IDS, torch.full_like(ids, MASK), ids >= 0).sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     held = adapter_tensors(add_lora(model_of(), RANK, ALPHA, ["down_proj"]))
     assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in held} == {"down_proj"}
@@ -285,25 +286,27 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, change, words):
 
 
 def loss_of(model, rows, num_tokens):
-    ids, score = (
-        random_ids(8, 12, MASK)[rows],
-        torch.rand(8, 12, generator=torch.Generator().manual_seed(4))[rows] < 0.4,
-    )
-    return -model.logps(ids, torch.where(score, MASK, ids), score).sum() / num_tokens
+    ids, generator = random_ids(8, 12, MASK)[rows], torch.Generator().manual_seed(4)
+    score = torch.rand(8, 2, 12, generator=generator)[rows] < 0.4
+    noisy = torch.where(score, MASK, ids[:, None])
+    return -model.logps(ids, noisy, score).sum() / num_tokens
 
 
 def full(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def test_two_ranks_train_as_one(run_ranks, tmp_path):
+@pytest.mark.parametrize("gpu_bytes", [0, 1 << 40])
+def test_two_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes):
     """Gradients, an AdamW step, exports and the saved adapter of two FSDP2 ranks equal those of one
-    unsharded process.
+    unsharded process; the base is sharded, or whole on both ranks, where it fits.
     """
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         build = lambda: adapted(base=model_of(SMALL, torch.float64), dtype=torch.float64)
         whole, sharded = build(), d1.parallelize(build(), ARGS)
+        assert hasattr(sharded.lm_head.weight, "full_tensor") == (not gpu_bytes)
         for model, rows, scale in [
             (whole, slice(0, 8), 1),
             (sharded, slice(4 * rank, 4 * rank + 4), world_size),

@@ -47,9 +47,7 @@ def one_rank(monkeypatch):
 
 def draws_of(module, model, rows):
     with torch.no_grad():
-        return torch.stack(
-            [module.draw_logps(model, rows, k) for k in range(rows.masked.shape[1])], 1
-        )
+        return module.draw_logps(model, rows)
 
 
 def estimates_of(module, model, rows, args):
@@ -111,9 +109,7 @@ def test_one_block_by_enumeration(family):
     for A in (1.3, -0.7):
         columns, gaps = d.repeat_interleave(space.times, 0).T[::5], []
         for column, ratio in zip(columns, mean[::5], strict=True):
-            gaps.append(
-                A * ratio - loss_of(bgpo, column.tolist(), [A] * 48, 0.0, mc_num=48)[0] * 48
-            )
+            gaps.append(A * ratio - loss_of(bgpo, [column.tolist()], [A], 0.0, mc_num=48)[0])
         gaps = torch.stack(gaps)
         assert (gaps > -1e-6).all() and (gaps > 1e-4).double().mean() > 0.8
 
@@ -134,7 +130,7 @@ def test_estimates_are_unbiased_on_rollouts(module):
         rows = module.sample_masks(batch, iteration, args)
         got = estimates_of(module, model, changed(rows, weights=rows.weights.double()), args)
         lengths = batch.completion_mask.sum(1)
-        draws += [got[:, 0] * lengths] if module is spg else list(got.view(2, -1))
+        draws += [got[:, 0] * lengths] if module is spg else list(got.T)
     assert within(torch.stack(draws), torch.tensor(want)).all()
     assert (~within(torch.stack(draws) / 1.1, torch.tensor(want), 6)).sum() >= 8  # 10 % would show
 
@@ -188,15 +184,12 @@ def test_counts_are_uniform_and_stratified_and_subsets_are_random(module):
     model, settings = tiny_model(), {"p_mask_context": 0.0} if module is spg else {}
     args = module.Args(num_generations=4, mc_num=4, **settings)
     batch = rollout_batch(module, model, args)
-    blocks, (B, L) = blocks_of(batch), batch.completion_mask.shape
+    blocks, L = blocks_of(batch), batch.completion_mask.shape[1]
     for mc_num in (3, 4):
         args.mc_num, drawn = mc_num, []
         for iteration in range(130):
             rows = module.sample_masks(batch, iteration, args)
-            masked, weights = (
-                x[..., -L:].reshape(mc_num, B, L) if module is bgpo else x[..., -L:].transpose(0, 1)
-                for x in (rows.masked, rows.weights)
-            )  # noqa: E501
+            masked, weights = (x[..., -L:].transpose(0, 1) for x in (rows.masked, rows.weights))
             assert (masked | batch.completion_mask).all()  # after the EOS all is masked
             assert not rows.masked[..., :-L].any()
             chosen = masked & batch.completion_mask
@@ -333,14 +326,12 @@ def test_draws_depend_on_the_sample_alone(module):
     # a rank that holds the later groups alone
     cut = lambda x: {k: v[4:] for k, v in vars(x).items() if isinstance(v, torch.Tensor)}
     part = changed(batch, **cut(batch), trace=changed(batch.trace, **cut(batch.trace)))
-    later = torch.arange(len(a.masked)) % len(batch.input_ids) >= 4
-    assert torch.equal(module.sample_masks(part, 0, args).masked, a.masked[later])
+    assert torch.equal(module.sample_masks(part, 0, args).masked, a.masked[4:])
     found = []
     for prompts in ([[1, 2, 3, 1]], [[1, 2, 3, 1], [4, 1, 2, 3, 0]]):
         batch = rollout_batch(module, model, args, prompts + [[2, 2]])
         rows, L = module.sample_masks(batch, 0, args), batch.completion_mask.shape[1]
-        mine = torch.arange(len(rows.masked)) % len(batch.input_ids) < 4
-        found.append((rows.masked[mine][:, :, -L:][..., :8], rows.weights[mine][..., :8]))
+        found.append((rows.masked[:4, :, -L:][..., :8], rows.weights[:4, :, :8]))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
@@ -381,13 +372,13 @@ def test_losses_are_means_over_the_step():
     """
     # BGPO: d for A > 0, its exponential for A < 0; no overflow in the branch that is not taken
     for A, want in ((1.0, 1.2), (-1.0, -1.418668)):
-        got, *_ = loss_of(bgpo, [1, -0.5, 0.3, 0], [A] * 4, [0.0] * 4, mc_num=4, num_sequences=1)
+        got, *_ = loss_of(bgpo, [[1, -0.5, 0.3, 0]], [A], [[0.0] * 4], mc_num=4)
         assert got == pytest.approx(want, abs=1e-6)
-    assert loss_of(bgpo, [1000.0], [1.0], [0.0], mc_num=1)[1].isfinite().all()
+    assert loss_of(bgpo, [[1000.0]], [1.0], [[0.0]], mc_num=1)[1].isfinite().all()
     weights = [[[1.0, 1, 1]], [[1, 0, 0]]]
-    zeros = [[0.0] * 3] * 2
-    assert loss_of(d1, zeros, [1, -1], weights=weights, beta=0.0)[0] == pytest.approx(0.5)
-    assert loss_of(cj_grpo, zeros, [1, -1], weights=weights, beta=0.0)[0] == pytest.approx(1.0)
+    for module, zeros, want in ((d1, [0.0] * 3, 0.5), (cj_grpo, [[0.0] * 3], 1.0)):
+        got, *_ = loss_of(module, [zeros] * 2, [1, -1], weights=weights, beta=0.0)
+        assert got == pytest.approx(want)
     # SPG: A > 0 takes the lower bound, A < 0 the mixture: bounds -1 and -2.5 of 3 and 1 tokens
     bounds, lengths = [[-1.0, 5.0], [-3.0, -1.0]], [[[1.0, 1, 1]], [[1, 0, 0]]]
     got, slope, _ = loss_of(spg, bounds, [1, -1], weights=lengths, omega=0.25)
@@ -519,76 +510,91 @@ def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, 
     torch.testing.assert_close(got, torch.tensor(first), atol=1e-5, rtol=1e-6)
     rows.old = estimates_of(module, tilted(0.3), rows, args)
     rows.ref = estimates_of(module, tilted(-0.2), rows, args) if module.USES_REF else None
-    metrics = module.backward(model, rows, 1.0, True, args)
+    metrics = module.backward(model, rows, 1.0, args)
     assert metrics["loss/total"].item() == pytest.approx(loss, abs=1e-5)
     assert gradient(model).norm().item() == pytest.approx(norm, rel=1e-5)
 
 
 # --- the inner loop -------------------------------------------------------------------------------
 
+TOLD = [
+    (method, family)
+    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo")
+    for family in ("sdar", "llada", "dream")
+    if (method, family) != ("mdpo", "sdar")
+]
 
-def inner_gradient(module, model, rows, args):
-    model.zero_grad()
-    for micro, _ in module.micro_batches(rows, args):
-        module.backward(model, micro, 1, True, args)
-    return gradient(model)
 
-
-@families
-@pytest.mark.parametrize("method", ["d1", "bgpo", "coupled_grpo", "spg"])
+@pytest.mark.parametrize("method, family", TOLD)
 def test_the_gradient_is_that_of_the_full_graph(method, family):
-    """To 1e-10 in fp64 for any micro-batch and any order of rows and draws, clip and KL active; one
-    shifted mask is seen.
+    """To 1e-10 in fp64 for micro-batches of some rows and of some draws of a row, and for any order
+    of rows and draws, clip and KL active; one shifted mask is seen.
     """
     module, model = importlib.import_module(f"algos.{method}"), tiny_model(family)
     clip = {"beta": 0.3, "epsilon": 0.1} if hasattr(module.Args, "epsilon") else {"mc_num": 3}
     args = module.Args(num_generations=4, **clip)
-    rows = module.sample_masks(rollout_batch(module, model, args, length=8), 0, args)
-    rows.weights = rows.weights.double()
-    rows.old = estimates_of(module, tiny_model(family, shift=0.02), rows, args)
-    rows.ref = estimates_of(module, tiny_model(family, 1), rows, args) if module.USES_REF else None
-    want = gradient(model, full_graph_loss(method, model, rows, args))
-    for size in (1, 5, 1000) if family == "sdar" else (1000,):
+    batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
+    rows = module.sample_masks(batch, 0, args)
+    before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
+    K = rows.masked.shape[1]
+
+    def valued(rows):
+        rows = changed(rows, weights=rows.weights.double())
+        ref = estimates_of(module, reference, rows, args) if module.USES_REF else None
+        return changed(rows, old=estimates_of(module, before, rows, args), ref=ref)
+
+    def inner_gradient(rows, size=1000, **values):
+        model.zero_grad()
         args.micro_batch_size = size
-        assert relative(inner_gradient(module, model, rows, args), want) < 1e-10
-    shuffled = rows.select(
-        torch.randperm(len(rows.masked), generator=torch.Generator().manual_seed(0))
-    )
+        rows = changed(valued(rows.split(size)), **values)
+        assert rows.masked.shape[1] <= size
+        for micro, _ in module.micro_batches(rows, args):
+            module.backward(model, micro, 1, args)
+        return gradient(model)
+
+    want = gradient(model, full_graph_loss(method, model, valued(rows), args))
+    for size in (1, 2, 5, 1000):
+        if module.DRAWS_TOGETHER and size < K:
+            with pytest.raises(SystemExit, match=f"^--micro-batch-size {size} .* the {K} draws"):
+                inner_gradient(rows, size)
+        else:
+            assert relative(inner_gradient(rows, size), want) < 1e-10
+    order = torch.randperm(len(rows.masked), generator=torch.Generator().manual_seed(0))
+    shuffled = rows.select(order)
     shuffled.masked, shuffled.weights = shuffled.masked.flip(1), shuffled.weights.flip(1)
-    assert relative(inner_gradient(module, model, shuffled, args), want) < 1e-10
-    wrong = changed(rows, masked=rows.masked.roll(1, -1))
-    assert relative(inner_gradient(module, model, wrong, args), want) > 0.01
+    assert relative(inner_gradient(shuffled), want) < 1e-10
+    assert relative(inner_gradient(changed(rows, masked=rows.masked.roll(1, -1))), want) > 0.01
     if method == "bgpo":  # with one update the old values are the current ones
-        now = changed(rows, old=estimates_of(module, model, rows, args))
+        now = changed(valued(rows), old=estimates_of(module, model, valued(rows), args))
         want = gradient(model, full_graph_loss(method, model, now, args))
-        assert relative(inner_gradient(module, model, changed(rows, old=None), args), want) < 1e-10
+        assert relative(inner_gradient(rows, old=None), want) < 1e-10
 
 
 @pytest.mark.parametrize("module", [bgpo, spg])
-def test_memory_is_that_of_one_draw_and_gradients_are_reduced_once(module):
+def test_memory_is_that_of_a_micro_batch_and_gradients_are_reduced_once(monkeypatch, module):
+    """Whatever the number of draws, if the loss is a sum over them; else they must fit."""
     model, synced, peaks = tiny_model(), [], []
     model.set_requires_gradient_sync = synced.append
-    for mc_num in (2, 8):
-        args = module.Args(num_generations=4, mc_num=mc_num, micro_batch_size=4)
-        rows = module.sample_masks(rollout_batch(module, model, args), 0, args)
-        micros = module.micro_batches(rows, args)
-
-        def step():
-            synced.clear()
-            for i, (micro, _) in enumerate(micros):  # noqa: B023
-                module.backward(model, micro, 1, i == len(micros) - 1, args)  # noqa: B023
-
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(module, "optimizer_step", lambda optimizer, sums, step, args: sums)
+    args = module.Args(num_generations=4, num_iterations=1, micro_batch_size=4)
+    batch = rollout_batch(module, model, args)
+    step = lambda: module.update(model, None, None, batch, 0, args)
+    for args.mc_num in (2, 4, 8, 16):
+        if module.DRAWS_TOGETHER and args.mc_num > 4:
+            with pytest.raises(SystemExit, match="^--micro-batch-size 4 does not hold the"):
+                step()
+            continue
+        synced.clear()
         peaks.append(peak_of_graphs(step))
-        assert synced == [False] * (3 * mc_num - 1) + [True]
-    assert peaks[1] < 1.2 * peaks[0]
-    whole = lambda: sum(
-        module.draw_logps(model, rows.select(slice(0, 32)), k).sum()
-        for k in range(rows.masked.shape[1])
-    ).backward()  # noqa: E501
-    assert peak_of_graphs(whole) > 3 * peaks[0]
-    args.sync_every_backward = True
+        assert synced == [False] * (2 * args.mc_num - 1) + [True]  # 8 live rows
+    assert max(peaks) < 1.1 * peaks[0]
+    args.mc_num, args.sync_every_backward = 4, True
+    synced.clear()
     step()
-    assert all(synced)
+    assert len(synced) == 8 and all(synced)
+    args.micro_batch_size = 32
+    assert peak_of_graphs(step) > 3 * peaks[0]
 
 
 # --- SFT ------------------------------------------------------------------------------------------
@@ -609,7 +615,8 @@ def test_sft_loss_is_unbiased_and_ignores_the_prompt():
     for pattern in itertools.product([False, True], repeat=5):
         masked = torch.tensor([[False] * 3 + list(pattern)])
         with torch.no_grad():
-            table[pattern] = model.logps(ids, torch.where(masked, MASK, ids), masked)
+            noisy = torch.where(masked, MASK, ids)
+            table[pattern] = model.logps(ids, noisy[:, None], masked[:, None])[:, 0]
         for x, weight in zip(*numpy.polynomial.legendre.leggauss(12), strict=True):
             t, k = 1e-3 + (1 - 1e-3) * (x + 1) / 2, sum(pattern)
             likely = weight / 2 * t ** (k - 1) * (1 - t) ** (5 - k)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_attention import FAULTS, plant
 
 import models
 from models import checkpoint as checkpoint_module
@@ -159,8 +160,9 @@ def golden_errors(family, model=None):
         far = model.logits(want["long_ids"].long())[:, -16:]
         errors |= {"padded": largest(padded[valid], want["padded_logits"])}
         return errors | {"far": largest(far, want["long_logits"])}
-    logps = model.logps(ids, want["noisy_ids"], torch.ones_like(ids, dtype=torch.bool))
-    return errors | {"logps of [noisy | clean]": largest(logps, want["logps"])}
+    noisy = want["noisy_ids"][:, None]
+    logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
+    return errors | {"logps of [clean | noisy]": largest(logps, want["logps"])}
 
 
 @pytest.mark.parametrize("family", GOLDEN)
@@ -278,8 +280,8 @@ def test_a_token_reaches_its_own_block_and_later_ones_or_all(family):
 
 
 def ragged(lengths, side="left", T=None, seed=0):
-    """Rows of random ids, about half of them noised -> clean, noisy, score (noised places),
-    valid
+    """Rows of random ids, about half of them noised in each of three copies -> clean, noisy, score
+    (noised places; none in one or two copies of a row), valid
     """
     T, generator = T or max(lengths), torch.Generator().manual_seed(seed)
     valid = torch.zeros(len(lengths), T, dtype=torch.bool)
@@ -288,8 +290,10 @@ def ragged(lengths, side="left", T=None, seed=0):
         scattered = torch.randperm(T, generator=generator)[:length]
         row[scattered if first is None else torch.arange(first, first + length)] = True
     clean = torch.randint(2, MASK, valid.shape, generator=generator) * valid
-    score = (torch.rand(clean.shape, generator=generator) < 0.5) & valid
-    return clean, clean.masked_fill(score, MASK), score, valid
+    score = (torch.rand(len(valid), 3, T, generator=generator) < 0.5) & valid[:, None]
+    noisy = torch.where(score, MASK, clean[:, None])
+    score[::2, 1], score[1, :2] = False, False
+    return clean, noisy, score, valid
 
 
 @each_family
@@ -299,15 +303,17 @@ def test_a_padded_row_equals_the_row_alone(family, side):
     """Logits and log-probabilities depend on neither padding, nor its content, nor other rows."""
     model = small(family)
     clean, noisy, score, valid = ragged([22, 1, 9, 16], side, T=24)
-    logits, logps = model.logits(noisy, valid), model.logps(clean, noisy, score, valid)
+    first = noisy[:, 0]
+    logits, logps = model.logits(first, valid), model.logps(clean, noisy, score, valid)
     assert logits.isfinite().all()
     for i, row in enumerate(valid):
-        alone = [x[i, row][None] for x in (clean, noisy, score)]
-        torch.testing.assert_close(logits[i, row], model.logits(alone[1])[0], atol=1e-12, rtol=0)
-        torch.testing.assert_close(logps[i, row], model.logps(*alone)[0], atol=1e-12, rtol=0)
-    junk = torch.where(valid, clean, 7), torch.where(valid, noisy, 9)
+        alone = [x[i, ..., row][None] for x in (clean, noisy, score)]
+        own = model.logits(first[i, row][None])[0]
+        torch.testing.assert_close(logits[i, row], own, atol=1e-12, rtol=0)
+        torch.testing.assert_close(logps[i, :, row], model.logps(*alone)[0], atol=1e-12, rtol=0)
+    junk = torch.where(valid, clean, 7), torch.where(valid[:, None], noisy, 9)
     torch.testing.assert_close(model.logps(*junk, score, valid), logps, atol=1e-12, rtol=0)
-    seen = (model.logits(noisy)[1, valid[1]] - logits[1, valid[1]]).abs().max()  # the control
+    seen = (model.logits(first)[1, valid[1]] - logits[1, valid[1]]).abs().max()  # the control
     assert seen > 1e-3 or side == "right" and family in BLOCK_CAUSAL
 
 
@@ -333,38 +339,39 @@ def test_dream_shifts_by_one_valid_token():
 
 def naive_logps(model, clean, noisy, score, valid, temperature=1.0):
     """{place: logp}, {place: entropy}, by passes over [clean blocks before, noisy block] of one
-    row; for bidirectional models over the noisy row.
+    copy of one row; for bidirectional models over the noisy copy.
     """
     out, entropies = {}, {}
-    for b, row in enumerate(valid):
-        place = row.nonzero()[:, 0].tolist()
+    for b, copy in np.ndindex(*score.shape[:2]):
+        place = valid[b].nonzero()[:, 0].tolist()
         n = model.block_length if model.attention == "block-causal" else len(place)
         for start in range(0, len(place), n):
             here = place[start : start + n]
-            ids = torch.cat([clean[b, place[:start]], noisy[b, here]])[None]
+            ids = torch.cat([clean[b, place[:start]], noisy[b, copy, here]])[None]
             logits = model.logits(ids)[0, start:] / temperature
             keep = torch.arange(logits.shape[-1]) != MASK
             log_p = logits.masked_fill(~keep, -1e30).log_softmax(-1)
             for j, t in enumerate(here):
-                if score[b, t]:
-                    out[b, t] = log_p[j, clean[b, t]]
-                    entropies[b, t] = -(log_p[j].exp() * log_p[j]).sum()
+                if score[b, copy, t]:
+                    out[b, copy, t] = log_p[j, clean[b, t]]
+                    entropies[b, copy, t] = -(log_p[j].exp() * log_p[j]).sum()
     return out, entropies
 
 
 def score_masks(noised, valid):
     """The kinds of places that methods score."""
-    one, first_row = torch.zeros_like(valid), noised.clone()
-    one[-1, valid[-1].nonzero()[-1]] = True
+    one, first_row = torch.zeros_like(noised), noised.clone()
+    one[-1, 1, valid[-1].nonzero()[-1]] = True
     first_row[1:] = False
     late = noised & (torch.arange(valid.shape[1]) >= valid.shape[1] // 2)
-    return [noised, valid, valid & ~noised, one, late, first_row]
+    valid = valid[:, None].expand_as(noised)
+    return [valid, valid & ~noised, one, late, first_row, noised]
 
 
 @each_family
 @pytest.mark.parametrize("side", ["left", "middle"])
 @torch.no_grad()
-def test_logps_are_those_of_a_pass_over_the_clean_past(family, side):
+def test_logps_are_those_of_a_pass_over_the_clean_past(monkeypatch, family, side):
     model = small(family)
     clean, noisy, noised, valid = ragged([22, 3, 9, 16], side)
     clean[0, valid[0].nonzero()[-1]] = 260  # a target after the mask token
@@ -377,11 +384,30 @@ def test_logps_are_those_of_a_pass_over_the_clean_past(family, side):
             torch.testing.assert_close(logps[place], want[place], atol=1e-11, rtol=0)
             torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-11, rtol=0)
         assert not logps[~score].any() and not entropies[~score].any() and (logps[score] < 0).all()
+    for fault in FAULTS if family in BLOCK_CAUSAL else ():
+        with monkeypatch.context() as patch:
+            plant(patch, fault)
+            assert (model.logps(*rows, **options) - logps).abs().max() > 1e-3, fault
     model.lm_head.weight[MASK] *= 50  # the mask token has probability 0
     assert torch.equal(model.logps(*rows, **options), logps)
-    half = model_of(SMALLS[family], torch.bfloat16).logps(clean, noisy, valid, valid)
-    single = model_of(SMALLS[family]).logps(clean, noisy, valid, valid)
+    half = model_of(SMALLS[family], torch.bfloat16).logps(*rows)
+    single = model_of(SMALLS[family]).logps(*rows)
     assert half.dtype == single.dtype == torch.float32 and (half - single).abs().mean() < 0.3
+
+
+@each_family
+@torch.no_grad()
+def test_only_blocks_or_copies_with_a_scored_token_are_computed(monkeypatch, family):
+    """And the clean blocks before the last of them; no column that is padding in all rows."""
+    model, (clean, noisy, score, valid) = small(family), ragged([24, 20], T=27)
+    hidden, shapes = model.hidden, []
+    watch = lambda ids, *others: shapes.append(tuple(ids.shape)) or hidden(ids, *others)
+    monkeypatch.setattr(model, "hidden", watch)
+    score[:] = False
+    score[0, 0, 3 + 5] = score[0, 2, 3 + 15] = score[1, 2, 7 + 6] = True  # blocks 1, 3 and 1
+    model.logps(clean, noisy, score, valid)
+    model.logps(clean, noisy, score & False, valid)
+    assert shapes == ([(2, 12 + 8), (2, 1)] if family in BLOCK_CAUSAL else [(3, 24), (1, 24)])
 
 
 def gradients(model, loss):
@@ -395,7 +421,7 @@ def test_gradients_of_logps_are_those_of_full_logits(family):
     model = small(family)
     rows = ragged([10, 3, 7])
     generator = torch.Generator().manual_seed(4)
-    a, b = torch.randn(2, *rows[0].shape, generator=generator, dtype=torch.float64)
+    a, b = torch.randn(2, *rows[1].shape, generator=generator, dtype=torch.float64)
     want, entropies = naive_logps(model, *rows, temperature=0.8)
     want = gradients(model, sum(a[p] * want[p] + b[p] * entropies[p] for p in want))
     passes = []

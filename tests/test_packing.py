@@ -163,7 +163,8 @@ def test_two_packed_documents_give_the_loss_of_the_official_sdar_code():
 
     def loss_of(*lengths):
         documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-        logps = model.logps(ids, torch.where(masked, 257, ids), masked, document_ids=documents)
+        noisy = torch.where(masked, 257, ids)[:, None]
+        logps = model.logps(ids, noisy, masked[:, None], document_ids=documents)[:, 0]
         return sft.sft_loss(logps, masked / t, labelled.sum())
 
     loss = loss_of(12, 16)

@@ -50,6 +50,14 @@ REFUSALS = [
     ("algos/bgpo.py --rollout-backend masked --eval-limit 0", "cannot serve a block-causal model"),
     ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
     ("algos/spg.py --mc-num 1 --model nothing", "--mc-num 1: with one draw"),
+    (
+        f"algos/spg.py --mc-num 4 --micro-batch-size 3 --prompts-per-step 1 {ALGO} --out TMP",
+        "--micro-batch-size 3 does not hold the 4 draws of a row",
+    ),
+    (
+        f"algos/vrpo.py --micro-batch-size 15 {ALGO} --out TMP",
+        "--micro-batch-size 15 does not hold the 16 draws of a pair",
+    ),
     ("algos/spg.py --omega 1.5 --model nothing", "--omega 1.5"),
     ("algos/spg.py --eubo-beta 0.5 --model nothing", "--eubo-beta 0.5"),
     ("algos/coupled_grpo.py --t-range 0.0 0.8 --model nothing", "--t-range 0.0 0.8"),

@@ -52,8 +52,8 @@ def train(model, optimizer, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         ids = torch.randint(0, 5, (4, 12), generator=generator)
-        score = torch.rand(4, 12, generator=generator) < 0.5
-        (-model.logps(ids, torch.where(score, MASK, ids), score).mean()).backward()
+        score = torch.rand(4, 1, 12, generator=generator) < 0.5
+        (-model.logps(ids, torch.where(score, MASK, ids[:, None]), score).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
 

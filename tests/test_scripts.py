@@ -3,7 +3,6 @@
 import csv
 import functools
 import json
-import math
 import os
 import re
 import subprocess
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_runs import CASES, FILE, flags_of, record, rows_of, run_script
+from golden_runs import CASES, FILE, assert_same_metrics, flags_of, record, rows_of, run_script
 
 ROOT = Path(__file__).parents[1]
-EXEMPT = ("time/", "speed/", "memory/", "router/")  # routing counts padding
 GOLDEN = json.loads(FILE.read_text())
 # one case of each script
 TWO_RANKS = list({case.split("-")[0]: case for case in CASES}.values())
@@ -49,17 +47,16 @@ def test_two_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, cas
     """Metrics to 1e-4, tokens of the first rollout exactly; the sampler is the policy when it
     evaluates.
     """
-    flags = flags_of(case) | {"micro_batch_size": 5}
-    one, two = one_rank(case), run_script(case.split("-")[0], flags, 2, tmp_path / "two")
-    assert any(row.get("optim/grad_norm", 0) > 0 for row in rows_of(one))
-    for a, b in zip(rows_of(one), rows_of(two), strict=True):
-        assert a.keys() == b.keys()
-        # the learner's log-probabilities ignore top-p
-        assert a.get("probe/logp_gap_max", 0) < 2e-3 or flags.get("top_p", 1) < 1
-        for name in a.keys() - {"probe/logp_gap_mean", "probe/logp_gap_max"}:
-            if not name.startswith(EXEMPT):
-                assert math.isfinite(a[name]), name
-                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (a["step"], name)
+    script = case.split("-")[0]
+    # bgpo: not all draws of a row together; vrpo: two pairs
+    flags = flags_of(case) | {"micro_batch_size": {"bgpo": 2, "vrpo": 16}.get(script, 5)}
+    one, two = one_rank(case), run_script(script, flags, 2, tmp_path / "two")
+    rows = rows_of(one)
+    assert any(row.get("optim/grad_norm", 0) > 0 for row in rows)
+    # the learner's log-probabilities ignore top-p
+    gap = max(row.get("probe/logp_gap_max", 0) for row in rows)
+    assert gap < 2e-3 or flags.get("top_p", 1) < 1
+    assert_same_metrics(rows, rows_of(two))
     ids = lambda place: [r["completion_ids"] for r in rows_of(place, "samples") if r["step"] == 1]
     assert ids(one) == ids(two)
 

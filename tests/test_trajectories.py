@@ -9,7 +9,7 @@ from oracles import changed
 from test_samplers import SIZES, M, model_of
 
 from algos import cj_grpo, mdpo
-from rollout import Trace, make_engine
+from rollout import make_engine
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13]]  # 3, 2 and 2 modulo the block of 4
 RAGGED = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.3, "denoising_steps": 4}
@@ -52,20 +52,19 @@ def test_cj_grpo_scores_every_token_once_where_it_was_revealed(family, how):
     batch = batch_of(cj_grpo, model, how)
     trace, rows = batch.trace, cj_grpo.sample_masks(batch, 0, args)
     with torch.no_grad():
-        logps = cj_grpo.draw_logps(model, rows, 0)
+        logps = cj_grpo.draw_logps(model, rows).sum(1)
         shifted = changed(rows, masked=rows.masked.roll(1, -1))
-        wrong = cj_grpo.draw_logps(model, shifted, 0)
-    index = [int((batch.input_ids == ids).all(1).nonzero()[0]) for ids in rows.input_ids]
-    revealed, sums = trace.step_map >= 0, {}
-    for name, values in (("times", rows.weights[:, 0] != 0), ("logps", logps), ("wrong", wrong)):
-        sums[name] = torch.zeros(revealed.shape, dtype=torch.float64)
-        sums[name].index_add_(0, torch.tensor(index), values.double())
-    assert torch.equal(sums["times"], revealed.double())
-    torch.testing.assert_close(sums["logps"], trace.logps, atol=2e-6, rtol=0)
-    assert (sums["wrong"] - trace.logps)[revealed].abs().max() > 0.1  # control
-    counts = torch.bincount(torch.tensor(index), minlength=12)
-    assert (counts <= trace.num_replays).all()
-    weights = torch.zeros(revealed.shape).index_add_(0, torch.tensor(index), rows.weights[:, 0])
+        wrong = cj_grpo.draw_logps(model, shifted).sum(1)
+    revealed, weights = trace.step_map >= 0, rows.weights.sum(1)
+    assert torch.equal((rows.weights != 0).sum(1), revealed.long())
+    torch.testing.assert_close(logps.double(), trace.logps, atol=2e-6, rtol=0)
+    assert (wrong - trace.logps)[revealed].abs().max() > 0.1  # control
+    assert rows.masked.shape[:2] == (12, trace.num_replays)
+    assert (rows.masked[..., batch.P :] | revealed[:, None]).all()
+    # draws that replay nothing are left out
+    args.beta, args.num_iterations, args.micro_batch_size = 0.0, 1, 1
+    (prepared,) = cj_grpo.prepare_rows(model, None, batch, args)
+    assert prepared.masked.shape[:2] == (rows.weights.any(2).sum(), 1)
     for b in range(12):
         steps, blocks = trace.step_map[b].tolist(), trace.blocks(b)
         when = {j: (blocks[j], step) for j, step in enumerate(steps) if step >= 0}
@@ -75,42 +74,6 @@ def test_cj_grpo_scores_every_token_once_where_it_was_revealed(family, how):
             want[j] = 1 / (len(tokens) * tokens[transition])
         torch.testing.assert_close(weights[b], want)
     assert cj_grpo.sample_masks(batch, 1, args) is None
-
-
-def toy_batch(step_map, block_ids, num_steps, attention):
-    """A batch of one sequence with this step map and no model behind it."""
-    step_map, block_ids = torch.tensor([step_map]), torch.tensor([block_ids])
-    blocked, L = attention == "block-causal", step_map.shape[1]
-    replay = step_map if blocked else block_ids * num_steps + step_map
-    settings = {"attention": attention, "gen_length": L, "block_length": 4, "schedule": "uniform"}
-    settings |= {"denoising_steps": num_steps, "editing_threshold": None, "max_post_steps": 0}
-    ids, on, length = torch.arange(L)[None], torch.ones(1, L, dtype=torch.bool), torch.tensor([L])
-    trace = Trace([[]], ids, on, length, step_map, replay, None, length, length, settings)
-    return changed(
-        cj_grpo.Batch.__new__(cj_grpo.Batch), input_ids=ids, valid_mask=on, completion_mask=on, P=0,
-        block_ids=block_ids if blocked else 0 * block_ids, trace=trace, mask_token_id=M,
-        advantages=torch.ones(1),
-    )  # fmt: skip
-
-
-TWO = [0] * 4 + [1] * 4
-BY_HAND = [
-    # steps of 1, 2 and 4 tokens
-    ([0, 1, 1, 2, 2, 2, 2], [0] * 7, 3, "block-causal", [1 / 3] * 3),
-    # blocks of steps (2, 2) and (1, 3): one forward replays a step of both
-    ([0, 0, 1, 1, 0, 1, 1, 1], TWO, 2, "block-causal", [0.5, 0.5]),
-    ([0, 0, 1, 1, 0, 1, 1, 1], TWO, 2, "bidirectional", [0.25] * 4),
-    # a block that is done early, a step without tokens, a token that was never revealed
-    ([0, 0, 0, 0, 0, 1, 3, -1], TWO, 4, "block-causal", [0.5, 0.25, 0.25]),
-]
-
-
-@pytest.mark.parametrize("step_map, blocks, steps, attention, want", BY_HAND)
-def test_cj_grpo_weights_by_hand(step_map, blocks, steps, attention, want):
-    rows = cj_grpo.sample_masks(toy_batch(step_map, blocks, steps, attention), 0, cj_grpo.Args())
-    assert rows.weights.sum(2).flatten().tolist() == pytest.approx(want)
-    never = torch.tensor(step_map) < 0
-    assert rows.masked[:, 0, never].all() and not rows.weights[..., never].any()
 
 
 @pytest.mark.parametrize("how", [RAGGED, STATIC, STATIC | {"remasking": "rcr"}, PAPERS], ids=str)
@@ -131,8 +94,8 @@ def test_mdpo_replays_what_the_sampler_predicted(family, how):
     state = rows.masked[:, 0, -12:]
     q = rows.weights[:, 0].double() * state.sum(1, keepdim=True)
     with torch.no_grad():
-        p = mdpo.draw_logps(model, rows, 0).exp().double()
-        wrong = mdpo.draw_logps(model, changed(rows, masked=rows.masked.roll(1, 0)), 0).exp()
+        p = mdpo.draw_logps(model, rows)[:, 0].exp().double()
+        wrong = mdpo.draw_logps(model, changed(rows, masked=rows.masked.roll(1, 0)))[:, 0].exp()
     torch.testing.assert_close(p[state], q[state], atol=1e-5, rtol=1e-5)
     assert (wrong[state] - q[state]).abs().max() > 0.1  # control
     decode = lambda ids, skip_special_tokens: "".join(chr(65 + token) for token in ids)

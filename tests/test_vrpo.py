@@ -34,7 +34,7 @@ def one_rank(monkeypatch):
 
 
 def args_of(**fields):
-    return vrpo.Args(**({"batch_size": 4, "mc_num": 3, "micro_batch_size": 4} | fields))
+    return vrpo.Args(**({"batch_size": 4, "mc_num": 3, "micro_batch_size": 64} | fields))
 
 
 def batch_of(model, args, pairs=PAIRS, first=0):
@@ -165,7 +165,7 @@ def full_graph_loss(model, batch, masks, ref, args):
         inside = [(block == b) & answer for b in block[answer].unique()]
         for masked in masks.masked[i, :, :length]:
             noisy, scored = torch.where(masked, MASK, ids), masked & answer
-            logps = model.logps(ids[None], noisy[None], scored[None])[0]
+            logps = model.logps(ids[None], noisy[None, None], scored[None, None])[0, 0]
             shares = [b.sum().item() / (b & masked).sum().item() for b in inside]
             parts = [w * logps[b & masked].sum() for w, b in zip(shares, inside, strict=True)]
             draws.append(sum(parts))
@@ -186,21 +186,27 @@ def gradient_of(model, batch, masks, ref, args):
 
 @families
 def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
-    """1e-10 in fp64, for any micro-batch, any padding, and as the sum of two ranks' gradients;
-    memory of one draw.
+    """1e-10 in fp64, for micro-batches of any number of whole pairs, any padding, and as the sum of
+    two ranks' gradients; memory of a micro-batch, gradients reduced once.
     """
     model, args = tiny_model(family), args_of(masks_per_timestep=2, mc_num=2)
+    step = lambda: gradient_of(model, batch, masks, ref, args)
     batch = batch_of(model, args)
     masks = vrpo.sample_masks(batch, args)
     ref = vrpo.elbo_values(tiny_model(family, 1), batch, masks, args)
     loss = full_graph_loss(model, batch, masks, ref, args)
-    want, (got, metrics) = gradient(model, loss), gradient_of(model, batch, masks, ref, args)
+    want, (got, metrics) = gradient(model, loss), step()
     assert metrics["loss/total"].item() == pytest.approx(loss.item(), rel=1e-10)
     assert relative(got, want) < 1e-10
-    one = replace(args, micro_batch_size=1)
-    assert relative(gradient_of(model, batch, masks, ref, one)[0], want) < 1e-10
-    full = peak_of_graphs(lambda: full_graph_loss(model, batch, masks, ref, args))
-    assert 3 * peak_of_graphs(lambda: gradient_of(model, batch, masks, ref, one)) < full
+    for size, reduced in ((24, [0, 1]), (17, [0, 1]), (15, [0, 0, 0, 1]), (8, [0, 0, 0, 1])):
+        args.micro_batch_size, synced = size, []
+        model.set_requires_gradient_sync = synced.append
+        again, shares = step()
+        assert relative(again, want) < 1e-10 and synced == reduced
+        for name, value in metrics.items():
+            torch.testing.assert_close(shares[name], value, rtol=1e-10, atol=1e-12)
+    part, args.micro_batch_size = peak_of_graphs(step), 64
+    assert 2 * part < peak_of_graphs(step)
     pad = lambda name: F.pad(getattr(batch, name), (0, 5))
     names = ("input_ids", "valid_mask", "answer_mask")
     wide = replace(batch, **{name: pad(name) for name in names})
@@ -256,6 +262,7 @@ RUN = OFFLINE | {
     "mc_num": 2,
     "eval_limit": 2,
     "batch_size": 4,
+    "micro_batch_size": 8,
     "model": "tiny-sdar",
 }
 
