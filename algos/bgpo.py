@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch._functorch.config
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -39,6 +38,7 @@ from models import (
     meta_model,
 )
 from models.experts import router_metrics, routing_extremes
+from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
     close_distributed,
@@ -158,8 +158,8 @@ class Args:
 
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
-# The method: from here to `parallelize`. Its classes Batch and Rows are defined further below.
-RECORDS = None  # what the trace holds besides tokens: "steps", "events" or "states"
+# The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
+RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = False  # no KL in this method
 DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
@@ -199,7 +199,7 @@ def sample_masks(batch, iteration, args):
     -> Rows, R = B, K = mc_num
     """
     c, block = batch.completion_mask, batch.block_ids.contiguous()
-    # every token of a block uses the number of its first column: one stratification per block
+    # searchsorted finds the first column of a block: its u serves all tokens of the block
     u = batch.uniform(iteration, "count")[:, batch.P :].gather(1, torch.searchsorted(block, block))
     masked, weights = [], []
     for j in range(args.mc_num):
@@ -254,19 +254,13 @@ def parallelize(model, args):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
-    compiles = args.compile and torch.cuda.is_available()
-    if compiles:
-        # recompute cheap operations in the backward pass: less memory, same speed
-        torch._functorch.config.activation_memory_budget = 0.7
-        # lengths share a graph; batches of one row, passes without gradient or adapters do not
-        torch._dynamo.config.recompile_limit = 32
+    if args.compile:
+        compile_blocks(model)
     whole = unsharded(model)
     for module in model.fp32_modules:
         if not whole.issuperset(module.parameters()):
             fully_shard(module, ignored_params=whole)
     for layer in model.layers:
-        if compiles:
-            layer.compile()
         fully_shard(layer, mp_policy=policy, ignored_params=whole)
     # the root reshards after its forward too: parameters that a no-grad pass left gathered would
     # hide the next optimizer step

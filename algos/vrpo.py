@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -34,6 +33,7 @@ from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
 from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
+from models.layers import compile_blocks
 from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed, unsharded
 from models.training_state import Saves
 from rollout import make_engine
@@ -244,19 +244,13 @@ def parallelize(model, args):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
-    compiles = args.compile and torch.cuda.is_available()
-    if compiles:
-        # recompute cheap operations in the backward pass: less memory, same speed
-        torch._functorch.config.activation_memory_budget = 0.7
-        # lengths share a graph; batches of one row, passes without gradient or adapters do not
-        torch._dynamo.config.recompile_limit = 32
+    if args.compile:
+        compile_blocks(model)
     whole = unsharded(model)
     for module in model.fp32_modules:
         if not whole.issuperset(module.parameters()):
             fully_shard(module, ignored_params=whole)
     for layer in model.layers:
-        if compiles:
-            layer.compile()
         fully_shard(layer, mp_policy=policy, ignored_params=whole)
     # the root reshards after its forward too: parameters that a no-grad pass left gathered would
     # hide the next optimizer step

@@ -1,6 +1,7 @@
 """Layers that several families use: RMSNorm, rotary embedding, attention, gated MLP."""
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
 
@@ -127,3 +128,15 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def compile_blocks(model):
+    """torch.compile every block; on CPUs, where compiling costs more than it gains, nothing."""
+    if not torch.cuda.is_available():
+        return
+    # recompute cheap operations in the backward pass: less memory, same speed
+    torch._functorch.config.activation_memory_budget = 0.7
+    # all lengths share a graph; a single row, passes without gradient or adapters need their own
+    torch._dynamo.config.recompile_limit = 32
+    for layer in model.layers:
+        layer.compile()

@@ -1,20 +1,19 @@
 """Cached block-causal decoding of block diffusion models (SDAR, arXiv 2510.06303; LLaDA2).
 
     prefill   one forward of the prompt's whole blocks; their keys and values go into the KV cache
-    denoise   forward the current block over the cache and reveal some of its masked tokens, until
-              none is masked
-    commit    one more forward of the block: its keys and values replace those of the noisy block,
-              and the next block begins; the last block needs no commit
-    finish    after the block with an EOS, or when gen_length is reached
+    denoise   forward the current block over the cache and reveal some of its masked tokens; repeat
+              until none is masked
+    commit    forward the block once more. The last denoising step still saw masks, so its keys and
+              values are those of a noisy block; the commit overwrites them with the final ones
+    finish    after the block with an EOS, or when gen_length is reached; no commit is needed
 
-The grid of blocks starts at position 0 of the prompt. Where a prompt ends inside a block, its last
-tokens open the first block that is denoised. Prompts are padded on the left by whole blocks, so
-that all rows of a batch work on the same columns.
+The grid of blocks starts at position 0 of the prompt. If a prompt ends inside a block, its last
+tokens open the first block to denoise. They are known, so only the rest of that block is masked.
 
-Token editing (LLaDA2.1, arXiv 2602.08676, `generate` of its modeling file): a step also replaces
-revealed tokens for which it draws another token with a probability above editing_threshold. A block
-without masks is forwarded again until a step changes nothing, which is then the commit, or until
-max_post_steps steps have edited it.
+Token editing (LLaDA2.1, arXiv 2602.08676, `generate` of its modeling file): a step also replaces a
+revealed token if it draws another one with a probability above editing_threshold. A block without
+masks is forwarded again until a forward changes nothing. That forward is also the commit. At most
+max_post_steps of these extra forwards may edit.
 """
 
 from functools import partial
@@ -42,32 +41,38 @@ class BlockEngine(Engine):
         return n
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+        """Prefill, then denoise and commit one block after the other; arguments as in Engine."""
         n, N, device = self.model.block_length, len(owner), self.device
-        # Columns: `past` for the whole blocks of prompts, then the blocks to denoise. Position p of
-        # row i is column pads[i] + p; its completion stands in columns first[i] to end[i].
+        # Rows are padded on the left by whole blocks, so that their blocks share columns:
+        #     padding | whole blocks of the prompt | rest of the prompt, masks | masks ... |
+        #             pads[i]                      prefilled                               end[i]
+        # Position p of row i is column pads[i] + p. Its completion begins at column first[i].
         lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
-        past = int(lengths.max()) // n * n
-        pads = past - lengths // n * n
-        first, end = pads + lengths, pads - -(lengths + settings["gen_length"]) // n * n
+        prefilled = int(lengths.max()) // n * n
+        pads = prefilled - lengths // n * n
+        first = pads + lengths
+        end = pads + (lengths + settings["gen_length"] + n - 1) // n * n
         width = int(end.max())
         tokens = torch.full((len(prompt_ids), width), self.model.mask_token_id, device=device)
         for i, ids in enumerate(prompt_ids):
             tokens[i, pads[i] : first[i]] = torch.tensor(ids, device=device)
-        cache = self._prefill(tokens[:, :past], pads, owner, width)
+        cache = self._prefill(tokens[:, :prefilled], pads, owner, width)
 
+        # from a row per prompt to a row per sample
         tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
         column = torch.arange(width, device=device)
-        position, offset = column - pads[:, None], column - first[:, None]  # [N, width]
+        position = column - pads[:, None]  # [N, width] in the text; below 0 on padding
+        offset = column - first[:, None]  # [N, width] in the completion; below 0 in the prompt
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         history = None
-        if settings["records"]:  # of each step; the last one changes nothing
+        if settings["records"]:  # what each step of a block changes, and an edited block's commit
             steps = most_steps(settings) + 1
             history = [values.repeat(steps, 1, 1) for values in (step_map, logps)]
         eos = torch.tensor(settings["eos_token_ids"], device=device)
 
         row = torch.arange(N, device=device)  # rows that are still generating
-        for start in range(past, width, n):  # the block of columns start to start + n
+        for start in range(prefilled, width, n):  # the block of columns start to start + n
             here = row, slice(start, start + n)
             forward = partial(self._forward, cache, start, position[here], position[row] >= 0)
             *results, forwards, changes = self._denoise(
@@ -80,13 +85,14 @@ class BlockEngine(Engine):
                     for kept, values in zip(history, change, strict=True):
                         kept[step, *here] = values
 
-            # commit, unless the row has finished
+            # finish the rows that are complete or hold an EOS
             has_eos = (torch.isin(tokens[here], eos) & (offset[here] >= 0)).any(1)
             goes_on = (end[row] > start + n) & ~(has_eos & stop_at_eos)
             end[row[~goes_on]] = start + n
             if not goes_on.any():
                 break
-            if settings["editing_threshold"] is None:  # with editing, _denoise has committed it
+            # commit; with editing, the last forward of _denoise was the commit
+            if settings["editing_threshold"] is None:
                 forward(tokens[here])
                 num_forwards[row] += goes_on
             if not goes_on.all():
@@ -98,31 +104,33 @@ class BlockEngine(Engine):
         )
 
     def _prefill(self, prompts, pads, owner, width):
-        """prompts [U, past]: whole blocks of the prompts, padded on the left by pads [U].
+        """Forward each of U prompts once and give its keys and values to all its samples.
 
-        -> the cache: keys and values [N, K, width, h] of each layer; row i has prompts[owner[i]]
+        prompts [U, prefilled]: the whole blocks, padded on the left by pads [U]; row i of the N
+        samples continues prompts[owner[i]] -> the cache: keys, values [N, K, width, h] per layer
         """
-        config, past = self.model.config, prompts.shape[1]
+        config, prefilled = self.model.config, prompts.shape[1]
         # Zeros: columns never written have weight 0 in the attention, and 0 times NaN would be NaN.
         shape = len(owner), config.num_key_value_heads, width, config.head_dim
         empty = lambda: torch.zeros(shape, dtype=self.dtype, device=self.device)
         cache = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
-        if past:
-            valid = torch.arange(past, device=self.device) >= pads[:, None]
+        if prefilled:
+            valid = torch.arange(prefilled, device=self.device) >= pads[:, None]
             position_ids, block_ids = self.model.grid(valid)
             attend_prompt = make_attend(block_causal(block_ids, valid))
 
             def attend(layer, q, k, v):
                 for kept, new in zip(cache[layer], (k, v), strict=True):
-                    kept[:, :, :past] = new[owner]
+                    kept[:, :, :prefilled] = new[owner]
                 return attend_prompt(layer, q, k, v)
 
             self.model.hidden(prompts, position_ids, attend)
         return cache
 
     def _forward(self, cache, start, position, visible, block):
-        """Forward a block at columns from `start`: each layer writes its keys and values into the
-        cache and attends to all columns up to its end. -> hidden states [R, n, D]
+        """Forward a block at columns from `start`. Each layer writes the block's keys and values
+        into the cache, then attends to all columns up to the end of the block. So the next forward
+        of the same block overwrites them. -> hidden states [R, n, D]
 
         position, block [R, n]; visible [R, width] bool: False on padding
         """
@@ -138,17 +146,18 @@ class BlockEngine(Engine):
         return self.model.hidden(block, position, attend)
 
     def _denoise(self, forward, block, offset, sample_index, settings):
-        """Forward a block, draw a token for every mask and reveal some; repeat until no row has a
-        mask. With token editing, until a step changes nothing: only such a forward shows that the
-        block has settled, and it is the commit.
+        """Forward the block, draw a token for every position and reveal some of the masked ones;
+        repeat until no row has a mask, or with token editing until a forward changes nothing.
 
-        forward(block) -> hidden states; block, offset [R, n]: tokens, and places in the
-        completions, below 0 in the prompts. -> tokens, step_map, logps [R, n]; num_forwards [R];
-        for each step the new tokens, -1 where none, and their log-probabilities [R, n]
+        forward(block) -> hidden states; block [R, n] tokens; offset [R, n]: their places in the
+        completions, below 0 in the prompts
+        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step the new tokens, -1 where
+        none, and their log-probabilities [R, n]
         """
         n, edits = block.shape[1], settings["editing_threshold"] is not None
-        quotas = reveal_quota(n, settings["denoising_steps"])
-        masked, step_map, logps, changes = offset >= 0, torch.full_like(block, -1), 0.0, []
+        quotas = reveal_quota(n, settings["denoising_steps"])  # tokens to reveal at each step
+        masked = offset >= 0
+        step_map, logps, changes = torch.full_like(block, -1), 0.0, []
         working = torch.ones_like(sample_index, dtype=torch.bool)  # rows that need more forwards
         num_forwards, post_steps = torch.zeros_like(sample_index), torch.zeros_like(sample_index)
         for step in count():
@@ -161,13 +170,14 @@ class BlockEngine(Engine):
                 raise SystemExit(BROKEN.format(sample_index[broken.any(1)][:8].tolist()))
             if settings["remasking"] == "random":
                 confidence = self.keyed_uniform(*key, "order").to(confidence.dtype)
-            was_masked, quota = masked.any(1), quotas[step] if step < len(quotas) else 0
+            was_masked = masked.any(1)
+            quota = quotas[step] if step < len(quotas) else 0  # later steps only edit
             change = select(confidence, masked, quota, **settings)
             masked = masked & ~change
             if edits:
                 may_edit = working & (was_masked | (post_steps < settings["max_post_steps"]))
                 is_sure = drawn_logps.exp() > settings["editing_threshold"]
-                # not the tokens masked before this step, and not the prompt's
+                # by an earlier step; the prompt's tokens are never edited
                 revealed = ~(masked | change) & (offset >= 0)
                 change |= may_edit[:, None] & revealed & (drawn != block) & is_sure
                 post_steps += ~was_masked
@@ -182,8 +192,10 @@ class BlockEngine(Engine):
     def _finish(
         self, prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
     ):
-        """canvas: tokens, step_map, logps [N, S]; history: new tokens, -1 where none, and their
-        logps [steps, N, S], or None; first, end [N]: columns of the completions
+        """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
+
+        canvas: tokens, step_map, logps [N, S]; history: new tokens, -1 where none, and their logps
+        [steps, N, S], or None; first, end [N]: columns of the completions
         """
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]

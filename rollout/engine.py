@@ -62,8 +62,8 @@ class Sampling:
     # Of bidirectional models: "prefix" or "dual". Faster and approximate, and so are the logps of
     # the trace.
     cache: str = "none"
-    # suppress: EOS has probability 0 (not in the learner's log-probabilities); demote: EOS is
-    # revealed last in its block; eoser: its confidence is damped, see `eoser_weight`
+    # suppress: EOS has probability 0 (but not in the learner's log-probabilities); demote: EOS is
+    # revealed last in its block; eoser: the confidence of EOS is lowered, see `eoser_weight`
     eos_policy: str = "none"
     # Dream: the order is drawn from softmax(confidence / alg_temp); 0: the most confident first
     alg_temp: float = 0.0
@@ -79,13 +79,17 @@ def select(
     """Which masked tokens of a block to reveal: the most confident ones; at equal confidence those
     at lower positions. "sequential" takes the lowest positions, whatever the confidence.
 
-    confidence [N, n] fp32; masked [N, n] bool; quota: reveal at least this many, as far as there
-    are masks. Only the adaptive rules reveal more. low_confidence_dynamic: all above the threshold.
-    low_confidence_factor (Fast-dLLM, arXiv 2505.22618): the largest number k for which (k + 1)(1 -
-    confidence of the k-th best) < factor. entropy_bounded: the largest number whose entropies (the
-    negative confidences) add up to at most eb_threshold nats. That is the rule of SDAR's
-    generate.py and JetEngine; the paper (EB-Sampler, arXiv 2505.24857) leaves the largest of these
-    entropies out of the sum. -> [N, n] bool
+    confidence [N, n] fp32; masked [N, n] bool; quota: how many to reveal, if there are as many
+    masks. -> [N, n] bool
+
+    The adaptive rules may reveal more than the quota, never fewer:
+        low_confidence_dynamic  all above confidence_threshold
+        low_confidence_factor   the k best, for the largest k for which (k + 1)(1 - confidence of
+                                the k-th best) < factor (Fast-dLLM, arXiv 2505.22618)
+        entropy_bounded         as many as have entropies (the negative confidences) that add up to
+                                at most eb_threshold nats. This is the rule of SDAR's generate.py
+                                and JetEngine; the paper (EB-Sampler, arXiv 2505.24857) leaves the
+                                largest of these entropies out of the sum
     """
     if remasking == "sequential":
         confidence = -torch.arange(masked.shape[1], device=masked.device).float().expand_as(masked)

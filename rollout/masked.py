@@ -6,9 +6,11 @@ step runs the model on the prompt and the whole completion, draws a token for ev
 block and reveals some of them: the schedule says how many, the remasking rule which ones. The model
 also sees the masks behind the block, so gen_length is part of its input.
 
-Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block runs the whole sequence and keeps
-the keys and values of all layers. Later steps run only a window and reuse the kept ones elsewhere.
-This is approximate: from the second layer on, keys and values depend on the tokens revealed since.
+Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block runs all columns and keeps their
+keys and values, in every layer. Later steps run only a window of columns. They update its keys and
+values and reuse the kept ones elsewhere: of the prompt, the blocks before and, with dual, the masks
+behind. This is approximate: a reveal changes the hidden states of all tokens, and with them their
+keys and values from the second layer on. The next block starts afresh.
     prefix   the window is the block and all masks behind it
     dual     the window is the block alone
 """
@@ -26,7 +28,7 @@ from rollout.traces import Trace, left_padded, scored
 
 @dataclass
 class Block:
-    """One block of R rows that are denoised together, and the forwards over the rows."""
+    """One block in each of R rows that are denoised together, and the forwards of these rows."""
 
     model: object
     tokens: torch.Tensor  # [R, S] int64, prompts padded on the left and completions
@@ -37,12 +39,15 @@ class Block:
     first: int  # first column of the block
     quota: list  # tokens to reveal at each step
     first_step: int  # number of steps in earlier blocks
-    kept: dict | None  # layer: keys and values [R, K, S, h]; None: no cache
+    kept: dict | None  # the cache, {layer: keys and values [R, K, S, h]}; None: no cache
 
     def forward(self, first, width, window):
-        """Run `window` columns from `first` on, with the kept keys and values elsewhere; None: all.
+        """Run `window` columns from `first` on, with the kept keys and values elsewhere. window
+        None runs all columns.
 
-        -> final hidden states [R, width, D]; row j predicts column first + j
+        first: that of the block, as an argument because CUDA graphs pass a tensor
+        -> final hidden states [R, width, D], of which number j predicts the token of column
+        first + j
         """
         shift = int(hasattr(self.model, "align"))  # Dream predicts token i at position i - 1
         every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
@@ -54,8 +59,8 @@ class Block:
     def attend(self, columns, layer, q, k, v):
         """q [R, H, w, h], k, v [R, K, w, h] of these columns -> [R, H, w, h]"""
         if self.kept is not None:
-            keys, values = self.kept.setdefault(layer, (k, v))
-            if keys is not k:  # not the first forward
+            keys, values = self.kept.setdefault(layer, (k, v))  # the first forward, of all columns
+            if keys is not k:  # a later forward, of a window
                 keys[:, :, columns], values[:, :, columns] = k, v
             k, v = keys, values
         gqa = q.shape[1] != k.shape[1]
@@ -88,39 +93,40 @@ class MaskedEngine(Engine):
             raise SystemExit("--cache dual runs the block alone: records 'states' need all masks")
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+        """Denoise one block after the other; arguments as in Engine."""
         model, quotas = self.model, block_quotas(**settings)
         prompt_ids = [prompt_ids[i] for i in owner.tolist()]
-        L = sum(map(sum, quotas))
+        L = sum(map(sum, quotas))  # tokens of a completion
         whole = [ids + [model.mask_token_id] * L for ids in prompt_ids]
         tokens, valid = left_padded(whole, model.pad_token_id, self.device)
         positions, bias = model.grid(valid)[0], valid[:, None, None].to(self.dtype).log()
-        P, completion_ids = tokens.shape[1] - L, tokens[:, -L:]
+        P, completion_ids = tokens.shape[1] - L, tokens[:, -L:]  # a view: later blocks read it
         step_map = torch.full_like(completion_ids, -1)
         dtype = torch.promote_types(self.dtype, torch.float32)
         logps = torch.zeros_like(step_map, dtype=dtype)
         replay_map, num_forwards = step_map.clone(), torch.zeros_like(sample_index)
         self.eos = tokens.new_tensor(model.eos_token_ids)
-        log = {"events": Events, "states": States}.get(settings["records"])
-        log = log and log(step_map, sum(map(len, quotas)), model.pad_token_id)
+        kind = {"events": Events, "states": States}.get(settings["records"])
+        records = kind and kind(step_map, sum(map(len, quotas)), model.pad_token_id)
         row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
         for quota in quotas:
             end = start + sum(quota)
             rows = tokens[row], positions[row], bias[row], sample_index[row]
-            kept = None if settings["cache"] == "none" else {}
+            kept = None if settings["cache"] == "none" else {}  # a new cache for each block
             block = Block(model, *rows, P, P + start, quota, first_step, kept)
-            forwards, ids, steps, block_logps, history = self._denoise(block, settings)
+            ids, steps, block_logps, forwards, history = self._denoise(block, settings)
             here = row, slice(start, end)
             completion_ids[here], step_map[here], logps[here] = ids, steps, block_logps
             replay_map[here] = first_step + steps
             num_forwards[row] += forwards
             for entry in history:
-                log.add(row, sample_index[row], start, *entry)
-            # NaN counts as the highest confidence: it is revealed, and found here.
+                records.add(row, sample_index[row], start, *entry)
+            # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~block_logps.isfinite().all(1)).any():
                 bad = sample_index[row[broken]].unique().tolist()
                 raise SystemExit(BROKEN.format(bad[:8]))
-            if stop_at_eos:  # blocks are final: later ones cannot change the text
+            if stop_at_eos:  # earlier blocks are final: the rest cannot change the text
                 row = row[~torch.isin(ids, self.eos).any(1)]
             if not len(row):
                 break
@@ -131,33 +137,36 @@ class MaskedEngine(Engine):
         return Trace(
             prompt_ids, completion_ids, scored(completion_ids, canvas_length, model.eos_token_ids),
             canvas_length, step_map, replay_map, logps, sample_index, num_forwards, settings,
-            log and vars(log),
+            records and vars(records),
         )  # fmt: skip
 
     def _denoise(self, block, settings):
         """Denoise one block: run the model, draw a token for every mask, reveal some; repeat.
 
-        Under rcr (running confidence remasking, MDPO, arXiv 2508.13148) a step reveals every mask
-        of the block, then masks the least confident tokens of the block again, so that only as many
-        stay as the schedule has revealed so far. A token keeps the confidence of its draw.
-        -> num_forwards [R]; tokens, step_map, logps [R, n]; for each step what Events or States.add
+        rcr (running confidence remasking, MDPO, arXiv 2508.13148): a step draws a token for every
+        mask of the block. The most confident tokens of the block stay, as many as the schedule has
+        revealed up to this step; all others are masked again, earlier reveals too. A token keeps
+        the confidence of its own draw.
+        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step what Events or States.add
         takes
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
         step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
-        masked, logps, history, due = step_map < 0, 0.0 * ids, [], 0
-        running = logps  # rcr: confidences of all tokens
+        masked, logps, history = step_map < 0, 0.0 * ids, []
+        # rcr: confidences of the block's tokens, and how many of them stay after this step
+        running, due = logps, 0
         uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
         columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
-        here, behind = (columns - block.prompt_length).tensor_split([n])
+        # places in the completion: of the block, and of the masks behind it
+        inside, behind = (columns - block.prompt_length).tensor_split([n])
         window = None  # the first forward of a block runs all columns
         for step, quota in enumerate(block.quota):
             if not (masked.any() if remasking in self.adaptive else quota):
                 continue  # no mask is left, or this step of the schedule reveals nothing
             number = block.first_step + step
-            drawing, draws = masked, uniform(here, step, "token")
-            if kind == "states":  # draw a token for the masks behind the block too
+            drawing, draws = masked, uniform(inside, step, "token")
+            if kind == "states":  # also predict the masks behind the block, for the record alone
                 more = uniform(behind, number, "guess")
                 drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
                 draws = torch.cat([draws, more], 1)
@@ -169,17 +178,17 @@ class MaskedEngine(Engine):
                 seen = block.tokens[:, block.prompt_length :].clone()
                 history.append((number, seen, drawing, *drawn[:2]))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
-            order = partial(uniform, here, step, "order")
+            order = partial(uniform, inside, step, "order")
             score = self._score(confidence, token, number, order, settings)
             due += quota
             num_forwards += masked.any(1)
             if remasking == "rcr":
                 running = torch.where(masked, score, running)
                 shown = select(running, torch.ones_like(masked), due, **settings)
-            elif remasking == "origin":  # Dream: every token by itself
+            elif remasking == "origin":  # Dream: reveal each mask with the probability `share`
                 share = reveal_shares(block.quota, settings["schedule"])[step]
                 shown = ~masked | (order() < share)
-            else:
+            else:  # the most confident masks, `quota` of them or more
                 shown = ~masked | select(score, masked, quota, **settings)
             new, again = masked & shown, ~(masked | shown)  # revealed, and masked again (rcr)
             ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
@@ -187,13 +196,14 @@ class MaskedEngine(Engine):
             step_map, masked = step_map.masked_fill(new, step), ~shown
             if kind == "events":
                 history.append((number, new | again, ids.clone(), logps))
-        return num_forwards, ids, step_map, logps, history
+        return ids, step_map, logps, num_forwards, history
 
     def _score(self, score, token, step, order, settings):
         """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
 
-        step: counted over the completion. order() -> uniform numbers. With alg_temp (Dream) the
-        positions are drawn without replacement from softmax(score / alg_temp), by Gumbel noise.
+        step: counted over the whole completion. order() -> uniform numbers [R, n]. alg_temp (Dream)
+        adds Gumbel noise, so that the positions to reveal are drawn without replacement from
+        softmax(score / alg_temp).
         """
         if settings["remasking"] == "random":
             score = order().to(score.dtype)

@@ -28,7 +28,7 @@ class Trace:
     canvas_length: torch.Tensor
     # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
     step_map: torch.Tensor | None
-    # [N, L] int64, equal numbers were revealed together: one forward replays them
+    # [N, L] int64, number of the forward that replays the token; -1 where never revealed
     replay_map: torch.Tensor | None
     # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
     logps: torch.Tensor | None
@@ -203,8 +203,8 @@ def scored(completion_ids, canvas_length, eos_token_ids):
 
 
 def rollout_sums(trace, rewards, components, num_generations):
-    """Health of a rollout: sums over this rank's N sequences, so that sums over ranks divided by
-    all sequences are means.
+    """Health of a rollout, as sums over this rank's N sequences. Added over ranks and divided by
+    the number of all sequences they are means.
 
     rewards [N]; components: one dict of floats a sequence, whose sum is its reward; groups of
     num_generations are contiguous. -> {metric name: 0-d tensor or number}; reward/square gives the

@@ -8,7 +8,7 @@ from sync_shared import ALL, METHODS, OFFLINE, ROOT, source
 NAMES = {"llada": "LLaDA", "dream": "Dream"}
 
 
-def added_lines(script, reference="d1"):
+def added_lines(script, reference):
     """Lines that a script adds to its reference, the docstring left out."""
     body = lambda name: source(name).split('"""', 2)[2].splitlines()
     return sum(line.startswith("+ ") for line in difflib.ndiff(body(reference), body(script)))
@@ -16,16 +16,15 @@ def added_lines(script, reference="d1"):
 
 def table():
     rows = [
-        "| script | method and its page | paper | families | lines | added to d1.py |",
+        "| script | method and its page | paper | families | lines | lines added to |",
         "|---|---|---|---|---|---|",
     ]
     for script, facts in METHODS.items():
         name, what = facts["title"].split(": ", 1)
         families = facts["families"]
         served = "all" if families == ALL else ", ".join(NAMES[family] for family in families)
-        added = "reference" if script == "d1" else str(added_lines(script))
-        if script in OFFLINE:
-            added = "own family" if script == "sft" else f"{added_lines(script, 'sft')} to sft.py"
+        reference = "sft" if script in OFFLINE else "d1"
+        added = f"{reference}.py: {added_lines(script, reference)}" if script != reference else "-"
         link = f"[{facts['paper']}](https://arxiv.org/abs/{facts['paper']})"
         rows.append(
             f"| [algos/{script}.py](algos/{script}.py) | [{name}](docs/algos/{script}.md): {what} "
