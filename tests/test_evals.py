@@ -375,7 +375,7 @@ def test_load_reward(monkeypatch):
         "--reward cells: no such reward; known: countdown_partial for countdown; "
     )
     assert said.endswith("code_format for every task; odd for every task")
-    for name, task in (("gsm8k_d1", "gsm8k"), ("math500_d1", "math500")):
+    for name, task in (("gsm8k_d1", "gsm8k"), ("math500_tags", "math500")):
         boxed = {"question": "?", "gold": "18", "style": "boxed"}
         assert "--data d1" in one_line(load_reward(name, load_task(task)), ["18"], [boxed])
 
