@@ -43,15 +43,20 @@ def main(task):
     import_module("evals.run").main(task)
 
 
+def load_examples(task, split, data, limit=None):
+    """`load` of a task; SystemExit if there are no examples."""
+    if examples := task.load(split, data, limit):
+        return examples
+    raise SystemExit(f"--data {data}: no problems in it")
+
+
 def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
     """-> [(example, prompt ids)], number of problems dropped because their prompt is too long.
 
     SystemExit if no problem is left, or if a prompt contains the mask token, which samplers refuse.
     """
-    examples = task.load(split, data, limit)
+    examples = load_examples(task, split, data, limit)
     problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
-    if not problems:
-        raise SystemExit(f"--data {data}: no problems in it")
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
         shortest = min(len(ids) for _, ids in problems)
@@ -60,9 +65,9 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
     # every model family has "mask" in the name of its mask token
     masks = {i: name for name, i in tokenizer.get_added_vocab().items() if "mask" in name.lower()}
     for number, (_, ids) in enumerate(problems):
-        if found := next((masks[i] for i in ids if i in masks), None):
+        if found := masks.keys() & ids:
             where = f"--data {data}: {split} prompt {number}"
-            raise SystemExit(f"{where} contains the mask token {found}: remove it")
+            raise SystemExit(f"{where} contains the mask token {masks[found.pop()]}: remove it")
     return kept, len(problems) - len(kept)
 
 

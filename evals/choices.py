@@ -100,17 +100,15 @@ def read_zip(path, split, columns=None):
 
     columns: for files without a header. SystemExit if the file is no such zip.
     """
-    if not path.endswith(".zip"):
-        raise SystemExit(
-            f"--data {path}: takes a .zip or a hub id, for the dev split of the worked examples"
-        )
     if not zipfile.is_zipfile(path):
-        raise SystemExit(f"--data {path}: no such zip file")
+        raise SystemExit(
+            f"--data {path}: no such zip; takes a .zip or a hub id, which have the dev split of "
+            "the worked examples"
+        )
     with zipfile.ZipFile(path) as archive:
         suffix = f"_{split}.csv"
-        names = [name for name in archive.namelist() if f"/{split}/" in f"/{name}"]
-        names = sorted(name for name in names if name.endswith(suffix))
-        if not names:
+        names = filter(re.compile(rf"(.*/)?{split}/.*{suffix}").fullmatch, archive.namelist())
+        if not (names := sorted(names)):
             raise SystemExit(f"--data {path}: no {split}/<subject>{suffix} in it")
         for name in names:
             subject = Path(name).name.removesuffix(suffix)

@@ -2,46 +2,14 @@
 
 evals/run.py and every evals/<task>.py take their defaults from `settings`; any flag overrides its
 part, and result.json has what was used. Lengths are those of DARE's table (configurations of
-yjyddq/DARE); "*" is for tasks without a number of their own there. Where DARE has several variants,
+yjyddq/DARE); * is for tasks without a number of their own there. Where DARE has several variants,
 this is the plain one, without a rule for the end of text. Examples and prompts belong to the task.
 """
 
 from pathlib import Path
 
-
-def one_by_one(text, **more):
-    """{task: settings} of lines with task, length, block and maybe a cache: as many denoising steps
-    as tokens."""
-    rows = {}
-    for task, length, block, *cache in map(str.split, text.strip().splitlines()):
-        rows[task] = sizes(int(length), int(block)) | more | ({"cache": cache[0]} if cache else {})
-    return rows
-
-
-def sizes(length, block):
-    return {"gen_length": length, "block_length": block, "denoising_steps": block}
-
-
-def dream(length):
-    """Dream decodes the whole answer as one block, in steps of its own schedule, the least
-    uncertain first."""
-    rule = {"schedule": "timesteps", "remasking": "entropy", "temperature": 0.2, "top_p": 0.95}
-    return sizes(length, length) | rule
-
-
-def llada2(length):
-    """32 tokens a block (the model's own), revealed above 0.95, in at most 32 steps."""
-    rule = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
-    return {"gen_length": length, "denoising_steps": 32} | rule
-
-
-def each(names, row):
-    return dict.fromkeys(names.split(), row)
-
-
-# what no row sets
+# what no line of TABLE sets
 BASE = {
-    "block_length": None,  # the model's own
     "remasking": "low_confidence_static",
     "confidence_threshold": 0.9,
     "schedule": "uniform",
@@ -52,68 +20,88 @@ BASE = {
     "repeats": 1,
 }
 
+# Names of --model or model_type of config.json, tasks, tokens, block (own: the model's), steps per
+# block, other settings. The other settings of a model's line * hold for all its tasks. A later
+# line replaces an earlier one.
+TABLE = """
 # LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs.
 # C-Eval is not published.
-LLADA = one_by_one("""
-* 512 32
-mmlu 3 3 dual
-hellaswag 3 3 prefix
-ceval 3 3
-mmlu_pro 256 256 dual
-arc_c 512 512 prefix
-gsm8k 256 8 prefix
-math500 512 64 prefix
-gpqa 128 64 prefix
-humaneval 512 32 prefix
-humaneval_plus 512 32 prefix
-mbpp 512 32 prefix
-olympiad 2048 64 prefix
-""")
-LLADA |= one_by_one("aime24 2048 64 dual\naime25 2048 64 prefix", temperature=1.0, repeats=8)
+llada,llada-1.5 *                             512  32   32
+llada,llada-1.5 mmlu                          3    3    3    cache=dual
+llada,llada-1.5 hellaswag                     3    3    3    cache=prefix
+llada,llada-1.5 ceval                         3    3    3
+llada,llada-1.5 mmlu_pro                      256  256  256  cache=dual
+llada,llada-1.5 arc_c                         512  512  512  cache=prefix
+llada,llada-1.5 gsm8k                         256  8    8    cache=prefix
+llada,llada-1.5 math500                       512  64   64   cache=prefix
+llada,llada-1.5 gpqa                          128  64   64   cache=prefix
+llada,llada-1.5 humaneval,humaneval_plus,mbpp 512  32   32   cache=prefix
+llada,llada-1.5 olympiad                      2048 64   64   cache=prefix
+llada,llada-1.5 aime24                        2048 64   64   cache=dual temperature=1 repeats=8
+llada,llada-1.5 aime25                        2048 64   64   cache=prefix temperature=1 repeats=8
 # DARE's validation during training: half as many steps as tokens
-LLADA |= each("countdown sudoku", sizes(256, 32) | {"denoising_steps": 16})
-# LLaDA-1.5: no cache, and an end of text is revealed last in its block; other tasks as for
-# LLaDA-8B-Instruct
-LLADA_15 = LLADA | one_by_one("gpqa 256 16")
-LLADA_15 |= one_by_one(
-    "gsm8k 256 16\nmath500 1024 128\nhumaneval 512 32\nmbpp 512 32", eos_policy="demote"
-)
-DREAM = {"*": dream(512), "gsm8k": dream(256), "olympiad": dream(2048)}
-DREAM |= each("mmlu mmlu_pro gpqa hellaswag", dream(128))
-DREAM |= each("aime24 aime25", dream(2048) | {"repeats": 8})
+llada,llada-1.5 countdown,sudoku              256  32   16
+# LLaDA-1.5: no cache, and an end of text is revealed last in its block
+llada-1.5       gpqa                          256  16   16
+llada-1.5       gsm8k                         256  16   16   eos_policy=demote
+llada-1.5       math500                       1024 128  128  eos_policy=demote
+llada-1.5       humaneval,mbpp                512  32   32   eos_policy=demote
+llada-8b-base   *                             256  256  256
+# Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain
+# first.
+Dream           *     512  512  512  schedule=timesteps remasking=entropy temperature=0.2 top_p=0.95
+Dream           gsm8k                         256  256  256
+Dream           mmlu,mmlu_pro,gpqa,hellaswag  128  128  128
+Dream           olympiad                      2048 2048 2048
+Dream           aime24,aime25                 2048 2048 2048 repeats=8
 # greedy, one of the four tokens of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval
 # and MBPP reveal above 0.95
-SDAR = {"*": {"gen_length": 4096, "denoising_steps": 4}}
-LLADA2 = {"*": llada2(512), "gpqa": llada2(128)}
-LLADA2 |= each("mmlu mmlu_pro hellaswag gsm8k", llada2(256))
-LLADA2 |= each("aime24 aime25 olympiad", llada2(2048))
-TINY = {"*": {"gen_length": 64, "denoising_steps": 2}}  # the shipped models, for a try on a CPU
+sdar,sdar_moe   *                             4096 own  4
+# revealed above 0.95, in at most 32 steps
+llada2_moe      *     512  own  32   remasking=low_confidence_dynamic confidence_threshold=0.95
+llada2_moe      gpqa                          128  own  32
+llada2_moe      mmlu,mmlu_pro,hellaswag,gsm8k 256  own  32
+llada2_moe      aime24,aime25,olympiad        2048 own  32
+# the shipped models, for a try on a CPU
+tiny-sdar,tiny-llada,tiny-dream,tiny-sdar-moe,tiny-llada2 *                             64   own  2
+# examples with the style "compact", for all models: an expression and an end of text, or 16 cells
+compact         countdown                     12   own  2
+compact         sudoku                        16   own  2
+"""
 
-# names of --model, then model_type of config.json
-SETTINGS = {
-    "llada-1.5": LLADA_15,
-    "llada-8b-base": one_by_one("* 256 256"),
-    **each("tiny-sdar tiny-llada tiny-dream tiny-sdar-moe tiny-llada2", TINY),
-    "llada": LLADA,
-    "Dream": DREAM,
-    **each("sdar sdar_moe", SDAR),
-    "llada2_moe": LLADA2,
-}
-# the short prompts of the shipped models: an expression and an end of text, or 16 cells
-COMPACT = {
-    "countdown": {"gen_length": 12, "denoising_steps": 2},
-    "sudoku": {"gen_length": 16, "denoising_steps": 2},
-}
+
+def read(table):
+    """-> {model: {task: settings}}"""
+    settings = {}
+    for line in table.strip().splitlines():
+        if line.startswith("#"):
+            continue
+        models, tasks, length, block, steps, *others = line.split()
+        row = {
+            "gen_length": int(length),
+            "block_length": None if block == "own" else int(block),
+            "denoising_steps": int(steps),
+        }
+        for name, value in (other.split("=") for other in others):
+            row[name] = type(BASE[name])(value)
+        for model in models.split(","):
+            rows = settings.setdefault(model, {})
+            rows |= {task: rows.get("*", {}) | row for task in tasks.split(",")}
+    return settings
+
+
+SETTINGS = read(TABLE)
 
 
 def settings(model, model_type, task, style=""):
     """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
-    with that name) or else its architecture. style: of the task's examples; "compact" problems have
-    one setting for all models. SystemExit for an architecture without settings."""
+    with that name) or else its architecture. style: of the task's examples. SystemExit for an
+    architecture without settings."""
     rows = SETTINGS.get(Path(model).name) or SETTINGS.get(model_type)
     if rows is None:
         raise SystemExit(
             f"evals/decoding.py has no settings of a {model_type!r} model; known: "
             f"{', '.join(SETTINGS)}"
         )
-    return BASE | (COMPACT[task] if style == "compact" else rows.get(task, rows["*"]))
+    rows = SETTINGS["compact"] if style == "compact" else rows
+    return BASE | (rows.get(task) or rows["*"])

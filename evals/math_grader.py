@@ -15,26 +15,24 @@ Graders, by name:
                   against the gold number
 
 Math-Verify is sympy, which can run forever, take all memory and (through its parser) run Python
-code. So it runs in separate processes, which are killed after TIMEOUT seconds. This file is also
-the program of these processes and therefore imports nothing slow.
+code. So it runs in separate processes, which the kernel ends after TIMEOUT seconds. This file is
+also the program of these processes and therefore imports nothing slow.
 """
 
-import atexit
 import json
 import os
 import re
-import subprocess
+import signal
 import sys
-import threading
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
+from subprocess import DEVNULL, PIPE, Popen
 
 MAX_LENGTH = 512  # characters of an answer; longer ones do not count
 TIMEOUT = 5.0  # seconds for a pair of answers
-START_TIMEOUT = 120.0  # seconds in which a process must have imported sympy
 MEMORY = 4 * 2**30  # bytes of address space of a process
 
 BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
@@ -47,6 +45,7 @@ LAST_NUMBER = re.compile(
     rf"(?<![\w.])(?<!\w-)-?(?:{GROUPED}(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/0*[1-9][0-9]*)?"
 )
 FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
+OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
 
 
 def boxes(text, unclosed=False):
@@ -107,8 +106,6 @@ def math_verify(answer, gold, tolerance=0.0):
     equal too."""
     if answer == gold:
         return True
-    if not answer.strip():
-        return False
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
         if ours == theirs or abs(ours - theirs) <= Fraction(tolerance) * Fraction(101, 100):
@@ -126,10 +123,9 @@ def number(answer):
     if text.count("$") == 2:
         text = text.removeprefix("$").removesuffix("$")
     text = re.sub(r"\\[!,]|\^\{?\\circ\}?|°", "", text.replace("{,}", ",")).strip()
-    if match := FRACTION.fullmatch(text):
-        sign, over, under = match[1], match[2] or match[4], match[3] or match[5]
-        return Fraction(int(sign + "1") * int(over), int(under)) if int(under) else None
-    if re.fullmatch(r"-?[0-9]+/0*[1-9][0-9]*", text, re.ASCII):
+    if FRACTION.fullmatch(text):
+        text = FRACTION.sub(OVER, text).strip()
+    if re.fullmatch(r"-?[0-9]+/0*[1-9][0-9]*", text):
         return Fraction(text)
     match = NUMBER.fullmatch(text)
     if not match or not (match[2] or match[3]):
@@ -144,8 +140,7 @@ HENDRYCKS = [
     (r"\\[td]frac", r"\\frac"),
     (r"\\left|\\right", ""),
     (r"(?<=.)\\text\{[^{}]*\}$", ""),  # a unit behind something
-    (r"\^\{?\\circ\}?|°", ""),
-    (r"\\?\$|\\?%", ""),
+    (r"\^\{?\\circ\}?|°|\\?[$%]", ""),
     (r"\\(?:text|textbf|mathbf|mathrm|overline)\{([^{}]*)\}", r"\1"),
     (r"\\mbox\{[^{}]*\}|\\text|x\\in|\\cdot|and", ""),
     (r"\\?infinity|(?<!\\)\binf\b", r"\\infty"),
@@ -225,18 +220,16 @@ PLAIN = [
     (r",\\! *", ""),
 ]
 LATEX_AS_TEXT = [
-    (r"\\[td]?frac *([0-9])([0-9])", r" \1/\2"),
-    (r"\\[td]?frac *\{([^{}]*)\} *\{([^{}]*)\}", r" \1/\2"),
+    (r"\\[td]?frac *(?:([0-9])([0-9])|\{([^{}]*)\} *\{([^{}]*)\})", r" \1\3/\2\4"),
     (r"\\sqrt *(?:\[[^\]]*\])? *(?:\{([^{}]*)\}|(\\?\w))", r"sqrt(\1\2)"),
     (r"\\(?:text|textbf|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1"),
+    (r"\\((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|min|max)(?![A-Za-z])", r"\1"),
 ]
 SYMBOLS = "pi=pi infty=inf cup=U cdot=* times=* le=≤ leq=≤ ge=≥ geq=≥"
 SYMBOLS = dict(pair.split("=") for pair in SYMBOLS.split())
-WORDS = "sin cos tan cot sec csc log ln exp min max arcsin arccos arctan".split()
-SYMBOLS |= zip(WORDS, WORDS, strict=True)
 GUARDS = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]")  # powers that can take sympy for ever
 COMMAS = re.compile(r"(?<=\d),(?=\d\d\d(?:\D|$))")
-OUTER = re.compile(r"([\[(])([^()\[\]]+)([\])])")
+OUTER = re.compile(r"[\[(]([^()\[\]]+)[\])]")
 
 
 def deepscaler(answer, gold):
@@ -252,25 +245,26 @@ def deepscaler(answer, gold):
     ours, theirs = _plain(answer), _plain(gold)
     if ours == theirs or not ours:
         return ours == theirs
-    left, right = OUTER.fullmatch(COMMAS.sub("", ours)), OUTER.fullmatch(COMMAS.sub("", theirs))
-    answers = left[2].split(",") if left else [COMMAS.sub("", ours)]
-    golds = right[2].split(",") if right else [COMMAS.sub("", theirs)]
+    answers, golds = _parts(ours), _parts(theirs)
     brackets = len(golds) == 1 or (ours[0], ours[-1]) == (theirs[0], theirs[-1])
     if not brackets or len(answers) != len(golds):
         return False
     return all(_same_part(a.strip(), b.strip()) for a, b in zip(answers, golds, strict=True))
 
 
+def _parts(text):
+    """The parts of a tuple or an interval; other answers as one part."""
+    text = COMMAS.sub("", text)
+    inner = OUTER.fullmatch(text)
+    return inner[1].split(",") if inner else [text]
+
+
 def _plain(text):
     """PRM800K's normal form of an answer."""
-    text = rewritten(text, PLAIN)
-    if re.fullmatch(r"[-+]?[0-9]+\.0*", text):
-        text = text.partition(".")[0]
-    if "\\" in text:
-        before = None
-        while text != before:
-            before, text = text, rewritten(text, LATEX_AS_TEXT)
-        text = re.sub(r"\\([A-Za-z]+)|\\.", lambda macro: _symbol(macro[1] or ""), text).strip()
+    text, before = rewritten(text, PLAIN), None
+    while text != before:
+        before, text = text, rewritten(text, LATEX_AS_TEXT)
+    text = re.sub(r"\\([A-Za-z]+)|\\.", lambda macro: _symbol(macro[1] or ""), text)
     text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", re.sub(r"- *", "-", text))  # 7 3/4
     text = re.sub(r"[ {}]", "", text).lower()
     whole = re.fullmatch(r"([-+]?[0-9]+)(?:\.0*)?", COMMAS.sub("", text))
@@ -306,8 +300,7 @@ def last_number(completion, gold):
     which must be a number."""
     text = last_box(completion) or completion[-100_000:]
     text = text.replace("{,}", ",").replace("\\!", "")
-    flat = lambda found: f" {found[1]}{found[2] or found[4]}/{found[3] or found[5]}"
-    found = ["", *LAST_NUMBER.findall(FRACTION.sub(flat, text))][-1]
+    found = ["", *LAST_NUMBER.findall(FRACTION.sub(OVER, text))][-1]
     value = number(found) if len(found) <= MAX_LENGTH else None
     return value is not None and value == number(gold)
 
@@ -322,14 +315,12 @@ class Worker:
     def __init__(self):
         # no secrets in its environment, a process group of its own, and the same string hashes
         # (order of sympy's sets) in every process
-        environment = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0"}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        self.process = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__)], **pipes, stderr=subprocess.DEVNULL,
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
+        self.process = Popen(
+            [sys.executable, os.path.abspath(__file__)], stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
             env=environment, start_new_session=True, text=True
         )  # fmt: skip
-        if self.reply(START_TIMEOUT) != "ready":
+        if not self.process.stdout.readline():
             self.kill()
             raise SystemExit(
                 "Math-Verify does not start: pip install -r requirements.txt; "
@@ -337,42 +328,23 @@ class Worker:
             )
 
     def ask(self, *question):
-        """Verdict of a question: answer, gold, tolerance, key of JUDGES. None if the process died
-        or was killed at TIMEOUT; it is unusable then."""
-        with suppress(OSError):
-            print(json.dumps(question), file=self.process.stdin, flush=True)
-            if (said := self.reply(TIMEOUT)) in ("right", "wrong"):
-                return said == "right"
+        """Verdict of a question: answer, gold, tolerance, key of JUDGES. None if the process died,
+        as it does at TIMEOUT; it is unusable then."""
+        with suppress(BrokenPipeError):
+            print(json.dumps([TIMEOUT, *question]), file=self.process.stdin, flush=True)
+            if said := self.process.stdout.readline():
+                return json.loads(said)
         self.kill()
-
-    def reply(self, seconds):
-        """The next line that the process writes; "" if it ends, or is killed after `seconds`."""
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        try:
-            return self.process.stdout.readline().strip()
-        finally:
-            timer.cancel()
 
     def kill(self):
         self.process.kill()
-        self.process.wait()
-        with suppress(BrokenPipeError):  # a question that it did not live to read
-            self.process.stdin.close()
-        self.process.stdout.close()
+        self.process.communicate()  # waits and closes the pipes
 
 
-IDLE: list[Worker] = []  # processes that wait for a question
+IDLE = []  # processes that wait for a question; they end with this one
 # answers that killed a process or took longer than TIMEOUT, once for every time they were asked
-NO_VERDICT: list[str] = []
+NO_VERDICT = []
 os.register_at_fork(after_in_child=IDLE.clear)  # two processes must not share one pipe
-
-
-@atexit.register
-def close():
-    """End the idle processes. They also end with this one."""
-    while IDLE:
-        IDLE.pop().kill()
 
 
 def lacks_verdict(task, completion, example):
@@ -435,11 +407,10 @@ JUDGES = {"math_verify": _by_math_verify, "difference": _by_difference}
 
 
 def serve():
-    """The program of a Worker: reads JSON lines [answer, gold, tolerance, judge] from stdin and
-    writes "right" or "wrong" to stdout until stdin ends."""
+    """The program of a Worker: reads JSON lines [seconds, answer, gold, tolerance, judge] from
+    stdin and writes true or false to stdout until stdin ends."""
     import logging
     import resource
-    import signal
 
     sys.path.pop(0)  # this folder: its modules are not top-level ones
     import math_verify  # noqa: F401, slow: before the first question
@@ -454,15 +425,15 @@ def serve():
         raise SystemExit("Math-Verify reads no LaTeX: its parser, antlr4, is missing")
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        answer, gold, tolerance, judge = json.loads(line)
-        # ends this process if its parent is gone and cannot kill it
-        signal.setitimer(signal.ITIMER_REAL, 2 * TIMEOUT)
+        seconds, answer, gold, tolerance, judge = json.loads(line)
+        # without a handler SIGALRM ends this process, whatever sympy does
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             right = JUDGES[judge](answer, gold, tolerance)
         except Exception:  # what sympy cannot read is wrong
             right = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print("right" if right else "wrong", file=replies, flush=True)
+        print(json.dumps(bool(right)), file=replies, flush=True)
 
 
 if __name__ == "__main__":

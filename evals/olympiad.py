@@ -124,20 +124,11 @@ def both_signs(answer):
 
 
 def matched(answers, golds):
-    """Whether answers and golds, of equal number, can be paired so that each pair is the same
-    (augmenting paths)."""
-    holder = {}  # answer -> its gold
-
-    def place(gold, tried):
-        for i, text in enumerate(answers):
-            if i not in tried and same(text, *golds[gold]):
-                tried.add(i)
-                if i not in holder or place(holder[i], tried):
-                    holder[i] = gold
-                    return True
-        return False
-
-    return all(place(gold, set()) for gold in range(len(golds)))
+    """Whether answers and golds, of equal number, can be paired so that each pair is the same."""
+    return not golds or any(
+        same(answer, *golds[0]) and matched(answers[:i] + answers[i + 1 :], golds[1:])
+        for i, answer in enumerate(answers)
+    )
 
 
 def same(answer, gold, error):

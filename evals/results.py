@@ -12,11 +12,17 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean as mean
+from statistics import pstdev
 
 import tyro
 
 from models.atomic import new_directory, write_atomically
 
+HEADER = (
+    "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"
+    "temperature"
+)
 SHOWN = 20  # faults that are listed on stderr; result.json has their number
 
 
@@ -30,13 +36,12 @@ def command_line(kind, program, description):
         saved = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         saved = {}
-    if saved.pop("program", "") != program or saved.keys() != asdict(args).keys():
+    if saved.pop("program", "") != program:
         raise SystemExit(
             f"--resume {args.resume} is no directory of evals/{program}.py: "
             "config.json with the flags of this program is not there"
         )
-    listed = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-    return tyro.cli(kind, default=kind(**saved | listed), description=description)
+    return tyro.cli(kind, default=kind(**saved), description=description)
 
 
 def take_directory(flags, program, default, held):
@@ -47,10 +52,9 @@ def take_directory(flags, program, default, held):
     SystemExit if another process works there, or if the directory or its config.json cannot be
     created.
     """
-    out = Path(flags.resume or flags.out or default)
+    out = flags.resume or flags.out
     try:
-        if not (flags.resume or flags.out):
-            out = new_directory(default)
+        out = Path(out) if out else new_directory(default)
         out.mkdir(parents=True, exist_ok=True)
         mode = "r+" if flags.resume else "x"
         config = held.enter_context(open(out / "config.json", mode, encoding="utf-8"))
@@ -73,16 +77,13 @@ def take_directory(flags, program, default, held):
     return out
 
 
-def refuse_overwriting(out, tasks=()):
-    """SystemExit if flags, samples or results lie in the directory `out` or in its folders of
-    `tasks`. "" is no directory."""
-    folders = [Path(out, task) for task in ("", *tasks)] if out else []
-    names = ("samples*.jsonl", "config.json", "result*.json")
-    if found := [file for folder in folders for name in names for file in folder.glob(name)]:
-        files = " and ".join(str(file.relative_to(out)) for file in found)
+def refuse_overwriting(out):
+    """SystemExit if flags, samples or results lie in the directory `out` or in its folders. "" is
+    no directory."""
+    if out and (found := sorted(Path(out).glob("**/*.json*"))):
         raise SystemExit(
-            f"--out {out}: {files} would be overwritten; "
-            "name another directory, continue with --resume, or remove them"
+            f"--out {out}: {found[0].relative_to(out)} would be overwritten; "
+            "name another directory, continue with --resume, or remove the old results"
         )
 
 
@@ -90,12 +91,14 @@ def begin(name, folder, settings, resume):
     """Write settings.json of a task. SystemExit if a resumed run used other settings: samples of
     two settings, or of two models, do not make one number."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, new = folder / "settings.json", json.loads(json.dumps(settings))
-    old = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else new
-    # the batch size changes completions only by rounding
-    keys = sorted((old.keys() | new.keys()) - {"batch_size"})
-    changes = [(key, old.get(key), new.get(key)) for key in keys]
-    if differ := [f"{key} {was!r}, now {now!r}" for key, was, now in changes if was != now]:
+    path = folder / "settings.json"
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings
+    differ = [
+        f"{key} {old.get(key)!r}, now {value!r}"
+        for key, value in settings.items()
+        if old.get(key) != value and key != "batch_size"  # which changes only rounding
+    ]
+    if differ:
         raise SystemExit(
             f"--resume {resume}: {name} was begun with {', '.join(differ)}; "
             "take the old value, or a new --out"
@@ -122,8 +125,7 @@ def write_all(out, model, results, lost):
 def table(results, lost):
     """Results as a Markdown table with aligned columns, then the tasks that were not evaluated.
     Scores in percent; tok/s of one rank."""
-    scores = "task|n|score|by subject|answered|cut off|tok/forward|tok/s"
-    lines = [f"{scores}|shots|tokens, block, steps|temperature".split("|")]
+    lines = [HEADER.split("|")]
     percent = lambda value: "" if value is None else f"{100 * value:.2f}"
     for name, result in results.items():
         how, forward = result["settings"], result["tokens_per_forward"]
@@ -150,11 +152,9 @@ def summary(name, rows, examples, repeats, reward):
     """Everything in a result.json but its settings. reward: name of the shaped reward that rows may
     have.
 
-    stderr: for a mean of independent problems; with repeats that of the problems' own means,
-    because several answers to one problem are not independent. tokens_per_s: of one rank, without
-    scoring.
+    stderr: that of the problems' own means, because several answers to one problem are not
+    independent; sqrt(p(1 - p) / n) for one answer each. tokens_per_s: of one rank, without scoring.
     """
-    mean = lambda values: sum(values) / len(values)
 
     def means(key):
         groups = {}
@@ -162,18 +162,16 @@ def summary(name, rows, examples, repeats, reward):
             groups.setdefault(key(row), []).append(row["score"])
         return {group: mean(scores) for group, scores in groups.items()}
 
-    accuracy = mean([row["score"] for row in rows])
     problems = means(lambda row: row["index"]).values()
-    result = {"task": name, "n": len(problems), "accuracy": accuracy}
-    result["stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(rows))
+    result = {"task": name, "n": len(problems), "accuracy": mean(row["score"] for row in rows)}
+    result["stderr"] = pstdev(problems) / math.sqrt(len(problems))
     if repeats > 1:
-        result["stderr"] = math.sqrt(sum((p - accuracy) ** 2 for p in problems)) / len(problems)
         result["repeats"] = repeats
         by_repeat = sorted(means(lambda row: row["repeat"]).items())
         result["accuracies"] = [score for _, score in by_repeat]
     generated = "tokens" in rows[0]
-    result["answered"] = mean([row["answer"] is not None for row in rows])
-    result["truncated"] = mean([row["truncated"] for row in rows]) if generated else None
+    result["answered"] = mean(row["answer"] is not None for row in rows)
+    result["truncated"] = mean(row["truncated"] for row in rows) if generated else None
     if "subject" in examples[0]:  # subjects count alike, however many questions they have
         subjects = means(lambda row: examples[row["index"]]["subject"])
         result["macro_accuracy"] = mean(subjects.values())

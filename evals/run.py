@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import TRIAL, decoding, load_task, results, samples
+from evals import TRIAL, decoding, load_examples, load_task, results, samples
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.atomic import from_first_rank, is_first_rank
@@ -134,7 +134,7 @@ class ManyArgs(Common):
 
     tasks: str = ""
     """names of files in evals/, separated by commas"""
-    data: tuple[str, ...] = ()
+    data: list[str] = field(default_factory=list)
     """TASK=SOURCE ...: a preset of the task, file or hub id; other tasks use their default"""
 
 
@@ -166,7 +166,7 @@ def many():
     if not (args.model and names):
         raise SystemExit("give --model and --tasks, such as --tasks gsm8k,math500")
     given = dict(item.partition("=")[::2] for item in args.data)
-    if any("=" not in item for item in args.data) or given.keys() - set(names):
+    if given.keys() - set(names):
         shown, known = " ".join(args.data), ", ".join(names)
         raise SystemExit(f"--data {shown}: give TASK=SOURCE, where TASK is one of {known}")
     data = {name: given.get(name, "") for name in names}
@@ -190,9 +190,9 @@ def evaluate(args, program, data):
     tasks = {name: load_task(name) for name in data}
     judge = load_reward(args.reward, tasks[program]) if args.reward != "none" else None
     if not args.resume:
-        results.refuse_overwriting(args.out, () if alone else data)
+        results.refuse_overwriting(args.out)
     device, ranks = ("cpu", 1) if args.completions else place()
-    examples, settings, made, lost = {}, {}, {}, {}
+    examples, settings, lost = {}, {}, {}
 
     @contextmanager
     def skipped_on_exit(name):
@@ -224,21 +224,18 @@ def evaluate(args, program, data):
             engine = make_engine(args.model, backend=backend, device=device, max_batch_size=size)
         for name, rows in examples.items():
             how = {"data": data[name], "split": args.split, "limit": args.limit}
-            how["torch"] = version("torch")
-            if args.completions:
-                how |= {"evals_hash": hash_of_evals(), "repeats": args.repeats or 1}
-                settings[name] = how | {"completions": args.completions}
-                continue
+            how |= {"reward": args.reward, "torch": version("torch"), "evals_hash": hash_of_evals()}
             with skipped_on_exit(name):
-                how |= task_settings(args, engine, name, tasks[name], rows, alone)
-                settings[name] = how | ({"reward": args.reward} if judge else {})
+                if args.completions:
+                    how |= {"repeats": args.repeats or 1, "completions": args.completions}
+                else:
+                    how |= task_settings(args, engine, name, tasks[name], rows, alone)
+                settings[name] = how
         if not settings:
             raise SystemExit(f"none of {', '.join(data)} can be evaluated")
         # only now: a wrong --model leaves no directory behind
         out = out or from_first_rank(take)
-        if not alone:
-            done = results.finished(out).items()
-            made = {name: result for name, result in done if name not in data}
+        made = {} if alone else results.finished(out)
         for name, how in settings.items():
             folder, given = out if alone else out / name, (tasks[name], examples[name], judge, how)
             if args.completions:
@@ -248,20 +245,13 @@ def evaluate(args, program, data):
                 rows, more = answer(folder, name, *given, engine, tokenizer), {}
             if is_first_rank():
                 result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
-                made[name] = result | more | {"settings": how | ({} if alone else {"ranks": ranks})}
+                made[name] = result | more | {"settings": how | {"ranks": ranks}}
                 results.write_json(folder / "result.json", made[name])
                 if not alone:
                     results.write_all(out, args.model, made, lost)
         if is_first_rank() and not alone:
             print(results.table(made, lost) + f"\n{out}/results.json", flush=True)
     return made, lost
-
-
-def load_examples(task, split, data, limit):
-    examples = task.load(split, data, limit)
-    if not examples:
-        raise SystemExit(f"--data {data}: no rows")
-    return examples
 
 
 def score_file(folder, name, task, examples, reward, settings):
@@ -291,11 +281,10 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer):
     calls = samples.shares(done, len(examples), repeats, together, ranks)[rank::ranks]
     if calls:  # a sandbox that does not work stops the run before anything is generated
         samples.scored(task, [{"index": 0, "completion": TRIAL}], examples)
-    batches = samples.generated(engine, tokenizer, prompts, calls, repeats, **generation(settings))
+    batches = samples.generated(engine, tokenizer, prompts, calls, **generation(settings))
     if rank == 0 and done:
         print(f"{name}: {len(done)} finished samples are kept", file=sys.stderr)
-    title = name if ranks == 1 else f"{name} (rank 0 of {ranks})"
-    bar = {"total": sum(end - first for _, first, end in calls), "desc": title}
+    bar = {"total": sum(end - first for _, first, end in calls), "desc": name}
     path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
     samples.write_scored(path, batches, task, examples, reward, bar)
     if dist.is_initialized():
@@ -343,18 +332,16 @@ def task_settings(args, engine, name, task, examples, alone):
     files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     on_gpu = torch.device(engine.device).type == "cuda"
-    lmdeploy = getattr(engine, "version", "")
     settings = {
         "model": args.model,
         "weights": digest(weights) if weights else "",  # "": random weights
         "rollout_backend": args.rollout_backend,
-        "engine": f"lmdeploy {lmdeploy}" if lmdeploy else type(engine).__name__,
+        "engine": f"{type(engine).__name__} {getattr(engine, 'version', '')}".strip(),
         "device": torch.cuda.get_device_name(engine.device) if on_gpu else "cpu",
         "dtype": str(engine.dtype).removeprefix("torch."),
         "prompt": prompt[style] if isinstance(prompt, dict) else prompt,
         "prompts_hash": digest(prompts),
         "examples_hash": digest(examples),
-        "evals_hash": hash_of_evals(),
         "shots": task.shots(examples[0]) if hasattr(task, "shots") else shots,
         "repeats": repeats,
         **sampling,

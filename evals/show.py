@@ -5,9 +5,9 @@
     python evals/show.py --model tiny-sdar --prompt "..." --colour | less -R
 
 A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
-colour: marked ^). The colour is the probability that a token had when it was revealed; tokens after
-the first EOS are dim. Where tokens are revised (rcr, editing) every version is shown. Frames come
-from the Trace only, whichever engine made it. The last line is the completion as text.
+colour: [in brackets]). The colour is the probability that a token had when it was revealed; tokens
+after the first EOS are dim. Where tokens are revised (rcr, editing) every version is shown. Frames
+come from the Trace only, whichever engine made it. The last line is the completion as text.
 """
 
 import math
@@ -15,9 +15,7 @@ import os
 import signal
 import sys
 import time
-import unicodedata
-from dataclasses import dataclass, field
-from shutil import get_terminal_size
+from dataclasses import dataclass
 
 import torch
 import tyro
@@ -28,13 +26,9 @@ from evals.examples import user
 from models import load_tokenizer, prompt_ids
 from rollout import make_engine
 
-NEW, OLD, DIM = "1;7", "22", "2"
-# red to green for equal parts of 0..1; legible on dark and light backgrounds
+# red to green for equal sixths of 0..1; legible on dark and light backgrounds
 PROBABILITY = (160, 166, 172, 142, 106, 34)
-
-
-def on_terminal():
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+CLEAR = "\x1b[2J\x1b[H"  # an empty terminal
 
 
 @dataclass
@@ -62,32 +56,14 @@ class Args:
     """sampling seed"""
     delay: float = 0.4
     """seconds between frames, on a terminal only"""
-    colour: bool = field(default_factory=lambda: on_terminal() and not os.environ.get("NO_COLOR"))
+    colour: bool = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     """on by default on a terminal, unless NO_COLOR is set"""
-
-
-def escape(character):
-    return character.encode("unicode_escape").decode()
 
 
 def printable(text, keep=""):
     """Escapes control and format characters, and every separator but the space."""
-    return "".join(c if c.isprintable() or c in keep else escape(c) for c in text)
-
-
-def token_text(tokenizer, token_id):
-    """One token, printable and never empty. A combining mark at its start is escaped, because it
-    would alter the token before."""
-    text = tokenizer.decode([token_id]) or f"<{token_id}>"
-    if unicodedata.category(text[0])[0] == "M":
-        text = escape(text[0]) + text[1:]
-    return printable(text)
-
-
-def width(text):
-    """Columns of printable text in a terminal: wide characters take two, combining marks none."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+    escaped = lambda character: character.encode("unicode_escape").decode()
+    return "".join(c if c.isprintable() or c in keep else escaped(c) for c in text)
 
 
 def changes_of(trace, i):
@@ -111,105 +87,69 @@ def changes_of(trace, i):
     return [changes[moment] for moment in sorted(changes)], block
 
 
-def layout(texts, block, columns):
-    """Wraps the texts of all positions. -> lines of pairs (position, text); None: a block's bar"""
-    lines, used = [[]], 0
-    most = max(columns // 2 - 1, 1)  # characters that fit after a bar even if all are wide
-    for j, text in enumerate(texts):
-        bar = [(None, "│")] if j == 0 or block[j] != block[j - 1] else []
-        for k in range(0, len(text), most):
-            parts = [*bar, (j, text[k : k + most])]
-            bar, wide = [], sum(width(part) for _, part in parts)
-            if used + wide > columns:
-                lines, used = [*lines, []], 0
-            lines[-1] += parts
-            used += wide
-    return lines
+def frames(trace, i, spell, colour=False, mask_token_id=None):
+    """Yields completion i after each denoising step: a header, and a line of all positions.
 
-
-def frames(trace, i, spell, columns=80, height=None, colour=False, mask_token_id=None):
-    """Yields completion i after each denoising step: a header, then lines of `columns` columns.
-
-    spell(token id) -> printable text. height: at most so many lines, around the newest token.
+    spell(token id) -> printable text
     """
     changes, block = changes_of(trace, i)
     length, scored = int(trace.canvas_length[i]), trace.completion_mask[i].tolist()
-    paint = lambda text, style: f"\x1b[{style}m{text}\x1b[0m" if colour else text
     known = {}  # position: (token id, probability)
     for now, changed in enumerate(changes):
-        new = {j: change for j, change in changed.items() if change[0] != mask_token_id}
-        again = changed.keys() - new
-        known = {j: change for j, change in (known | new).items() if j not in again}
-        texts, styles = ["░"] * length, {None: DIM} | dict.fromkeys(range(length), DIM)
-        for j, (token_id, p) in known.items():
-            hue = PROBABILITY[min(int(p * len(PROBABILITY)), len(PROBABILITY) - 1)]
-            shade = NEW if j in new else OLD if scored[j] else DIM
-            texts[j], styles[j] = spell(token_id), f"38;5;{hue};{shade}"
-        lines, newest = [], 0
-        for line in layout(texts, block, columns):
-            lines.append("".join(paint(text, styles[j]) for j, text in line))
-            if marks := "".join(" ^"[j in new] * width(text) for j, text in line).rstrip():
-                newest = len(lines)
-                lines += [] if colour else [marks]
-        shown = height or len(lines)
-        top = max(0, min(newest - shown // 2, len(lines) - shown))
-        blocks = f"block {block[min(changed)] + 1}/{block[length - 1] + 1}"
-        header = f"step {now + 1}/{len(changes)}  {blocks}  tokens {len(known)}/{length}"
-        if new:
-            chances = [p for _, p in new.values()]
-            header += f"  {len(new)} new, probability {min(chances):.2f} to {max(chances):.2f}"
-        if again:
-            header += f", {len(again)} masked again"
-        yield [header[:columns], *lines[top : top + shown]]
+        known = {j: new for j, new in (known | changed).items() if new[0] != mask_token_id}
+        line = ""
+        for j in range(length):
+            text = "░"
+            if j in known:
+                token_id, p = known[j]
+                text = spell(token_id)
+                if colour:
+                    hue = PROBABILITY[min(int(p * 6), 5)]
+                    style = "7" if j in changed else "22" if scored[j] else "2"
+                    text = f"\x1b[38;5;{hue};{style}m{text}\x1b[0m"
+                elif j in changed:
+                    text = f"[{text}]"
+            line += "│" * (j == 0 or block[j] != block[j - 1]) + text
+        header = f"step {now + 1}/{len(changes)}  tokens {len(known)}/{length}"
+        if new := [known[j][1] for j in changed if j in known]:
+            header += f"  {len(new)} new, probability {min(new):.2f} to {max(new):.2f}"
+        if again := len(changed) - len(new):
+            header += f", {again} masked again"
+        yield header, line
 
 
 def play(trace, i, tokenizer, delay=0.0, colour=False, mask_token_id=None):
     """Prints the prompt, the frames (in place on a terminal), tokens per forward, and the text."""
-    in_place, size, shown = on_terminal(), get_terminal_size(), 0
-    height = max(size.lines - 3, 1) if in_place else None
-    spell = lambda token_id: token_text(tokenizer, token_id)
-    print(printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t"), end="\n\n")
-    if colour:
-        scale = "".join(f"\x1b[38;5;{hue}m██\x1b[0m" for hue in PROBABILITY)
-        print(f"probability 0 {scale} 1, {trace.settings['logps']}", end="\n\n")
-    try:
-        for lines in frames(trace, i, spell, size.columns - 1, height, colour, mask_token_id):
-            up = f"\x1b[{shown}F\x1b[J" * (shown > 0)
-            print(up + "\n".join(lines), end="\n" if in_place else "\n\n", flush=True)
-            shown = len(lines) * in_place
-            time.sleep(delay * in_place)
-    except KeyboardInterrupt:
-        print()  # skip the other frames
+    in_place = sys.stdout.isatty()
+    spell = lambda token_id: printable(tokenizer.decode([token_id])) or f"<{token_id}>"
+    prompt = printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t")
+    print(prompt, end="\n\n")
+    for frame in frames(trace, i, spell, colour, mask_token_id):
+        if in_place:
+            print(CLEAR + prompt, end="\n\n")
+        print(*frame, sep="\n", end="\n\n", flush=True)
+        time.sleep(delay * in_place)
     scored, forwards = int(trace.completion_mask[i].sum()), int(trace.num_forwards[i])
-    rate = f"{scored / forwards:.2f} tokens per forward"
-    print("\n" * in_place + f"{scored} tokens in {forwards} forwards: {rate}")
+    print(f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward")
     print(printable(trace.text(i, tokenizer), keep="\n\t"))
 
 
 def main(args):
     if bool(args.prompt) == bool(args.task):
         raise SystemExit("give either --prompt or --task")
-    if args.delay < 0 or args.index < 0:
-        raise SystemExit(f"--delay {args.delay} and --index {args.index} must be at least 0")
     messages = user(args.prompt)
     if args.task:
         task = load_task(args.task)
-        examples = task.load("test", "", args.index + 1)
-        if len(examples) <= args.index:
-            have = f"the test split of {args.task} has {len(examples)} problems"
-            raise SystemExit(f"--index {args.index}: {have}, from 0")
+        examples = task.load("test")
+        if not 0 <= args.index < len(examples):
+            raise SystemExit(f"--index {args.index}: {args.task} has {len(examples)}, from 0")
         messages = task.prompt(examples[args.index])
     names = "gen_length block_length denoising_steps remasking temperature seed".split()
     settings = {name: getattr(args, name) for name in names}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
-    plan, ids = engine.plan(**settings), prompt_ids(tokenizer, messages)
-    n = engine.model.block_length
-    if engine.model.attention == "block-causal" and len(ids) % n:
-        within = f"the prompt fills {len(ids) % n} of {n} tokens of a block"
-        plan += f"; {within}, which is completed first"
-    print(plan, end="\n\n")
-    trace = engine.generate([ids], **settings)
+    print(engine.plan(**settings), end="\n\n")
+    trace = engine.generate([prompt_ids(tokenizer, messages)], **settings)
     play(trace, 0, tokenizer, args.delay, args.colour, engine.model.mask_token_id)
 
 

@@ -24,10 +24,15 @@ from evals.rewards import load_reward
 ENDLESS = r"2^{2^{2^{100}}}"
 
 
+def end_idle():
+    while math_grader.IDLE:
+        math_grader.IDLE.pop().kill()
+
+
 @pytest.fixture
 def quick_timeout(monkeypatch):
     """Half a second for ENDLESS, a minute for everything else; no cached verdicts."""
-    math_grader.close()
+    end_idle()
     math_grader._verdict.cache_clear()
     monkeypatch.setattr(math_grader, "NO_VERDICT", [])
     ask = math_grader.Worker.ask
@@ -39,7 +44,7 @@ def quick_timeout(monkeypatch):
     monkeypatch.setattr(math_grader.Worker, "ask", asked)
     yield
     math_grader._verdict.cache_clear()
-    math_grader.close()
+    end_idle()
 
 
 def test_shortcuts_say_what_math_verify_says():
@@ -68,7 +73,7 @@ def test_an_endless_answer_is_killed_and_the_next_is_judged(quick_timeout, capsy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(math_grader.Worker, "__init__", recorded)
         assert grade(rf"\boxed{{{ENDLESS}}}", "5") is False
-        assert workers[0].returncode == -signal.SIGKILL
+        assert workers[0].returncode == -signal.SIGALRM
         assert f"counted as wrong: '{ENDLESS}'" in capsys.readouterr().err
         assert grade(r"\boxed{x+x}", "2x") is True
         assert grade(rf"\boxed{{{ENDLESS}}}", "5") is False
@@ -168,13 +173,11 @@ def test_private_tests(tmp_path, monkeypatch):
     found = livecodebench.tests_of({"public": [], "private": real, "source": "x"})
     assert found[0] == ["1\nabc\n", "YES\n"] and len(found) == 4
     bad = {
-        packed(Attack()): "not of a text", packed([]): "not of a text",
-        packed("no"): "Expecting value", packed("{}"): "no list of tests",
+        packed(Attack()): "not of one", packed([]): "not of one",
+        packed("no"): "Expecting value",
         packed('[{"input": "x"}]'): "output", "[{]": "Expecting", "not base64": "base64",
-        "": "cut off", packed(cases(("1", "2")))[:40]: "cut off",
-        packed("x" * 2000): "more than 1000 bytes",
+        "": "incomplete", packed(cases(("1", "2")))[:40]: "incomplete",
     }  # fmt: skip
-    monkeypatch.setattr(livecodebench, "MAX_TESTS", 1000)
     for number, (example, said) in enumerate(
         zip(examples(tmp_path, *bad), bad.values(), strict=True), 1
     ):

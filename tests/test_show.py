@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evals import load_task, show
-from evals.show import frames, play, token_text, width
+from evals import load_task
+from evals.show import CLEAR, frames, play
 from models import load_tokenizer, prompt_ids
 from rollout import Trace, make_engine
 
@@ -92,21 +92,17 @@ SPELL = (LETTERS[:25] + ".").__getitem__
 
 def test_frames_of_a_block_causal_trace():
     assert list(frames(block_causal(), 0, SPELL)) == [
-        ["step 1/4  block 1/2  tokens 1/6  1 new, probability 1.00 to 1.00", "│░e│░░░░", "  ^"],
-        ["step 2/4  block 1/2  tokens 2/6  1 new, probability 0.55 to 0.55", "│he│░░░░", " ^"],
-        [
-            "step 3/4  block 2/2  tokens 4/6  2 new, probability 0.90 to 0.90",
-            "│he│l░░.",
-            "    ^  ^",
-        ],
-        ["step 4/4  block 2/2  tokens 6/6  2 new, probability 0.25 to 0.90", "│he│llo.", "     ^^"],
+        ("step 1/4  tokens 1/6  1 new, probability 1.00 to 1.00", "│░[e]│░░░░"),
+        ("step 2/4  tokens 2/6  1 new, probability 0.55 to 0.55", "│[h]e│░░░░"),
+        ("step 3/4  tokens 4/6  2 new, probability 0.90 to 0.90", "│he│[l]░░[.]"),
+        ("step 4/4  tokens 6/6  2 new, probability 0.25 to 0.90", "│he│l[l][o]."),
     ]
 
 
 def test_early_exit_leaves_the_rest_of_a_bidirectional_canvas_masked():
     assert list(frames(early_exit(), 0, SPELL)) == [
-        ["step 1/2  block 1/2  tokens 2/8  2 new, probability 0.50 to 0.50", "│hi░░│░░░░", " ^^"],
-        ["step 2/2  block 1/2  tokens 4/8  2 new, probability 0.50 to 0.50", "│hi.d│░░░░", "   ^^"],
+        ("step 1/2  tokens 2/8  2 new, probability 0.50 to 0.50", "│[h][i]░░│░░░░"),
+        ("step 2/2  tokens 4/8  2 new, probability 0.50 to 0.50", "│hi[.][d]│░░░░"),
     ]
 
 
@@ -128,56 +124,32 @@ def test_tokens_that_are_masked_again_or_replaced_are_shown():
     logps = torch.tensor([0.5, 1.0, 0.25, 0.75, 1.0, 0.5, 1.0, 0.9]).log()
     trace.records = {"events": torch.tensor(events), "logps": logps}
     assert list(frames(trace, 0, SPELL, mask_token_id=24)) == [
-        ["step 1/4  block 1/1  tokens 2/4  2 new, probability 0.25 to 0.50", "│h░b░", " ^ ^"],
-        [
-            "step 2/4  block 1/1  tokens 2/4  1 new, probability 0.75 to 0.75, 1 masked again",
-            "│he░░",
-            "  ^",
-        ],
-        ["step 3/4  block 1/1  tokens 4/4  2 new, probability 0.50 to 1.00", "│hel.", "   ^^"],
-        ["step 4/4  block 1/1  tokens 4/4  1 new, probability 0.90 to 0.90", "│iel.", " ^"],
+        ("step 1/4  tokens 2/4  2 new, probability 0.25 to 0.50", "│[h]░[b]░"),
+        (
+            "step 2/4  tokens 2/4  1 new, probability 0.75 to 0.75, 1 masked again",
+            "│h[e]░░",
+        ),
+        ("step 3/4  tokens 4/4  2 new, probability 0.50 to 1.00", "│he[l][.]"),
+        ("step 4/4  tokens 4/4  1 new, probability 0.90 to 0.90", "│[i]el."),
     ]
 
 
-@pytest.mark.parametrize("columns", [3, 7, 10, 33])
-def test_lines_keep_to_the_terminal(columns):
-    texts = [
-        "\n",
-        "\x1b[2J",
-        "日本語",
-        " " * 50,
-        "e\u0301",
-        "\u0301",
-        "\u200b",
-        "word",
-        "語" * 40,
-        "",
-        "z",
-        ".",
-    ]
-    tokens = [token_text(Letters(texts), t) for t in range(12)]
-    assert (
-        tokens[:2] == ["\\n", "\\x1b[2J"]
-        and tokens[4:7] == ["e\u0301", "\\u0301", "\\u200b"]
-        and tokens[9] == "<9>"
-    )
-    assert [width(text) for text in tokens] == [2, 7, 6, 50, 1, 6, 6, 4, 80, 3, 1, 1]
-    steps = [0, 1] * 6
-    trace = hand_made(
-        "bidirectional", list(range(12)), steps, [j // 4 * 2 + s for j, s in enumerate(steps)]
-    )
-    seen = list(frames(trace, 0, tokens.__getitem__, columns))
-    assert all(width(line) <= columns for lines in seen for line in lines)
-    canvas = "".join(line for line in seen[-1][1:] if not re.fullmatch(r"[ ^]*\^", line))
-    assert canvas.replace("│", "") == "".join(tokens)
+def test_colours():
+    """The colour of a token is its probability; new tokens are inverted."""
+    *_, (_, line) = frames(early_exit(), 0, SPELL, colour=True)
+    shown = [("22", "h"), ("22", "i"), ("7", "."), ("7", "d")]
+    painted = [f"\x1b[38;5;172;{style}m{text}\x1b[0m" for style, text in shown]
+    assert line == "│" + "".join(painted) + "│░░░░"
 
 
-def test_a_terminal_is_redrawn_in_place(monkeypatch, capsys):
-    monkeypatch.setattr(show, "on_terminal", lambda: True)
-    play(block_causal(), 0, Letters(LETTERS[:25] + "."), delay=0.0, colour=False)
+def test_a_terminal_is_redrawn_and_gets_no_codes_of_the_model(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    play(block_causal(), 0, Letters([*LETTERS[:11], "\n\x1b[2J", *LETTERS[12:25], "."]))
     out = capsys.readouterr().out
-    assert CODES.findall(out) == ["\x1b[3F", "\x1b[J"] * 3
-    assert out.endswith("\n6 tokens in 4 forwards: 1.50 tokens per forward\nhello\n")
+    assert CODES.findall(out) == re.findall(CODES, CLEAR) * 4 and "│he│[\\n\\x1b[2J]░░[.]" in out
+    assert out.endswith(
+        "\n6 tokens in 4 forwards: 1.50 tokens per forward\nhe\n\\x1b[2J\n\\x1b[2Jo\n"
+    )
 
 
 def command(*flags, **streams):
