@@ -19,10 +19,13 @@ TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "s
 # work is done
 TRIAL = "```python\npass\n```"
 
-BARE_BOX = re.compile(r"(?<![\\\w])boxed\s*\{")
+OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
+# a label in front of an answer, colour and size
+DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL]arge\b)")
 PLACEHOLDER = re.compile(r"[\s.…]*|\\[lc]?dots|.*\\boxed\b.*", re.DOTALL)  # copied from a prompt
 WRAPPED = re.compile(
-    r"(\$\$?|\*\*|`+)((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]", re.DOTALL
+    r"(\$\$?|\*\*|`+)(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",
+    re.DOTALL,
 )
 OPERATORS = str.maketrans(
     {"×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "−": "-"}
@@ -125,10 +128,10 @@ def final_answer(completion):
 
     It is the last box in the last answer tag, or the line in that tag if it has no box, or the last
     box of all. The prompt's own \boxed{} and "...", and answers that are too long, are not looked
-    at. A box may also be written boxed{, or be ended by a line end, $, < or > instead of its
-    bracket; one at the end of a completion may be cut off and does not count.
+    at. A box may also be written boxed{ or \fbox{, or be ended by a line end, $, < or > instead of
+    its bracket; one at the end of a completion may be cut off and does not count.
     """
-    text = BARE_BOX.sub(r"\\boxed{", completion)
+    text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion))
     tagged = tagged_answer(text) or ""
     alone = "" if r"\boxed{" in tagged or "\n" in unwrapped(tagged) else tagged
     answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]

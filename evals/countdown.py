@@ -23,6 +23,7 @@ from fractions import Fraction
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
 from evals import final_answer, main
 from evals.examples import planning_row, read_examples, source_and_style, user
+from evals.gsm8k import WORDS
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 OPERATIONS = {
@@ -38,6 +39,7 @@ LATEX = {  # as plain text; \frac{8}{2} too
     r"\div": "/",
     r"\left": "",
     r"\right": "",
+    "\\ ": " ",
 }
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_LENGTH = 512  # characters of an answer; longer ones are not legal
@@ -117,18 +119,18 @@ def prompt(example):
 def extract(completion, example):
     r"""The expression of a completion, not checked; None where there is none.
 
-    "compact": the whole completion. Other styles: the final answer in plain text, without a last
-    "= number", whose value is not looked at.
+    "compact": the whole completion. Other styles: the final answer in plain text, without
+    "= number" or "number =", whose value is not looked at.
     """
     if example["style"] == "compact":
         return completion.strip() or None
-    text = FRACTION.sub(r"((\1)/(\2))", final_answer(completion) or "")
+    text = WORDS.sub(r"\1", final_answer(completion) or "").rstrip(". \\")
+    text = FRACTION.sub(r"((\1)/(\2))", text)
     for latex, plain in LATEX.items():
         text = text.replace(latex, plain)
-    expression, _, result = text.partition("=")
-    if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", result.strip()):
-        text = expression
-    return text.strip() or None
+    number = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")
+    sides = [side for side in text.split("=") if not number.fullmatch(side)]
+    return (sides[0] if len(sides) == 1 else text).strip() or None
 
 
 def score(completion, example):

@@ -6,7 +6,8 @@ r"""GSM8K: grade-school word problems with a number as answer.
 
 The metric is exact: 1.0 if the number of the completion (`extract`) equals the gold one as a
 fraction, else 0.0. So 18.00, \$18 and 18 dollars are 18, and 1,450,000 is one number; OpenCompass
-reads its last run of digits, 000. Units are not interpreted: 50\% is 50, and 2 dozen is 2.
+reads its last run of digits, 000. Units are not interpreted: 50\% is 50, and 2 dozen is 2. But 2
+million is no number.
 """
 
 import re
@@ -70,6 +71,7 @@ REPLACED = {
     r"\%": "",
     "%": "",
     "−": "-",
+    r"\approx": "",
     r"^\circ": "",
     r"^{\circ}": "",
     "°": "",
@@ -80,16 +82,18 @@ FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]
 FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
 MONEY = re.compile(r"((?<![\w)])-)?[$€£] *")
 
+SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9][0-9]*)?|\.[0-9]+)"
-NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE][-+]?[0-9])"
+NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE][-+]?[0-9]|{SCALE})"
 IN_TEXT = re.compile(NUMBER)
 AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
 SENTENCE = re.compile(r"(?=.*[A-Za-z]{2})[^=+*/^{}()\\<>]*")  # words, nothing to calculate
-ANSWER_IS = re.compile("answer is", re.IGNORECASE)
-# a number and nothing else but a unit: dollars, miles per hour, cm^2, /day
+ANSWER_IS = re.compile("answer is(?! not)", re.IGNORECASE)
+# a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
 WHOLE = re.compile(
-    rf"(-?)\s*({UNSIGNED})\s*(?:/?\s*[A-Za-z][^\d=+*,{{}}()\\^]*(?:\^\{{?[23])?)?[\s.]*"
+    rf"(-?)\s*({UNSIGNED})(?!{SCALE})\s*"
+    r"(?:/?\s*[A-Za-z][^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
 )
 
 
