@@ -444,7 +444,7 @@ def load_data(args):
     rank_share(args.prompts_per_step, "--prompts-per-step")
     if args.beta and not USES_REF:
         raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
-    if args.eval_limit and Path(args.data).is_file() and not args.eval_data:
+    if args.eval_limit and Path(args.data.partition("@")[0]).is_file() and not args.eval_data:
         raise SystemExit(
             f"--data {args.data} has no held-out split: "
             "name one with --eval-data, or pass --eval-limit 0"

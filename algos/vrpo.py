@@ -320,7 +320,7 @@ def open_run(model, tokenizer, args):
 # >>> shared: evaluation
 def load_held_out(task, tokenizer, args):
     """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
-    data = args.eval_data or (args.data if args.data in task.PRESETS else "")
+    data = args.eval_data or (args.data if args.data.partition("@")[0] in task.PRESETS else "")
     sources = {"validation": data, "test": data}
     held_out, dropped = load_splits(task, sources, tokenizer, args.max_length, args.eval_limit)
     return held_out, f"held-out problems dropped because of --max-length: {dropped}"

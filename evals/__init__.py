@@ -2,13 +2,14 @@
 training."""
 
 import math
+import re
 from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from evals.math_grader import in_threads
+from evals.math_grader import MAX_LENGTH, boxes, in_threads
 from models import prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
@@ -17,6 +18,18 @@ TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "s
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
 TRIAL = "```python\npass\n```"
+
+OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
+# a label in front of an answer, colour and size
+DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL]arge\b)")
+PLACEHOLDER = re.compile(r"[\s.…]*|\\[lc]?dots|.*\\boxed\b.*", re.DOTALL)  # copied from a prompt
+WRAPPED = re.compile(
+    r"(\$\$?|\*\*|`+)(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",
+    re.DOTALL,
+)
+OPERATORS = str.maketrans(
+    {"×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "−": "-"}
+)
 
 
 def load_task(name):
@@ -108,3 +121,29 @@ def tagged_answer(completion):
         return None
     # if several closing tags follow, the first one ends the answer
     return completion[start + len("<answer>") : completion.index("</answer>", start)].strip()
+
+
+def final_answer(completion):
+    r"""The answer of a completion, without what models wrap it in; None if there is none.
+
+    It is the last box in the last answer tag, or the line in that tag if it has no box, or the last
+    box of all. The prompt's own \boxed{} and "...", and answers that are too long, are not looked
+    at. A box may also be written boxed{ or \fbox{, or be ended by a line end, $, < or > instead of
+    its bracket; one at the end of a completion may be cut off and does not count.
+    """
+    text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion))
+    tagged = tagged_answer(text) or ""
+    alone = "" if r"\boxed{" in tagged or "\n" in unwrapped(tagged) else tagged
+    answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]
+    answers = (unwrapped(answer.partition("</")[0]) for answer in reversed(answers))
+    fits = lambda text: len(text) <= MAX_LENGTH and not PLACEHOLDER.fullmatch(text)
+    return next(filter(fits, answers), None)
+
+
+def unwrapped(answer):
+    r"""An answer without $...$, \(...\), \[...\], **...** and `...` around it, and with ×, ÷, · and
+    − as LaTeX."""
+    answer = answer.translate(OPERATORS).strip()
+    while wrapped := WRAPPED.fullmatch(answer):
+        answer = (wrapped[2] or wrapped[3]).strip()
+    return answer

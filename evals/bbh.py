@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
-from evals import main
+from evals import main, tagged_answer
 from evals.choices import letter
 from evals.examples import as_text, one_split, parse_rows, user
 from evals.math_grader import MAX_LENGTH, boxes
@@ -42,7 +42,8 @@ INSTRUCTION = (
     'Think step by step, and end with the sentence "So the answer is X.", where X is the '
     "answer alone."
 )
-ANSWER_IS = re.compile(r"answer is\s{0,4}:?", re.IGNORECASE)
+ANSWER_IS = re.compile(r"answer is\s{0,4}:?(?=\s{0,4}[^\s.])", re.IGNORECASE)
+WORD = re.compile(r"(?<![\\\w])[^\W\d_]\w*(?:['’-]\w+)*")
 
 
 def load(split, path=None, limit=None):
@@ -82,28 +83,33 @@ def shots(example):
 def extract(completion, example):
     r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the
     first of: the line after the last "answer is", the last \boxed{}, a completion of one line;
-    without the full stop. None if there is none.
+    without the full stop. If the gold answer is several words or signs, it is the paragraph instead
+    of the line, and all bold parts. None if there is none.
     """
     if re.fullmatch(r"\([A-Z]\)", example["gold"]):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
         found = letter(completion, "".join(options) or "ABCDEFGHIJKLMNOPQR")
         return found and f"({found})"
+    completion = tagged_answer(completion) or completion
+    line = "\n\n" if " " in example["gold"] else "\n"
     *before, text = ANSWER_IS.split(completion)
     text = text.strip() if before else ""
     if boxed := [box for box in boxes(text or completion) if box.strip()]:
         text = boxed[-1]
-    elif not before and "\n" not in completion.strip():
+    elif not before and line not in completion.strip():
         text = completion
-    text = text[: MAX_LENGTH + 1].strip().split("\n")[0]
-    bold = re.search(r"\*\*(.+?)\*\*", text)
-    text = (bold[1] if bold else text).strip().removesuffix(".").strip()
+    text = text[: MAX_LENGTH + 1].strip().split(line)[0]
+    bold = re.findall(r"\*\*(.+?)\*\*", text)
+    text = " ".join(bold if line == "\n\n" else bold[:1]) or text
+    text = text.strip().removesuffix(".").strip()
     return text if 0 < len(text) <= MAX_LENGTH else None
 
 
 def score(completion, example):
-    """1.0 if the answer is the gold one, ignoring case and white space, else 0.0."""
-    plain = lambda text: " ".join((text or "").split()).casefold()
-    return float(plain(extract(completion, example)) == plain(example["gold"]))
+    """1.0 if the answer is the gold one, else 0.0. Of an answer in words only these are compared,
+    ignoring case; else all but white space, commas and backticks."""
+    plain = lambda text: WORD.findall(text.casefold()) or re.sub(r"[\s,`]", "", text)
+    return float(plain(extract(completion, example) or "") == plain(example["gold"]))
 
 
 def answer(example, draw=0):

@@ -12,20 +12,27 @@ SHOTS = 5  # solved questions of the same subject in front of a question
 NOT_IN_A_WORD = (
     r"(?![A-Za-z0-9_]|['’][A-Za-z])"  # \b does not end a letter before a Chinese character
 )
-# a letter in brackets may be lower case; "B or C" is no choice
-HEDGED = rf"[ \t]*(?:or\b|and\b|/|&|或|和)[ \t]*\(?[A-Za-z]{NOT_IN_A_WORD}"
+# a letter in brackets may be lower case; "B or C" and "B, C" are no choice
+HEDGED = (
+    rf"(?:[ \t]*(?:or\b|and\b|/|&|或|和)[ \t]*\(?[A-Za-z]{NOT_IN_A_WORD}"
+    r"|[ \t]*,[ \t]*\(?[A-Z]\)?(?:[.,;\n]|$))"
+)
 BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!{HEDGED})"
-IN_BRACKETS = r"[\[({（]\s*(?:\\?text(?:bf)?\{\s*)?\(?([A-Za-z])\)?\s*[\])}）]"
+IN_BRACKETS = r"[\[({（]\s*(?:\\?(?:text|math)(?:bf|rm)?\{\s*)?\(?([A-Za-z])\)?\s*[\])}）]"
 SAID = (  # a phrase such as "the answer is", then markup
-    r"(?:\b(?:answer|choice|option)"
-    r"(?:\s{1,4}(?:is|would be|should be|must be)\s{0,4}:?|\s{0,4}[*_]{0,2}\s{0,4}[:：])"
+    r"(?:\b(?:choose|select|pick|go with)\s{1,4}|\b(?:answer|choice|option)"
+    r"(?: to the question)?['\"]?(?:\s{1,4}(?:is|would be|should be|must be)\s{0,4}:?"
+    r"|\s{0,4}[*_]{0,2}\s{0,4}[:：–])"
     r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?"
     r"|(?:应|故|应该|因此|所以)[，,]?选(?:择|项)?\s{0,4}[:：]?"
     r"|(?:正确|错误|符合题意)的?(?:选项|一项|说法)?(?:是|为)\s{0,4}[:：]?)"
     r"[\s*_$\"'“‘]{0,8}(?:(?:option|choice|选项)\s{0,4})?[*_$\"'“‘]{0,4}"
 )
 EXPLICIT = re.compile(
-    rf"(?i:{SAID})(?:\\boxed\s*)?(?:{BARE}|{IN_BRACKETS})|\\boxed\s*{IN_BRACKETS}"
+    rf"(?i:{SAID})[^*\n]{{1,99}}\*\* ?\(([A-Z])\)"
+    rf"|(?i:{SAID})(?:\\boxed\s*)?(?:{BARE}|{IN_BRACKETS}(?!{HEDGED}))|\\boxed\s*{IN_BRACKETS}"
+    r"|<answer>\s*\(?([A-Z])\)?\s*[.:)<]"
+    r"|(?:^|[.,:;\n]\s?|(?i:option|choice)\s)\(?([A-Z])\)? is (?:the )?(?:best|correct|right)\b"
 )
 LABEL = re.compile(
     rf"^[ \t*_$\"'(\[（]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
@@ -40,8 +47,9 @@ def letter(completion, letters="ABCD"):
 
     The first rule that finds something:
       1. the last explicit statement: "answer is (B)", "ANSWER: B", "**Answer:** B", "option is B",
-         \boxed{B}, 答案是B, 故选B. A letter outside `letters` and "B or C" do not count;
-      2. the last line that is a letter and nothing else;
+         "I choose B", "B is correct", \boxed{B}, <answer>B. text, 答案是B, 故选B. A letter outside
+         `letters` and "B or C" do not count;
+      2. a line that is a letter and nothing else, unless another line is another letter;
       3. "B." or "(B) text" at the start of a line, unless another letter starts a line in the same
          way: a list of options is no answer.
     OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
@@ -50,13 +58,13 @@ def letter(completion, letters="ABCD"):
     said = [next(filter(None, match.groups())).upper() for match in EXPLICIT.finditer(completion)]
     if said := [choice for choice in said if choice in letters]:
         return said[-1]
-    lone, labels = None, set()
+    lone, labels = set(), set()
     for match in LABEL.finditer(completion):
         if match[1] in letters:
             rest = completion[match.end() : match.end() + 32].partition("\n")[0]
-            lone = match[1] if LONE.fullmatch(rest) else lone
-            labels.add(match[1])
-    return lone or (labels.pop() if len(labels) == 1 else None)
+            (lone if LONE.fullmatch(rest) else labels).add(match[1])
+    found = lone or labels
+    return found.pop() if len(found) == 1 else None
 
 
 def extract(completion, example):

@@ -3,6 +3,7 @@
     python evals/countdown.py --model tiny-sdar   preset "small", two tokens per step
     python evals/countdown.py --model sdar-8b --data cd3 --gen-length 256 --denoising-steps 4
     python evals/countdown.py --completions FILE.jsonl --data countdown_cd3_test.jsonl
+    python evals/countdown.py --model llada-8b --data countdown_cd3_test.jsonl@d1-eval
 
 The metric is exact: 1.0 for a legal expression over exactly the given numbers that equals the
 target, else 0.0. A legal expression has integer literals, + - * /, unary minus and brackets, and is
@@ -20,22 +21,34 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import main, tagged_answer
-from evals.examples import planning_row, read_examples, user
+from evals import final_answer, main
+from evals.examples import planning_row, read_examples, source_and_style, user
+from evals.gsm8k import WORDS
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 OPERATIONS = {
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+LATEX = {  # as plain text; \frac{8}{2} too
+    r"\times": "*",
+    r"\cdot": "*",
+    r"\div": "/",
+    r"\left": "",
+    r"\right": "",
+    "\\ ": " ",
+}
+FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_LENGTH = 512  # characters of an answer; longer ones are not legal
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
 # ASCII integers without leading zeros
 LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])+")
 
-VERSION = {"compact": "compact", "tags": "d1, training"}  # name of the prompt, by style
+# name of the prompt, by style
+VERSION = {"compact": "compact", "tags": "d1, training", "boxed-tags": "d1, evaluation"}
 # The training prompt of d1 and DARE to the byte, so that scores can be compared (tested against
 # DARE's file).
 PROMPT = """Respond in the following format:
@@ -54,6 +67,20 @@ including an equals sign or the target number. For example, if the numbers are [
 target is 5, a valid answer is: <answer>
 2*4-3
 </answer>"""
+# d1's prompt for evaluation, to the byte; d1 also begins the answer, with <reasoning>
+EVALUATION = """Using only the provided numbers, create an arithmetic expression that evaluates to \
+exactly the provided target number. You may use the operations +, -, *, and / as needed, but each \
+number must be used exactly once. Think step-by-step. After reasoning, provide only your final \
+expression inside \\boxed{} tags without including an equals sign or the target number. For \
+example: \\boxed{a + b * c}Respond in the following format:
+<reasoning>
+Your reasoning here
+</reasoning>
+<answer>
+\\boxed{...}
+</answer>
+
+"""
 
 COLUMNS = (
     "numbers (or nums) and target, input and output (d1, Dream), "
@@ -62,16 +89,19 @@ COLUMNS = (
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"numbers": list, "target": int, "style": "compact" | "tags"}.
+    """The first `limit` examples {"numbers": list, "target": int, "style": "compact" | "tags" |
+    "boxed-tags"}.
 
     path: empty for "small"; a preset of data/planning.py; a .jsonl, .csv or .parquet file; or a hub
-    id. Rows may have our columns, d1's, Dream's or DARE's (COLUMNS). A file gives the same rows for
-    every split. Only presets are "compact".
+    id; with @d1-eval behind it d1's prompt for evaluation. Rows may have our columns, d1's, Dream's
+    or DARE's (COLUMNS). A file gives the same rows for every split. Only presets are "compact".
     """
-    path = path or "small"
+    path, style = source_and_style(path or "small")
     if path in PRESETS:
-        return countdown(path, split, limit)
-    return read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
+        examples = countdown(path, split, limit)
+    else:
+        examples = read_examples(_problem, COLUMNS, path, split, PRESETS, limit)
+    return [example | style for example in examples]
 
 
 def prompt(example):
@@ -79,6 +109,8 @@ def prompt(example):
     numbers, target = example["numbers"], example["target"]
     if example["style"] == "compact":
         content = f"{' '.join(f'{n:2d}' for n in numbers)} = {target:3d}"
+    elif example["style"] == "boxed-tags":
+        content = f"{EVALUATION}Numbers: {numbers}\nTarget: {target}"
     else:
         content = PROMPT.format(numbers=numbers, target=target)
     return user(content)
@@ -87,18 +119,18 @@ def prompt(example):
 def extract(completion, example):
     r"""The expression of a completion, not checked; None where there is none.
 
-    "compact": the whole completion. "tags": the last complete answer tag, with \times, \cdot and
-    \div as operators and without a final "= number", whose value is not looked at.
+    "compact": the whole completion. Other styles: the final answer in plain text, without
+    "= number" or "number =", whose value is not looked at.
     """
     if example["style"] == "compact":
         return completion.strip() or None
-    text = tagged_answer(completion) or ""
-    for latex, sign in ((r"\times", "*"), (r"\cdot", "*"), (r"\div", "/")):
-        text = text.replace(latex, sign)
-    expression, _, result = text.partition("=")
-    if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", result.strip()):
-        text = expression
-    return text.strip() or None
+    text = WORDS.sub(r"\1", final_answer(completion) or "").rstrip(". \\")
+    text = FRACTION.sub(r"((\1)/(\2))", text)
+    for latex, plain in LATEX.items():
+        text = text.replace(latex, plain)
+    number = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")
+    sides = [side for side in text.split("=") if not number.fullmatch(side)]
+    return (sides[0] if len(sides) == 1 else text).strip() or None
 
 
 def score(completion, example):
@@ -119,7 +151,8 @@ def answer(example, draw=0):
     if not solutions:
         raise ValueError(f"no expression over {numbers} equals {target}")
     expression = solutions[stable_hash("countdown", numbers, target, draw) % len(solutions)]
-    return expression if style == "compact" else f"<answer>\n{expression}\n</answer>"
+    boxed = f"\\boxed{{{expression}}}" if style == "boxed-tags" else expression
+    return expression if style == "compact" else f"<answer>\n{boxed}\n</answer>"
 
 
 def evaluate(text):
@@ -128,23 +161,26 @@ def evaluate(text):
     depth = len(re.findall(r"[-+*/(]", text)) if len(text) <= MAX_LENGTH else MAX_DEPTH + 1
     if depth > MAX_DEPTH or not LEGAL.fullmatch(text):
         return None
-    literals = []
-
-    def value(node):
-        match node:
-            case ast.Constant(value=literal):
-                literals.append(literal)
-                return Fraction(literal)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-                return OPERATIONS[type(op)](value(left), value(right))
-        raise SyntaxError("not legal")  # **, //, unary plus, calls like 2(3), ()
-
     try:
-        return value(ast.parse(text.strip(), mode="eval").body), sorted(literals)
+        tree = ast.parse(text.strip(), mode="eval")
+        literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        return calculated(tree.body, OPERATIONS, Fraction), sorted(literals)
     except (SyntaxError, ZeroDivisionError):
         return None
+
+
+def calculated(node, operations, number):
+    """The value of a syntax tree; number: of a literal. SyntaxError for what `operations` lack, and
+    for calls like 2(3) and ()."""
+    match node:
+        case ast.Constant(value=literal):
+            return number(literal)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in operations:
+            return operations[type(op)](calculated(operand, operations, number))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in operations:
+            sides = (calculated(side, operations, number) for side in (left, right))
+            return operations[type(op)](*sides)
+    raise SyntaxError("not legal")
 
 
 def _problem(row):

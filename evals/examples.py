@@ -4,6 +4,8 @@ from data.rows import describe_columns, read_rows
 from evals import TRAIN_TASKS
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
+# styles of examples, by their name behind --data FILE@: d1's prompts for training and evaluation
+STYLES = {"d1": "tags", "d1-eval": "boxed-tags"}
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 
@@ -14,6 +16,13 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None)
     SystemExit if there is no such file or data set; the message lists the task's `presets`.
     """
     return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
+
+
+def source_and_style(data):
+    """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; other data -> itself, {}. Whether a file
+    name, preset or hub id is meant is not looked at; "d1" alone is "", the task's default."""
+    source, _, name = data.rpartition("@") if data not in STYLES else ("", "", data)
+    return (source, {"style": STYLES[name]}) if name in STYLES else (data, {})
 
 
 def parse_rows(read, needs, path, rows, first=1):

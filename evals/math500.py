@@ -6,7 +6,7 @@ r"""MATH: competition problems with an answer in LaTeX. MATH-500 by default, the
     python evals/math500.py --completions FILE.jsonl --data test_math500_1.parquet
     python algos/d1.py --task math500 --model sdar-8b   trains on MATH's train split
 
-The metric is Math-Verify on the last complete box (evals/math_grader.py): SDAR's published setting,
+The metric is Math-Verify on the final answer, in practice the last box: SDAR's published setting,
 with MATH-500. DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a string matcher:
 --data full, and math500_hendrycks.
 """
@@ -16,17 +16,20 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import read_rows
-from evals import main
-from evals.examples import as_text, chat_row, held_out, parse_rows, user
-from evals.gsm8k import INSTRUCTION, TAGS
-from evals.math_grader import grade, last_box
+from evals import final_answer, main
+from evals.examples import STYLES, as_text, chat_row, held_out, parse_rows, source_and_style, user
+from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
+from evals.math_grader import last_box, math_verify
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
-# prompt
-PRESETS = ("full", "d1")
-# name of the prompt, by style
-VERSION = {"": "OpenCompass math_0shot_gen_11c4b5", "tags": "d1, training"}
+# prompts
+PRESETS = ("full", *STYLES)
+VERSION = {  # name of the prompt, by style
+    "": "OpenCompass math_0shot_gen_11c4b5",
+    "tags": "d1, training",
+    "boxed-tags": "d1, evaluation",
+}
 PARTS = (  # of FULL, each a config on the hub
     "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
     "precalculus"
@@ -43,15 +46,17 @@ COLUMNS = (
 
 def load(split, path=None, limit=None):
     r"""The first `limit` examples {"question", "gold": LaTeX, "solution": worked, "" if unknown},
-    with --data d1 also "style": "tags".
+    with d1's prompts also "style": "tags" | "boxed-tags".
 
-    path: empty or "d1" for the hub's rows, where "test" is MATH-500, or all 5,000 test rows with
-    "full", and FULL's train split gives "train" and "validation" (512 rows); or a .jsonl, .csv or
-    .parquet file, or a hub id. A file gives the same rows for every split. Rows without an answer
-    (DARE's train file has four) are left out and counted on stderr.
+    path: empty, "d1" or "d1-eval" for the hub's rows, where "test" is MATH-500, or all 5,000 test
+    rows with "full", and FULL's train split gives "train" and "validation" (512 rows); or a .jsonl,
+    .csv or .parquet file, or a hub id; all with @d1 or @d1-eval behind them for d1's prompts. A
+    file gives the same rows for every split. Rows without an answer (DARE's train file has four)
+    are left out and counted on stderr.
     """
-    if path == "d1":
-        return [problem | {"style": "tags"} for problem in load(split, HUB, limit)]
+    path, style = source_and_style(path or "")
+    if style:
+        return [problem | style for problem in load(split, path, limit)]
     path, held = path or HUB, split != "test"
     if path != "full" and not (path == HUB and held):
         return _problems(read_rows(path, split, PRESETS, limit), path)
@@ -65,21 +70,25 @@ def load(split, path=None, limit=None):
 
 
 def prompt(example):
-    """One user message, no examples: that of SDAR and of DARE's math_0shot_gen_11c4b5; with --data
-    d1 d1's training prompt."""
+    """One user message, no examples: that of SDAR and of DARE's math_0shot_gen_11c4b5, or d1's."""
     question = example["question"]
-    content = D1 + question if example.get("style") == "tags" else f"{question}\n{INSTRUCTION}"
-    return user(content)
+    content = {
+        "": f"{question}\n{INSTRUCTION}",
+        "tags": D1 + question,
+        "boxed-tags": EVALUATION.format("") + f'" \n\n\n{question}',
+    }
+    return user(content[example.get("style", "")])
 
 
 def extract(completion, example):
-    """Content of the last complete box; None without one. Never raises."""
-    return last_box(completion)
+    """The final answer, in a box or an answer tag; None without one. Never raises."""
+    return final_answer(completion)
 
 
 def score(completion, example):
-    """1.0 if Math-Verify finds the last box equal to the gold answer, else 0.0. Never raises."""
-    return float(grade(completion, example["gold"]))
+    """1.0 if Math-Verify finds the final answer equal to the gold one, else 0.0. Never raises."""
+    answer = final_answer(completion)
+    return float(answer is not None and math_verify(answer, example["gold"]))
 
 
 def answer(example, draw=0):

@@ -36,6 +36,7 @@ TIMEOUT = 5.0  # seconds for a pair of answers
 MEMORY = 4 * 2**30  # bytes of address space of a process
 
 BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
+UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 BASE = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 # a number and what may surround it: $ \$ % \%, spaces and a final full stop
@@ -47,9 +48,13 @@ FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-
 OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
 
 
-def boxes(text):
+def boxes(text, unclosed=False):
     r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and
-    \} do not count. Linear."""
+    \} do not count. Linear.
+
+    unclosed: also of those that lack their bracket, up to the end of the line, $, < or >, with the
+    brackets that lack inside.
+    """
     found, opened = [], []  # opened: where each open brace's content starts, and if it is a box
     for brace in BRACES.finditer(text):
         if brace[1] or brace[0] == "{":
@@ -58,6 +63,12 @@ def boxes(text):
             start, is_box = opened.pop()
             if is_box and brace.start() - start <= MAX_LENGTH:
                 found.append((start, text[start : brace.start()]))
+    if unclosed:
+        lines = ((start, UNCLOSED.match(text, start)) for start, is_box in opened if is_box)
+        lines = ((start, line[1]) for start, line in lines if line)
+        found += [
+            (start, text + "}" * (text.count("{") - text.count("}"))) for start, text in lines
+        ]
     return [content for _, content in sorted(found)]
 
 

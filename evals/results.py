@@ -128,18 +128,23 @@ def table(results, lost):
     lines = [HEADER.split("|")]
     percent = lambda value: "" if value is None else f"{100 * value:.2f}"
     for name, result in results.items():
-        how, forward = result["settings"], result["tokens_per_forward"]
+        how, forward = result["settings"], result.get("tokens_per_forward")
         line = [
             name,
             f"{result['n']} x {how['repeats']}" if how["repeats"] > 1 else f"{result['n']}",
             f"{percent(result['accuracy'])} ± {percent(result['stderr'])}",
             *map(percent, (result.get("macro_accuracy"), result["answered"], result["truncated"])),
-            "" if forward is None else f"{forward:.2f}",
-            f"{result['tokens_per_s']:.0f}",
-            f"{how['shots']}",
-            f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}",
-            f"{how['temperature']:g}",
         ]
+        if "completions" in how:  # nothing is known of their making
+            line += [""] * 5
+        else:
+            line += [
+                "" if forward is None else f"{forward:.2f}",
+                f"{result['tokens_per_s']:.0f}",
+                f"{how['shots']}",
+                f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}",
+                f"{how['temperature']:g}",
+            ]
         lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])

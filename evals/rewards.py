@@ -2,15 +2,20 @@
 reward.
 
 They are for training and live beside the metric, never in it: without --reward a run is trained on
-the task's score(). `load_reward` gives the scripts the reward of a whole rollout at once.
+the task's score(), which pays for nothing but right answers. Rewards called ..._d1 pay what the
+released code of d1 pays, errors included, to reproduce numbers that were made with it. Those called
+countdown_partial, sudoku_cells, gsm8k_tags and math500_tags are the same ideas without the errors.
+`load_reward` gives the scripts the reward of a whole rollout at once.
 """
 
+import ast
 import math
+import operator
 import re
 
 from data.planning import sudoku_solutions
-from evals import TRAIN_TASKS, countdown, gsm8k, math500, mbpp, score_all, sudoku, tagged_answer
-from evals.math_grader import grade, in_threads
+from evals import TRAIN_TASKS, countdown, gsm8k, mbpp, score_all, sudoku, tagged_answer
+from evals.math_grader import MATHD, boxes, grade, in_threads, last_box, rewritten
 from evals.programs import parsed, pass_or_fail
 
 
@@ -27,23 +32,51 @@ def countdown_partial(completion, example):
     return {"solved": float(solved), "partial": 0.1 if uses_numbers and not solved else 0.0}
 
 
+def d1_answer(completion, example):
+    """What d1's countdown and sudoku rewards read: the last answer tag with all that follows its
+    first opening. None without one."""
+    if example["style"] == "compact":
+        return completion.strip() or None
+    closed = [part for part in completion.split("</answer>")[:-1] if "<answer>" in part]
+    return closed[-1].partition("<answer>")[2].strip() if closed else None
+
+
 def countdown_d1(completion, example):
-    """1.0 solved; 0.1 for an answer with any content; else 0: the released code of d1, SPG and
-    CJ-GRPO, which their numbers come from. That code also takes 100//30 and 2**3 for legal
-    expressions.
+    """1.0 solved; 0.1 for any other answer tag, also an empty one; else 0: the released code of d1,
+    SPG and CJ-GRPO, which their numbers come from.
+
+    It calculates in floats and takes 100//30, 2**3 and the numbers 30 and 100 in 30.100 for legal.
+    It knows no box, LaTeX or equals sign.
     """
-    solved = countdown.score(completion, example)
-    answers = tagged_answer(completion), countdown.extract(completion, example)
-    return {"solved": solved, "answered": 0.0 if solved or answers == (None, None) else 0.1}
+    text, solved = d1_answer(completion, example), False
+    numbers = sorted(map(int, re.findall(r"\d+", text or "")))
+    if numbers == sorted(example["numbers"]) and re.fullmatch(r"[\d+\-*/().\s]+", text):
+        try:
+            body = ast.parse(text, mode="eval").body
+            value = countdown.calculated(body, PYTHON_OPERATIONS, lambda literal: literal)
+            solved = abs(value - example["target"]) < 1e-5
+        except (SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
+            pass
+    return {"solved": float(solved), "answered": 0.0 if solved or text is None else 0.1}
+
+
+def power(base, exponent):
+    """base ** exponent. OverflowError where the result is too large to wait for."""
+    if exponent > 1000 and abs(base) > 1:
+        raise OverflowError
+    return base**exponent
+
+
+PYTHON_OPERATIONS = countdown.OPERATIONS | {
+    ast.UAdd: operator.pos,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: power,
+}
 
 
 def sudoku_cells(completion, example):
     """Share of the blank cells that agree with the nearest legal solution; 0 if a given cell is
-    changed or it is no grid.
-
-    The papers compare with the one stored solution, repair grids of other lengths and do not look
-    at the given cells.
-    """
+    changed or it is no grid."""
     grid = sudoku.cells(completion, example)
     if grid is None:
         return {"cells": 0.0}
@@ -54,10 +87,22 @@ def sudoku_cells(completion, example):
     return {"cells": max(agreeing, default=0.0) / len(blanks) if blanks else float(bool(agreeing))}
 
 
+def sudoku_d1(completion, example):
+    """Share of the blank cells that agree with the stored solution: the released code of d1.
+
+    It takes all digits of the answer, whatever stands between them, fills them up to 16 or cuts
+    them there, and does not look at the given cells: sixteen 1s earn a quarter.
+    """
+    digits = "".join(filter(str.isdigit, d1_answer(completion, example) or ""))
+    cells = zip(example["puzzle"], example["solution"], digits.ljust(16, "0"), strict=False)
+    right = [cell == solution for given, solution, cell in cells if given == "0"]
+    return {"cells": sum(right) / len(right) if digits and right else 0.0}
+
+
 def gsm8k_boxed(completion, example):
     r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} with a number."""
-    boxes = gsm8k.boxes(completion)
-    one_number = len(boxes) == 1 and gsm8k.normalised(boxes[0]) is not None
+    found = boxes(completion)
+    one_number = len(found) == 1 and gsm8k.normalised(found[0]) is not None
     return {"correct": gsm8k.score(completion, example), "format": 0.1 if one_number else 0.0}
 
 
@@ -80,23 +125,34 @@ def needs_tags(reward, example):
     """SystemExit if the prompt does not ask for d1's tags."""
     if example.get("style") != "tags":
         raise SystemExit(
-            f"--reward {reward} pays for a layout that only the prompt of --data d1 asks for"
+            f"--reward {reward} pays for a layout that only the prompt of --data d1 asks for; "
+            "for a file: --data FILE@d1"
         )
 
 
-def math500_d1(completion, example):
+def math500_tags(completion, example):
     r"""d1's two parts, for the prompt of `--data d1`: 2.0 for the gold answer as a normalised
     string in the last box, and for the layout 1.0 with a box in answer tags, 0.75 with the tags
     alone, 0.5 with a box alone, 0.25 with neither.
-
-    The code of d1 looks for "oxed" with its  read as a backspace, so that it pays 0.75 or 0.25;
-    takes an answer tag that is never closed; and reads a text without a box as the answer.
     """
-    needs_tags("math500_d1", example)
+    needs_tags("math500_tags", example)
     answer = tagged_answer(completion)
-    is_boxed = math500.extract(completion if answer is None else answer, example) is not None
+    is_boxed = last_box(completion if answer is None else answer) is not None
     layout = 0.25 + 0.25 * is_boxed + 0.5 * (answer is not None)
     return {"correctness": 2.0 * grade(completion, example["gold"], "hendrycks"), "layout": layout}
+
+
+def math500_d1(completion, example):
+    r"""The same as d1's released code pays it: the layout earns 0.75 with an answer tag, also one
+    that is never closed, else 0.25, because it looks for \boxed with its \b read as a backspace. A
+    text without a box is the answer itself."""
+    needs_tags("math500_d1", example)
+    answer = boxes(completion[max(completion.rfind("\\boxed"), 0) :])
+    answer = answer[0] if answer else completion
+    # the first rule is DeepScaleR's
+    correct = rewritten(answer, MATHD[1:]) == rewritten(example["gold"], MATHD[1:])
+    layout = 0.25 + 0.5 * ("<answer>" in completion)
+    return {"correctness": 2.0 * correct, "layout": layout}
 
 
 def math500_deepscaler(completion, example):
@@ -110,26 +166,54 @@ def gsm8k_deepscaler(completion, example):
     return math500_deepscaler(completion, example)
 
 
+TAGS = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")  # d1's layout
+
+
 def gsm8k_d1(completion, example):
-    """d1's five parts, for the prompt of `--data d1`: at most 0.5 for each of four, and 2.0 for the
-    right number.
+    """The five parts that d1's released code pays, for the prompt of `--data d1`.
+
+    xmlcount: 0.125 for each tag that occurs once with its newlines, less 0.001 for each character
+    behind the last "</answer>" and a newline, if "<answer>" occurs once, and for each but the first
+    behind the last "</answer>", if that does. A text that ends in "</answer>" without a newline
+    lacks the former place, so that all its characters count; there is no lower limit. soft_format
+    and strict_format: 0.5 each for the layout with reasoning and answer of one line. integer: 0.5
+    for digits, without sign or comma, and correctness: 2.0 for the gold answer as the data set
+    writes it, behind the last "<answer>", or as the whole text.
+    """
+    needs_tags("gsm8k_d1", example)
+    xmlcount = 0.125 * sum(completion.count(tag) == 1 for tag in TAGS)
+    if completion.count(TAGS[2]) == 1:
+        xmlcount -= 0.001 * len(completion.rpartition("\n</answer>\n")[2])
+    if completion.count(TAGS[3]) == 1:
+        xmlcount -= 0.001 * (len(completion.rpartition("\n</answer>")[2]) - 1)
+    soft = "<reasoning>.*</reasoning>\\s*<answer>.*</answer>"
+    strict = "<reasoning>\n.*\n</reasoning>\n<answer>\n.*\n</answer>\n\n?"
+    answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    return {
+        "xmlcount": xmlcount,
+        "soft_format": 0.5 * bool(re.match(soft, completion)),
+        "strict_format": 0.5 * bool(re.fullmatch(strict, completion)),
+        "integer": 0.5 * answer.isdigit(),
+        "correctness": 2.0 * (answer == example.get("written", example["gold"])),
+    }
+
+
+def gsm8k_tags(completion, example):
+    """The same five parts without the errors: at most 0.5 for each of four, and 2.0 for the right
+    number.
 
     xmlcount: 0.125 for each tag that occurs once with its newlines, less 0.001 for each character
     after the last one, at least 0. soft_format: the four tags once and in order, with only white
     space before and between the two parts. strict_format: soft_format with exactly d1's newlines.
-    integer: the answer tag holds an integer. correctness: the task's score. d1's code does not
-    always do this: its format patterns fail on reasoning of more than one line, it subtracts 0.001
-    for every character of a text without </answer>, reads a text without tags as the answer, and
-    does not accept -3 and 1,000 as integers.
+    integer: the answer tag holds an integer. correctness: the task's score.
     """
-    needs_tags("gsm8k_d1", example)
+    needs_tags("gsm8k_tags", example)
     before, *rest = re.split("(</?(?:reasoning|answer)>)", completion)
     in_order = rest[::2] == ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
     soft = in_order and not (before + rest[3]).strip()
     strict = soft and (before, rest[3]) == ("", "\n") and rest[7] in ("", "\n")
     strict = strict and all(re.fullmatch(r"\n.*\n", part, re.DOTALL) for part in (rest[1], rest[5]))
-    tags = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")
-    xmlcount = 0.125 * sum(completion.count(tag) == 1 for tag in tags)
+    xmlcount = 0.125 * sum(completion.count(tag) == 1 for tag in TAGS)
     _, closed, after = completion.rpartition("</answer>")
     if closed:
         xmlcount = max(0.0, xmlcount - 0.001 * len(after.removeprefix("\n")))
@@ -176,8 +260,11 @@ REWARDS = (
     countdown_partial,
     countdown_d1,
     sudoku_cells,
+    sudoku_d1,
     gsm8k_boxed,
+    gsm8k_tags,
     gsm8k_d1,
+    math500_tags,
     math500_d1,
     gsm8k_deepscaler,
     math500_hendrycks,

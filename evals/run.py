@@ -5,6 +5,7 @@
     python evals/run.py --resume runs/eval-...   continue: finished samples are kept
     python evals/countdown.py --model tiny-sdar   one task; --resume works here too
     python evals/countdown.py --completions samples.jsonl --data cd3   only score completions
+    python evals/run.py --tasks gsm8k,mbpp --completions gsm8k=a.jsonl mbpp=b.jsonl
 
 The defaults of lengths, steps and temperatures come from evals/decoding.py: the settings of the
 published number for this model and task. Ranks share the problems of every task; the number of
@@ -130,12 +131,14 @@ class Args(Common):
 class ManyArgs(Common):
     """Flags of evals/run.py. Sampling flags apply to every task."""
 
-    completions, split, reward = "", "test", "none"  # flags of evals/<task>.py alone
+    split, reward = "test", "none"  # flags of evals/<task>.py alone
 
     tasks: str = ""
     """names of files in evals/, separated by commas"""
     data: list[str] = field(default_factory=list)
     """TASK=SOURCE ...: a preset of the task, file or hub id; other tasks use their default"""
+    completions: list[str] = field(default_factory=list)
+    """TASK=FILE ...: score these files as of evals/<task>.py instead of generating"""
 
 
 # completions of a file that are scored together: then rows are written and the bar moves
@@ -153,7 +156,8 @@ def main(name):
         raise SystemExit(
             f"--resume {args.resume} only scored {args.completions}: score again, with a new --out"
         )
-    made, _ = evaluate(args, name, {name: args.data})
+    files = {name: args.completions} if args.completions else {}
+    made, _ = evaluate(args, name, {name: args.data}, files)
     if made:  # on rank 0
         print(json.dumps(made[name]), flush=True)
 
@@ -163,22 +167,31 @@ def many():
     non-zero."""
     args = results.command_line(ManyArgs, "run", "Evaluate a model on many benchmarks.")
     names = args.tasks.replace(",", " ").split()
-    if not (args.model and names):
-        raise SystemExit("give --model and --tasks, such as --tasks gsm8k,math500")
-    given = dict(item.partition("=")[::2] for item in args.data)
-    if given.keys() - set(names):
-        shown, known = " ".join(args.data), ", ".join(names)
-        raise SystemExit(f"--data {shown}: give TASK=SOURCE, where TASK is one of {known}")
+    if not names or bool(args.model) == bool(args.completions):
+        raise SystemExit(
+            "give --model (or --completions) and --tasks, such as --tasks gsm8k,math500"
+        )
+    if args.resume and args.completions:
+        raise SystemExit("--resume continues a generation: score --completions again")
+    sources = {}
+    for flag in ("data", "completions"):
+        sources[flag] = dict(item.partition("=")[::2] for item in getattr(args, flag))
+        if sources[flag].keys() - set(names):
+            shown, known = " ".join(getattr(args, flag)), ", ".join(names)
+            raise SystemExit(f"--{flag} {shown}: give TASK=SOURCE, where TASK is one of {known}")
+    given, files = sources.values()
+    if lacking := set(names if files else ()) - files.keys():
+        raise SystemExit(f"--completions: no file for {', '.join(sorted(lacking))}")
     data = {name: given.get(name, "") for name in names}
-    _, lost = evaluate(args, "run", data)
+    _, lost = evaluate(args, "run", data, files)
     if lost:
         said = f"{len(lost)} of {len(data)} tasks not evaluated: {', '.join(lost)}"
         raise SystemExit(said if is_first_rank() else 1)
 
 
-def evaluate(args, program, data):
-    """Score the tasks in `data`, {task: --data}, on all ranks. -> {task: result} on rank 0, {task:
-    why it was skipped}
+def evaluate(args, program, data, files):
+    """Score the tasks in `data`, {task: --data}, on all ranks, or their `files` of completions.
+    -> {task: result} on rank 0, {task: why it was skipped}
 
     program: "run", or the only task, whose files lie in the output directory itself and whose
     errors are raised.
@@ -191,7 +204,7 @@ def evaluate(args, program, data):
     judge = load_reward(args.reward, tasks[program]) if args.reward != "none" else None
     if not args.resume:
         results.refuse_overwriting(args.out)
-    device, ranks = ("cpu", 1) if args.completions else place()
+    device, ranks = ("cpu", 1) if files else place()
     examples, settings, lost = {}, {}, {}
 
     @contextmanager
@@ -214,7 +227,7 @@ def evaluate(args, program, data):
         judge([TRIAL], examples[program][:1])  # SystemExit if the examples do not suit the reward
 
     with ExitStack() as held:  # on rank 0 the lock of the directory
-        source = Path(args.model).name or Path(args.completions).stem
+        source = Path(args.model).name or "-".join(Path(file).stem for file in files.values())
         parts = ["runs/eval", *([program] if alone else []), source, time.strftime("%Y%m%d-%H%M%S")]
         take = partial(results.take_directory, args, program, "-".join(parts), held)
         out = from_first_rank(take) if args.resume else None
@@ -226,8 +239,8 @@ def evaluate(args, program, data):
             how = {"data": data[name], "split": args.split, "limit": args.limit}
             how |= {"reward": args.reward, "torch": version("torch"), "evals_hash": hash_of_evals()}
             with skipped_on_exit(name):
-                if args.completions:
-                    how |= {"repeats": args.repeats or 1, "completions": args.completions}
+                if files:
+                    how |= {"repeats": args.repeats or 1, "completions": files[name]}
                 else:
                     how |= task_settings(args, engine, name, tasks[name], rows, alone)
                 settings[name] = how
@@ -238,7 +251,7 @@ def evaluate(args, program, data):
         made = {} if alone else results.finished(out)
         for name, how in settings.items():
             folder, given = out if alone else out / name, (tasks[name], examples[name], judge, how)
-            if args.completions:
+            if files:
                 rows, more = score_file(folder, name, *given)
             else:
                 from_first_rank(partial(results.begin, name, folder, how, args.resume))
@@ -258,10 +271,12 @@ def score_file(folder, name, task, examples, reward, settings):
     """Score --completions. -> rows, {"unused": lines of the file, "missing": problems without a
     completion}"""
     path = settings["completions"]
-    rows, faults, missing = samples.given(path, len(examples), settings["repeats"])
+    fits = lambda row: samples.same_problem(task, examples[row["index"]], row)
+    rows, faults, missing = samples.given(path, len(examples), settings["repeats"], fits)
     results.print_faults(path, faults, "rows not used")
     unanswered = "problems without a completion, not in the mean: index"
     results.print_faults(path, missing, unanswered)
+    folder.mkdir(exist_ok=True)
     parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
     bar = {"total": len(rows), "desc": name}
     samples.write_scored(folder / "samples.jsonl", parts, task, examples, reward, bar)

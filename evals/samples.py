@@ -19,16 +19,19 @@ from tqdm import tqdm
 
 from data.rows import json_object
 from evals import math_grader, results, score_all
+from evals.examples import QUESTION
 from models import prompt_ids
 from models.atomic import is_first_rank, write_atomically
 
 
-def given(path, num_examples, repeats=1):
-    """Rows {"index", "repeat", "completion"} of a .jsonl, in file order; other keys are dropped, so
-    that a samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if it is left out.
+def given(path, num_examples, repeats=1, fits=None):
+    """Rows {"index", "repeat", "completion"} of a .jsonl or a JSON array, in file order; other keys
+    are dropped, so that a samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if
+    it is left out. fits(row): whether a row is about the example of its index.
 
     -> rows, faults, missing. faults: one text for each line that cannot be used, with its number:
-      no JSON, no such row, an index outside 0..num_examples-1, or a duplicate. missing: the
+      no JSON, no such row, an index outside 0..num_examples-1, a row that does not fit, or a
+      duplicate. missing: the
       examples (with repeats also the repeat) without a completion. SystemExit if no line can be
       used.
     """
@@ -36,20 +39,44 @@ def given(path, num_examples, repeats=1):
         raise SystemExit(f"{path}: no such file")
     rows, faults = {}, []
     name = lambda repeat, index: f"{index} of repeat {repeat}" if repeats > 1 else str(index)
-    with open(path, "rb") as file:
-        for line, raw in enumerate(file, 1):
-            try:
-                if raw.strip():
-                    row = _row(json_object(raw), num_examples, repeats)
-                    if key(row) in rows:
-                        raise ValueError(f"index {name(*key(row))} is in a line before")
-                    rows[key(row)] = row
-            except ValueError as error:
-                faults.append(f"line {line}: {error}")
+    for line, raw in enumerate(_lines(Path(path).read_bytes()), 1):
+        try:
+            if raw.strip():
+                row = _row(told := json_object(raw), num_examples, repeats)
+                if fits and not fits(told):
+                    raise ValueError("about another problem; check --data and --split")
+                if key(row) in rows:
+                    raise ValueError(f"index {name(*key(row))} is in a line before")
+                rows[key(row)] = row
+        except ValueError as error:
+            faults.append(f"line {line}: {error}")
     if not rows:
         raise SystemExit("; ".join([f"{path}: no completions", *faults[: results.SHOWN]]))
     asked = product(range(repeats), range(num_examples))
     return [*rows.values()], faults, [name(*place) for place in asked if place not in rows]
+
+
+def _lines(raw):
+    """The lines of a .jsonl; the members of a JSON array as such lines."""
+    try:
+        if isinstance(members := json.loads(raw), list):
+            return [f"{json.dumps(member)}\n".encode() for member in members]
+    except (ValueError, RecursionError):
+        pass
+    return raw.splitlines(keepends=True)
+
+
+def same_problem(task, example, row):
+    """Whether a row, by what it says of its question or prompt, can be about an example."""
+    said = row.get("question") or row.get("problem") or row.get("prompt")
+    said = said[-1].get("content") if isinstance(said, list) else said
+    if not isinstance(said, str):
+        return True
+    asked = task.prompt(example)[-1]["content"]
+    keys = [key for key in (*QUESTION, "puzzle", "numbers") if key in example]
+    own = str(example[keys[0]]) if keys else asked
+    said, asked, own = (" ".join(text.split()) for text in (said, asked, own))
+    return said in asked or own in said
 
 
 def _row(row, num_examples, repeats):

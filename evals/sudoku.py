@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import SUDOKU, stable_hash, sudoku, sudoku_solutions
-from evals import main, tagged_answer
+from evals import final_answer, main, tagged_answer
 from evals.examples import planning_row, read_examples, user
 
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
@@ -78,17 +78,23 @@ def prompt(example):
 
 def extract(completion, example):
     """The grid of a completion, not checked; None where there is none. "compact": all of it;
-    "tags": the last answer tag."""
-    text = completion.strip() if example["style"] == "compact" else tagged_answer(completion)
-    return text or None
+    "tags": the last answer tag, else the final answer."""
+    if example["style"] == "compact":
+        return completion.strip() or None
+    return tagged_answer(completion) or final_answer(completion)
 
 
 def cells(completion, example):
-    """The grid of a completion, if it is 16 digits from 1 to 4 (apart from white space) and keeps
-    the given cells."""
-    grid = "".join((extract(completion, example) or "").split())
-    if not re.fullmatch("[1-4]{16}", grid):
+    """The grid of a completion, if it has 16 digits, all from 1 to 4, and keeps the given cells.
+
+    "compact": nothing but white space may be between them; "tags": anything but digits.
+    A grid may be repeated.
+    """
+    apart = r"\s" if example["style"] == "compact" else "[^0-9]"
+    grid = re.sub(apart, "", extract(completion, example) or "")
+    if not (found := re.fullmatch(r"([1-4]{16})\1*", grid)):
         return None
+    grid = found[1]
     kept = all(given in ("0", cell) for given, cell in zip(example["puzzle"], grid, strict=True))
     return grid if kept else None
 

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.planning import countdown_solutions, sudoku_solutions
+from data.planning import countdown_solutions, stable_hash, sudoku_solutions
 from data.rows import read_rows
 from evals import TRAIN_TASKS, load_problems, load_task, programs, score_all
 from evals.math_grader import grade, in_threads, number
@@ -30,6 +30,15 @@ needs_files = pytest.mark.skipif(not DATA, reason="set CLEANDLLM_DATA to the ben
 pytestmark = pytest.mark.usefixtures("patient")
 GOLDEN = [json.loads(line) for line in (ROOT / "tests/golden/evals.jsonl").read_text().splitlines()]
 TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
+RECALL = {  # of judged completions, at least: of the forms that scorers were tuned on, of others
+    "number": (0.91, 0.88),
+    "expression": (0.85, 0.45),
+    "latex": (0.75, 0.73),
+    "letter": (0.87, 0.75),
+    "list": (0.89, 0.62),
+    "program": (0.96, 0.96),
+    "grid": (0.82, 0.73),
+}
 HOSTILE = [
     "", " \n\t", "\x00", "\ud800", "{" * 5000, "}" * 5000, r"\boxed{" * 5000, r"\boxed{}",
     "\\boxed{\\}", r"\boxed{\frac{1}{0}}", r"\boxed{" + "(" * 500 + "}", r"\boxed{(,)}",
@@ -71,6 +80,28 @@ def test_verdicts(task, tmp_path):
                 wrong.append((text, found, module.extract(text, example)))
         assert module.score(texts[0], example) == scores[0]
     assert not wrong
+
+
+@pytest.mark.parametrize("family", RECALL)
+def test_judged(family):
+    """tests/judged: gold answers are right, cheats wrong, and verdicts on what models write are
+    those of a reader, as often as docs/evals.md says. Scorers may not be tuned on the forms whose
+    hash is divisible by 3."""
+    counts = Counter()
+    for line in (ROOT / f"tests/judged/{family}.jsonl").read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        task, example, cheats = load_task(case["task"]), case["example"], case["cheats"]
+        forms, judged, verdicts = zip(*case["judged"], strict=True)
+        texts = [task.answer(example), *cheats, *judged]
+        gold, *scores = score_all(task, texts, [example] * len(texts))
+        assert gold == 1.0 and not any(scores[: len(cheats)])
+        for form, verdict, score in zip(forms, verdicts, scores[len(cheats) :], strict=True):
+            held_out = stable_hash(family, form) % 3 == 0
+            counts[held_out, verdict, score] += 1
+    for held_out, recall in enumerate(RECALL[family]):
+        right, missed = counts[held_out, 1, 1.0], counts[held_out, 1, 0.0]
+        assert right >= recall * (right + missed)
+        assert counts[held_out, 0, 1.0] <= (7 if family == "number" else 0)
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -375,7 +406,7 @@ def test_load_reward(monkeypatch):
         "--reward cells: no such reward; known: countdown_partial for countdown; "
     )
     assert said.endswith("code_format for every task; odd for every task")
-    for name, task in (("gsm8k_d1", "gsm8k"), ("math500_d1", "math500")):
+    for name, task in (("gsm8k_d1", "gsm8k"), ("math500_tags", "math500")):
         boxed = {"question": "?", "gold": "18", "style": "boxed"}
         assert "--data d1" in one_line(load_reward(name, load_task(task)), ["18"], [boxed])
 

@@ -30,7 +30,7 @@ CODE = "```python\n{}\n```".format
 # task: an example, a right completion, a wrong one
 CASES = {
     "gsm8k": (BOXED, r"So \boxed{18}.", r"So \boxed{19}."),
-    "math500": (BOXED, r"So $\boxed{18.0}$.", r"So $\boxed{\frac{1}{3}}$."),
+    "math500": (BOXED | {"style": ""}, r"So $\boxed{18.0}$.", r"So $\boxed{\frac{1}{3}}$."),
     "aime24": (BOXED, r"So $\boxed{018}$.", r"So $\boxed{19}$."),
     "aime25": (BOXED, r"So $\boxed{18}$.", r"So $\boxed{-18}$."),
     "olympiad": (OLYMPIAD, r"\boxed{(1, 2), 2 \pm \sqrt{3}}.", r"\boxed{(2, 1), 2 \pm \sqrt{3}}."),

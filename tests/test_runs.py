@@ -111,7 +111,7 @@ def fake(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["countdown", "sudoku"])
-def test_completions_are_scored_end_to_end(tmp_path, name, cli):
+def test_completions_are_scored_end_to_end(tmp_path, name, cli, many):
     task = load_task(name)
     texts = [task.answer(e) if i < 6 else "" for i, e in enumerate(task.load("test", limit=8))]
     flags = "--completions", completions(tmp_path / "c.jsonl", texts), "--out", tmp_path / "out"
@@ -122,6 +122,17 @@ def test_completions_are_scored_end_to_end(tmp_path, name, cli):
     want["missing"] = len(task.load("test")) - 8
     assert list(result) == [*want, "settings"] and result.items() >= want.items()
     assert sum(row["score"] for row in rows_of(tmp_path / "out/samples.jsonl")) == 6
+    rows = [{"index": i, "completion": text, "x": [{}]} for i, text in enumerate(texts)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    again = cli("--completions", tmp_path / "a.json", "--out", tmp_path / "array", task=name)
+    assert again["accuracy"] == 0.75
+    rows = rows_of(write(tmp_path / "o.jsonl", [row | {"prompt": "Other?"} for row in rows]))
+    said = one_line(lambda: cli("--completions", tmp_path / "o.jsonl", task=name))
+    assert "no completions; line 1: about another problem" in said
+    flags = "--tasks", name, "--completions", f"{name}={tmp_path / 'a.json'}"
+    many(*flags, "--out", tmp_path / "many")
+    made = json.loads((tmp_path / "many/results.json").read_text())["tasks"]
+    assert made[name]["accuracy"] == 0.75
 
 
 GOOD = [json.dumps({"index": i, "completion": "12"}) for i in range(4)]
@@ -493,7 +504,7 @@ def test_a_sampler_without_forwards_and_a_lost_sample(tmp_path, monkeypatch, fak
 
 
 REFUSED = {  # flags of evals/run.py
-    "--model m": "give --model and --tasks",
+    "--model m": "give --model (or --completions) and --tasks",
     "--model m --tasks countdown,nothing": "unknown task 'nothing': use one of aime24",
     "--model m --tasks countdown --data cd3": "--data cd3: give TASK=SOURCE",
     "--model m --tasks countdown --data sudoku=x": "--data sudoku=x: give TASK=SOURCE",
