@@ -195,13 +195,21 @@ class StopSignal:
 
 class Stopwatch(dict):
     """Seconds per phase, to be merged into the metrics: `with clock("rollout"): ...` adds to
-    clock["time/rollout"].
+    clock["time/rollout"]. A phase that runs out of GPU memory ends the run with one line.
     """
+
+    def __init__(self, micro_batch_size):
+        super().__init__()
+        smaller = f"--micro-batch-size {micro_batch_size // 2} or "
+        self.less = (smaller if micro_batch_size > 1 else "") + "--activation-checkpointing"
 
     @contextmanager
     def __call__(self, phase):
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise SystemExit(f"out of GPU memory in the {phase}: try {self.less}") from error
         if torch.cuda.is_initialized():  # otherwise the next phase would pay for kernels in flight
             torch.cuda.synchronize()
         self[f"time/{phase}"] = self.get(f"time/{phase}", 0.0) + time.perf_counter() - start

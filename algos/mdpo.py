@@ -603,7 +603,7 @@ def main(args):
     # <<< shared: start
     for step in range(start, args.max_steps):
         # >>> shared: rollout
-        clock = Stopwatch()
+        clock = Stopwatch(args.micro_batch_size)
         with clock("rollout"):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):

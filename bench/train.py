@@ -31,9 +31,9 @@ def time_estimates(script):
     """Time every call of the script's frozen_estimates. -> list with the seconds of each step"""
     seconds, stopwatch, frozen_estimates = [], script.Stopwatch, script.frozen_estimates
 
-    def next_step():
+    def next_step(*args):
         seconds.append(0.0)
-        return stopwatch()
+        return stopwatch(*args)
 
     def timed_estimates(*args):
         spent, values = timed(lambda: frozen_estimates(*args))

@@ -137,13 +137,17 @@ def test_wandb_mirrors_the_rows_offline(tmp_path, monkeypatch):
 
 
 def test_the_stopwatch_adds_up_phases(monkeypatch):
-    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0])
+    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 0.0, 0.0])
     monkeypatch.setattr(runlog.time, "perf_counter", lambda: next(ticks))
-    clock = Stopwatch()
+    clock = Stopwatch(1)
     for phase in ("rollout", "rollout", "update"):
         with clock(phase):
             pass
     assert clock == {"time/rollout": 5.0, "time/update": 1.0}
+    for size, less in (1, ""), (5, "--micro-batch-size 2 or "):
+        words = f"^out of GPU memory in the update: try {less}--activation-checkpointing$"
+        with pytest.raises(SystemExit, match=words), Stopwatch(size)("update"):
+            raise torch.OutOfMemoryError()
 
 
 @dataclass
