@@ -50,13 +50,6 @@ PROSE = (
     "Step by step: {1, 2} has 2 members.\n",
     "1. read\n2. write\n\n",
 )
-HOSTILE = ["", " \n\t ", "\0", "\ud800", "{" * 1000, r"\boxed{" * 1000, r"\boxed{" + "(" * 50 + "}"]
-HOSTILE += [
-    "<answer>" + "[" * 10**5 + "</answer>",
-    CODE("(" * 5000),
-    "[BEGIN]'" + "-" * 50_000 + "1",
-]
-HOSTILE += ["x" * 10**6, "9" * 10**5]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -67,12 +60,11 @@ def test_scorer(name):
     assert score(texts) == [1.0] * len(texts) and task.score(right, example) == 1.0
     texts = [wrong, *(prose + wrong for prose in PROSE), f"{right}\nNo.\n{wrong}", *PROSE]
     assert score(texts) == [0.0] * len(texts) and task.score(wrong, example) == 0.0
-    assert score(HOSTILE) == [0.0] * len(HOSTILE)
     cuts = range(0, len(right) + 1, max(1, len(right) // 8))
     texts = [part for end in cuts for part in (right[:end], right[end:])]
     scores = score(texts)
     assert set(scores) <= {0.0, 1.0} and scores == score(texts), "repeatable"
-    for text in [*HOSTILE, *texts]:
+    for text in texts:
         json.dumps(task.extract(text, example))
     messages, hidden = task.prompt(example), {"gold": "?", "solution": "?"}
     assert messages == task.prompt(example | hidden), "the prompt must not contain the answer"

@@ -433,7 +433,7 @@ def assert_same_record(directory, want):
 
 OFFLINE = "--batch-size 4 --eval-limit 2 --max-steps 6"
 KILLED = {
-    "bgpo LoRA on two ranks": ("bgpo", RUN + " --mc-num 2 --lora-rank 4", 2, 2),
+    "bgpo LoRA on two ranks": ("bgpo", RUN + " --mc-num 2 --lora-rank 4", 2, 1),
     "coupled_grpo": ("coupled_grpo", RUN + " --ref-sync-steps 3", 1, 1),
     "sft": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 1, 1),
     "vrpo": ("vrpo", OFFLINE + " --mc-num 2", 1, 1),

@@ -159,7 +159,7 @@ def command(*flags, **streams):
     )
 
 
-@pytest.mark.parametrize("model", ["tiny-sdar", "tiny-llada"])
+@pytest.mark.parametrize("model", ["tiny-llada"])
 def test_the_command(model):
     done = command(
         "--model", model, "--task", "countdown", "--index", "3", capture_output=True, text=True
