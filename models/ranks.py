@@ -19,11 +19,13 @@ def setup_distributed():
 
 def unsharded(model):
     """The frozen parameters that every rank keeps whole, so that no forward has to gather them: all
-    on one rank, else those of a model that fills less than a quarter of a GPU. -> set
+    on one rank, else the base under adapters if it fills less than a quarter of a GPU. A frozen
+    reference model is sharded: full fine-tuning needs the memory. -> set
     """
-    frozen = {value for value in model.parameters() if not value.requires_grad}
+    values = list(model.parameters())
+    frozen = {value for value in values if not value.requires_grad}
     size = sum(value.numel() * value.itemsize for value in frozen)
-    fits = cuda_bytes() > 4 * size
+    fits = len(frozen) < len(values) and cuda_bytes() > 4 * size
     return frozen if fits or dist.get_world_size() == 1 else set()
 
 
