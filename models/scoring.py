@@ -115,8 +115,9 @@ class LanguageModel(nn.Module):
             banned_id=self.mask_token_id,
             entropy=entropy,
         )
-        spread = lambda x: x.new_zeros(noisy_ids.numel()).index_copy(0, index, x)
-        filled = [spread(x).view(noisy_ids.shape) for x in (values if entropy else [values])]
+        at = torch.unravel_index(index, noisy_ids.shape)
+        spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
+        filled = [spread(x) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
 
 
