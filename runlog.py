@@ -316,7 +316,7 @@ def command_line(arguments):
 
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.
 AT_LEAST_ONE = (
-    "max_steps micro_batch_size batch_size prompts_per_step num_iterations mc_num gen_length "
+    "max_steps batch_size prompts_per_step num_iterations mc_num gen_length "
     "denoising_steps max_length masks_per_timestep train_steps lora_alpha"
 )
 # a group of one completion has nothing to compare it with

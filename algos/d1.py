@@ -47,6 +47,7 @@ from models.ranks import (
     unsharded,
 )
 from models.training_state import Saves
+from plan import fit
 from rollout import make_engine, probe, rollout_metrics
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
@@ -110,8 +111,8 @@ class Args:
     """tokens; problems with longer prompts are dropped and counted"""
     prompts_per_step: int = 32
     """prompts per rollout, over all ranks"""
-    micro_batch_size: int = 256
-    """sequences per forward, rows x draws; does not change the gradient"""
+    micro_batch_size: int = 0
+    """sequences per forward, rows x draws; 0: the most that fit; does not change the gradient"""
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
     lora_alpha: int = 64
@@ -163,6 +164,7 @@ ROLLOUT = "temperature gen_length block_length denoising_steps remasking confide
 RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
+DRAWS = lambda args, replays: 1  # noisy copies of a completion in a step
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
 
 
@@ -353,14 +355,13 @@ class Rows:
         """rows[index] for a slice, bool or long index"""
         rows = copy(self)
         for name, value in vars(self).items():
-            setattr(rows, name, value[index] if isinstance(value, torch.Tensor) else value)
+            setattr(rows, name, value[index] if torch.is_tensor(value) else value)
         return rows
 
     def split(self, size):
         """-> the same with at most `size` draws in a row, where the loss is a sum over draws"""
         R, K, _ = self.masked.shape
-        if DRAWS_TOGETHER and K > size:
-            raise SystemExit(f"--micro-batch-size {size} does not hold the {K} draws of a row")
+        assert K <= size or not DRAWS_TOGETHER  # fit has refused such a size
         n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
         rows = self.select(torch.arange(R).repeat_interleave(n))
         rows.masked = self.masked.reshape(R * n, K // n, -1)
@@ -402,7 +403,8 @@ def frozen_estimates(model, rows, args):
     parts = []
     for micro, is_real in micro_batches(rows, args):
         estimates = estimate_logps(draw_logps(model, micro), micro, args)
-        parts += [estimates] if is_real else []
+        if is_real:
+            parts.append(estimates)
     return torch.cat(parts)
 
 
@@ -433,7 +435,8 @@ def load_data(args):
             f"--data {args.data} has no held-out split: "
             "name one with --eval-data, or pass --eval-limit 0"
         )
-    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
+    task = load_task(args.task)
+    tokenizer = load_tokenizer(args.model)
     reward, held_out = load_reward(args.reward, task), args.eval_data or args.data
     sources = {"train": args.data, "validation": held_out, "test": held_out}
     problems, dropped = load_splits(
@@ -533,6 +536,7 @@ def main(args):
     # >>> shared: start
     device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
+    args.micro_batch_size = fit(args, problems, DRAWS, DRAWS_TOGETHER, USES_OLD)
     model, ref_model, engine = load_models(device, sampling, args)
     optimizer, start, log, saves = open_run(model, tokenizer, args)
     stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), StopSignal()
@@ -548,7 +552,7 @@ def main(args):
     # <<< shared: start
     for step in range(start, args.max_steps):
         # >>> shared: rollout
-        clock = Stopwatch(args.micro_batch_size)
+        clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
         with clock("rollout"):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
@@ -571,7 +575,6 @@ def main(args):
         metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | machine_metrics())
-        G = range(args.num_generations)  # of the first prompt
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
         saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped := stop.is_set())
         if stopped:

@@ -36,6 +36,7 @@ from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
 from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed, unsharded
 from models.training_state import Saves
+from plan import fit_answers
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
@@ -85,8 +86,8 @@ class Args:
     """adapters are scaled by lora_alpha / lora_rank"""
     lora_targets: tuple[str, ...] = ()
     """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
-    micro_batch_size: int = 64
-    """noised sequences per forward; does not change the gradient"""
+    micro_batch_size: int = 0
+    """noised sequences per forward; 0: the most that fit; does not change the gradient"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -507,6 +508,8 @@ def main(args):
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
+    draws = args.mc_num * args.masks_per_timestep
+    args.micro_batch_size = fit_answers(args, pairs, held_out, draws, values=1)
     model, ref_model, engine = load_models(model, frozen, device, args)
     optimizer, start, log, saves = open_run(model, tokenizer, args)
     stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), StopSignal()

@@ -7,6 +7,9 @@ from torch import nn
 
 from models.logps import wide
 
+# Compiled blocks recompute cheap operations in the backward pass: less memory, same speed.
+MEMORY_BUDGET = 0.7
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) * weight, computed in fp32.
@@ -22,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         weight = None if self.round_first else self.weight
-        if self.one_kernel and x.is_cuda:
+        if self.one_kernel and not x.is_cpu:
             y = F.rms_norm(x, self.weight.shape, weight, self.eps)
         else:
             y = x.to(wide(x))
@@ -134,8 +137,7 @@ def compile_blocks(model):
     """torch.compile every block; on CPUs, where compiling costs more than it gains, nothing."""
     if not torch.cuda.is_available():
         return
-    # recompute cheap operations in the backward pass: less memory, same speed
-    torch._functorch.config.activation_memory_budget = 0.7
+    torch._functorch.config.activation_memory_budget = MEMORY_BUDGET
     # all lengths share a graph; a single row, passes without gradient or adapters need their own
     torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:

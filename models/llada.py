@@ -33,9 +33,10 @@ class Config(Keys):
     mask_token_id: int
     block_length: int = 32  # of semi-autoregressive decoding; official files state none
 
-    @property
-    def head_dim(self):
-        return self.d_model // self.n_heads
+    # as the other families name them
+    num_attention_heads = property(lambda self: self.n_heads)
+    num_key_value_heads = property(lambda self: self.n_kv_heads)
+    head_dim = property(lambda self: self.d_model // self.n_heads)
 
     @classmethod
     def from_dict(cls, raw):

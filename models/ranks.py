@@ -17,16 +17,18 @@ def setup_distributed():
     return device
 
 
-def unsharded(model):
+def unsharded(model, ranks=0, memory=0):
     """The frozen parameters that every rank keeps whole, so that no forward has to gather them: all
     on one rank, else the base under adapters if it fills less than a quarter of a GPU. A frozen
-    reference model is sharded: full fine-tuning needs the memory. -> set
+    reference model is sharded: full fine-tuning needs the memory.
+
+    ranks, memory: their number and the bytes of a GPU; 0: those of this run -> set
     """
     values = list(model.parameters())
     frozen = {value for value in values if not value.requires_grad}
     size = sum(value.numel() * value.itemsize for value in frozen)
-    fits = len(frozen) < len(values) and cuda_bytes() > 4 * size
-    return frozen if fits or dist.get_world_size() == 1 else set()
+    fits = len(frozen) < len(values) and (memory or cuda_bytes()) > 4 * size
+    return frozen if fits or (ranks or dist.get_world_size()) == 1 else set()
 
 
 def cuda_bytes():

@@ -536,7 +536,9 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
-    K = rows.masked.shape[1]
+    K, draws = rows.masked.shape[1], module.DRAWS(args, batch.trace.num_replays)
+    assert len(rows.masked) * K <= len(batch.input_ids) * draws  # what the plan counts
+    assert method == "mdpo" or K == draws
 
     def valued(rows):
         rows = changed(rows, weights=rows.weights.double())
@@ -555,7 +557,7 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     want = gradient(model, full_graph_loss(method, model, valued(rows), args))
     for size in (1, 5, 1000):
         if module.DRAWS_TOGETHER and size < K:
-            with pytest.raises(SystemExit, match=f"^--micro-batch-size {size} .* the {K} draws"):
+            with pytest.raises(AssertionError):
                 inner_gradient(rows, size)
         else:
             assert relative(inner_gradient(rows, size), want) < 1e-10
@@ -582,7 +584,7 @@ def test_memory_is_that_of_a_micro_batch_and_gradients_are_reduced_once(monkeypa
     step = lambda: module.update(model, None, None, batch, 0, args)
     for args.mc_num in (2, 4, 8, 16):
         if module.DRAWS_TOGETHER and args.mc_num > 4:
-            with pytest.raises(SystemExit, match="^--micro-batch-size 4 does not hold the"):
+            with pytest.raises(AssertionError):
                 step()
             continue
         synced.clear()
