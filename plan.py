@@ -69,7 +69,6 @@ class Work:
     updates: int  # passes with one
     rollout: int  # completions that the sampler makes
     held_out: int  # completions in an evaluation
-    evaluations: float  # a step
 
 
 def kept_bytes(layer, x, cos, sin, compiled=False):
@@ -186,17 +185,17 @@ class Plan:
 
     def seconds(self, size):
         """-> {phase: seconds of a step}, waiting for other ranks left out; {} on an unknown GPU"""
-        work, gpu = self.work, self.gpu
+        args, work, gpu = self.args, self.work, self.gpu
         if not gpu.flops:
             return {}
-        again = int(self.args.activation_checkpointing)  # one more forward
+        again = int(args.activation_checkpointing)  # one more forward
         update = self.pass_seconds(size, 2 + again, 1, 1 + again / 3)
         update += 40 * self.trained / self.ranks / gpu.bandwidth  # clipping and AdamW
         phases = {
             "rollout": self.sampler_seconds(work.rollout),
             "old and reference values": work.values * self.pass_seconds(size, 1, 0, 1 / 3),
             "update": work.updates * update,
-            "evaluations": work.evaluations * self.sampler_seconds(work.held_out),
+            "evaluations": self.sampler_seconds(work.held_out) / (args.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
 
@@ -255,7 +254,7 @@ class Plan:
         )
 
     def refusal(self, make_work):
-        """-> None, or a line: this cannot fit, and up to three ways in which it would"""
+        """-> None, or a line: this cannot fit, and ways in which it would"""
         import tyro
 
         size, GB = self.size or self.work.together, self.gpu.memory / 1e9
@@ -266,12 +265,15 @@ class Plan:
         again, lora = "--activation-checkpointing", "--lora-rank 128"
         half = f"--gen-length {self.args.gen_length // 2}"
         changes = "--sync-every-backward", again, lora, f"{again} {lora}", half
-        for way, more in [(way, 1) for way in changes] + [("", 2), ("", 4), ("", 8)]:
-            args = tyro.cli(type(self.args), args=way.split(), default=self.args)
-            is_new = not self.fitting and len(ways) < 3 and not any(one in way for one in ways)
-            if is_new and Plan(args, make_work, self.gpu, more * self.ranks).fitting:
-                ways.append(way or f"{more * self.ranks} GPUs")
-        problem = f"--micro-batch-size {size} needs {needed:.0f} GB on a GPU of {GB:.0f} GB"
+        for way, more in [(way, 1) for way in changes] + [
+            (f"{n} x the GPUs", n) for n in (2, 4, 8)
+        ]:
+            flags = way.split() if more == 1 else []
+            args = tyro.cli(type(self.args), args=flags, default=self.args)
+            is_more = self.fitting or any("GPUs" in one or one in way for one in ways)
+            if not is_more and Plan(args, make_work, self.gpu, more * self.ranks).fitting:
+                ways.append(way)
+        problem = f"--micro-batch-size {size} needs {needed:.3g} GB on a GPU of {GB:.3g} GB"
         return f"{problem}: try {', or '.join(ways) or 'a smaller model'}"
 
 
@@ -318,7 +320,6 @@ def fit(args, problems, draws, draws_together, uses_old):
             updates=iterations,
             rollout=sequences,
             held_out=len(lengths.get("test", ())) // ranks,
-            evaluations=bool(args.eval_every) / max(args.eval_every, 1) + 2 / args.max_steps,
         )
 
     return choose(args, make_work, draws(args, 1) if draws_together else 1, "row", 256)
@@ -348,8 +349,6 @@ def fit_answers(args, rows, held_out, draws=1, values=0):
             updates=1,
             rollout=0,
             held_out=max(map(len, held_out.values()), default=0) // ranks,
-            evaluations=bool(args.eval_every) / max(args.eval_every, 1)
-            + (1 + values) / args.max_steps,
         )
 
     return choose(args, make_work, together, "pair", 64)
