@@ -62,6 +62,7 @@ class Work:
 
     longest: tuple  # pair
     typical: tuple  # pair
+    asked: int  # tokens of the longest prompt that is sampled from
     sequences: int
     draws: int  # noisy copies of each
     together: int  # noised sequences that one forward must hold
@@ -158,7 +159,7 @@ class Plan:
         whole, layers = unsharded(model, ranks, self.gpu.memory), len(model.layers)
         gathered = lambda module: sum(2 * p.numel() for p in module.parameters() if p not in whole)
         rows, _, length = self.layout(size, *work.longest)
-        tokens, canvas = rows * length, work.longest[0] + args.gen_length
+        tokens, canvas = rows * length, work.asked + args.gen_length
         is_summed = work.sequences * work.draws > size and not args.sync_every_backward
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
         if args.activation_checkpointing:
@@ -168,7 +169,7 @@ class Plan:
             head += 6 * model.lm_head.weight.numel()
         sampled = self.rows * canvas
         if self.is_block:  # a forward of prompts
-            sampled = min(self.rows * work.longest[0], PREFILL)
+            sampled = min(self.rows * work.asked, PREFILL)
         return {
             "policy": sum(p.nbytes / (1 if p in whole else ranks) for p in model.parameters()),
             # in bf16: embedding and head, the block in work and the next one
@@ -313,6 +314,7 @@ def fit(args, problems, draws, draws_together, uses_old):
         return Work(
             longest=(max(map(max, lengths.values())), args.gen_length),
             typical=(fmean(lengths["train"]), args.gen_length),
+            asked=max(map(max, lengths.values())),
             sequences=sequences,
             draws=K,
             together=K if draws_together else 1,
@@ -342,6 +344,7 @@ def fit_answers(args, rows, held_out, draws=1, values=0):
         return Work(
             longest=(longest - most, most),
             typical=(prompt.float().mean().item(), scored.float().mean().item()),
+            asked=int(prompt.max()),
             sequences=args.batch_size * len(sides) // ranks,
             draws=draws,
             together=together,
