@@ -64,6 +64,10 @@ class SandboxError(SystemExit):
     line that it has."""
 
 
+class NoAnswer(SandboxError):
+    """The supervisor of a program ended without an answer."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A program and its tests.
@@ -84,15 +88,19 @@ class Job:
     mode: Literal["proxy", "nonce"] = "proxy"
 
 
+EMPTY = Job("", "")
+
+
 @dataclass(frozen=True)
 class Result:
     """What became of a program.
 
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
     answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
-    need mode "nonce"), "long" (not run). detail: exception and message. output: stdout and stderr,
-    the first 64 KiB. seconds: wall time. missing: protections that the kernel did not give, with
-    its reason. uid: of the program, None for the caller's.
+    need mode "nonce"), "long" (not run), "lost" (its supervisor died).
+    detail: exception and message. output: stdout and stderr, the first 64 KiB. seconds: wall time.
+    missing: protections that the kernel did not give, with its reason. uid: of the program, None
+    for the caller's.
     """
 
     passed: bool
@@ -116,6 +124,11 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         result = Result(**_supervised(job, folder, tuple(without)))
+    except NoAnswer as error:
+        if job == EMPTY:
+            raise
+        run(EMPTY, without)  # raises if the fault is the sandbox's own
+        result = Result(False, "lost", str(error))
     finally:
         _remove(folder)
     if result.reason == "setup":
@@ -206,7 +219,7 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
         error = b"" if answer else process.stderr.read(1 << 16) or b""
     if len(answer) < 8 or len(answer) != 8 + struct.unpack("<Q", answer[:8])[0]:
         lines = error.decode(errors="replace").strip().splitlines()
-        raise SandboxError(
+        raise NoAnswer(
             f"sandbox: no answer from its supervisor "
             f"({lines[-1] if lines else f'exit {process.returncode}'})"
         )

@@ -544,8 +544,8 @@ def descendants(top: int) -> dict[int, int]:
     parents, sizes, found = {}, {}, {}
     for pid in all_processes():
         try:
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
+            with open(f"/proc/{pid}/stat", "rb") as file:  # a program's name may be any bytes
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
         parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * resource.getpagesize()

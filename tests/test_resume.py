@@ -138,8 +138,12 @@ def test_a_state_of_another_model_or_world_is_refused(run_ranks, tmp_path, was, 
         train(model, optimizer, [0])
         save_state(tmp_path, model, optimizer, 1, keep=0)
         state = newest_state(tmp_path)
-        with refused("--resume", "step-000001", "does not fit this model"):
+        with refused("--resume", "step-000001", "damaged or of another model"):
             load_state(state, *build(**now))
+        for file in (state / "state").glob("*.distcp"):
+            file.write_bytes(b"")
+        with refused("--resume", "step-000001", "damaged or of another model"):
+            load_state(state, model, optimizer)
         (state / "facts.json").write_text(json.dumps({"step": 1, "world_size": 2}))
         with refused("--resume", "was saved by 2 ranks, this run has 1"):
             load_state(state, model, optimizer)
