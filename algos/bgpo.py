@@ -7,8 +7,8 @@
 
 `diff algos/d1.py algos/bgpo.py` is the method. Run it on the shipped tiny model on CPU, or on GPUs:
 
-    python   algos/bgpo.py --learning-rate 1e-4 --mc-num 4
-    torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b --data cd3 --gen-length 256
+    python   algos/bgpo.py
+    torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b
 """
 
 # >>> shared: imports
@@ -156,6 +156,18 @@ class Args:
     # <<< shared: args
 
 
+# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# all weights. Empty: as above. LoRA: d1's rate.
+BY_SIZE = {
+    "tiny": {
+        "learning_rate": 3e-4,
+        "betas": (0.9, 0.99),
+        "warmup_steps": 5,
+        "mc_num": 4,
+    },
+    "lora": {"learning_rate": 3e-6},
+    "full": {},
+}
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 # The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
@@ -618,4 +630,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

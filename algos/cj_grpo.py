@@ -8,8 +8,8 @@
 
 `diff algos/d1.py algos/cj_grpo.py` is the method. Run it on the tiny model on CPU, or on GPUs:
 
-    python   algos/cj_grpo.py --learning-rate 1e-4 --num-iterations 2
-    torchrun --nproc-per-node 8 algos/cj_grpo.py --model sdar-8b --data cd3 --gen-length 256
+    python   algos/cj_grpo.py
+    torchrun --nproc-per-node 8 algos/cj_grpo.py --model sdar-8b
 """
 
 # >>> shared: imports
@@ -163,6 +163,21 @@ class Args:
     # <<< shared: args
 
 
+# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# all weights. Empty: as above. All weights: our rate.
+BY_SIZE = {
+    "tiny": {
+        "learning_rate": 3e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 5,
+        "num_iterations": 1,
+        "num_generations": 8,
+    },
+    "lora": {"cache": "none"},
+    "full": {"learning_rate": 5e-7, "cache": "none"},
+}
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 ROLLOUT += " eos_policy schedule"
@@ -609,4 +624,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

@@ -7,8 +7,8 @@
 
 `diff algos/d1.py algos/coupled_grpo.py` is the method. Run it on the tiny model on CPU, or on GPUs:
 
-    python   algos/coupled_grpo.py --learning-rate 1e-4 --max-steps 30
-    torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b --task gsm8k --gen-length 256
+    python   algos/coupled_grpo.py
+    torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b
 """
 
 # >>> shared: imports
@@ -171,6 +171,21 @@ class Args:
     """which masked tokens a step reveals; entropy: those of lowest entropy (official recipe)"""
 
 
+# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# all weights. Empty: as above. LoRA: d1's rate.
+BY_SIZE = {
+    "tiny": {
+        "learning_rate": 3e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 5,
+        "num_generations": 8,
+        "temperature": 1.0,
+    },
+    "lora": {"learning_rate": 3e-6},
+    "full": {},
+}
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 ROLLOUT += " top_p"
@@ -632,4 +647,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

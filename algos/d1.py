@@ -6,8 +6,8 @@
 
 Run it on the shipped tiny model on CPU, or on eight GPUs (docs/change.md: write your own method):
 
-    python   algos/d1.py --learning-rate 1e-4 --max-steps 30
-    torchrun --nproc-per-node 8 algos/d1.py --model sdar-8b --data cd3 --gen-length 256
+    python   algos/d1.py
+    torchrun --nproc-per-node 8 algos/d1.py --model sdar-8b
 """
 
 # >>> shared: imports
@@ -157,6 +157,22 @@ class Args:
     # <<< shared: args
 
 
+# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# all weights. Empty: as above. The rates with all weights are ours.
+BY_SIZE = {
+    "tiny": {
+        "learning_rate": 3e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 5,
+        "num_iterations": 4,
+        "num_generations": 8,
+        "temperature": 1.0,
+    },
+    "lora": {},
+    "full": {"learning_rate": 5e-7},
+}
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 # The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
@@ -593,4 +609,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

@@ -9,8 +9,8 @@
 
 `diff algos/d1.py algos/mdpo.py` is the method. Run it on the shipped tiny model on CPU, or on GPUs:
 
-    python   algos/mdpo.py --learning-rate 1e-4
-    torchrun --nproc-per-node 8 algos/mdpo.py --model llada-8b --data cd3 --gen-length 256
+    python   algos/mdpo.py
+    torchrun --nproc-per-node 8 algos/mdpo.py --model llada-8b
 """
 
 # >>> shared: imports
@@ -169,6 +169,22 @@ class Args:
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
 
 
+# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# all weights. Empty: as above. LoRA: d1's rate.
+BY_SIZE = {
+    "tiny": {
+        "model": "tiny-llada",
+        "learning_rate": 3e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 5,
+        "temperature": 1.0,
+        "train_steps": 4,
+    },
+    "lora": {"learning_rate": 3e-6, "cache": "none"},
+    "full": {"cache": "none"},
+}
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 # The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
@@ -651,4 +667,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

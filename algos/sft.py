@@ -16,8 +16,8 @@
 
 Run it on the tiny model on CPU, or on eight GPUs:
 
-    python   algos/sft.py --learning-rate 1e-3
-    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b --task countdown --data FILE.jsonl
+    python   algos/sft.py
+    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b
 """
 
 import math
@@ -125,6 +125,15 @@ class Args:
     track: bool = False
     """mirror the log to wandb"""
     # <<< shared: offline_args
+
+
+# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
+# are ours; empty: as above.
+BY_SIZE = {
+    "tiny": {"learning_rate": 1e-3, "warmup_steps": 5, "batch_size": 128},
+    "lora": {"learning_rate": 1e-4},
+    "full": {},
+}
 
 
 @dataclass
@@ -471,4 +480,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

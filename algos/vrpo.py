@@ -11,9 +11,8 @@ the loss couples.
 
 Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
-    python   algos/vrpo.py --learning-rate 1e-4 --batch-size 16
-    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b --task gsm8k \
-        --data HuggingFaceH4/ultrafeedback_binarized
+    python   algos/vrpo.py
+    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b
 """
 
 import math
@@ -126,6 +125,15 @@ class Args:
     track: bool = False
     """mirror the log to wandb"""
     # <<< shared: offline_args
+
+
+# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
+# are ours; empty: as above.
+BY_SIZE = {
+    "tiny": {"learning_rate": 3e-4, "warmup_steps": 5},
+    "lora": {"learning_rate": 5e-6},
+    "full": {},
+}
 
 
 # timesteps of a held-out answer, one mask each, shared with the reference, equal at all evaluations
@@ -556,4 +564,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

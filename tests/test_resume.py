@@ -309,6 +309,9 @@ def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
 
 @dataclass
 class Arguments:
+    model: str = "tiny-sdar"
+    task: str = ""
+    lora_rank: int = 0
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     lora_targets: tuple[str, ...] = ()
@@ -338,10 +341,10 @@ def test_resume_takes_the_arguments_of_the_run(monkeypatch, tmp_path):
 
     def parse(flags):
         monkeypatch.setattr(sys, "argv", ["algos/x.py", *flags.split()])
-        return command_line(Arguments)
+        return command_line(Arguments, {"tiny": {"seed": 5, "no_field_of_it": 1}})
 
     assert parse(f"--resume {directory}") == Arguments(**had, resume=directory)
-    assert parse("--seed 5") == Arguments(seed=5)
+    assert parse("") == Arguments(seed=5) and parse("--seed 7") == Arguments(seed=7)
     same = parse(f"--resume {directory} --seed 7 --betas 0.8 0.95 --max-steps 50 --track")
     assert same == Arguments(**had | {"max_steps": 50}, track=True, resume=directory)
     for flags, words in CHANGED.items():
