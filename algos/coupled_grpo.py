@@ -44,8 +44,9 @@ from models.ranks import (
     close_distributed,
     maximum,
     rank_share,
+    reduce_gradients,
     setup_distributed,
-    unsharded,
+    sharding,
 )
 from models.training_state import Saves
 from rollout import make_engine, probe, rollout_metrics
@@ -273,15 +274,12 @@ def parallelize(model, args):
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    whole = unsharded(model)
-    for module in model.fp32_modules:
-        if not whole.issuperset(module.parameters()):
-            fully_shard(module, ignored_params=whole)
+    layout, fp32_modules = sharding(model)
+    for module in fp32_modules:
+        fully_shard(module, **layout)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, ignored_params=whole)
-    # the root reshards after its forward too: parameters that a no-grad pass left gathered would
-    # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        fully_shard(layer, mp_policy=policy, **layout)
+    fully_shard(model, mp_policy=policy, **layout)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -526,6 +524,7 @@ def roll_out(engine, stream, sampling, step, args):
         sample_offset=mine.start * G,
         **sampling,
     )
+    engine.make_room()
     return trace, [example for example, _ in chosen for _ in range(G)]
 
 
@@ -558,7 +557,7 @@ def update(model, ref_model, optimizer, batch, step, args):
         micros, sums = micro_batches(rows, args), {}
         has_gradient = bool(args.beta or rows.advantages.any())
         for i, (micro, is_real) in enumerate(micros):
-            model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
+            reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
             for name, value in backward(model, micro, scale, args).items():
                 sums[name] = sums.get(name, 0) + value * (scale > 0)

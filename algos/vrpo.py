@@ -33,7 +33,14 @@ from evals import load_splits, load_task, mean_score, score_all
 from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
-from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed, unsharded
+from models.ranks import (
+    all_reduce,
+    close_distributed,
+    rank_share,
+    reduce_gradients,
+    setup_distributed,
+    sharding,
+)
 from models.training_state import Saves
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
@@ -254,15 +261,12 @@ def parallelize(model, args):
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    whole = unsharded(model)
-    for module in model.fp32_modules:
-        if not whole.issuperset(module.parameters()):
-            fully_shard(module, ignored_params=whole)
+    layout, fp32_modules = sharding(model)
+    for module in fp32_modules:
+        fully_shard(module, **layout)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, ignored_params=whole)
-    # the root reshards after its forward too: parameters that a no-grad pass left gathered would
-    # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        fully_shard(layer, mp_policy=policy, **layout)
+    fully_shard(model, mp_policy=policy, **layout)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -433,7 +437,7 @@ def backward(model, batch, masks, ref_elbos, scale, args):
     """Gradient of scale * preference_loss, pair by pair. -> metrics"""
     micros, sums = micro_batches(masks, args), {}
     for i, rows in enumerate(micros):
-        model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
+        reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
         elbos = draw_elbos(model, batch, masks, rows)
         loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
         (scale * loss).backward()
