@@ -21,9 +21,8 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import final_answer, main
+from evals import WORDS, final_answer, main
 from evals.examples import planning_row, read_examples, source_and_style, user
-from evals.gsm8k import WORDS
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 OPERATIONS = {

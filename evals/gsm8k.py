@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import read_rows
-from evals import final_answer, main
+from evals import WORDS, final_answer, main
 from evals.examples import STYLES, chat_row, held_out, parse_rows, source_and_style, user
 from evals.math_grader import MAX_LENGTH
 
@@ -76,7 +76,6 @@ REPLACED = {
     r"^{\circ}": "",
     "°": "",
 }
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac([0-9])([0-9])")
 FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
 FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
