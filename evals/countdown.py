@@ -32,13 +32,15 @@ OPERATIONS = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-LATEX = {  # as plain text; \frac{8}{2} too
+SIGNS = {  # as plain text; \frac{8}{2} too
     r"\times": "*",
     r"\cdot": "*",
     r"\div": "/",
     r"\left": "",
     r"\right": "",
     "\\ ": " ",
+    "→": "=",
+    "✓": "",
 }
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_LENGTH = 512  # characters of an answer; longer ones are not legal
@@ -125,7 +127,7 @@ def extract(completion, example):
         return completion.strip() or None
     text = WORDS.sub(r"\1", final_answer(completion) or "").rstrip(". \\")
     text = FRACTION.sub(r"((\1)/(\2))", text)
-    for latex, plain in LATEX.items():
+    for latex, plain in SIGNS.items():
         text = text.replace(latex, plain)
     number = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")
     sides = [side for side in text.split("=") if not number.fullmatch(side)]

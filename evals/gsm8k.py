@@ -88,6 +88,7 @@ NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE]
 IN_TEXT = re.compile(NUMBER)
 AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
 SENTENCE = re.compile(r"(?=.*[A-Za-z]{2})[^=+*/^{}()\\<>]*")  # words, nothing to calculate
+LISTED = re.compile(rf"{NUMBER},\s+{NUMBER}\W*$")  # 1, 2, 3: which one?
 ANSWER_IS = re.compile("answer is(?! not)", re.IGNORECASE)
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
 WHOLE = re.compile(
@@ -197,7 +198,7 @@ def final_numbers(text):
         sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
         if number := IN_TEXT.search(sentence.rpartition("=")[2]):
             return [number[0]]
-    return IN_TEXT.findall(text)
+    return [] if LISTED.search(text) else IN_TEXT.findall(text)
 
 
 def _problem(row):
