@@ -141,7 +141,7 @@ def extract(completion, example):
       1. the number right after the last "####";
       2. the first number of the sentence after the last "answer is", or after the last "=" in that
          sentence;
-      3. the last number.
+      3. the last number, unless it ends a list: 1, 2, 3.
     """
     last = final_answer(completion)
     if last is None and example["style"] == "boxed":
