@@ -22,6 +22,7 @@ TRIAL = "```python\npass\n```"
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
 # a label in front of an answer, colour and size
 DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL]arge\b)")
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"[\s.…]*|\\[lc]?dots|.*\\boxed\b.*", re.DOTALL)  # copied from a prompt
 WRAPPED = re.compile(
     r"(\$\$?|\*\*|`+)(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",

@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import read_rows
-from evals import final_answer, main
+from evals import WORDS, final_answer, main
 from evals.examples import STYLES, chat_row, held_out, parse_rows, source_and_style, user
 from evals.math_grader import MAX_LENGTH
 
@@ -76,7 +76,6 @@ REPLACED = {
     r"^{\circ}": "",
     "°": "",
 }
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac([0-9])([0-9])")
 FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
 FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
@@ -89,6 +88,7 @@ NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE]
 IN_TEXT = re.compile(NUMBER)
 AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
 SENTENCE = re.compile(r"(?=.*[A-Za-z]{2})[^=+*/^{}()\\<>]*")  # words, nothing to calculate
+LISTED = re.compile(rf"{NUMBER},\s+{NUMBER}\W*$")  # 1, 2, 3: which one?
 ANSWER_IS = re.compile("answer is(?! not)", re.IGNORECASE)
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
 WHOLE = re.compile(
@@ -141,7 +141,7 @@ def extract(completion, example):
       1. the number right after the last "####";
       2. the first number of the sentence after the last "answer is", or after the last "=" in that
          sentence;
-      3. the last number.
+      3. the last number, unless it ends a list: 1, 2, 3.
     """
     last = final_answer(completion)
     if last is None and example["style"] == "boxed":
@@ -198,7 +198,7 @@ def final_numbers(text):
         sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
         if number := IN_TEXT.search(sentence.rpartition("=")[2]):
             return [number[0]]
-    return IN_TEXT.findall(text)
+    return [] if LISTED.search(text) else IN_TEXT.findall(text)
 
 
 def _problem(row):
