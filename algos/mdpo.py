@@ -180,6 +180,7 @@ BY_SIZE = {
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "warmup_steps": 5,
+        "prompts_per_step": 16,
         "temperature": 1.0,
         "train_steps": 4,
     },
