@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     """
     flags = "--learning-rate 1e30 --num-iterations 2 --eval-limit 2 --prompts-per-step 2"
     done = command("algos/d1.py", *flags.split(), "--out", tmp_path)
-    assert done.returncode == 1 and "algos/d1.py" not in done.stderr  # no traceback of ours
+    assert done.returncode == 1 and 'd1.py", line' not in done.stderr  # no traceback of ours
     assert any(line.startswith("not finite at step 1: loss ") for line in done.stderr.splitlines())
     (directory,) = tmp_path.iterdir()
     assert f"run directory: {directory}" in done.stderr.splitlines()
