@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evals.math_grader import MAX_LENGTH, boxes, in_threads
+from evals.math_grader import MAX_LENGTH, boxes
+from evals.sandbox import in_threads
 from models import prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with

@@ -75,11 +75,6 @@ def prompt(example):
     return user(f"Follow the given examples and answer the question.\n{shots}\n\n{question}")
 
 
-def shots(example):
-    """How many worked examples the message shows."""
-    return len(re.findall(r"^Q: ", example["shots"], re.MULTILINE))
-
-
 def extract(completion, example):
     r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the
     first of: the line after the last "answer is", the last \boxed{}, a completion of one line;

@@ -138,20 +138,34 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
 
 
 def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = None) -> list[Result]:
-    """`run` of every job, in their order, `workers` at a time (None: one per core, which the ranks
-    of a machine share).
+    """`run` of every job, in their order (`in_threads`).
 
     A job may be a function that makes it when its turn comes, so that large tests are not in memory
     all at once.
     """
-    if not jobs:
-        return []
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    pool = ThreadPoolExecutor(workers or max(1, min(cores, len(jobs))))
+    return in_threads(lambda job: run(job() if callable(job) else job), jobs, workers=workers)
+
+
+def in_threads(function: Callable, *columns: Sequence, workers: int | None = None) -> list:
+    """function(...) of every row of the columns, in order, `workers` at a time (None: one per core,
+    which the ranks of a machine share). On the first rank's terminal a bar appears after a while.
+    """
+    from tqdm import tqdm  # here, because the sandbox itself needs no packages
+
+    rows = list(zip(*columns, strict=True))
+    pool = ThreadPoolExecutor(workers or max(1, min(own_cores(), len(rows))))
+    quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
     try:
-        return list(pool.map(lambda job: run(job() if callable(job) else job), jobs))
+        done = pool.map(lambda row: function(*row), rows)
+        return list(tqdm(done, "scoring", len(rows), leave=False, delay=5, disable=quiet))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def own_cores() -> int:
+    """Cores of this rank, 0 if the machine has fewer than ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:

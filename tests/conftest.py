@@ -98,7 +98,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(
         programs,
         "run_batch",
-        lambda jobs: run_batch([patiently(j() if callable(j) else j) for j in jobs]),
+        lambda jobs, *most: run_batch([patiently(j() if callable(j) else j) for j in jobs], *most),
     )
 
 
