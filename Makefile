@@ -6,7 +6,7 @@ MODEL ?= tiny-sdar
 RUN = $(VENV)/bin/python
 
 demo: $(VENV)/installed
-	$(RUN) algos/bgpo.py --model $(MODEL) --learning-rate 3e-4 --betas 0.9 0.99 --mc-num 4 --warmup-steps 5 --max-steps 100
+	$(RUN) algos/bgpo.py --model $(MODEL)
 
 # Two workers; the tests of a file stay in one of them, because they share what its fixtures make.
 test: $(VENV)/installed

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from models import add_lora, meta_model
 from models.layers import MEMORY_BUDGET
-from models.ranks import unsharded
+from models.ranks import ranks_of_a_copy, unsharded
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Plan:
 
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
-        args, work, model, ranks = self.args, self.work, self.model, self.ranks
+        args, work, model, ranks = self.args, self.work, self.model, ranks_of_a_copy(self.ranks)
         whole, layers = unsharded(model, ranks, self.gpu.memory), len(model.layers)
         gathered = lambda module: sum(2 * p.numel() for p in module.parameters() if p not in whole)
         rows, _, length = self.layout(size, *work.longest)
@@ -170,6 +170,8 @@ class Plan:
         sampled = self.rows * canvas
         if self.is_block:  # a forward of prompts
             sampled = min(self.rows * work.asked, PREFILL)
+        cache = self.cache * self.rows * math.ceil(canvas / WIDTHS) * WIDTHS
+        training = kept + max(head, in_block)
         return {
             "policy": sum(p.nbytes / (1 if p in whole else ranks) for p in model.parameters()),
             # in bf16: embedding and head, the block in work and the next one
@@ -178,10 +180,12 @@ class Plan:
             "gradients": 4 * self.trained / (1 if is_summed else ranks),
             "reference": 2 * self.base / ranks * self.has_reference,
             "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
-            "its cache": self.cache * self.rows * math.ceil(canvas / WIDTHS) * WIDTHS,
             "activations": kept,
-            # or what a forward of the sampler takes beyond activations, which it does not meet
-            "head or block": max(head, in_block, self.kept * sampled - kept),
+            "head or block": max(head, in_block),
+            # the sampler frees them before an update that needs their memory
+            "cache and tokens of the sampler, beyond these": max(
+                0, cache + self.kept * sampled - training
+            ),
         }
 
     def seconds(self, size):

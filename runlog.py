@@ -34,6 +34,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from models.atomic import from_first_rank, is_first_rank, new_directory, write_atomically
+from models.defaults import training
 
 # what the progress bar and the plain line show of a row
 SUMMARY = {
@@ -284,16 +285,28 @@ def truncate_rows(path, step):
         write_atomically(path, "".join(kept))
 
 
-def command_line(arguments):
+def command_line(arguments, by_size):
     """Parse the flags of a script into its dataclass. --resume DIR: that run's flags are defaults.
 
-    SystemExit if a flag has another value than the run had, but for max_steps, track and resume.
+    A flag that is left out takes the model's value (models/defaults.py), or the method's own for
+    the model's size (by_size). SystemExit if a flag has another value than the run had, but for
+    max_steps, track and resume.
     """
     import tyro
 
-    given = check_numbers(tyro.cli(arguments))
+    note = (
+        "Defaults below are the method's. A flag left out takes the model's value, if it has one."
+    )
+    given = tyro.cli(arguments, description=note)
+    known = [field.name for field in fields(arguments)]
     if not given.resume:
-        return given
+        for _ in range(2):  # the first sets lora_rank, on which others depend
+            chosen = training(given.model, given.task, given.lora_rank, by_size)
+            chosen = {name: chosen[name] for name in known if name in chosen}
+            given = tyro.cli(arguments, default=arguments(**chosen))
+        if os.environ.get("RANK", "0") == "0":
+            print(f"settings: {sys.argv[0]} {flags_of(given)}", file=sys.stderr)
+        return check_numbers(given)
     path, script = Path(given.resume) / "config.json", Path(sys.argv[0]).stem
     if not path.is_file():
         raise SystemExit(f"--resume {given.resume} is no run directory: it has no config.json")
@@ -301,7 +314,6 @@ def command_line(arguments):
     if config.get("script", script) != script:
         other = f"a run of {config['script']}.py, not of {script}.py"
         raise SystemExit(f"--resume {given.resume} is {other}")
-    known = [field.name for field in fields(arguments)]
     saved = {key: value for key, value in config["args"].items() if key in known}
     lists = {key: tuple(value) for key, value in saved.items() if isinstance(value, list)}
     before = arguments(**saved | lists)
@@ -312,6 +324,19 @@ def command_line(arguments):
             flag = name.replace("_", "-")
             raise SystemExit(f"--resume: the run had --{flag} {then}, now it is {here}")
     return check_numbers(now)
+
+
+def flags_of(args):
+    """-> all fields that hold something, as flags of a command line"""
+    words = []
+    for name, value in vars(args).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value not in ("", ()):
+            values = value if isinstance(value, tuple) else [value]
+            words += [f"--{flag}", *(shlex.quote(str(value)) for value in values)]
+    return " ".join(words)
 
 
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.

@@ -7,8 +7,8 @@
 
 `diff algos/d1.py algos/coupled_grpo.py` is the method. Run it on the tiny model on CPU, or on GPUs:
 
-    python   algos/coupled_grpo.py --learning-rate 1e-4 --max-steps 30
-    torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b --task gsm8k --gen-length 256
+    python   algos/coupled_grpo.py
+    torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b
 """
 
 # >>> shared: imports
@@ -44,8 +44,9 @@ from models.ranks import (
     close_distributed,
     maximum,
     rank_share,
+    reduce_gradients,
     setup_distributed,
-    unsharded,
+    sharding,
 )
 from models.training_state import Saves
 from plan import fit
@@ -172,6 +173,22 @@ class Args:
     """which masked tokens a step reveals; entropy: those of lowest entropy (official recipe)"""
 
 
+# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# all weights. Empty: as above. LoRA: d1's rate.
+BY_SIZE = {
+    "tiny": {
+        "learning_rate": 3e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 5,
+        "prompts_per_step": 16,
+        "num_generations": 8,
+        "temperature": 1.0,
+    },
+    "lora": {"learning_rate": 3e-6},
+    "full": {},
+}
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 ROLLOUT += " top_p"
@@ -260,15 +277,12 @@ def parallelize(model, args):
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    whole = unsharded(model)
-    for module in model.fp32_modules:
-        if not whole.issuperset(module.parameters()):
-            fully_shard(module, ignored_params=whole)
+    layout, fp32_modules = sharding(model)
+    for module in fp32_modules:
+        fully_shard(module, **layout)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, ignored_params=whole)
-    # the root reshards after its forward too: parameters that a no-grad pass left gathered would
-    # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        fully_shard(layer, mp_policy=policy, **layout)
+    fully_shard(model, mp_policy=policy, **layout)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -514,6 +528,7 @@ def roll_out(engine, stream, sampling, step, args):
         sample_offset=mine.start * G,
         **sampling,
     )
+    engine.make_room()
     return trace, [example for example, _ in chosen for _ in range(G)]
 
 
@@ -546,7 +561,7 @@ def update(model, ref_model, optimizer, batch, step, args):
         micros, sums = micro_batches(rows, args), {}
         has_gradient = bool(args.beta or rows.advantages.any())
         for i, (micro, is_real) in enumerate(micros):
-            model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
+            reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
             for name, value in backward(model, micro, scale, args).items():
                 sums[name] = sums.get(name, 0) + value * (scale > 0)
@@ -635,4 +650,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

@@ -16,8 +16,8 @@
 
 Run it on the tiny model on CPU, or on eight GPUs:
 
-    python   algos/sft.py --learning-rate 1e-3
-    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b --task countdown --data FILE.jsonl
+    python   algos/sft.py
+    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b
 """
 
 import math
@@ -37,7 +37,14 @@ from evals import load_splits, load_task, mean_score
 from models import add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
-from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed, unsharded
+from models.ranks import (
+    all_reduce,
+    close_distributed,
+    rank_share,
+    reduce_gradients,
+    setup_distributed,
+    sharding,
+)
 from models.training_state import Saves
 from plan import fit_answers
 from rollout import make_engine
@@ -128,6 +135,15 @@ class Args:
     # <<< shared: offline_args
 
 
+# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
+# are ours; empty: as above.
+BY_SIZE = {
+    "tiny": {"learning_rate": 1e-3, "warmup_steps": 5, "batch_size": 128},
+    "lora": {"learning_rate": 1e-4},
+    "full": {},
+}
+
+
 @dataclass
 class Batch:
     """Rows of one rank in one optimizer step: one document each or, packed, several.
@@ -215,15 +231,12 @@ def parallelize(model, args):
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    whole = unsharded(model)
-    for module in model.fp32_modules:
-        if not whole.issuperset(module.parameters()):
-            fully_shard(module, ignored_params=whole)
+    layout, fp32_modules = sharding(model)
+    for module in fp32_modules:
+        fully_shard(module, **layout)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, ignored_params=whole)
-    # the root reshards after its forward too: parameters that a no-grad pass left gathered would
-    # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        fully_shard(layer, mp_policy=policy, **layout)
+    fully_shard(model, mp_policy=policy, **layout)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -400,7 +413,7 @@ def update(model, optimizer, batch, noise, step, args):
     B, loss = len(batch.input_ids), 0.0
     for i in range(0, B, args.micro_batch_size):
         rows = slice(i, i + args.micro_batch_size)
-        model.set_requires_gradient_sync(args.sync_every_backward or rows.stop >= B)
+        reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
         share = micro_loss(model, batch, *noise, rows, args)
         (share * dist.get_world_size()).backward()  # FSDP averages over ranks
         loss += share.detach()
@@ -473,4 +486,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

@@ -11,9 +11,8 @@ the loss couples.
 
 Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
-    python   algos/vrpo.py --learning-rate 1e-4 --batch-size 16
-    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b --task gsm8k \
-        --data HuggingFaceH4/ultrafeedback_binarized
+    python   algos/vrpo.py
+    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b
 """
 
 import math
@@ -34,7 +33,14 @@ from evals import load_splits, load_task, mean_score, score_all
 from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
-from models.ranks import all_reduce, close_distributed, rank_share, setup_distributed, unsharded
+from models.ranks import (
+    all_reduce,
+    close_distributed,
+    rank_share,
+    reduce_gradients,
+    setup_distributed,
+    sharding,
+)
 from models.training_state import Saves
 from plan import fit_answers
 from rollout import make_engine
@@ -127,6 +133,15 @@ class Args:
     track: bool = False
     """mirror the log to wandb"""
     # <<< shared: offline_args
+
+
+# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
+# are ours; empty: as above.
+BY_SIZE = {
+    "tiny": {"learning_rate": 3e-4, "warmup_steps": 5},
+    "lora": {"learning_rate": 5e-6},
+    "full": {},
+}
 
 
 # timesteps of a held-out answer, one mask each, shared with the reference, equal at all evaluations
@@ -247,15 +262,12 @@ def parallelize(model, args):
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    whole = unsharded(model)
-    for module in model.fp32_modules:
-        if not whole.issuperset(module.parameters()):
-            fully_shard(module, ignored_params=whole)
+    layout, fp32_modules = sharding(model)
+    for module in fp32_modules:
+        fully_shard(module, **layout)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, ignored_params=whole)
-    # the root reshards after its forward too: parameters that a no-grad pass left gathered would
-    # hide the next optimizer step
-    fully_shard(model, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        fully_shard(layer, mp_policy=policy, **layout)
+    fully_shard(model, mp_policy=policy, **layout)
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
     return model
@@ -426,7 +438,7 @@ def backward(model, batch, masks, ref_elbos, scale, args):
     """Gradient of scale * preference_loss, pair by pair. -> metrics"""
     micros, sums = micro_batches(masks, args), {}
     for i, rows in enumerate(micros):
-        model.set_requires_gradient_sync(args.sync_every_backward or i + 1 == len(micros))
+        reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
         elbos = draw_elbos(model, batch, masks, rows)
         loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
         (scale * loss).backward()
@@ -559,4 +571,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args))
+    main(command_line(Args, BY_SIZE))

@@ -1,17 +1,24 @@
-"""Time an online script at real size with random weights: seconds per phase and peak memory.
+"""Time an online script at real size with random weights: seconds per phase and peak memory; or
+run all commands behind the training tables of docs/.
 
     python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random
     python bench/train.py bgpo --model runs/sdar-random --data cd3 --max-steps 3 --eval-limit 0
+    python bench/train.py --llada DIR --sdar runs/sdar-random --peer PEER_DIR
 
 Runs the script's own `main`. Random weights solve no problem, and groups with equal rewards have no
 gradient, so the reward is a coin flip per completion. The first step warms up; the table is the
 mean of the others. time/estimate: old and reference values (no gradient); time/update: the rest of
 the update; time/sync: handing the weights to the sampler.
+
+Without a script it prints and runs COMMANDS one after the other, each in a process of its own. The
+JSON lines of the output are the figures. A command that fails does not stop the others.
 """
 
 import json
 import os
+import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -21,6 +28,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
 from data.planning import stable_hash
 from evals.rewards import REWARDS
+
+SIZE = (
+    "--data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 --denoising-steps 4 "
+    "--num-generations 8 --prompts-per-step"
+)
+ONE, EIGHT = f"{SIZE} 1 --micro-batch-size 8 --no-compile --max-steps 2", f"{SIZE} 8 --max-steps 3"
+# docs/models.md (steps), docs/algos/bgpo.md (EIGHT), docs/curves.md (ONE)
+COMMANDS = """
+bench/step.py --model {llada} --compile --peer {peer}
+bench/step.py --model {sdar} --compile
+bench/train.py bgpo --model {sdar} {eight} --mc-num 16 --micro-batch-size 16
+bench/train.py bgpo --model {sdar} {eight} --mc-num 16 --micro-batch-size 32
+bench/train.py d1 --model {llada} {one} --num-iterations 4
+bench/train.py coupled_grpo --model {llada} {one} --num-iterations 2
+bench/train.py spg --model {llada} {one} --num-iterations 2
+bench/train.py bgpo --model {llada} {one} --mc-num 4
+bench/train.py cj_grpo --model {llada} {one} --num-iterations 1
+bench/train.py mdpo --model {llada} {one} --train-steps 4
+bench/train.py d1 --model {sdar} {one} --num-iterations 4
+bench/train.py coupled_grpo --model {sdar} {one} --num-iterations 2
+bench/train.py spg --model {sdar} {one} --num-iterations 2
+bench/train.py bgpo --model {sdar} {one} --mc-num 4
+bench/train.py cj_grpo --model {sdar} {one} --num-iterations 1
+"""
+
+
+@dataclass
+class Args:
+    llada: str
+    """directory of a LLaDA"""
+    sdar: str
+    """directory of an SDAR"""
+    peer: str
+    """directory of the official LLaDA code"""
+
+
+def run_all(args):
+    for command in COMMANDS.format(**vars(args), one=ONE, eight=EIGHT).strip().splitlines():
+        print(command, flush=True)
+        subprocess.run([sys.executable, *command.split()])
 
 
 def coin(completion, example):
@@ -64,4 +111,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_all(tyro.cli(Args)) if sys.argv[1].startswith("-") else main()

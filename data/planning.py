@@ -47,7 +47,7 @@ def countdown(preset, split, limit=None):
     """
     settings = COUNTDOWN[preset]
     if preset == "small":
-        problems = every_problem(settings, split)
+        problems = every_problem(preset)[split]
     else:
         problems = islice(drawn_problems(preset, split), ROWS[split])
     return [
@@ -91,15 +91,20 @@ def countdown_split(numbers, target):
     return {0: "test", 1: "validation"}.get(stable_hash(numbers, target) % 10, "train")
 
 
-def every_problem(settings, split):
-    """All (numbers, target) of one split, in all distinct number orders, shuffled by hash."""
-    pool, problems = range(1, settings["largest"] + 1), []
+@cache
+def every_problem(preset):
+    """-> {split: all (numbers, target), in all distinct number orders, shuffled by hash}"""
+    settings, problems = COUNTDOWN[preset], {split: [] for split in ROWS}
+    pool = range(1, settings["largest"] + 1)
     for numbers in combinations_with_replacement(pool, settings["count"]):
         values = {value for value, _ in expressions(numbers, settings["operators"]).values()}
         for target in values.intersection(settings["targets"]):
-            if countdown_split(numbers, target := int(target)) == split:
-                problems += [(order, target) for order in set(permutations(numbers))]
-    return sorted(problems, key=lambda problem: stable_hash(*problem))
+            split = countdown_split(numbers, target := int(target))
+            problems[split] += [(order, target) for order in set(permutations(numbers))]
+    return {
+        split: sorted(rows, key=lambda problem: stable_hash(*problem))
+        for split, rows in problems.items()
+    }
 
 
 def drawn_problems(preset, split):

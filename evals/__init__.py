@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evals.math_grader import MAX_LENGTH, boxes, in_threads
+from evals.math_grader import MAX_LENGTH, boxes
+from evals.sandbox import in_threads
 from models import prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
@@ -22,6 +23,7 @@ TRIAL = "```python\npass\n```"
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
 # a label in front of an answer, colour and size
 DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL]arge\b)")
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"[\s.…]*|\\[lc]?dots|.*\\boxed\b.*", re.DOTALL)  # copied from a prompt
 WRAPPED = re.compile(
     r"(\$\$?|\*\*|`+)(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",
@@ -108,6 +110,7 @@ def mean_score(engine, task, tokenizer, problems, **settings):
     score = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine := problems[first : first + share]:
         trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
+        engine.release()  # the cache of so many rows would take memory from training
         examples = [example for example, _ in mine]
         score += sum(score_all(task, trace.texts(tokenizer), examples))
     dist.all_reduce(score)

@@ -3,9 +3,9 @@ r"""AIME 2024: 30 problems whose answers are integers from 0 to 999.
     python evals/aime24.py --model sdar-8b --temperature 1.0 --repeats 8
     python evals/aime24.py --completions FILE.jsonl --data test_aime2024.parquet
 
-The metric is exact: the content of the last complete box as an integer; 033 is 33. One problem is
-3.3 points. Published values are means of eight runs: --repeats 8, at the published temperature
-above 0; at 0 all eight are the same. There is no train split.
+The metric is exact: the final answer, in practice the last box, as an integer; 033 is 33. One
+problem is 3.3 points. Published values are means of eight runs: --repeats 8, at the published
+temperature above 0; at 0 all eight are the same. There is no train split.
 """
 
 import sys
@@ -14,8 +14,8 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import main
 from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
-from evals.math500 import COLUMNS, problem
-from evals.math_grader import last_box, number
+from evals.math500 import COLUMNS, extract, problem
+from evals.math_grader import number
 
 HUB, HUB_SPLIT = "HuggingFaceH4/aime_2024", "train"  # the hub's name of the only split
 VERSION = "OpenCompass aime2024, DARE"  # name of the prompt
@@ -44,14 +44,9 @@ def prompt(example):
     return user(f"{example['question']}\n{INSTRUCTION}")
 
 
-def extract(completion, example):
-    """Content of the last complete box; None without one. Never raises."""
-    return last_box(completion)
-
-
 def score(completion, example):
-    """1.0 if the last complete box holds the gold integer, else 0.0. Never raises."""
-    found = last_box(completion) or ""
+    """1.0 if the final answer is the gold integer, else 0.0. Never raises."""
+    found = extract(completion, example) or ""
     return float(number(found.rpartition("=")[2]) == int(example["gold"]))  # x = 204 is 204
 
 

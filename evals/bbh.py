@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main, tagged_answer
-from evals.choices import letter
+from evals.choices import SPECIAL, letter
 from evals.examples import as_text, one_split, parse_rows, user
 from evals.math_grader import MAX_LENGTH, boxes
 
@@ -75,11 +75,6 @@ def prompt(example):
     return user(f"Follow the given examples and answer the question.\n{shots}\n\n{question}")
 
 
-def shots(example):
-    """How many worked examples the message shows."""
-    return len(re.findall(r"^Q: ", example["shots"], re.MULTILINE))
-
-
 def extract(completion, example):
     r"""With options the letter as "(B)" (`choices.letter`). Otherwise the bold part, or all, of the
     first of: the line after the last "answer is", the last \boxed{}, a completion of one line;
@@ -90,7 +85,7 @@ def extract(completion, example):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
         found = letter(completion, "".join(options) or "ABCDEFGHIJKLMNOPQR")
         return found and f"({found})"
-    completion = tagged_answer(completion) or completion
+    completion = SPECIAL.sub("\n", tagged_answer(completion) or completion)
     line = "\n\n" if " " in example["gold"] else "\n"
     *before, text = ANSWER_IS.split(completion)
     text = text.strip() if before else ""

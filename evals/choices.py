@@ -9,8 +9,9 @@ from pathlib import Path
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = 5  # solved questions of the same subject in front of a question
-NOT_IN_A_WORD = (
-    r"(?![A-Za-z0-9_]|['’][A-Za-z])"  # \b does not end a letter before a Chinese character
+SPECIAL = re.compile(r"<\|\w+\|>")  # a special token that was decoded: <|endoftext|>
+NOT_IN_A_WORD = (  # \b does not end a letter before a Chinese character; _B_ is slanted
+    r"(?!_?[A-Za-z0-9]|['’][A-Za-z])"
 )
 # a letter in brackets may be lower case; "B or C" and "B, C" are no choice
 HEDGED = (
@@ -35,7 +36,7 @@ EXPLICIT = re.compile(
     r"|(?:^|[.,:;\n]\s?|(?i:option|choice)\s)\(?([A-Z])\)? is (?:the )?(?:best|correct|right)\b"
 )
 LABEL = re.compile(
-    rf"^[ \t*_$\"'(\[（]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
+    rf"^[ \t*_$\"'(\[（→]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
     re.M,
 )
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
@@ -55,6 +56,7 @@ def letter(completion, letters="ABCD"):
     OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
     that the article "A" answers A there.
     """
+    completion = SPECIAL.sub("\n", completion)
     said = [next(filter(None, match.groups())).upper() for match in EXPLICIT.finditer(completion)]
     if said := [choice for choice in said if choice in letters]:
         return said[-1]

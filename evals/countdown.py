@@ -21,9 +21,8 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import final_answer, main
+from evals import WORDS, final_answer, main
 from evals.examples import planning_row, read_examples, source_and_style, user
-from evals.gsm8k import WORDS
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 OPERATIONS = {
@@ -33,13 +32,15 @@ OPERATIONS = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-LATEX = {  # as plain text; \frac{8}{2} too
+SIGNS = {  # as plain text; \frac{8}{2} too
     r"\times": "*",
     r"\cdot": "*",
     r"\div": "/",
     r"\left": "",
     r"\right": "",
     "\\ ": " ",
+    "→": "=",
+    "✓": "",
 }
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_LENGTH = 512  # characters of an answer; longer ones are not legal
@@ -126,7 +127,7 @@ def extract(completion, example):
         return completion.strip() or None
     text = WORDS.sub(r"\1", final_answer(completion) or "").rstrip(". \\")
     text = FRACTION.sub(r"((\1)/(\2))", text)
-    for latex, plain in LATEX.items():
+    for latex, plain in SIGNS.items():
         text = text.replace(latex, plain)
     number = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")
     sides = [side for side in text.split("=") if not number.fullmatch(side)]

@@ -35,7 +35,7 @@ llada,llada-1.5 arc_c                         512  512  512  cache=prefix
 llada,llada-1.5 gsm8k                         256  8    8    cache=prefix
 llada,llada-1.5 math500                       512  64   64   cache=prefix
 llada,llada-1.5 gpqa                          128  64   64   cache=prefix
-llada,llada-1.5 humaneval,humaneval_plus,mbpp 512  32   32   cache=prefix
+llada,llada-1.5 humaneval,humaneval_plus,mbpp,mbpp_plus 512 32 32 cache=prefix
 llada,llada-1.5 olympiad                      2048 64   64   cache=prefix
 llada,llada-1.5 aime24                        2048 64   64   cache=dual temperature=1 repeats=8
 llada,llada-1.5 aime25                        2048 64   64   cache=prefix temperature=1 repeats=8

@@ -1,5 +1,7 @@
 """Examples of a task, read from the rows of a file or a hub data set, and their splits."""
 
+import re
+
 from data.rows import describe_columns, read_rows
 from evals import TRAIN_TASKS
 
@@ -18,11 +20,11 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None)
     return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
 
 
-def source_and_style(data):
+def source_and_style(data, styles=STYLES):
     """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; other data -> itself, {}. Whether a file
     name, preset or hub id is meant is not looked at; "d1" alone is "", the task's default."""
-    source, _, name = data.rpartition("@") if data not in STYLES else ("", "", data)
-    return (source, {"style": STYLES[name]}) if name in STYLES else (data, {})
+    source, _, name = data.rpartition("@") if data not in styles else ("", "", data)
+    return (source, {"style": styles[name]}) if name in styles else (data, {})
 
 
 def parse_rows(read, needs, path, rows, first=1):
@@ -52,6 +54,13 @@ def user(content, shots=()):
     """A prompt of one user message, after `shots`: pairs of a question and its answer."""
     turns = [turn for shot in shots for turn in zip(("user", "assistant"), shot, strict=True)]
     return [{"role": role, "content": text} for role, text in [*turns, ("user", content)]]
+
+
+def shots_in(messages):
+    """How many worked examples a prompt has: turns of their own, or the questions in front of the
+    last one in its message."""
+    turns = sum(message["role"] == "assistant" for message in messages)
+    return turns or len(re.findall(r"^Q(?:uestion)?:", messages[-1]["content"], re.M)[1:])
 
 
 def chat_row(row):

@@ -2,52 +2,72 @@
 publish no rows.
 
     python evals/gpqa.py --model llada-8b  Idavidrein/gpqa
+    python evals/gpqa.py --model llada-8b --data gpqa_diamond.csv@gpqa_fewshot_gen.py
     python evals/gpqa.py --completions FILE.jsonl --data gpqa_diamond.csv
 
 Prompt and order of options are those of OpenCompass' gpqa_gen_4baadb (no worked examples; the right
 option is D, C, B, A in turn), as in DARE's lmdeploy runs of SDAR (4,096 tokens, 41.40 in its
-table). For LLaDA (128 tokens in blocks of 64), Dream and LLaDA2 (128) DARE puts five worked
-questions of the authors in front and shuffles the options with one generator. No questions are kept
-here, so those numbers are not reproduced: LLaDA-8B-Instruct 31.82 (63 of 198), Dream-7B-Instruct
-26.77, LLaDA2.0-mini 34.34. One question is half a point; the standard error is 3.3 points.
+table). For LLaDA (128 tokens in blocks of 64), Dream and LLaDA2 (128) DARE puts five questions of
+the authors in front and shuffles the options: LLaDA-8B-Instruct 31.82 (63 of 198),
+Dream-7B-Instruct 26.77, LLaDA2.0-mini 34.34. The authors ask not to publish their questions, so the
+five are read from the file that has them, opencompass/configs/datasets/gpqa/gpqa_fewshot_gen.py of
+ML-GSAI/LLaDA and yjyddq/DARE. One question is half a point; the standard error is 3.3 points.
 """
 
+import re
 import sys
+from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from random import Random
+
 from evals import choices, main
-from evals.choices import lettered
+from evals.choices import LETTERS, lettered
 from evals.examples import as_text, one_split, read_examples, user
 
 HUB = "Idavidrein/gpqa"
-VERSION = "OpenCompass gpqa_gen_4baadb"  # name of the prompt
+# name of the prompt, by style
+VERSION = {"": "OpenCompass gpqa_gen_4baadb", "shown": "OpenCompass gpqa_fewshot_gen (DARE)"}
 COLUMNS = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
 FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)"'
+SHOWN_FORMAT = (
+    "When you're ready to answer, please use the format 'The correct answer is (X)' where X is the "
+    "correct letter choice from 'ABCD'."
+)
 extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter}; only split "test",
-    which the hub calls train.
+    """The first `limit` examples {"question", "options": 4, "gold": letter}, and with worked
+    questions "style" and "shots": their text; only split "test", which the hub calls train.
 
-    path: empty for the hub's rows, or a .jsonl, .csv or .parquet file or hub id with COLUMNS.
+    path: empty for the hub's rows, or a .jsonl, .csv or .parquet file or hub id with COLUMNS; with
+    @FILE.py behind it DARE's prompt, whose five worked questions are read from that file.
     """
     split = one_split("gpqa", split, {"test": "train"})
-    examples = read_examples(
-        _problem, ", ".join(COLUMNS), path or HUB, split, (), limit, "gpqa_diamond"
-    )
+    path, _, file = path.rpartition("@") if (path or "").endswith(".py") else (path, "", "")
+    more = {"style": "shown", "shots": _worked(file)} if file else {}
+    needs, shuffle = ", ".join(COLUMNS), Random(0).shuffle
+    examples = read_examples(_problem, needs, path or HUB, split, (), limit, "gpqa_diamond")
     for number, example in enumerate(examples, 1):
-        first = number % 4  # the options rotate: B C D A in row 1, then C D A B
-        example["options"] = example["options"][first:] + example["options"][:first]
-        example["gold"] = "ADCB"[first]
+        options = example["options"]
+        right, first = options[0], number % 4
+        if file:
+            shuffle(options)
+        else:  # the options rotate: B C D A in row 1, then C D A B
+            options[:] = options[first:] + options[:first]
+        example |= {"gold": LETTERS[options.index(right)]} | more
     return examples
 
 
 def prompt(example):
     """One user message."""
-    question = f"What is the correct answer to this question: {example['question']}"
-    content = f"{question}\nChoices:\n{lettered(example['options'], '({}){}')}\n{FORMAT}"
-    return user(content)
+    question, options = example["question"], example["options"]
+    if example.get("style") == "shown":
+        question = f"{example['shots']}\nQuestion:\n{question}\nChoices:\n{lettered(options)}"
+        return user(f"{question}\n{SHOWN_FORMAT}")
+    question = f"What is the correct answer to this question: {question}"
+    return user(f"{question}\nChoices:\n{lettered(options, '({}){}')}\n{FORMAT}")
 
 
 def answer(example, draw=0):
@@ -58,6 +78,16 @@ def answer(example, draw=0):
 def _problem(row):
     question, *options = (as_text(row[name]) for name in COLUMNS)
     return {"question": question, "options": options}
+
+
+def _worked(path):
+    """The text `five_shot_prompt` in a configuration of OpenCompass, which is not run. SystemExit
+    if there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return re.search(r'five_shot_prompt = """(.*?)"""', text, re.DOTALL)[1]
+    except (OSError, TypeError) as error:
+        raise SystemExit(f'--data @{path}: no five_shot_prompt = """...""" there') from error
 
 
 if __name__ == "__main__":

@@ -18,16 +18,18 @@ from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import read_rows
-from evals import final_answer, main
+from evals import WORDS, final_answer, main
 from evals.examples import STYLES, chat_row, held_out, parse_rows, source_and_style, user
 from evals.math_grader import MAX_LENGTH
 
 HUB = "openai/gsm8k"
-PRESETS = STYLES  # names that `load` takes besides files and hub ids: HUB's rows with d1's prompts
+# names that `load` takes besides files and hub ids: HUB's rows with other prompts
+PRESETS = STYLES | {"4-shot": "shown"}
 VERSION = {  # name of the prompt, by style
     "boxed": "OpenCompass gsm8k_0shot_v2_gen_17d799",
     "tags": "d1, training",
     "boxed-tags": "d1, evaluation",
+    "shown": "OpenCompass gsm8k_gen_1d7fe4",
 }
 # as in SDAR's evaluation
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -55,6 +57,85 @@ Your reasoning here
 <answer>
 \\boxed{{...}}
 </answer>"""
+# worked examples of OpenCompass' gsm8k_gen_1d7fe4, to the byte: question, answer, question, ...
+SHOWN = """\
+Angelo and Melanie want to plan how many hours over the next week they should study together for \
+their test next week. They have 2 chapters of their textbook to study and 4 worksheets to \
+memorize. They figure out that they should dedicate 3 hours to each chapter of their textbook and \
+1.5 hours for each worksheet. If they plan to study no more than 4 hours each day, how many days \
+should they plan to study total over the next week if they take a 10-minute break every hour, \
+include 3 10-minute snack breaks each day, and 30 minutes for lunch each day?
+
+Angelo and Melanie think they should dedicate 3 hours to each of the 2 chapters, 3 hours x 2 \
+chapters = 6 hours total.
+For the worksheets they plan to dedicate 1.5 hours for each worksheet, 1.5 hours x 4 worksheets = \
+6 hours total.
+Angelo and Melanie need to start with planning 12 hours to study, at 4 hours a day, 12 / 4 = 3 \
+days.
+However, they need to include time for breaks and lunch. Every hour they want to include a \
+10-minute break, so 12 total hours x 10 minutes = 120 extra minutes for breaks.
+They also want to include 3 10-minute snack breaks, 3 x 10 minutes = 30 minutes.
+And they want to include 30 minutes for lunch each day, so 120 minutes for breaks + 30 minutes for \
+snack breaks + 30 minutes for lunch = 180 minutes, or 180 / 60 minutes per hour = 3 extra hours.
+So Angelo and Melanie want to plan 12 hours to study + 3 hours of breaks = 15 hours total.
+They want to study no more than 4 hours each day, 15 hours / 4 hours each day = 3.75
+They will need to plan to study 4 days to allow for all the time they need.
+The answer is 4
+
+Mark's basketball team scores 25 2 pointers, 8 3 pointers and 10 free throws.  Their opponents \
+score double the 2 pointers but half the 3 pointers and free throws.  What's the total number of \
+points scored by both teams added together?
+
+Mark's team scores 25 2 pointers, meaning they scored 25*2= 50 points in 2 pointers.
+His team also scores 6 3 pointers, meaning they scored 8*3= 24 points in 3 pointers
+They scored 10 free throws, and free throws count as one point so they scored 10*1=10 points in \
+free throws.
+All together his team scored 50+24+10= 84 points
+Mark's opponents scored double his team's number of 2 pointers, meaning they scored 50*2=100 \
+points in 2 pointers.
+His opponents scored half his team's number of 3 pointers, meaning they scored 24/2= 12 points in \
+3 pointers.
+They also scored half Mark's team's points in free throws, meaning they scored 10/2=5 points in \
+free throws.
+All together Mark's opponents scored 100+12+5=117 points
+The total score for the game is both team's scores added together, so it is 84+117=201 points
+The answer is 201
+
+Bella has two times as many marbles as frisbees. She also has 20 more frisbees than deck cards. If \
+she buys 2/5 times more of each item, what would be the total number of the items she will have if \
+she currently has 60 marbles?
+
+When Bella buys 2/5 times more marbles, she'll have increased the number of marbles by 2/5*60 = 24
+The total number of marbles she'll have is 60+24 = 84
+If Bella currently has 60 marbles, and she has two times as many marbles as frisbees, she has 60/2 \
+= 30 frisbees.
+If Bella buys 2/5 times more frisbees, she'll have 2/5*30 = 12 more frisbees.
+The total number of frisbees she'll have will increase to 30+12 = 42
+Bella also has 20 more frisbees than deck cards, meaning she has 30-20 = 10 deck cards
+If she buys 2/5 times more deck cards, she'll have 2/5*10 = 4 more deck cards.
+The total number of deck cards she'll have is 10+4 = 14
+Together, Bella will have a total of 14+42+84 = 140 items
+The answer is 140
+
+A group of 4 fruit baskets contains 9 apples, 15 oranges, and 14 bananas in the first three \
+baskets and 2 less of each fruit in the fourth basket. How many fruits are there?
+
+For the first three baskets, the number of apples and oranges in one basket is 9+15=24
+In total, together with bananas, the number of fruits in one basket is 24+14=38 for the first \
+three baskets.
+Since there are three baskets each having 38 fruits, there are 3*38=114 fruits in the first three \
+baskets.
+The number of apples in the fourth basket is 9-2=7
+There are also 15-2=13 oranges in the fourth basket
+The combined number of oranges and apples in the fourth basket is 13+7=20
+The fourth basket also contains 14-2=12 bananas.
+In total, the fourth basket has 20+12=32 fruits.
+The four baskets together have 32+114=146 fruits.
+The answer is 146
+"""
+ASK = "Question: {}\nLet's think step by step\nAnswer:"
+SHOTS = re.findall(r"(.*)\n\n((?:.+\n)+)", SHOWN)
+SHOTS = [(ASK.format(question), worked) for question, worked in SHOTS]
 COLUMNS = (
     "question and answer (a number, or a solution that ends in #### and a number), "
     "or prompt and reward_model.ground_truth (DARE)"
@@ -76,7 +157,6 @@ REPLACED = {
     r"^{\circ}": "",
     "°": "",
 }
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac([0-9])([0-9])")
 FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
 FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
@@ -89,6 +169,7 @@ NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE]
 IN_TEXT = re.compile(NUMBER)
 AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
 SENTENCE = re.compile(r"(?=.*[A-Za-z]{2})[^=+*/^{}()\\<>]*")  # words, nothing to calculate
+LISTED = re.compile(rf"{NUMBER},\s+{NUMBER}\W*$")  # 1, 2, 3: which one?
 ANSWER_IS = re.compile("answer is(?! not)", re.IGNORECASE)
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
 WHOLE = re.compile(
@@ -107,7 +188,7 @@ def load(split, path=None, limit=None):
     styles. The hub's train split gives "train" and "validation" (512 of 7,473 rows). A file gives
     the same rows for every split.
     """
-    path, style = source_and_style(path or HUB)
+    path, style = source_and_style(path or HUB, PRESETS)
     path = path or HUB
     if path == HUB:
         rows = read_rows(HUB, "test" if split == "test" else "train", PRESETS, config="main")
@@ -122,14 +203,16 @@ def load(split, path=None, limit=None):
 
 
 def prompt(example):
-    """One user message, no examples. "tags" and "boxed-tags" are d1's prompts to the byte."""
-    question = example["question"]
+    """One user message, after four worked examples in the style "shown". "tags" and "boxed-tags"
+    are d1's prompts to the byte."""
+    question, style = example["question"], example["style"]
     content = {
         "boxed": f"{question}\n{INSTRUCTION}",
         "tags": TAGS + question,
         "boxed-tags": f"{EVALUATION.format(' ')}\n\n{question}",
+        "shown": ASK.format(question),
     }
-    return user(content[example["style"]])
+    return user(content[style], SHOTS if style == "shown" else ())
 
 
 def extract(completion, example):
@@ -141,10 +224,10 @@ def extract(completion, example):
       1. the number right after the last "####";
       2. the first number of the sentence after the last "answer is", or after the last "=" in that
          sentence;
-      3. the last number.
+      3. the last number, unless it ends a list: 1, 2, 3.
     """
     last = final_answer(completion)
-    if last is None and example["style"] == "boxed":
+    if last is None and "tags" not in example["style"]:
         last = ([None] + final_numbers(plain(completion)))[-1]
     elif last and not normalised(last) and SENTENCE.fullmatch(sentence := plain(last)):
         numbers = {*final_numbers(sentence)}
@@ -198,7 +281,7 @@ def final_numbers(text):
         sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
         if number := IN_TEXT.search(sentence.rpartition("=")[2]):
             return [number[0]]
-    return IN_TEXT.findall(text)
+    return [] if LISTED.search(text) else IN_TEXT.findall(text)
 
 
 def _problem(row):

@@ -16,7 +16,7 @@ import sys
 import textwrap
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+from evals import evalplus, main
 from evals.examples import chat_row, one_split, read_examples, user
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
@@ -26,20 +26,21 @@ VERSION = "OpenCompass humaneval_gen_8e312c"  # name of the prompt
 INSTRUCTION = "Complete the following python code:\n"  # OpenCompass' humaneval_gen_8e312c, DARE
 COLUMNS = (
     "prompt, test, entry_point and canonical_solution, or prompt and reward_model.ground_truth "
-    "(DARE)"
+    f"(DARE), or {evalplus.COLUMNS} (EvalPlus)"
 )
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
-def load(split, path=None, limit=None, hub=HUB):
-    """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown}.
+def load(split, path=None, limit=None, hub=HUB, read=None, needs=COLUMNS):
+    """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown},
+    those of EvalPlus' files also with "seconds": their limit of time.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
     """
     path = path or hub
     split = one_split(hub, split, {"test": "test"}) if path == hub else split
-    return read_examples(_problem, COLUMNS, path, split, limit=limit)
+    return read_examples(read or _problem, needs, path, split, limit=limit)
 
 
 def prompt(example):
@@ -81,6 +82,7 @@ def job(completion, example, timeout=TIMEOUT):
     """The program of a completion and its tests; None if it is empty. The prompt's own helpers are
     trusted."""
     code, name = program(completion, example), example["entry_point"]
+    timeout = example.get("seconds", timeout)
     return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=timeout)
 
 
@@ -104,6 +106,8 @@ def _has_body(text, name):
 
 
 def _problem(row):
+    if "plus_input" in row:
+        return evalplus.example_of(row)
     if chat := chat_row(row):
         text, tests = chat[0].removeprefix(INSTRUCTION), chat[1]
         # helpers come before the function

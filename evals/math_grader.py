@@ -25,7 +25,6 @@ import re
 import signal
 import sys
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
@@ -87,15 +86,6 @@ def grade(completion, gold, grader="math_verify"):
     judge = {"math_verify": math_verify, "hendrycks": hendrycks, "deepscaler": deepscaler}[grader]
     answer = last_box(completion)
     return answer is not None and judge(answer, gold)
-
-
-def in_threads(judge, completions, golds):
-    """judge(completion, gold) of every pair, in order, on all cores of this rank, at most eight."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    with ThreadPoolExecutor(threads) as pool:
-        pairs = zip(completions, golds, strict=True)
-        return [*pool.map(lambda pair: judge(*pair), pairs)]
 
 
 def math_verify(answer, gold, tolerance=0.0):

@@ -22,10 +22,10 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import choices, main
 from evals.choices import lettered, read_zip, with_shots
-from evals.examples import as_text, one_split, parse_rows, user
+from evals.examples import as_text, one_split, parse_rows, source_and_style, user
 
 HUB = "cais/mmlu"
-PRESETS = ("cot",)  # names that `load` takes besides zips and hub ids
+PRESETS = {"cot": "cot"}  # names that `load` takes besides zips and hub ids
 # name of the prompt, by style
 VERSION = {"direct": "OpenCompass mmlu_gen_a484b3", "cot": "simple-evals"}
 NEEDS = "question, subject, four choices (or A-D) and answer (index or letter)"
@@ -42,18 +42,19 @@ def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "style":
     "direct" | "cot", "shots": dev examples}, subject after subject.
 
-    path: empty for the hub's rows, "cot", a hub id with HUB's columns, or a zip of csv files.
+    path: empty for the hub's rows, a hub id with HUB's columns, or a zip of csv files; "cot", or
+    @cot behind a path, for this style.
     """
+    path, style = source_and_style(path or HUB, PRESETS)
     path = path or HUB
     split = one_split("mmlu", split, {"test": "test", "validation": "validation"})
-    style, hub = ("cot", HUB) if path in PRESETS else ("direct", path)
     if path.endswith(".zip") or Path(path).exists():
         columns, split = ["question", *"ABCD", "answer"], split.replace("validation", "val")
         read = lambda part: list(read_zip(path, part, columns))
     else:
-        read = lambda part: read_rows(hub, part, PRESETS, config="all")
+        read = lambda part: read_rows(path, part, PRESETS, config="all")
     dev, examples = (parse_rows(_problem, NEEDS, path, read(part)) for part in ("dev", split))
-    examples = [example | {"style": style} for example in examples[:limit]]
+    examples = [example | {"style": "direct"} | style for example in examples[:limit]]
     return with_shots(examples, dev, path)
 
 

@@ -3,49 +3,83 @@
     python evals/mmlu_pro.py --model llada-8b --cache dual
     python evals/mmlu_pro.py --completions FILE.jsonl --data rows.jsonl
 
-Reasoning before the answer, no worked examples: OpenCompass' mmlu_pro_0shot_cot_gen_08c1de, which
-DARE uses for LLaDA (256 tokens), Dream (128) and LLaDA2 (256). So few tokens cut off many answers:
-look at `answered` and `truncated` in result.json. Its macro_accuracy, the plain mean of the
-categories, is what DARE's table prints: LLaDA-8B-Instruct 36.82, Dream-7B-Instruct 31.89,
-LLaDA2.0-mini 57.10. For SDAR-8B-Chat (56.49) DARE's lmdeploy runs show five examples and ask for
-the letter alone, which is not offered here. lm-eval shows five worked examples and allows 2,048
-tokens.
+The default asks for reasoning and shows no examples: OpenCompass' mmlu_pro_0shot_cot_gen_08c1de,
+which DARE uses for LLaDA (256 tokens), Dream (128) and LLaDA2 (256). So few tokens cut off many
+answers: look at `answered` and `truncated` in result.json. Its macro_accuracy, the plain mean of
+the categories, is what DARE's table prints: LLaDA-8B-Instruct 36.82, Dream-7B-Instruct 31.89,
+LLaDA2.0-mini 57.10. `--data 5-shot` shows the first five validation rows of the category with their
+reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf); `--data
+5-shot-direct` shows them in one message and asks for the letter alone, as DARE's lmdeploy runs of
+SDAR-8B-Chat (56.49). Of a file with @5-shot behind it the rows with cot_content are the examples.
 """
 
 import sys
+from functools import partial
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from data.rows import read_rows
 from evals import choices, main
-from evals.choices import LETTERS
-from evals.examples import as_text, one_split, read_examples, user
+from evals.choices import LETTERS, with_shots
+from evals.examples import as_text, one_split, parse_rows, source_and_style, user
 
 HUB = "TIGER-Lab/MMLU-Pro"
-VERSION = "OpenCompass mmlu_pro_0shot_cot_gen_08c1de"  # name of the prompt
+# names that `load` takes besides files and hub ids: HUB's rows with worked examples
+PRESETS = {"5-shot": "reasons", "5-shot-direct": "letters"}
+VERSION = {  # name of the prompt, by style
+    "": "OpenCompass mmlu_pro_0shot_cot_gen_08c1de",
+    "reasons": "OpenCompass mmlu_pro_gen_cdbebf",
+    "letters": "OpenCompass mmlu_pro_few_shot_gen_bfaf90",
+}
 NEEDS = "question, options (up to 16), answer (letter of one of them) and category"
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
     "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
 )
+HINT = (
+    "Answer the following multiple choice question about {}, and give your answer option directly."
+)
+STEPS = "Let's think step by step."
 extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "options": letter -> text, "gold": letter, "subject":
-    category}.
+    category}, with worked examples also "style" and "shots": examples with "reason".
 
-    path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns.
-    Options "N/A" are left out; the others keep their letters.
+    path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns, and
+    @5-shot or @5-shot-direct behind it for worked examples. Options "N/A" are left out; the others
+    keep their letters.
     """
     split = one_split("mmlu_pro", split, {"test": "test", "validation": "validation"})
-    return read_examples(_problem, NEEDS, path or HUB, split, limit=limit)
+    path, style = source_and_style(path or HUB, PRESETS)
+    read = partial(read_rows, path or HUB, presets=PRESETS)
+    parse = partial(parse_rows, _problem, NEEDS, path or HUB)
+    if not style:
+        return parse(read(split, limit=limit))
+    rows = [row for row in read(split) if not row.get("cot_content")]
+    dev = [row for row in read("validation") if row.get("cot_content")]
+    return [example | style for example in with_shots(parse(rows[:limit]), parse(dev), path or HUB)]
 
 
 def prompt(example):
-    """One user message."""
-    options = "\n".join(f"{label}. {text}" for label, text in example["options"].items())
-    content = f"{INSTRUCTION}\n\nQuestion:\n\n{example['question']}\n\nOptions:\n\n{options}"
-    return user(content)
+    """One user message; in the style "reasons" after five chat turns, in "letters" with five
+    answered questions."""
+    style, shots = example.get("style"), example.get("shots")
+    if not style:
+        return user(f"{INSTRUCTION}\n\n{_asked(example, 2)}")
+    if style == "reasons":
+        turns = [(_asked(shot), f"Answer: {STEPS} {shot['reason']}") for shot in shots]
+        return user(_asked(example), turns)
+    answered = [f"{_asked(shot)}\nAnswer: {shot['gold']}\n" for shot in shots]
+    hint = HINT.format(example["subject"])
+    return user(f"{hint}\n{''.join(answered)}{_asked(example)}\nAnswer: ")
+
+
+def _asked(row, lines=1):
+    """Question and options, `lines` apart."""
+    options = "\n".join(f"{label}. {text}" for label, text in row["options"].items()).strip()
+    return ("\n" * lines).join(["Question:", row["question"], "Options:", options])
 
 
 def answer(example, draw=0):
@@ -59,7 +93,9 @@ def _problem(row):
     if row["answer"] not in options or len(row["options"]) > 16:
         raise ValueError("not an option")
     example = {"question": row["question"], "options": options, "gold": row["answer"]}
-    return example | {"subject": as_text(row["category"])}
+    example["subject"] = as_text(row["category"])
+    reason = as_text(row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
+    return example | ({"reason": reason} if reason else {})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ r"""OlympiadBench: open-ended olympiad problems in English without pictures, 674
 The prompt is that of OpenCompass (OlympiadBench_0shot_gen_be8b13), which DARE uses. The metric
 follows the benchmark's own judge: answers between commas are matched one to one in any order,
 members of a tuple or an interval in theirs, and a number may be off by the `error` of its row.
-Unlike there, only the last complete box counts, two answers are the same if Math-Verify says so,
-and a hundredth or a hundred times a number is not that number. DARE's row (LLaDA-8B-Instruct 9.70,
-Dream-7B-Instruct 12.22, SDAR-8B-Chat 24.93, LLaDA2.0-mini 38.82) is not comparable: it covers five
-sets, three of them Chinese and two of physics, and its judge never sees `error`. There is no train
-split.
+Unlike there, only the final answer counts, in practice the last box, two answers are the same if
+Math-Verify says so, and a hundredth or a hundred times a number is not that number. DARE's row
+(LLaDA-8B-Instruct 9.70, Dream-7B-Instruct 12.22, SDAR-8B-Chat 24.93, LLaDA2.0-mini 38.82) is not
+comparable: it covers five sets, three of them Chinese and two of physics, and its judge never sees
+`error`. There is no train split.
 """
 
 import re
@@ -23,7 +23,8 @@ from itertools import accumulate
 from evals import main
 from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
-from evals.math_grader import last_box, math_verify, number
+from evals.math500 import extract
+from evals.math_grader import math_verify, number
 
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
@@ -70,14 +71,9 @@ def prompt(example):
     )
 
 
-def extract(completion, example):
-    """Content of the last complete box; None without one. Never raises."""
-    return last_box(completion)
-
-
 def score(completion, example):
-    """1.0 if the answers in the last box are the gold ones, else 0.0. Never raises."""
-    if (found := last_box(completion)) is None:
+    """1.0 if the answers in the final answer are the gold ones, else 0.0. Never raises."""
+    if (found := extract(completion, example)) is None:
         return 0.0
     answers, golds = (answers_in(text, example["multiple"]) for text in (found, example["gold"]))
     # one tolerance for all answers, or one each; \pm means two answers with the same tolerance

@@ -91,7 +91,8 @@ def scorers(job):
     return score, score_batch
 
 
-def pass_or_fail(jobs):
-    """1.0 where a program passes its tests, 0.0 where it fails or is None. Uses all cores."""
-    results = iter(run_batch([job for job in jobs if job is not None]))
+def pass_or_fail(jobs, workers=None):
+    """1.0 where a program passes its tests, 0.0 where it fails or is None. Uses all cores, or runs
+    at most `workers` programs at a time."""
+    results = iter(run_batch([job for job in jobs if job is not None], workers))
     return [0.0 if job is None else float(next(results).passed) for job in jobs]

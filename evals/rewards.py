@@ -15,8 +15,9 @@ import re
 
 from data.planning import sudoku_solutions
 from evals import TRAIN_TASKS, countdown, gsm8k, mbpp, score_all, sudoku, tagged_answer
-from evals.math_grader import MATHD, boxes, grade, in_threads, last_box, rewritten
+from evals.math_grader import MATHD, boxes, grade, last_box, rewritten
 from evals.programs import parsed, pass_or_fail
+from evals.sandbox import in_threads
 
 
 def countdown_partial(completion, example):

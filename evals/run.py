@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
+from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.atomic import from_first_rank, is_first_rank
@@ -342,7 +343,6 @@ def task_settings(args, engine, name, task, examples, alone):
         raise SystemExit(f"{same}; set --temperature above 0")
     own_blocks = sampling["schedule"] == "ascending" and not sampling["block_length"]
     prompt = getattr(task, "VERSION", name)  # one name, or one for each style of examples
-    shots = sum(message["role"] == "assistant" for message in prompts[0])
     folders = [Path(folder) for folder in (model.sources[0], *model.sources[1]) if folder]
     files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -357,7 +357,7 @@ def task_settings(args, engine, name, task, examples, alone):
         "prompt": prompt[style] if isinstance(prompt, dict) else prompt,
         "prompts_hash": digest(prompts),
         "examples_hash": digest(examples),
-        "shots": task.shots(examples[0]) if hasattr(task, "shots") else shots,
+        "shots": shots_in(prompts[0]),
         "repeats": repeats,
         **sampling,
         "block_length": None if own_blocks else engine.block_length(sampling["block_length"]),

@@ -64,6 +64,10 @@ class SandboxError(SystemExit):
     line that it has."""
 
 
+class NoAnswer(SandboxError):
+    """The supervisor of a program ended without an answer."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A program and its tests.
@@ -84,15 +88,19 @@ class Job:
     mode: Literal["proxy", "nonce"] = "proxy"
 
 
+EMPTY = Job("", "")
+
+
 @dataclass(frozen=True)
 class Result:
     """What became of a program.
 
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
     answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
-    need mode "nonce"), "long" (not run). detail: exception and message. output: stdout and stderr,
-    the first 64 KiB. seconds: wall time. missing: protections that the kernel did not give, with
-    its reason. uid: of the program, None for the caller's.
+    need mode "nonce"), "long" (not run), "lost" (its supervisor died).
+    detail: exception and message. output: stdout and stderr, the first 64 KiB. seconds: wall time.
+    missing: protections that the kernel did not give, with its reason. uid: of the program, None
+    for the caller's.
     """
 
     passed: bool
@@ -116,6 +124,11 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         result = Result(**_supervised(job, folder, tuple(without)))
+    except NoAnswer as error:
+        if job == EMPTY:
+            raise
+        run(EMPTY, without)  # raises if the fault is the sandbox's own
+        result = Result(False, "lost", str(error))
     finally:
         _remove(folder)
     if result.reason == "setup":
@@ -125,20 +138,34 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
 
 
 def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = None) -> list[Result]:
-    """`run` of every job, in their order, `workers` at a time (None: one per core, which the ranks
-    of a machine share).
+    """`run` of every job, in their order (`in_threads`).
 
     A job may be a function that makes it when its turn comes, so that large tests are not in memory
     all at once.
     """
-    if not jobs:
-        return []
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    pool = ThreadPoolExecutor(workers or max(1, min(cores, len(jobs))))
+    return in_threads(lambda job: run(job() if callable(job) else job), jobs, workers=workers)
+
+
+def in_threads(function: Callable, *columns: Sequence, workers: int | None = None) -> list:
+    """function(...) of every row of the columns, in order, `workers` at a time (None: one per core,
+    which the ranks of a machine share). On the first rank's terminal a bar appears after a while.
+    """
+    from tqdm import tqdm  # here, because the sandbox itself needs no packages
+
+    rows = list(zip(*columns, strict=True))
+    pool = ThreadPoolExecutor(workers or max(1, min(own_cores(), len(rows))))
+    quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
     try:
-        return list(pool.map(lambda job: run(job() if callable(job) else job), jobs))
+        done = pool.map(lambda row: function(*row), rows)
+        return list(tqdm(done, "scoring", len(rows), leave=False, delay=5, disable=quiet))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def own_cores() -> int:
+    """Cores of this rank, 0 if the machine has fewer than ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
@@ -206,7 +233,7 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
         error = b"" if answer else process.stderr.read(1 << 16) or b""
     if len(answer) < 8 or len(answer) != 8 + struct.unpack("<Q", answer[:8])[0]:
         lines = error.decode(errors="replace").strip().splitlines()
-        raise SandboxError(
+        raise NoAnswer(
             f"sandbox: no answer from its supervisor "
             f"({lines[-1] if lines else f'exit {process.returncode}'})"
         )

@@ -47,6 +47,8 @@ MAX_OUTPUT = 64 << 10  # bytes of stdout and stderr that are kept
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
 WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
+COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+BYTES = {"bytes": bytes, "bytearray": bytearray}
 
 
 class Unsupported(Exception):
@@ -115,15 +117,16 @@ def encode(value: object) -> object:
         )  # hex: linear in the length, decimals are not
     if isinstance(value, float):
         return float.__float__(value)
-    for kind, base in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+    for kind, base in COLLECTIONS.items():
         if isinstance(value, base):
             return [kind, [encode(item) for item in base.__iter__(value)]]
     if isinstance(value, dict):
         return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
     if isinstance(value, complex):
         return ["complex", [value.real, value.imag]]
-    if isinstance(value, (bytes, bytearray)):
-        return ["bytes" if isinstance(value, bytes) else "bytearray", value.hex()]
+    for kind, base in BYTES.items():
+        if isinstance(value, base):
+            return [kind, value.hex()]
     if isinstance(value, range):
         return ["range", [encode(value.start), encode(value.stop), encode(value.step)]]
     module, name = type(value).__module__, type(value).__name__
@@ -135,6 +138,8 @@ def encode(value: object) -> object:
         return [name, str(value)]
     if module == "collections" and name == "deque":
         return ["deque", [encode(item) for item in value]]
+    if module == "re" and name == "Match":  # tests ask whether there is one
+        return ["tuple", [encode(value.span()), encode(value.group())]]
     if module == "datetime" and name in ("date", "datetime", "time"):
         return [name, value.isoformat()]
     if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
@@ -152,36 +157,34 @@ def decode(message: object) -> object:
     if not isinstance(message, list):
         return message
     kind, content = message
-    if kind in ("list", "tuple", "set", "frozenset", "iterator"):
-        items = [decode(item) for item in content]
-        return (
-            items
-            if kind == "list"
-            else {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](items)
-        )
+    if kind in COLLECTIONS:
+        return COLLECTIONS[kind](map(decode, content))
+    if kind == "iterator":
+        return iter([*map(decode, content)])
     if kind == "dict":
         return {decode(key): decode(item) for key, item in content}
     if kind == "int":
         return int(content, 16)
     if kind == "complex":
         return complex(*content)
-    if kind in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[kind].fromhex(content)
+    if kind in BYTES:
+        return BYTES[kind].fromhex(content)
     if kind == "range":
         return range(*map(decode, content))
     if kind == "array":
         import numpy
 
         dtype, values = content
-        return numpy.array(
-            decode(values),
-            dtype=numpy.dtype(dtype) if numpy.dtype(dtype).kind in "biufcSU" else None,
-        )
-    if kind in ("Decimal", "Fraction"):
+        dtype = numpy.dtype(dtype)
+        return numpy.array(decode(values), dtype=dtype if dtype.kind in "biufcSU" else None)
+    if kind == "Decimal":
         from decimal import Decimal
+
+        return Decimal(content)
+    if kind == "Fraction":
         from fractions import Fraction
 
-        return {"Decimal": Decimal, "Fraction": Fraction}[kind](content)
+        return Fraction(content)
     if kind == "deque":
         from collections import deque
 
@@ -544,8 +547,8 @@ def descendants(top: int) -> dict[int, int]:
     parents, sizes, found = {}, {}, {}
     for pid in all_processes():
         try:
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
+            with open(f"/proc/{pid}/stat", "rb") as file:  # a program's name may be any bytes
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
         parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * resource.getpagesize()

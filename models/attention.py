@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend as kind
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 # --- which token sees which ----------------------------------------------------------------------
 
@@ -174,6 +173,8 @@ def packed(visibility, kernel):
 
 def varlen(visibility):
     """torch's own FlashAttention 2 over packed rows."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: 0.7 s
+
     # torch 2.11 takes fewer key heads without enable_gqa, later versions only with it.
     takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
     return packed(visibility, partial(varlen_attn, enable_gqa=True) if takes_gqa else varlen_attn)

@@ -36,16 +36,23 @@ def meta_model(name_or_dir, dtype=torch.float32):
     pad_token_id, eos_token_ids (every id that ends a completion) and its config. Parameters are of
     `dtype`, except those that always stay fp32.
     """
-    adapters = []
-    while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
-        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
-    config, directory = random_config(name_or_dir), None
-    if config is None:
-        directory = resolve(name_or_dir)
-        config = read_json(directory / "config.json")
+    config, directory, adapters = checkpoint_config(name_or_dir)
     model = build_model(config, dtype)
     model.sources = directory, adapters
     return set_special_tokens(model, directory)
+
+
+def checkpoint_config(name_or_dir):
+    """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
+    be drawn), directories of the adapters on them
+    """
+    adapters = []
+    while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
+        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
+    if config := random_config(name_or_dir):
+        return config, None, adapters
+    directory = resolve(name_or_dir)
+    return read_json(directory / "config.json"), directory, adapters
 
 
 def load_weights(model, device):

@@ -105,9 +105,7 @@ def export_adapter(model, dtype=None):
 @contextmanager
 def adapters_off(model):
     """The frozen model under the adapters: the reference policy. Enter it on all ranks alike."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in model.modules() if hasattr(module, "enable_adapters")]
     try:
         for layer in layers:
             layer.enable_adapters(False)

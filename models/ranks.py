@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def setup_distributed():
@@ -17,18 +18,51 @@ def setup_distributed():
     return device
 
 
-def unsharded(model, ranks=0, memory=0):
+def unsharded(model, ranks, memory):
     """The frozen parameters that every rank keeps whole, so that no forward has to gather them: all
-    on one rank, else the base under adapters if it fills less than a quarter of a GPU. A frozen
-    reference model is sharded: full fine-tuning needs the memory.
-
-    ranks, memory: their number and the bytes of a GPU; 0: those of this run -> set
+    on one rank, else the base under adapters if it fills less than a quarter of a GPU of `memory`
+    bytes. A frozen reference model is sharded: full fine-tuning needs the memory. -> set
     """
     values = list(model.parameters())
     frozen = {value for value in values if not value.requires_grad}
     size = sum(value.numel() * value.itemsize for value in frozen)
-    fits = len(frozen) < len(values) and (memory or cuda_bytes()) > 4 * size
-    return frozen if fits or (ranks or dist.get_world_size()) == 1 else set()
+    fits = len(frozen) < len(values) and memory > 4 * size
+    return frozen if fits or ranks == 1 else set()
+
+
+def sharding(model):
+    """What FSDP2 shards, and over which ranks. -> keyword arguments of fully_shard, those of
+    model.fp32_modules that need a call of their own
+
+    mesh: None, all ranks. Under torchrun on several nodes (nodes, ranks of a node), HSDP: every
+    node holds the whole model, and only gradients travel between nodes.
+    """
+    mesh, ranks = None, dist.get_world_size()
+    whole, in_node = unsharded(model, ranks, cuda_bytes()), ranks_of_a_copy(ranks)
+    if in_node < ranks:
+        shape, names = (ranks // in_node, in_node), ("nodes", "ranks")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    # The root reshards after its forward as the blocks do: parameters that a no-grad pass left
+    # gathered would hide the next optimizer step.
+    layout = {"ignored_params": whole, "mesh": mesh, "reshard_after_forward": True}
+    return layout, [m for m in model.fp32_modules if not whole.issuperset(m.parameters())]
+
+
+def ranks_of_a_copy(ranks):
+    """-> how many of the ranks share one copy of what is sharded: those of a node, or all where
+    every node has one rank
+    """
+    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return in_node if 1 < in_node < ranks else ranks
+
+
+def reduce_gradients(model, is_last, every):
+    """Call it before each backward of an optimizer step: its gradients are summed over ranks in the
+    last one, or with `every` in every one. Over nodes only in the last.
+    """
+    model.set_requires_gradient_sync(every or is_last)
+    model.set_requires_all_reduce(is_last)
 
 
 def cuda_bytes():

@@ -85,12 +85,13 @@ def tensor_shapes(model):
 def local_rows(value):
     """A tensor or DTensor -> this rank's part of it and the rows that it is.
 
-    FSDP2 shards dimension 0 as torch.chunk does.
+    FSDP2 shards dimension 0 as torch.chunk does, over the last dimension of the mesh: the ranks of
+    a node.
     """
     if not isinstance(value, DTensor):
         return value, range(len(value))
-    size = math.ceil(len(value) / value.device_mesh.size())
-    first = min(value.device_mesh.get_local_rank() * size, len(value))
+    size = math.ceil(len(value) / value.device_mesh.size(-1))
+    first = min(value.device_mesh.get_local_rank(-1) * size, len(value))
     return value.to_local(), range(first, min(first + size, len(value)))
 
 

@@ -143,7 +143,7 @@ def load_state(state, model, optimizer):
     held = dcp.FileSystemReader(state / "state").read_metadata().state_dict_metadata
     names = {name.removeprefix("model.") for name in held if name.startswith("model.")}
     if extra := ", ".join(sorted(names - parameters.keys())[:3]):
-        raise SystemExit(f"--resume: {state} does not fit this model: it also holds {extra}")
+        raise SystemExit(f"--resume: {state} is damaged or of another model: it also holds {extra}")
     loaded = load_parts(state, {"model": parameters, "optimizer": moments})
     set_state_dict(
         model,
@@ -162,14 +162,14 @@ def load_parts(state, parts):
         return parts
     except CheckpointException as error:
         raise SystemExit(
-            f"--resume: {state} does not fit this model: {first_cause(error)}"
+            f"--resume: {state} is damaged or of another model: {first_cause(error)}"
         ) from error
 
 
 def first_cause(error):
     """A CheckpointException has one (exception, stack) per failed rank. -> the first, as a line"""
     rank, (cause, _) = next(iter(error.failures.items()))
-    text = str(cause).splitlines()[0]
+    text = (str(cause) or type(cause).__name__).splitlines()[0]
     if "unexpected pos" in text:  # all that torch's writer says when a write was cut short
         text = f"No space left, or a limit on file size ({text})"
     return f"{text} (rank {rank})"

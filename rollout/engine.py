@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from models.lora import adapter_tensors
+from models.ranks import cuda_bytes
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas
@@ -167,6 +168,8 @@ class Engine:
     records = (None, "steps")
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
+    # bytes that the last make_room freed: the memory that the update after it had beside its own
+    kept = None
     # the fast engines replace both by Triton kernels
     keyed_uniform = staticmethod(keyed_uniform)
     sample_categorical = staticmethod(sample_categorical)
@@ -195,6 +198,18 @@ class Engine:
 
     def release(self):
         """Free the GPU memory that generate keeps between calls."""
+
+    def make_room(self):
+        """Call it before a model on the same GPU is updated: `release`, unless what generate keeps
+        fits beside the largest update so far. Before the first one nothing is known.
+        """
+        peak = torch.cuda.max_memory_allocated()
+        if self.kept is not None and peak + self.kept < 0.9 * cuda_bytes():
+            self.kept = 0  # the next peak contains it
+            return
+        before = torch.cuda.memory_allocated()
+        self.release()
+        self.kept = before - torch.cuda.memory_allocated()
 
     def block_length(self, asked):
         """asked: tokens per block, 0 or None for the model's own. -> tokens per block"""

@@ -98,7 +98,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(
         programs,
         "run_batch",
-        lambda jobs: run_batch([patiently(j() if callable(j) else j) for j in jobs]),
+        lambda jobs, *most: run_batch([patiently(j() if callable(j) else j) for j in jobs], *most),
     )
 
 
@@ -109,9 +109,11 @@ def warm():
     import tyro  # noqa: F401
     from sync_shared import METHODS
 
+    from data.planning import every_problem
     from models import load_tokenizer
 
     load_tokenizer("tiny-sdar")
+    every_problem("small")
     for script in METHODS:
         importlib.import_module(f"algos.{script}")
 

@@ -65,7 +65,7 @@ def load_few_problems():
     countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
 
 
-def _child(rank, ranks, port, script, flags, out):
+def _child(rank, ranks, nodes, port, script, flags, out):
     import runlog
     from evals import rewards
 
@@ -74,7 +74,8 @@ def _child(rank, ranks, port, script, flags, out):
     rewards.REWARDS["coin"], runlog.RunLog.plot = coin, lambda self: None
     load_few_problems()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "RANK": rank}
+    os.environ |= where | {name: str(size) for name, size in sizes.items()}
     module = importlib.import_module(f"algos.{script}")
     module.main(module.Args(**flags, out=str(out)))
 
@@ -85,9 +86,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_script(script, flags, ranks, out):
+def run_script(script, flags, ranks, out, nodes=1):
     """A script's own main in forked processes, as under torchrun. -> its run directory"""
-    arguments = ranks, free_port(), script, flags, out
+    arguments = ranks, nodes, free_port(), script, flags, out
     mp.start_processes(_child, args=arguments, nprocs=ranks, start_method="fork")
     (directory,) = Path(out).iterdir()
     return directory

@@ -37,7 +37,7 @@ def tiny_model(family="sdar", seed=0, shift=0.0, **config):
         model.lm_head.weight[eos] = 0  # an EOS that is not too frequent
         for p in model.parameters():
             p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    model.set_requires_gradient_sync = lambda sync: None
+    model.set_requires_gradient_sync = model.set_requires_all_reduce = lambda sync: None
     return model
 
 

@@ -195,7 +195,7 @@ def on_cpu(monkeypatch):
     package = types.ModuleType("flash_attn")
     package.flash_attn_varlen_func = by_rows
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention, "varlen_attn", by_rows)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_rows)
     for name in ("varlen", "flash-attn"):
         monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], cpu="training", installed=True))
 
@@ -241,7 +241,7 @@ def test_varlen_names_gqa_where_torch_asks_for_it(monkeypatch, takes_gqa):
         calls.append(enable_gqa)
         return old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
 
-    monkeypatch.setattr(attention, "varlen_attn", new if takes_gqa else old)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", new if takes_gqa else old)
     valid = valid_rows(6, "left")
     attention.varlen(bidirectional(valid))(*tensors(bidirectional(valid), valid))
     assert calls == [True] * takes_gqa

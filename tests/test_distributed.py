@@ -1,4 +1,4 @@
-"""FSDP2 on gloo: two ranks equal one, and the known traps: stale root, sync."""
+"""FSDP2 on gloo: two ranks and two nodes equal one rank; the known traps: stale root, sync."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from oracles import MASK, tiny_model
 
 from algos import d1
 from evals import mean_score
-from models.ranks import all_reduce, maximum
+from models.ranks import all_reduce, maximum, reduce_gradients
 
 
 def batch_of(rows=8, length=12):
@@ -19,33 +19,38 @@ def batch_of(rows=8, length=12):
     return ids, torch.where(score, MASK, ids[:, None]), score, valid
 
 
-def accumulate(model, batch, scale=1.0):
-    """A gradient accumulated over micro-batches of 3, as the scripts do it."""
-    parts = range(0, len(batch[0]), 3)
-    for i in parts:
-        model.set_requires_gradient_sync(i == parts[-1])
-        (-model.logps(*(tensor[i : i + 3] for tensor in batch)).sum() * scale).backward()
+def accumulate(model, batch, scale=1.0, every=False):
+    """A gradient accumulated over micro-batches of one row, as the scripts do it."""
+    for i in range(len(batch[0])):
+        reduce_gradients(model, i + 1 == len(batch[0]), every)
+        (-model.logps(*(tensor[i : i + 1] for tensor in batch)).sum() * scale).backward()
 
 
-def test_two_ranks_with_checkpointing_give_the_gradient_of_one(run_ranks):
-    """Ragged masks, and a rank whose first micro-batch scores nothing: 1e-10 in fp64."""
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_with_checkpointing_give_the_gradient_of_one(run_ranks, monkeypatch, nodes):
+    """Ragged masks, and a rank whose first micro-batch scores nothing: 1e-10 in fp64. Two ranks, or
+    two nodes of two ranks, which hold a copy each.
+    """
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def body(rank, world_size):
-        whole, batch = tiny_model(), batch_of()
-        batch[2][4:7] = False
+        whole, batch, share = tiny_model(), batch_of(), 8 // world_size
+        batch[2][4:7:2] = False
         accumulate(whole, batch)
-        sharded = sharded_model(activation_checkpointing=True)
-        mine = [tensor[rank * 4 : rank * 4 + 4] for tensor in batch]
-        accumulate(sharded, mine, world_size)
-        for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8)
+        for every in (False, True):
+            sharded = sharded_model(activation_checkpointing=True)
+            mine = [tensor[rank * share : rank * share + share] for tensor in batch]
+            accumulate(sharded, mine, world_size, every)
+            for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
+                assert p.device_mesh.shape == ((2,) if nodes == 1 else (nodes, 2))
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8)
 
-    run_ranks(2, body)
+    run_ranks(2 * nodes, body)
 
 
 def sharded_model(activation_checkpointing=False):
     model = tiny_model()
-    del model.set_requires_gradient_sync  # FSDP2's own
+    del model.set_requires_gradient_sync, model.set_requires_all_reduce  # FSDP2's own
     args = d1.Args(activation_checkpointing=activation_checkpointing)
     return d1.parallelize(model, args)
 
@@ -88,6 +93,8 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
 
     class Answers:
         device = "cpu"
+
+        release = staticmethod(lambda: None)
 
         def generate(self, prompts, sample_offset, **settings):
             assert settings == {"temperature": 0.5} and 0 < len(prompts) <= -(-5 // world_size)

@@ -22,7 +22,7 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relat
 
 def parse(program, flags):
     """What the script's command line makes of the flags, without running it"""
-    if program == "bench/train.py":
+    if program == "bench/train.py" and not flags[0].startswith("-"):
         program, flags = f"algos/{flags[0]}.py", flags[1:]
     module = program.removesuffix(".py").replace("/", ".").replace("algos.mine", "algos.d1")
     if module.startswith("evals.") and module != "evals.show":
@@ -58,6 +58,14 @@ def test_commands_parse(page):
         args = parse(scripts[0], words[words.index(scripts[0]) + 1 :])
         tasks = getattr(args, "tasks", None) or getattr(args, "task", None) or "countdown"
         assert all((ROOT / f"evals/{task}.py").is_file() for task in tasks.split(",")), line
+
+
+def test_commands_of_the_training_tables_parse():
+    train = import_module("bench.train")
+    words = {"llada": "DIR", "sdar": "DIR", "peer": "DIR", "one": train.ONE, "eight": train.EIGHT}
+    for line in train.COMMANDS.strip().format(**words).splitlines():
+        program, *flags = line.split()
+        parse(program, flags)
 
 
 def test_generated_tables_are_current():

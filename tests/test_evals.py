@@ -5,6 +5,7 @@ examples read from rows of every layout (null: refused), and prompts. Real files
 folder in CLEANDLLM_DATA; without it their tests are skipped.
 """
 
+import gzip
 import json
 import os
 import sys
@@ -21,8 +22,10 @@ sys.path.insert(0, str(ROOT))
 from data.planning import countdown_solutions, stable_hash, sudoku_solutions
 from data.rows import read_rows
 from evals import TRAIN_TASKS, load_problems, load_task, programs, score_all
-from evals.math_grader import grade, in_threads, number
+from evals.examples import shots_in
+from evals.math_grader import grade, number
 from evals.rewards import REWARDS, load_reward
+from evals.sandbox import in_threads
 from models import load_tokenizer
 
 DATA = os.environ.get("CLEANDLLM_DATA")
@@ -32,10 +35,10 @@ GOLDEN = [json.loads(line) for line in (ROOT / "tests/golden/evals.jsonl").read_
 TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
 RECALL = {  # of judged completions, at least: of the forms that scorers were tuned on, of others
     "number": (0.91, 0.88),
-    "expression": (0.85, 0.45),
+    "expression": (0.89, 0.45),
     "latex": (0.75, 0.73),
-    "letter": (0.87, 0.75),
-    "list": (0.89, 0.62),
+    "letter": (0.92, 0.75),
+    "list": (0.92, 0.62),
     "program": (0.96, 0.96),
     "grid": (0.82, 0.73),
 }
@@ -90,7 +93,7 @@ def test_judged(family):
     hash is divisible by 3."""
     counts = Counter()
     lines = (ROOT / f"tests/judged/{family}.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines[:: 2 if family == "program" else 1]:  # to run programs takes time
+    for line in lines[:: 4 if family == "program" else 1]:  # to run programs takes time
         case = json.loads(line)
         task, example, cheats = load_task(case["task"]), case["example"], case["cheats"]
         forms, judged, verdicts = zip(*case["judged"], strict=True)
@@ -103,7 +106,7 @@ def test_judged(family):
     for held_out, recall in enumerate(RECALL[family]):
         right, missed = counts[held_out, 1, 1.0], counts[held_out, 1, 0.0]
         assert right >= recall * (right + missed)
-        assert counts[held_out, 0, 1.0] <= (7 if family == "number" else 0)
+        assert counts[held_out, 0, 1.0] <= (4 if family == "number" else 0)
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -129,7 +132,13 @@ def test_graders():
     assert [value and str(value) for value in values] == [value for _, value in case["numbers"]]
 
 
-@pytest.mark.parametrize("task", TASKS)
+# programs share a reader, as do mathematical answers
+SLOW = "humaneval_plus", "livecodebench", "olympiad"
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(t, marks=[pytest.mark.full] * (t in SLOW)) for t in TASKS]
+)
 def test_hostile_text_scores_zero_quickly(task):
     module, example = load_task(task), of("scores", task)[0]["example"]
     began = time.process_time()
@@ -246,6 +255,7 @@ HUB = {  # task: data set, config, hub's name of the test split
     "humaneval": ("openai/openai_humaneval", None, "test"),
     "humaneval_plus": ("evalplus/humanevalplus", None, "test"),
     "mbpp": ("google-research-datasets/mbpp", "full", "test"),
+    "mbpp_plus": ("evalplus/mbppplus", None, "test"),
 }
 
 
@@ -314,6 +324,95 @@ def test_worked_examples_and_subjects(hub):
     assert [len(example["options"]) for example in arc.load("test", "dare")] == [4, 4]
 
 
+def test_worked_examples_of_mmlu_pro(tmp_path, hub):
+    """Validation rows of the category; of a file the rows with a worked answer."""
+    pro, row = load_task("mmlu_pro"), row_of("mmlu_pro")
+    worked = lambda i: f"A: Let's think step by step. Because {i}. The answer is (J)."
+    dev = [row | {"question": f"dev {i}?", "cot_content": worked(i)} for i in range(6)]
+    other = [row | {"category": "math", "cot_content": worked(9)}]
+    parts = {("TIGER-Lab/MMLU-Pro", None, "validation"): other + dev}
+    hub(parts | {("TIGER-Lab/MMLU-Pro", None, "test"): [row] * 2})
+    [plain, _] = pro.load("test")
+    for name, style in (("5-shot", "reasons"), ("5-shot-direct", "letters")):
+        [first, _] = found = pro.load("test", name)
+        assert [shot["reason"] for shot in first["shots"]] == [
+            f"Because {i}. The answer is (J)." for i in range(5)
+        ]
+        assert first == plain | {"style": style, "shots": first["shots"]}
+        assert shots_in(pro.prompt(first)) == 5
+        path = write(tmp_path / "rows.jsonl", [row, *other, *dev, row])
+        assert pro.load("test", f"{path}@{name}") == found and pro.load("test", name, 1) == [first]
+    path = write(tmp_path / "rows.jsonl", [row, *dev[:4]])
+    assert "fewer than 5 dev rows of 'law'" in one_line(pro.load, "test", f"{path}@5-shot")
+    assert shots_in(pro.prompt(plain)) == 0 and len(pro.load("test", path)) == 5
+
+
+def test_worked_examples_of_gpqa(tmp_path):
+    """The five questions come from the user's file; the options are then in DARE's order."""
+    gpqa, text = load_task("gpqa"), "\nDo it.\nQuestion: A?\n(A) \\pi\n\nQuestion: B?\n"
+    config = tmp_path / "shown.py"
+    config.write_text(f'raise SystemExit\nfive_shot_prompt = """{text}"""\nother = """?"""\n')
+    options = {"Correct Answer": "r"} | {f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)}
+    path = write(tmp_path / "rows.jsonl", [{"Question": f"{i}?"} | options for i in range(6)])
+    examples = gpqa.load("test", f"{path}@{config}")
+    orders = ["".join(text.replace("w", "") for text in e["options"]) for e in examples]
+    assert orders == "2r13 r132 r213 1r32 2r31 312r".split(), "drawn with seed 0"
+    assert "".join(example["gold"] for example in examples) == "BAABBD"
+    assert {example["shots"] for example in examples} == {text}
+    assert shots_in(gpqa.prompt(examples[0])) == 2
+    assert gpqa.load("test", path)[0]["gold"] == "D" and gpqa.load("test", path)[1]["gold"] == "C"
+    assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{ROOT}/tests/size.py")
+    assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{tmp_path}/no.py")
+
+
+def test_evalplus_rows(tmp_path):
+    """Inputs without outputs: the reference says what is right, with EvalPlus' exceptions."""
+    row = {"prompt": '"""\nDo.\nassert f(1)\n"""\n', "base_input": [[1, 2]], "atol": 0}
+    case = lambda task, name, body, inputs, **more: (
+        row
+        | {"task_id": task, "entry_point": name, "plus_input": inputs} | more
+        | {"canonical_solution": f"\ndef {name}(*x):\n    return {body}\n"}
+    )  # fmt: skip
+    pairs = [[[1, 2], [3, 4]], [[], []]]
+    rows_and_answers = [  # row, body, whether it is right
+        (case("Mbpp/2", "f", "x[0] + (1,)", pairs, base_input=[]), "x[0] + (1,)", True),
+        (case("Mbpp/2", "f", "len(x)", pairs, base_input=[]), "x[0] == (1, 2) and 2 or 2", True),
+        (case("Mbpp/9", "f", "sum(x)", [[0.1, 0.2]]), "round(sum(x), 7)", True),
+        (case("Mbpp/9", "f", "sum(x)", [[0.1, 0.2]]), "round(sum(x), 7) + 0.01", False),
+        (case("Mbpp/9", "f", "list(x)", [[3, 4]]), "tuple(x)", False),
+        (case("Mbpp/9", "f", "list(x)", [[3, 4]]), "[1, 2]", False),
+        (case("Mbpp/9", "f", "x[0]", [], atol=0.5), "x[0] + 0.25", False),
+        (case("Mbpp/9", "f", "x[0] + .0", [], atol=0.5), "x[0] + 0.25", True),
+        (case("Mbpp/7", "find_char_long", "[*x]", [[3, 4]]), "x[::-1]", True),
+        (case("Mbpp/7", "other", "[*x]", [[3, 4]]), "x[::-1]", False),
+        (case("Mbpp/1", "check_str", "x", [[3, 4]]), "True", True),
+        (case("Mbpp/1", "check_str", "__import__('re').match('a', 'a')", []), "True", True),
+        (case("Mbpp/295", "sum_div", "x", [[3, 4]]), "0", True),
+        (case("Mbpp/164", "are_equivalent", "1", [[3, 4]]), "2", True),
+        (case("Mbpp/558", "digit_distance_nums", "1", [[35, 4]]), "4 if x[0] > 9 else 1", True),
+        (case("Mbpp/581", "surface_Area", "1", [[3, 4]]), "35 if x[0] > 2 else 5", True),
+        (case("HumanEval/32", "find_zero", "0", [[[6, -5, 1]]], base_input=[]), "2", True),
+        (case("HumanEval/9", "f", "x[0]", [[None], [float("inf")]]), "x[0]", True),
+    ]  # fmt: skip
+    path, plain = tmp_path / "rows.jsonl.gz", tmp_path / "rows.jsonl"
+    write(plain, [row for row, *_ in rows_and_answers])
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    plus, human = load_task("mbpp_plus"), load_task("humaneval_plus")
+    examples = plus.load("test", str(path))
+    assert human.load("test", str(path)) == examples
+    asked = "Please provide a self-contained Python script that solves the following problem in a "
+    asked += 'markdown code block:\n```\n"""\nDo.\nassert f(1)\n"""\n```\n'
+    assert plus.prompt(examples[0]) == [{"role": "user", "content": asked}]
+    code = "```python\ndef {}(*x):\n    return {}\n```"
+    texts = [code.format(row["entry_point"], body) for row, body, _ in rows_and_answers]
+    assert plus.score_batch(texts, examples) == [float(right) for *_, right in rows_and_answers]
+    gold = [plus.answer(example) for example in examples[:12]]
+    cheats = "__import__('sys').exit(0)", "type('Yes', (), {'__eq__': lambda *_: True})()"
+    cheats = [code.format("f", cheat) for cheat in cheats] + ["import os\nos._exit(0)\ndef f(): 0"]
+    scores = human.score_batch([*gold, *cheats], [*examples[:12], *[examples[4]] * 3])
+    assert scores == [1.0] * 12 + [0.0] * 3
+
+
 def zipped(path, files):
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
@@ -356,7 +455,7 @@ def test_bbh_clone(tmp_path):
     examples = bbh.load("test", str(tmp_path))
     assert [example["subject"] for example in examples] == bbh.TASKS
     assert {e["shots"] for e in examples} == {"Do it.\n\nQ: why\nIt is (A)."}
-    assert bbh.shots(examples[0]) == 1 and len(bbh.load("test", str(tmp_path), 3)) == 3
+    assert shots_in(bbh.prompt(examples[0])) == 1 and len(bbh.load("test", str(tmp_path), 3)) == 3
     (tmp_path / "cot-prompts/snarks.txt").unlink()
     assert "cot-prompts/snarks.txt" in one_line(bbh.load, "test", str(tmp_path))
 
@@ -383,7 +482,8 @@ def test_load_reward(monkeypatch):
     """Equal completions are judged once; a reward that is not finite stops the run and names its
     place."""
     mbpp, asked, judge = load_task("mbpp"), [], programs.run_batch
-    monkeypatch.setattr(programs, "run_batch", lambda jobs: asked.extend(jobs) or judge(jobs))
+    record = lambda jobs, workers: asked.extend(jobs) or judge(jobs, workers)
+    monkeypatch.setattr(programs, "run_batch", record)
     case = of("scores", "mbpp")[0]
     right, example = case["scores"][0][0], case["example"]
     other = example | {"tests": ["assert mul(1, 3) == 4"]}

@@ -45,7 +45,7 @@ def test_a_rollout_deals_prompts_and_draws_over_ranks(monkeypatch, ranks):
     monkeypatch.setattr(d1.dist, "get_world_size", lambda: ranks)
     for rank in range(ranks):
         monkeypatch.setattr(d1.dist, "get_rank", lambda: rank)  # noqa: B023
-        engine = SimpleNamespace(generate=generate)
+        engine = SimpleNamespace(generate=generate, make_room=lambda: None)
         trace, examples = d1.roll_out(
             engine, stream, {"gen_length": 12, "temperature": 0.9}, 5, args
         )
@@ -108,7 +108,7 @@ def test_rows_are_prepared_before_the_first_update(run_ranks, module):
 
 def sharded_model(module, seed=0):
     model = tiny_model(seed=seed)
-    del model.set_requires_gradient_sync  # FSDP2's own
+    del model.set_requires_gradient_sync, model.set_requires_all_reduce  # FSDP2's own
     return module.parallelize(model, module.Args())
 
 

@@ -296,11 +296,13 @@ def full(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-@pytest.mark.parametrize("gpu_bytes", [0, 1 << 40])
-def test_two_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes):
+@pytest.mark.parametrize("gpu_bytes, world_size", [(0, 2), (1 << 40, 4)])
+def test_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes, world_size):
     """Gradients, an AdamW step, exports and the saved adapter of two FSDP2 ranks equal those of one
-    unsharded process; the base is sharded, or whole on both ranks, where it fits.
+    unsharded process; the base is sharded, or whole on every rank, where it fits: here on two nodes
+    of two ranks.
     """
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
@@ -309,7 +311,7 @@ def test_two_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes):
         assert hasattr(sharded.lm_head.weight, "full_tensor") == (not gpu_bytes)
         for model, rows, scale in [
             (whole, slice(0, 8), 1),
-            (sharded, slice(4 * rank, 4 * rank + 4), world_size),
+            (sharded, slice(8 * rank // world_size, 8 * (rank + 1) // world_size), world_size),
         ]:
             params = [value for value in model.parameters() if value.requires_grad]
             optimizer = torch.optim.AdamW(params, lr=0.01)
@@ -338,7 +340,7 @@ def test_two_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes):
         for name, value in export_adapter(sharded):
             assert torch.equal(held["base_model.model." + name.replace(".default.", ".")], value)
 
-    run_ranks(2, body)
+    run_ranks(world_size, body)
 
 
 def test_an_engine_with_adapters_of_its_own_is_the_learner(run_ranks):

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from test_evals import of, one_line, row_of, write
 
-from evals import livecodebench, math_grader, sandbox
-from evals.math_grader import grade, in_threads, math_verify
+from evals import livecodebench, math_grader, programs, sandbox
+from evals.math_grader import grade, math_verify
 from evals.rewards import load_reward
+from evals.sandbox import in_threads
 
 ENDLESS = r"2^{2^{2^{100}}}"
 
@@ -237,16 +238,22 @@ def test_each_test_has_its_own_time_and_output_is_bounded(tmp_path, monkeypatch)
     assert "more than 8 MiB" in result.detail
 
 
-def test_problems_with_large_tests_are_judged_one_at_a_time(tmp_path, monkeypatch, patient):
+def test_as_many_problems_are_judged_at_once_as_memory_allows(tmp_path, monkeypatch, patient):
     small, large = packed(cases(("5 6", "11"))), cases(("1 2 " * 5000, "15000"))
     problems = examples(tmp_path, large, small, large, small, large)
-    batches, judge = [], livecodebench.pass_or_fail
-    record = lambda jobs: batches.append([job is not None for job in jobs]) or judge(jobs)
-    monkeypatch.setattr(livecodebench, "pass_or_fail", record)
-    monkeypatch.setattr(livecodebench, "LARGE", 10_000)
     right, wrong = "print(sum(map(int, input().split())))", "print(3)"
-    assert livecodebench.score_batch([right, right, wrong, wrong, ""], problems) == [1, 1, 0, 0, 0]
-    assert batches == [[True, True], [True], [True], [False]]
+    texts = [right, right, wrong, wrong, ""]
+    assert livecodebench.score_batch(texts, problems) == [1, 1, 0, 0, 0]
+    assert livecodebench.score_batch([], []) == []
+    assert 1 << 20 < livecodebench.free_memory() < 1 << 50
+    asked, size = [], problems[0]["private"][2]
+    passed = lambda jobs, workers: asked.append(workers) or [sandbox.Result(True, "")] * len(jobs)
+    monkeypatch.setattr(programs, "run_batch", passed)
+    for cores, free in ((16, 10**12), (16, 50 * size), (2, 0)):
+        monkeypatch.setattr(livecodebench, "own_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(livecodebench, "free_memory", lambda free=free: free)
+        assert livecodebench.score_batch(texts, problems) == [1, 1, 1, 1, 0]
+    assert asked == [16, 3, 1]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="reads its own memory, as root")

@@ -126,4 +126,6 @@ def test_config_has_the_choice_and_resume_keeps_it(run_ranks, tmp_path, on_gpu, 
     flags = ["bgpo.py", "--resume", str(directory), "--max-steps", "2"]
     monkeypatch.setattr("sys.argv", flags)
     assert 0 < chosen <= size < on_gpu(10).size
-    assert on_gpu(10, args=command_line(bgpo.Args)).size == chosen  # where more would fit
+    assert (
+        on_gpu(10, args=command_line(bgpo.Args, bgpo.BY_SIZE)).size == chosen
+    )  # where more would fit

@@ -91,6 +91,31 @@ def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
             engine.load_weights(given.items())
 
 
+@pytest.mark.parametrize(
+    "updates, released",
+    [
+        ([60, 60, 60], [1, 0, 0]),  # of 100, beside a cache of 20
+        ([75, 75, 75], [1, 1, 1]),
+        ([60, 60, 75, 60, 60], [1, 0, 0, 1, 1]),
+    ],
+)
+def test_room_is_made_for_updates_that_need_it(monkeypatch, updates, released):
+    """A simulated GPU: what generate keeps is freed before the first update, and where it would not
+    fit beside the largest so far.
+    """
+    engine, peak, held, found = engine_of("sdar"), 0, {}, []
+    monkeypatch.setattr(engine, "release", lambda: held.update(cache=0))
+    monkeypatch.setattr("rollout.engine.cuda_bytes", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["cache"])
+    for update in updates:
+        held["cache"] = 20  # after a rollout
+        engine.make_room()
+        found.append(held["cache"] == 0)
+        peak = max(peak, update + held["cache"])
+    assert found == released
+
+
 def test_make_engine_loads_directories_and_models(tmp_path):
     source = random_model(SMALL | {"vocab_size": 264, "mask_token_id": 257})
     source.eos_token_ids, source.pad_token_id = [256], 256

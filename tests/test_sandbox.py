@@ -491,6 +491,28 @@ def test_attack(name, surroundings, mode=PROXY):
     check_nothing_is_left([result])
 
 
+def test_a_name_of_any_bytes():
+    """The supervisor reads the names of all processes."""
+    code = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe\\x80')\ntime.sleep(0.3)"
+    assert run(job(code + F)).passed
+
+
+def test_a_supervisor_that_dies_ends_no_run(monkeypatch):
+    """Its program fails; only a sandbox that runs no program at all raises."""
+    supervised, broken = sandbox._supervised, [job(F)]
+
+    def dies(program, *arguments):
+        if program in broken:
+            raise sandbox.NoAnswer("sandbox: no answer")
+        return supervised(program, *arguments)
+
+    monkeypatch.setattr(sandbox, "_supervised", dies)
+    assert [result.reason for result in run_batch([job(F), job(F + "#")])] == ["lost", "passed"]
+    broken.append(sandbox.EMPTY)
+    with pytest.raises(SandboxError):
+        run(job(F))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mode"), [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)]

@@ -5,6 +5,8 @@ byte-identical.
 import ast
 import importlib
 import io
+import json
+import sys
 import tokenize
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +16,9 @@ import torch
 from size import LAYOUT, size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
+from models.defaults import training
 from rollout.engine import Sampling
+from runlog import command_line
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("models", "rollout", "kernels", "evals", "data", "algos")
@@ -84,6 +88,39 @@ def test_the_order_of_a_script(script):
         assert {"RECORDS", "USES_OLD", "USES_REF", "DRAWS_TOGETHER"} <= set(vars(module))
         known = {field.name for field in fields(module.Args)}
         assert set(module.ROLLOUT.split()) <= known & {field.name for field in fields(Sampling)}
+
+
+WIDTH = {"llada": {"d_model": 4096}, "Dream": {"hidden_size": 3584}, "sdar": {"hidden_size": 4096}}
+WIDTH |= {"sdar_moe": {"hidden_size": 2048}, "llada2_moe": {"hidden_size": 2048}}
+
+
+@pytest.mark.parametrize("script", METHODS)
+def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
+    """Fields of a model or method exist; a flag wins; the printed line gives the same run."""
+    module, parsed = importlib.import_module(f"algos.{script}"), {}
+    args = [importlib.import_module(f"algos.{name}").Args for name in METHODS]
+    known = {field.name for one in args for field in fields(one)}
+
+    def parse(*flags):
+        monkeypatch.setattr(sys, "argv", [f"algos/{script}.py", *flags])
+        return command_line(module.Args, module.BY_SIZE)
+
+    for kind in WIDTH:
+        (tmp_path / "config.json").write_text(json.dumps(WIDTH[kind] | {"model_type": kind}))
+        for rank in (128, 0):
+            chosen = training(str(tmp_path), "countdown", rank, module.BY_SIZE)
+            assert chosen.keys() <= known
+        lora, full = (parse("--model", str(tmp_path), *more) for more in ((), ("--lora-rank", "0")))
+        parsed[kind], line = lora, capsys.readouterr().err.splitlines()[-2].split()
+        assert parse(*line[2:]) == lora
+        assert (lora.task, lora.lora_rank, lora.gen_length) == ("gsm8k", 128, 256)
+        assert full.lora_rank == 0 and lora.learning_rate > full.learning_rate / 2
+        assert parse("--model", str(tmp_path), "--gen-length", "64").gen_length == 64
+        assert parse("--model", str(tmp_path), "--task", "countdown").data == "cd3"
+    tiny = parse()
+    assert tiny.model.startswith("tiny-") and tiny.lora_rank == 0
+    assert tiny.learning_rate == module.BY_SIZE["tiny"]["learning_rate"]
+    assert parsed["sdar"].denoising_steps == 4 and parsed["llada"].block_length == 32
 
 
 def test_sizes():
