@@ -24,7 +24,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
@@ -51,7 +50,6 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.training_state import Saves
 from plan import fit
 from rollout import make_engine, probe, rollout_metrics
 from rollout.sampling import keyed_uniform
@@ -291,6 +289,13 @@ def parallelize(model, args):
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
+    # not at the top: takes 0.7 s, for which --help and refused commands need not wait
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     # forward inputs are not cast: rotary tables and masks stay exact
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if torch.cuda.is_available():
@@ -342,6 +347,8 @@ def optimizer_step(optimizer, sums, step, args):
 
 def open_run(model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
+    from models.training_state import Saves
+
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         betas=args.betas,

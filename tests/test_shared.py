@@ -5,8 +5,12 @@ byte-identical.
 import ast
 import importlib
 import io
+<<<<<<< HEAD
 import json
 import sys
+=======
+import re
+>>>>>>> 73c23ed (Faster start: FSDP, DTensor and the checkpoint writer are imported where they are used)
 import tokenize
 from dataclasses import fields
 from pathlib import Path
@@ -149,6 +153,14 @@ def test_services_know_neither_args_nor_scripts():
             if isinstance(node, ast.FunctionDef) and not has_args and node.name != "main":
                 taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 assert "args" not in [arg.arg for arg in taken], f"{path}:{node.lineno}"
+
+
+def test_slow_packages_are_imported_where_they_are_used():
+    """`--help` and a refused command take little longer than `import torch`."""
+    slow = "transformers|peft|datasets|wandb|matplotlib|torch\\.(_dynamo|distributed\\.(fsdp|tensor))"
+    for path in [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]:
+        found = re.search(rf"^(import|from) ({slow}|.*training_state)\b", path.read_text(), re.M)
+        assert not found, f"{path}: {found[0]}"
 
 
 def test_importing_a_script_has_no_effect():
