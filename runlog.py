@@ -217,7 +217,7 @@ def why_dead(steps, metrics, most):
         f"{metrics['reward/mean']:.3g}, std {metrics['reward/std']:.2g}; of the completions "
         f"{metrics['completion/truncated_frac']:.0%} are cut off, "
         f"{metrics['completion/empty_frac']:.0%} empty, "
-        f"{metrics['completion/distinct_frac']:.0%} different from others of their group"
+        f"{metrics['completion/distinct_frac']:.0%} distinct within their group"
         + (f"; the run ends after {most} such steps (--dead-steps)" if steps < most else "")
     )
 
