@@ -53,6 +53,9 @@ SUMMARY = {
 }
 
 
+DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
+
+
 class RunLog:
     """All ranks construct it and know `run_dir`; only rank 0 writes, others do nothing."""
 
@@ -176,22 +179,47 @@ class RunLog:
         self.close(failed=error_type is not None)
 
 
-class StopSignal:
-    """Remembers SIGTERM (a scheduler's notice), so that the loop can end between two steps."""
+class Stop:
+    """Whether the loop has to end between two steps, and the `reason`: SIGTERM came (a scheduler's
+    notice), or the run is dead, because no completion has had an advantage for many steps.
+    """
 
-    def __init__(self):
-        self.received = False
+    def __init__(self, dead_steps=0):
+        """dead_steps: so many steps in a row without an advantage end the run; 0: they do not."""
+        self.received, self.dead_steps, self.dead = False, dead_steps, 0
+        self.reason = "stopped by a signal"
         signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number, frame):
         self.received = True
 
-    def is_set(self):
-        """Whether any rank received it. Collective."""
+    def is_set(self, advantages=None, metrics=None):
+        """On any rank. advantages: of this rank's completions; metrics: with those of the rollout,
+        for the line that after DEAD_STEPS dead steps, and at the end, says why. Collective.
+        """
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        flag = torch.tensor(int(self.received), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        is_alive = advantages is None or bool(advantages.any())
+        flags = torch.tensor([self.received, is_alive], dtype=torch.int, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        received, is_alive = flags.tolist()
+        self.dead = 0 if is_alive else self.dead + 1
+        is_dead = self.dead >= (self.dead_steps or math.inf)
+        if is_first_rank() and (is_dead or self.dead == DEAD_STEPS):
+            tqdm.write(why_dead(self.dead, metrics, self.dead_steps), file=sys.stderr)
+        self.reason = "stopped as nothing is learned" if is_dead else self.reason
+        return bool(received or is_dead)
+
+
+def why_dead(steps, metrics, most):
+    """A line with the figures that tell the reasons apart."""
+    return (
+        f"warning: for {steps} steps all rewards of every group were equal: mean "
+        f"{metrics['reward/mean']:.3g}, std {metrics['reward/std']:.2g}; of the completions "
+        f"{metrics['completion/truncated_frac']:.0%} are cut off, "
+        f"{metrics['completion/empty_frac']:.0%} empty, "
+        f"{metrics['completion/distinct_frac']:.0%} distinct within their group"
+        + (f"; the run ends after {most} such steps (--dead-steps)" if steps < most else "")
+    )
 
 
 class Stopwatch(dict):
@@ -285,25 +313,26 @@ def truncate_rows(path, step):
         write_atomically(path, "".join(kept))
 
 
+CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
+
+
 def command_line(arguments, by_size):
     """Parse the flags of a script into its dataclass. --resume DIR: that run's flags are defaults.
 
     A flag that is left out takes the model's value (models/defaults.py), or the method's own for
     the model's size (by_size). SystemExit if a flag has another value than the run had, but for
-    max_steps, track and resume.
+    CHANGEABLE.
     """
-    import tyro
-
     note = (
         "Defaults below are the method's. A flag left out takes the model's value, if it has one."
     )
-    given = tyro.cli(arguments, description=note)
+    given = parsed(arguments, description=note)
     known = [field.name for field in fields(arguments)]
     if not given.resume:
         for _ in range(2):  # the first sets lora_rank, on which others depend
             chosen = training(given.model, given.task, given.lora_rank, by_size)
             chosen = {name: chosen[name] for name in known if name in chosen}
-            given = tyro.cli(arguments, default=arguments(**chosen))
+            given = parsed(arguments, default=arguments(**chosen))
         if os.environ.get("RANK", "0") == "0":
             print(f"settings: {sys.argv[0]} {flags_of(given)}", file=sys.stderr)
         return check_numbers(given)
@@ -317,13 +346,24 @@ def command_line(arguments, by_size):
     saved = {key: value for key, value in config["args"].items() if key in known}
     lists = {key: tuple(value) for key, value in saved.items() if isinstance(value, list)}
     before = arguments(**saved | lists)
-    now = tyro.cli(arguments, default=before)
+    now = parsed(arguments, default=before)
     for name in known:
         then, here = getattr(before, name), getattr(now, name)
-        if then != here and name not in ("max_steps", "track", "resume"):
+        if then != here and name not in CHANGEABLE:
             flag = name.replace("_", "-")
             raise SystemExit(f"--resume: the run had --{flag} {then}, now it is {here}")
     return check_numbers(now)
+
+
+def parsed(arguments, **options):
+    """The flags as the dataclass; files of --task and --reward with their whole path."""
+    import tyro
+
+    args = tyro.cli(arguments, **options)
+    for name in ("task", "reward"):
+        if ".py" in (path := getattr(args, name, "")):
+            setattr(args, name, str(Path(path).resolve()))
+    return args
 
 
 def flags_of(args):

@@ -23,7 +23,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
@@ -50,11 +49,10 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.training_state import Saves
 from plan import fit
 from rollout import make_engine, probe, rollout_metrics
 from rollout.sampling import keyed_uniform
-from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
+from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
@@ -87,16 +85,22 @@ class Args:
     steps_of: Literal["group", "sequence"] = "group"
     """|A| summed over the group chooses its steps, or each sequence's own (released code)"""
     # >>> shared: args
+    # task and data
     model: str = "tiny-sdar"
     """key of models.MODELS, or a directory in HF layout"""
     task: str = "countdown"
-    """module of evals/ that gives prompts and scores"""
+    """file of evals/ that gives prompts and scores, or path.py, a file of your own"""
     data: str = ""
     """problems: preset of the task, file, or hub id; empty: the task's own preset"""
     eval_data: str = ""
-    """held-out problems; empty: other splits of --data (required where --data is a file)"""
+    """held-out problems; empty: other splits of --data, of a file two tenths of its problems"""
     reward: str = ""
-    """name in evals/rewards.py; empty: the task's exact score"""
+    """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    max_prompt_length: int = 1024
+    """tokens; problems with longer prompts are dropped and counted"""
+    # rollout
+    prompts_per_step: int = 32
+    """prompts per rollout, over all ranks"""
     gen_length: int = 12
     """tokens per completion, whole blocks; block models fill up the last one"""
     block_length: int = 0
@@ -113,26 +117,28 @@ class Args:
     """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
     rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
     """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
-    max_prompt_length: int = 1024
-    """tokens; problems with longer prompts are dropped and counted"""
-    prompts_per_step: int = 32
-    """prompts per rollout, over all ranks"""
-    micro_batch_size: int = 0
-    """sequences per forward, rows x draws; 0: the most that fit; does not change the gradient"""
-    lora_rank: int = 0
-    """rank of the LoRA adapters; 0: full fine-tuning"""
-    lora_alpha: int = 64
-    """adapters are scaled by lora_alpha / lora_rank"""
-    lora_targets: tuple[str, ...] = ()
-    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
-    lora_merged_rollout: bool = False
-    """merge the adapters into the sampler's bf16 weights (loses small updates)"""
+    # length of the run and evaluation
+    max_steps: int = 100
+    """rollouts"""
+    dead_steps: int = 50
+    """end the run after so many steps in which no group has different rewards; 0: never"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
     """rollout steps of the schedule; 0: --max-steps"""
     warmup_steps: int = 0
     """linear warm-up of the learning rate, in rollout steps"""
+    eval_every: int = 25
+    """steps between evaluations on the validation split, 0: never"""
+    eval_limit: int = 512
+    """held-out problems per evaluation; 0: no evaluation at all, not even before and after"""
+    eval_temperature: float = 0.0
+    """of evaluation completions; 0 is greedy"""
+    seed: int = 42
+    """every draw is keyed by (seed, step, sample, ...)"""
+    # memory and speed
+    micro_batch_size: int = 0
+    """sequences per forward, rows x draws; 0: the most that fit; does not change the gradient"""
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
     """attention backend in training; auto: the fastest measured for the model's pattern"""
     activation_checkpointing: bool = False
@@ -141,24 +147,24 @@ class Args:
     """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
-    max_steps: int = 100
-    """rollouts"""
-    eval_every: int = 25
-    """steps between evaluations on the validation split, 0: never"""
-    eval_limit: int = 512
-    """held-out problems per evaluation; 0: no evaluation at all, not even before and after"""
-    eval_temperature: float = 0.0
-    """of evaluation completions; 0 is greedy"""
+    # LoRA
+    lora_rank: int = 0
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    lora_alpha: int = 64
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
+    lora_merged_rollout: bool = False
+    """merge the adapters into the sampler's bf16 weights (loses small updates)"""
+    # log and saves
     save_every: int = 0
     """steps between saves of weights and of all that --resume needs, 0: only weights, at the end"""
     keep_saves: int = 0
     """newest saves to keep besides the best by validation score; 0: all"""
     resume: str = ""
-    """run directory to continue, with the arguments it had; only --max-steps may change"""
+    """run directory to continue, with its arguments; --max-steps and --dead-steps may change"""
     out: str = "runs"
     """parent of the run directory"""
-    seed: int = 42
-    """every draw is keyed by (seed, step, sample, ...)"""
     track: bool = False
     """mirror the log to wandb"""
     # <<< shared: args
@@ -292,6 +298,13 @@ def parallelize(model, args):
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
+    # not at the top: takes 0.7 s, for which --help and refused commands need not wait
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     # forward inputs are not cast: rotary tables and masks stay exact
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if torch.cuda.is_available():
@@ -341,8 +354,10 @@ def optimizer_step(optimizer, sums, step, args):
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
 
 
-def open_run(model, tokenizer, args):
+def open_run(task, model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
+    from models.training_state import Saves
+
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         betas=args.betas,
@@ -350,7 +365,7 @@ def open_run(model, tokenizer, args):
         fused=torch.cuda.is_available(),
     )
     start = Saves.load(args.resume, model, optimizer)
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
+    name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
     log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(
         log.run_dir,
@@ -361,7 +376,7 @@ def open_run(model, tokenizer, args):
         args.keep_saves,
         args.save_every,
         args.max_steps,
-        log.history(f"eval/{args.task}"),
+        log.history(f"eval/{task.NAME}"),
     )
     return optimizer, start, log, saves
 
@@ -495,15 +510,9 @@ def load_data(args):
     rank_share(args.prompts_per_step, "--prompts-per-step")
     if args.beta and not USES_REF:
         raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
-    if args.eval_limit and Path(args.data.partition("@")[0]).is_file() and not args.eval_data:
-        raise SystemExit(
-            f"--data {args.data} has no held-out split: "
-            "name one with --eval-data, or pass --eval-limit 0"
-        )
-    task = load_task(args.task)
-    tokenizer = load_tokenizer(args.model)
-    reward, held_out = load_reward(args.reward, task), args.eval_data or args.data
-    sources = {"train": args.data, "validation": held_out, "test": held_out}
+    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
+    reward = load_reward(args.reward, task)
+    sources = {"train": args.data, "validation": args.eval_data, "test": args.eval_data}
     problems, dropped = load_splits(
         task, sources, tokenizer, args.max_prompt_length, args.eval_limit
     )
@@ -609,8 +618,8 @@ def main(args):
     task, tokenizer, reward, problems, facts = load_data(args)
     args.micro_batch_size = fit(args, problems, DRAWS, DRAWS_TOGETHER, USES_OLD)
     model, ref_model, engine = load_models(device, sampling, args)
-    optimizer, start, log, saves = open_run(model, tokenizer, args)
-    stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), StopSignal()
+    optimizer, start, log, saves = open_run(task, model, tokenizer, args)
+    stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), Stop(args.dead_steps)
     log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")
     check = lambda: probe(engine, model, problems["train"][0][1], seed=args.seed, **sampling)
     scored = sampling | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
@@ -619,7 +628,7 @@ def main(args):
     if not start:
         log.write(0, check())
         if args.eval_limit:
-            log.write(0, {f"test/{args.task}": score("test")})
+            log.write(0, {f"test/{task.NAME}": score("test")})
     # <<< shared: start
     for step in range(start, args.max_steps):
         # >>> shared: rollout
@@ -645,22 +654,23 @@ def main(args):
         metrics |= rollout_metrics(trace, rewards, parts, args.num_generations)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= {f"eval/{args.task}": score("validation")} | check()
+                metrics |= {f"eval/{task.NAME}": score("validation")} | check()
         metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
-        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped := stop.is_set())
+        stopped = stop.is_set(batch.advantages, metrics)
+        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
         if stopped:
-            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+            log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: log
-    else:  # not stopped by a signal
+    else:  # not stopped
         # >>> shared: end
         if args.eval_limit:
-            before, after = log.history(f"test/{args.task}")[0][1], score("test")
-            log.write(args.max_steps, {f"test/{args.task}": after})
-            facts = f"{args.task} on {len(problems['test'])} held-out problems"
+            before, after = log.history(f"test/{task.NAME}")[0][1], score("test")
+            log.write(args.max_steps, {f"test/{task.NAME}": after})
+            facts = f"{task.NAME} on {len(problems['test'])} held-out problems"
             log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))

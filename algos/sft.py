@@ -28,7 +28,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
@@ -45,11 +44,10 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.training_state import Saves
 from plan import fit_answers
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
-from runlog import RunLog, StopSignal, Stopwatch, command_line, machine_metrics
+from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B rows, T tokens of a row
 
@@ -78,38 +76,24 @@ class Args:
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
     # >>> shared: offline_args
+    # task and data
     model: str = "tiny-sdar"
     """key of models.MODELS, or a directory in HF layout"""
     task: str = "countdown"
-    """module of evals/: held-out score, and training rows where --data names no file"""
+    """file of evals/, or path.py: held-out score, and training rows where --data names no file"""
     eval_data: str = ""
     """problems of the held-out score; empty: other splits of the preset, else the task's own"""
     max_length: int = 2048
     """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
-    lora_rank: int = 0
-    """rank of the LoRA adapters; 0: full fine-tuning"""
-    lora_alpha: int = 64
-    """adapters are scaled by lora_alpha / lora_rank"""
-    lora_targets: tuple[str, ...] = ()
-    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
-    micro_batch_size: int = 0
-    """noised sequences per forward; 0: the most that fit; does not change the gradient"""
+    # length of the run and evaluation
+    max_steps: int = 100
+    """optimizer steps"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
     """steps of the schedule; 0: --max-steps"""
     warmup_steps: int = 0
     """linear warm-up of the learning rate"""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
-    """attention backend in training; auto: the fastest measured for the model's pattern"""
-    activation_checkpointing: bool = False
-    """recompute every block in the backward pass: less memory, a third more compute"""
-    compile: bool = True
-    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
-    sync_every_backward: bool = False
-    """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
-    max_steps: int = 100
-    """optimizer steps"""
     eval_every: int = 0
     """steps between evaluations on the validation split, 0: never"""
     eval_limit: int = 512
@@ -120,6 +104,27 @@ class Args:
     """evaluation: tokens per denoising block; 0: the model's own"""
     denoising_steps: int = 2
     """evaluation: denoising steps per block"""
+    seed: int = 42
+    """every draw is keyed by (seed, step, sample, ...)"""
+    # memory and speed
+    micro_batch_size: int = 0
+    """noised sequences per forward; 0: the most that fit; does not change the gradient"""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
+    """attention backend in training; auto: the fastest measured for the model's pattern"""
+    activation_checkpointing: bool = False
+    """recompute every block in the backward pass: less memory, a third more compute"""
+    compile: bool = True
+    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
+    sync_every_backward: bool = False
+    """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    # LoRA
+    lora_rank: int = 0
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    lora_alpha: int = 64
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
+    # log and saves
     save_every: int = 0
     """steps between saves of weights and of all that --resume needs, 0: only weights, at the end"""
     keep_saves: int = 0
@@ -128,8 +133,6 @@ class Args:
     """run directory to continue, with the arguments it had; only --max-steps may change"""
     out: str = "runs"
     """parent of the run directory"""
-    seed: int = 42
-    """every draw is keyed by (seed, step, sample, ...)"""
     track: bool = False
     """mirror the log to wandb"""
     # <<< shared: offline_args
@@ -222,6 +225,13 @@ def parallelize(model, args):
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
+    # not at the top: takes 0.7 s, for which --help and refused commands need not wait
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     # forward inputs are not cast: rotary tables and masks stay exact
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if torch.cuda.is_available():
@@ -271,8 +281,10 @@ def optimizer_step(optimizer, sums, step, args):
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
 
 
-def open_run(model, tokenizer, args):
+def open_run(task, model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
+    from models.training_state import Saves
+
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         betas=args.betas,
@@ -280,7 +292,7 @@ def open_run(model, tokenizer, args):
         fused=torch.cuda.is_available(),
     )
     start = Saves.load(args.resume, model, optimizer)
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-{args.task}-s{args.seed}"
+    name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
     log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(
         log.run_dir,
@@ -291,7 +303,7 @@ def open_run(model, tokenizer, args):
         args.keep_saves,
         args.save_every,
         args.max_steps,
-        log.history(f"eval/{args.task}"),
+        log.history(f"eval/{task.NAME}"),
     )
     return optimizer, start, log, saves
 
@@ -452,8 +464,8 @@ def main(args):
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     engine = make_engine(args.model, device=device) if args.eval_limit else None
-    optimizer, start, log, saves = open_run(model, tokenizer, args)
-    stream, stop = ShuffledStream(rows, args.seed, log.run_dir), StopSignal()
+    optimizer, start, log, saves = open_run(task, model, tokenizer, args)
+    stream, stop = ShuffledStream(rows, args.seed, log.run_dir), Stop()
     log.say(facts)
     if engine:
         log.say(f"evaluations: {engine.plan(**decoding(args))}")
@@ -469,18 +481,18 @@ def main(args):
         metrics |= routing_extremes(routing)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics[f"eval/{args.task}"] = score("validation")
+                metrics[f"eval/{task.NAME}"] = score("validation")
         log_step(log, metrics, clock, (batch.document_ids >= 0).sum(), step)
         # >>> shared: offline_save
         stopped = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{args.task}"), stopped)
+        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
         if stopped:
-            log.say(f"stopped by a signal after step {step + 1}: go on with --resume {log.run_dir}")
+            log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: offline_save
-    else:  # not stopped by a signal
+    else:  # not stopped
         if args.eval_limit:
-            log.write(args.max_steps, {f"test/{args.task}": score("test")})
+            log.write(args.max_steps, {f"test/{task.NAME}": score("test")})
     log.end(saves.newest)
     close_distributed()
 

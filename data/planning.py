@@ -86,9 +86,10 @@ def sudoku_solutions(puzzle):
     return found
 
 
-def countdown_split(numbers, target):
-    """The split of a problem; `numbers` are sorted, so that all their orders are in one split."""
-    return {0: "test", 1: "validation"}.get(stable_hash(numbers, target) % 10, "train")
+def split_of(*problem):
+    """The split of a problem, by its hash. Countdown: sorted numbers and target, so that all orders
+    of the numbers are in one split."""
+    return {0: "test", 1: "validation"}.get(stable_hash(*problem) % 10, "train")
 
 
 @cache
@@ -99,7 +100,7 @@ def every_problem(preset):
     for numbers in combinations_with_replacement(pool, settings["count"]):
         values = {value for value, _ in expressions(numbers, settings["operators"]).values()}
         for target in values.intersection(settings["targets"]):
-            split = countdown_split(numbers, target := int(target))
+            split = split_of(numbers, target := int(target))
             problems[split] += [(order, target) for order in set(permutations(numbers))]
     return {
         split: sorted(rows, key=lambda problem: stable_hash(*problem))
@@ -115,7 +116,7 @@ def drawn_problems(preset, split):
         numbers = tuple(rng.randint(1, settings["largest"]) for _ in range(settings["count"]))
         target = drawn_value(list(numbers), settings["operators"], rng)
         key = (tuple(sorted(numbers)), target)
-        if target in settings["targets"] and key not in seen and countdown_split(*key) == split:
+        if target in settings["targets"] and key not in seen and split_of(*key) == split:
             seen.add(key)
             yield numbers, target
 

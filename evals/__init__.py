@@ -3,12 +3,16 @@ training."""
 
 import math
 import re
+import sys
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from data.planning import split_of
 from evals.math_grader import MAX_LENGTH, boxes
 from evals.sandbox import in_threads
 from models import prompt_ids
@@ -16,6 +20,8 @@ from models import prompt_ids
 # tasks with train and validation rows of their own; to train on another task, give it a file with
 # --data
 TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "sudoku")
+# what a task has, and how many arguments it takes
+FUNCTIONS = {"load": 3, "prompt": 1, "extract": 2, "score": 2}
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
 TRIAL = "```python\npass\n```"
@@ -35,12 +41,39 @@ OPERATORS = str.maketrans(
 
 
 def load_task(name):
-    """--task NAME -> the module evals/NAME.py. SystemExit lists the tasks if it is unknown."""
-    files = Path(__file__).parent.glob("*.py")
-    tasks = sorted(file.stem for file in files if "\ndef load(" in file.read_text(encoding="utf-8"))
-    if name not in tasks:
-        raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
-    return import_module(f"evals.{name}")
+    """--task NAME -> the module evals/NAME.py; or, for a path that ends in .py, that file as a
+    module, which needs FUNCTIONS. Its NAME is the file's, without the folder and .py.
+
+    SystemExit lists the tasks if it is unknown, or says what the file lacks.
+    """
+    if name.endswith(".py"):
+        task = load_file(name, FUNCTIONS)
+    else:
+        files = Path(__file__).parent.glob("*.py")
+        has_load = lambda file: "\ndef load(" in file.read_text(encoding="utf-8")
+        if name not in (tasks := sorted(file.stem for file in files if has_load(file))):
+            raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
+        task = import_module(f"evals.{name}")
+    task.NAME, task.PRESETS = Path(name).stem, getattr(task, "PRESETS", ())
+    return task
+
+
+def load_file(path, functions):
+    """A Python file, anywhere, as a module. functions: {name: number of arguments} that it needs.
+    SystemExit says what is missing."""
+    if not Path(path).is_file():
+        raise SystemExit(f"{path}: no such file")
+    spec = spec_from_file_location(Path(path).stem, path)
+    module = module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    for name, count in functions.items():
+        try:
+            signature(getattr(module, name, None)).bind(*range(count))
+        except TypeError as error:
+            needed = f"needs a function {name} of {count} arguments"
+            raise SystemExit(f"{path}: {needed} ({error})") from error
+    return module
 
 
 def main(task):
@@ -48,19 +81,25 @@ def main(task):
     import_module("evals.run").main(task)
 
 
-def load_examples(task, split, data, limit=None):
-    """`load` of a task; SystemExit if there are no examples."""
-    if examples := task.load(split, data, limit):
-        return examples
-    raise SystemExit(f"--data {data}: no problems in it")
+def load_examples(task, split, data, limit=None, divided=False):
+    """`load` of a task; SystemExit if there are no examples. divided: the problems of `split` among
+    those to train on, a tenth each for validation and test. Equal prompts are in one split."""
+    examples = task.load("train" if divided else split, data, None if divided else limit)
+    if divided:
+        examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
+    if not examples:
+        other = f" for {split}: name some with --eval-data" if divided else ""
+        raise SystemExit(f"--data {data}: no problems in it{other}")
+    return examples
 
 
-def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
-    """-> [(example, prompt ids)], number of problems dropped because their prompt is too long.
+def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, divided=False):
+    """-> [(example, prompt ids)] of load_examples, number of problems dropped because their prompt
+    is too long.
 
     SystemExit if no problem is left, or if a prompt contains the mask token, which samplers refuse.
     """
-    examples = load_examples(task, split, data, limit)
+    examples = load_examples(task, split, data, limit, divided)
     problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
@@ -79,15 +118,18 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None):
 def load_splits(task, sources, tokenizer, max_prompt_length, eval_limit):
     """-> {split: problems}, {split: number dropped}, both as of load_problems
 
-    sources: {split: data}. Of a split other than train at most eval_limit problems are loaded; if
-    that is 0, the split is left out.
+    sources: {split: data}. If the others are "", they are splits of the training data; a file is
+    divided. Of a split other than train at most eval_limit problems are loaded; if that is 0, the
+    split is left out.
     """
-    problems, dropped = {}, {}
+    problems, dropped, own = {}, {}, sources.get("train", "")
+    is_file = Path(own.partition("@")[0]).is_file()
     for split, data in sources.items():
         limit = None if split == "train" else eval_limit
         if limit != 0:
+            divided = bool(is_file and eval_limit and not sources["validation"])
             problems[split], dropped[split] = load_problems(
-                task, split, data, tokenizer, max_prompt_length, limit
+                task, split, data or own, tokenizer, max_prompt_length, limit, divided
             )
     return problems, dropped
 

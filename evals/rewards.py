@@ -1,5 +1,5 @@
 """Shaped rewards by name: function(completion, example) -> finite components, whose sum is the
-reward.
+reward. A function of your own, --reward path.py:function, may also return one number.
 
 They are for training and live beside the metric, never in it: without --reward a run is trained on
 the task's score(), which pays for nothing but right answers. Rewards called ..._d1 pay what the
@@ -12,9 +12,19 @@ import ast
 import math
 import operator
 import re
+from numbers import Real
 
 from data.planning import sudoku_solutions
-from evals import TRAIN_TASKS, countdown, gsm8k, mbpp, score_all, sudoku, tagged_answer
+from evals import (
+    TRAIN_TASKS,
+    countdown,
+    gsm8k,
+    load_file,
+    mbpp,
+    score_all,
+    sudoku,
+    tagged_answer,
+)
 from evals.math_grader import MATHD, boxes, grade, last_box, rewritten
 from evals.programs import parsed, pass_or_fail
 from evals.sandbox import in_threads
@@ -285,32 +295,40 @@ def task_of(name):
 
 
 def load_reward(name, task):
-    """--reward NAME -> function(completions, examples) -> [{component: value}]; "" -> the score of
-    the task, as "score".
+    """--reward NAME or path.py:function -> function(completions, examples) -> [{component: value}];
+    "" -> the score of the task, as "score".
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
     own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
-    if a reward is not finite. load_reward ends in SystemExit if there is no such reward, or if it
-    reads the examples of another task, and lists the rewards.
+    if a reward is not finite. load_reward ends in SystemExit if there is no such reward or file, or
+    if it reads the examples of another task, and lists the rewards.
     """
-    own = task.__name__.removeprefix("evals.")
-    if name and (name not in REWARDS or task_of(name) not in (own, "")):
+    own, function = task.__name__.removeprefix("evals."), REWARDS.get(name)
+    file, _, function_name = name.rpartition(":")
+    if file.endswith(".py"):
+        module = load_file(file, {function_name: 2})
+        function = getattr(module, function_name)
+    elif name and (name not in REWARDS or task_of(name) not in (own, "")):
         problem = f"does not fit {own}" if name in REWARDS else "no such reward"
         known = "; ".join(f"{reward} for {task_of(reward) or 'every task'}" for reward in REWARDS)
         raise SystemExit(f"--reward {name}: {problem}; known: {known}")
+
+    def parts_of(completion, example):
+        paid = function(completion, example)
+        return paid if isinstance(paid, dict) else {"reward": paid}
 
     def rewards(completions, examples):
         keys = [(text, id(example)) for text, example in zip(completions, examples, strict=True)]
         once = dict(zip(keys, examples, strict=True))
         texts, asked = [text for text, _ in once], once.values()
-        if name:
-            parts = in_threads(REWARDS[name], texts, asked)
+        if function:
+            parts = in_threads(parts_of, texts, asked)
         else:
             parts = [{"score": score} for score in score_all(task, texts, asked)]
         found = dict(zip(once, parts, strict=True))
         for i, key in enumerate(keys):
             for part, value in found[key].items():
-                if not math.isfinite(value):
+                if not (isinstance(value, Real) and math.isfinite(value)):
                     raise SystemExit(
                         f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, "
                         "not finite; "

@@ -135,7 +135,7 @@ class ManyArgs(Common):
     split, reward = "test", "none"  # flags of evals/<task>.py alone
 
     tasks: str = ""
-    """names of files in evals/, separated by commas"""
+    """names of files in evals/, or paths of your own that end in .py, separated by commas"""
     data: list[str] = field(default_factory=list)
     """TASK=SOURCE ...: a preset of the task, file or hub id; other tasks use their default"""
     completions: list[str] = field(default_factory=list)
@@ -158,7 +158,7 @@ def main(name):
             f"--resume {args.resume} only scored {args.completions}: score again, with a new --out"
         )
     files = {name: args.completions} if args.completions else {}
-    made, _ = evaluate(args, name, {name: args.data}, files)
+    made, _ = evaluate(args, name, {name: load_task(name)}, {name: args.data}, files)
     if made:  # on rank 0
         print(json.dumps(made[name]), flush=True)
 
@@ -174,25 +174,25 @@ def many():
         )
     if args.resume and args.completions:
         raise SystemExit("--resume continues a generation: score --completions again")
-    sources = {}
+    tasks, sources = {task.NAME: task for task in map(load_task, names)}, {}
     for flag in ("data", "completions"):
         sources[flag] = dict(item.partition("=")[::2] for item in getattr(args, flag))
-        if sources[flag].keys() - set(names):
-            shown, known = " ".join(getattr(args, flag)), ", ".join(names)
+        if sources[flag].keys() - tasks.keys():
+            shown, known = " ".join(getattr(args, flag)), ", ".join(tasks)
             raise SystemExit(f"--{flag} {shown}: give TASK=SOURCE, where TASK is one of {known}")
     given, files = sources.values()
-    if lacking := set(names if files else ()) - files.keys():
+    if lacking := set(tasks if files else ()) - files.keys():
         raise SystemExit(f"--completions: no file for {', '.join(sorted(lacking))}")
-    data = {name: given.get(name, "") for name in names}
-    _, lost = evaluate(args, "run", data, files)
+    data = {name: given.get(name, "") for name in tasks}
+    _, lost = evaluate(args, "run", tasks, data, files)
     if lost:
         said = f"{len(lost)} of {len(data)} tasks not evaluated: {', '.join(lost)}"
         raise SystemExit(said if is_first_rank() else 1)
 
 
-def evaluate(args, program, data, files):
-    """Score the tasks in `data`, {task: --data}, on all ranks, or their `files` of completions.
-    -> {task: result} on rank 0, {task: why it was skipped}
+def evaluate(args, program, tasks, data, files):
+    """Score the `tasks` {name: module} on `data` {name: --data}, on all ranks, or their `files` of
+    completions. -> {task: result} on rank 0, {task: why it was skipped}
 
     program: "run", or the only task, whose files lie in the output directory itself and whose
     errors are raised.
@@ -201,7 +201,6 @@ def evaluate(args, program, data, files):
     for name in ("batch_size", "limit", "repeats"):
         if (count := getattr(args, name)) is not None and count < 1:
             raise SystemExit(f"--{name.replace('_', '-')} {count} must be at least 1")
-    tasks = {name: load_task(name) for name in data}
     judge = load_reward(args.reward, tasks[program]) if args.reward != "none" else None
     if not args.resume:
         results.refuse_overwriting(args.out)
@@ -238,7 +237,8 @@ def evaluate(args, program, data, files):
             engine = make_engine(args.model, backend=backend, device=device, max_batch_size=size)
         for name, rows in examples.items():
             how = {"data": data[name], "split": args.split, "limit": args.limit}
-            how |= {"reward": args.reward, "torch": version("torch"), "evals_hash": hash_of_evals()}
+            how |= {"reward": args.reward, "torch": version("torch")}
+            how |= {"evals_hash": hash_of_evals(tasks[name])}
             with skipped_on_exit(name):
                 if files:
                     how |= {"repeats": args.repeats or 1, "completions": files[name]}
@@ -377,9 +377,10 @@ def generation(settings):
     return {key: settings[key] for key in SAMPLING}
 
 
-def hash_of_evals():
+def hash_of_evals(task):
     """Of the code that asks and scores: verdicts of two versions do not belong in one result."""
-    return digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+    files = {*Path(__file__).parent.glob("*.py"), Path(task.__file__)}
+    return digest(path.read_text() for path in sorted(files))
 
 
 def digest(values):

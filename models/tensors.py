@@ -9,7 +9,6 @@ from importlib import import_module
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
 from models.config import stored_dtype
 from models.experts import expert_parts
@@ -82,13 +81,18 @@ def tensor_shapes(model):
     return {name: tuple(empty(value)[index].shape) for name, (value, index) in parts}
 
 
+def is_sharded(value):
+    """Whether it is a DTensor, whose class takes half a second to import."""
+    return hasattr(value, "full_tensor")
+
+
 def local_rows(value):
     """A tensor or DTensor -> this rank's part of it and the rows that it is.
 
     FSDP2 shards dimension 0 as torch.chunk does, over the last dimension of the mesh: the ranks of
     a node.
     """
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
         return value, range(len(value))
     size = math.ceil(len(value) / value.device_mesh.size(-1))
     first = min(value.device_mesh.get_local_rank(-1) * size, len(value))
@@ -97,7 +101,7 @@ def local_rows(value):
 
 def full_tensor(value):
     """The whole of a tensor or DTensor; collective."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    return (value.full_tensor() if is_sharded(value) else value).detach()
 
 
 def read_json(path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp  # scripts import it late; here once, so that every fork shares it
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
@@ -110,7 +111,7 @@ def warm():
     from sync_shared import METHODS
 
     from data.planning import every_problem
-    from models import load_tokenizer
+    from models import load_tokenizer, training_state  # noqa: F401
 
     load_tokenizer("tiny-sdar")
     every_problem("small")

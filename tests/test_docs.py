@@ -9,6 +9,9 @@ import pytest
 import tyro
 from readme_table import readme_with_table
 
+from evals import load_task, score_all
+from evals.rewards import load_reward
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -57,7 +60,20 @@ def test_commands_parse(page):
         assert (ROOT / scripts[0]).is_file() or scripts[0] == "algos/mine.py", line
         args = parse(scripts[0], words[words.index(scripts[0]) + 1 :])
         tasks = getattr(args, "tasks", None) or getattr(args, "task", None) or "countdown"
-        assert all((ROOT / f"evals/{task}.py").is_file() for task in tasks.split(",")), line
+        tasks = [task for task in tasks.split(",") if not task.endswith(".py")]
+        assert all((ROOT / f"evals/{task}.py").is_file() for task in tasks), line
+
+
+def test_the_task_and_the_reward_of_a_page_work(tmp_path):
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/change.md").read_text(), re.S)
+    assert [len(re.findall("^.", text, re.M)) for text in code] == [10, 4]
+    (tmp_path / "shout.py").write_text("".join(code))
+    (tmp_path / "words.csv").write_text("text\napple\n")
+    task = load_task(f"{tmp_path}/shout.py")
+    examples = task.load("train", f"{tmp_path}/words.csv")
+    assert score_all(task, [" APPLE", "apple"], examples * 2) == [1.0, 0.0]
+    reward = load_reward(f"{tmp_path}/shout.py:close", task)
+    assert reward(["APPLY "], examples) == [{"same": 0.8, "length": 0.0}]
 
 
 def test_commands_of_the_training_tables_parse():

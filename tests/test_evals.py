@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.planning import countdown_solutions, stable_hash, sudoku_solutions
 from data.rows import read_rows
-from evals import TRAIN_TASKS, load_problems, load_task, programs, score_all
+from evals import TRAIN_TASKS, load_problems, load_splits, load_task, programs, score_all
 from evals.examples import shots_in
 from evals.math_grader import grade, number
 from evals.rewards import REWARDS, load_reward
@@ -463,7 +463,7 @@ def test_bbh_clone(tmp_path):
 def test_splits(tmp_path):
     """Tasks without a train split name those to train on; MBPP's splits are task numbers."""
     for name in TASKS:
-        if name not in TRAIN_TASKS:
+        if name not in (*TRAIN_TASKS, "qa"):
             said = one_line(load_problems, load_task(name), "train", "", None, 1024)
             assert f"--split train: {load_task(name).HUB}" in said or f"{name} has only" in said
             assert "train on another task: arc_c, countdown" in said
@@ -511,6 +511,54 @@ def test_load_reward(monkeypatch):
     for name, task in (("gsm8k_d1", "gsm8k"), ("math500_tags", "math500")):
         boxed = {"question": "?", "gold": "18", "style": "boxed"}
         assert "--data d1" in one_line(load_reward(name, load_task(task)), ["18"], [boxed])
+
+
+TASK = """
+def load(split, path=None, limit=None):
+    return [{"word": word} for word in ("one", "two")][:limit]
+def prompt(example):
+    return [{"role": "user", "content": example["word"]}]
+def extract(completion, example):
+    return completion.strip()
+def score(completion, example):
+    return float(extract(completion, example) == example["word"])
+def number(completion, example):
+    return len(completion) / 4
+def nothing(completion, example):
+    print(completion)
+"""
+
+
+def test_files_of_a_user(tmp_path):
+    """A task and a reward outside the repository, whose names are those of other modules."""
+    path = tmp_path / "json.py"
+    path.write_text(TASK)
+    task = load_task(str(path))
+    assert (task.NAME, task.PRESETS) == ("json", ()) and sys.modules["json"] is json
+    example = task.load("train")[0]
+    assert load_reward("", task)(["one", "two"], [example] * 2) == [{"score": 1.0}, {"score": 0.0}]
+    assert load_reward(f"{path}:number", task)(["one"], [example]) == [{"reward": 0.75}]
+    nothing = load_reward(f"{path}:nothing", load_task("countdown"))
+    assert "reward of completion 0 of 1 is None, not finite" in one_line(nothing, [""], [example])
+    path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
+    assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
+
+
+def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
+    """A tenth each is held out, equal questions stay together, and more rows move none."""
+    tokenizer, qa = load_tokenizer("tiny-sdar"), load_task("qa")
+    rows = [{"question": f"{i % 250}?", "answer": f"{i}"} for i in range(300)]
+    paths = [write(tmp_path / f"{n}.jsonl", rows[-n:]) for n in (300, 200)]
+    own = lambda path, other="": {"train": path, "validation": other, "test": other}
+    load = lambda sources, limit: load_splits(qa, sources, tokenizer, 999, limit)[0]
+    asked = lambda problems: {example["question"] for example, _ in problems}
+    found, fewer = (load(own(path), 99) for path in paths)
+    assert all(15 < len(found[split]) < 50 for split in ("validation", "test"))
+    assert len(set().union(*map(asked, found.values()))) == 250
+    assert sum(len(asked(problems)) for problems in found.values()) == 250
+    assert all(asked(fewer[split]) <= asked(found[split]) for split in found)
+    assert {split: len(part) for split, part in load(own(paths[0]), 3).items()}["test"] == 3
+    assert len(load(own(paths[0]), 0)["train"]) == 300 == len(load(own(*paths), 9)["train"])
 
 
 def test_load_problems(tmp_path):

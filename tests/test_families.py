@@ -8,6 +8,7 @@ import pytest
 import torch
 from golden_runs import CASES, assert_same_metrics, flags_of, rows_of, run_script
 from sync_shared import METHODS
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from algos import d1
@@ -157,8 +158,8 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
     spy = lambda x, cos, sin: tables.append((x.dtype, cos.dtype)) or rotate(x, cos, sin)
     monkeypatch.setattr(layers, "rotate", spy)
     # as on a GPU: bf16 compute
-    in_bf16 = partial(d1.MixedPrecisionPolicy, torch.bfloat16, torch.float32)
-    monkeypatch.setattr(d1, "MixedPrecisionPolicy", in_bf16)
+    in_bf16 = partial(fsdp.MixedPrecisionPolicy, torch.bfloat16, torch.float32)
+    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", in_bf16)
 
     def body(rank, world_size):
         model, seen = load_weights(d1.parallelize(meta_model(family), ARGS), "cpu"), []

@@ -23,7 +23,16 @@ REFUSALS = [
     ("algos/bgpo.py --task nothing", "unknown task 'nothing': use one of"),
     ("algos/bgpo.py --reward nothing --eval-limit 0", "--reward nothing: no such reward"),
     ("algos/bgpo.py --data none.jsonl --eval-limit 0", "none.jsonl: no such"),
-    ("algos/d1.py --task gsm8k --data ROWS", "has no held-out split: name one with --eval-data"),
+    (
+        "algos/d1.py --task gsm8k --data ROWS",
+        "no problems in it for validation: name some with --eval",
+    ),
+    ("algos/d1.py --task qa", "qa has no rows of its own: name a file"),
+    ("algos/d1.py --task none.py", "none.py: no such file"),
+    ("algos/d1.py --task runlog.py", "runlog.py: needs a function load of 3 arguments"),
+    ("algos/d1.py --reward none.py:pay", "none.py: no such file"),
+    ("algos/d1.py --reward evals/qa.py:pay", "evals/qa.py: needs a function pay of 2 arguments"),
+    ("algos/d1.py --reward evals/qa.py:prompt", "prompt of 2 arguments (too many positional"),
     (
         f"algos/d1.py --task gsm8k --data ROWS --reward gsm8k_d1 {ALGO}",
         "gsm8k_d1 pays for a layout",

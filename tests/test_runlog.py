@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 import runlog
-from runlog import RunLog, Stopwatch, check_numbers
+from runlog import RunLog, Stop, Stopwatch, check_numbers
 
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
 TIMES = {"time/rollout": 0.5, "time/update": 0.2, "time/step": 0.73}
@@ -182,3 +182,49 @@ def test_numbers_that_are_too_small_are_named(name, value, words):
     flag = name.replace("_", "-")
     with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be {words}$"):
         check_numbers(replace(Numbers(), **{name: value}))
+
+
+def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
+    """Five steps without an advantage on any rank: one line. The limit: another, and the end."""
+    monkeypatch.setattr(runlog.dist, "all_reduce", lambda flags, operation: None)
+    names = "truncated empty distinct".split()
+    metrics = {f"completion/{name}_frac": 0.25 * i for i, name in enumerate(names, 1)}
+    metrics |= {"reward/mean": 0.1, "reward/std": 0.0}
+    none, some = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.0])
+    stop, endless = Stop(7), Stop()
+    ends = [stop.is_set(given, metrics) for given in [none] * 4 + [some] + [none] * 7]
+    assert ends == [False] * 11 + [True] and stop.reason == "stopped as nothing is learned"
+    warned, ended = capsys.readouterr().err.splitlines()
+    assert warned == (
+        "warning: for 5 steps all rewards of every group were equal: mean 0.1, std 0; of the "
+        "completions 25% are cut off, 50% empty, 75% distinct within their group; "
+        "the run ends after 7 such steps (--dead-steps)"
+    )
+    assert ended.startswith("warning: for 7 steps") and "--dead-steps" not in ended
+    assert not any(endless.is_set(none, metrics) for _ in range(99)) and not Stop(1).is_set()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatch):
+    @dataclass
+    class Args:
+        model: str = "tiny-sdar"
+        task: str = "countdown"
+        lora_rank: int = 0
+        reward: str = ""
+        dead_steps: int = 50
+        resume: str = ""
+
+    def given(*flags):
+        monkeypatch.setattr(sys, "argv", ["bgpo.py", *flags])
+        return runlog.command_line(Args, {"tiny": {}})
+
+    monkeypatch.chdir(tmp_path)
+    args = given("--task", "mine.py", "--reward", "mine.py:pay")
+    assert (args.task, args.reward) == (f"{tmp_path}/mine.py", f"{tmp_path}/mine.py:pay")
+    (tmp_path / "config.json").write_text(json.dumps({"script": "bgpo", "args": vars(args)}))
+    assert given("--task", "mine.py", "--resume", ".").reward == args.reward
+    monkeypatch.chdir("/")
+    assert given("--resume", str(tmp_path), "--dead-steps", "0").task == args.task
+    with pytest.raises(SystemExit, match="the run had --task"):
+        given("--task", "mine.py", "--resume", str(tmp_path))

@@ -404,7 +404,7 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake, many)
     }.items():
         assert words in resume(*flags.split())
     with monkeypatch.context() as patch:
-        patch.setattr(run, "hash_of_evals", lambda: "other")
+        patch.setattr(run, "hash_of_evals", lambda task: "other")
         assert "evals_hash" in resume()
     with monkeypatch.context() as patch:
         load = countdown.load

@@ -120,6 +120,34 @@ def test_the_commands_of_a_user(tmp_path, ranks):
     assert json.loads(done.stdout.splitlines()[-1])["n"] == 4, done.stderr[-3000:]
 
 
+TASK = """
+from data.rows import read_rows
+from evals.qa import extract, prompt, score
+def load(split, path=None, limit=None):
+    return [row | {"answers": ["x"]} for row in read_rows(path, split, (), limit)]
+def pay(completion, example):
+    return {"a": 0.5, "b": 0.0}
+"""
+
+
+def test_a_task_and_a_reward_of_a_user_on_two_ranks(warm, tmp_path, capfd):
+    """One file gives the rows of all splits. No reward differs: the run says so, saves and ends."""
+    (tmp_path / "mine.py").write_text(TASK)
+    rows = "".join(json.dumps({"question": f"{i}?"}) + "\n" for i in range(60))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    flags = {"task": f"{tmp_path}/mine.py", "data": f"{tmp_path}/rows.jsonl", "dead_steps": 2}
+    flags |= {"reward": f"{tmp_path}/mine.py:pay", "max_steps": 9, "eval_limit": 2, "mc_num": 1}
+    small = {"prompts_per_step": 2, "num_generations": 2, "gen_length": 4}
+    directory = run_script("bgpo", flags | small, 2, tmp_path / "out")
+    assert directory.name.startswith("bgpo-tiny-sdar-mine-s42-")
+    rows, said = rows_of(directory), capfd.readouterr()
+    assert [row["step"] for row in rows] == [0, 0, 1, 2] and "test/mine" in rows[1]
+    assert said.err.count("warning: for 2 steps all rewards of every group were equal") == 1
+    assert "stopped as nothing is learned after step 2: go on with --resume" in said.out
+    assert (directory / "checkpoints/step-000002").is_dir()
+    assert json.loads((directory / "config.json").read_text())["args"]["task"] == flags["task"]
+
+
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path):
     """A huge learning rate spoils the weights in the first of two updates; the run names the step
     and keeps its record.

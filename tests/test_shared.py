@@ -6,6 +6,7 @@ import ast
 import importlib
 import io
 import json
+import re
 import sys
 import tokenize
 from dataclasses import fields
@@ -128,7 +129,7 @@ def test_sizes():
     d1 = source("d1")
     assert size(d1) - own(d1) <= 3200
     (main,) = [node for node in ast.parse(d1).body if getattr(node, "name", "") == "main"]
-    assert main.end_lineno - main.lineno < 60
+    assert main.end_lineno - main.lineno <= 60
     for script, most in MOST.items():
         assert own(source(script)) - own(d1) <= most, script
 
@@ -149,6 +150,14 @@ def test_services_know_neither_args_nor_scripts():
             if isinstance(node, ast.FunctionDef) and not has_args and node.name != "main":
                 taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 assert "args" not in [arg.arg for arg in taken], f"{path}:{node.lineno}"
+
+
+def test_slow_packages_are_imported_where_they_are_used():
+    """`--help` and a refused command take little longer than `import torch`."""
+    slow = r"transformers|peft|datasets|wandb|matplotlib|torch\.(_dynamo|distributed\.[ft])"
+    for path in [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]:
+        found = re.search(rf"^(import|from) ({slow}|.*training_state)\b", path.read_text(), re.M)
+        assert not found, f"{path}: {found[0]}"
 
 
 def test_importing_a_script_has_no_effect():
