@@ -5,8 +5,8 @@ r"""Questions and answers of your own: a file or a hub data set with columns que
     python algos/d1.py --task qa --data mine.jsonl   a tenth each for validation and test
 
 The metric is SQuAD's exact match (evaluate-v1.1.py) with any of the accepted answers: equal without
-case, ASCII punctuation, the words a, an and the, and surplus white space. So -5 is 5 and 1.5 is 15:
-for numbers take gsm8k, for formulas math500, whose scorers compare values.
+case, ASCII punctuation, the words a, an and the, and surplus white space. Unlike there, the sign
+and the point of a number count. For values take gsm8k, for formulas math500.
 """
 
 import json
@@ -15,16 +15,16 @@ import string
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import final_answer, main
+from evals import WORDS, final_answer, main
 from evals.examples import as_text, chat_row, read_examples, user
-from evals.gsm8k import WORDS
 
 INSTRUCTION = r"Put your final answer, as short as possible, within \boxed{}."
 COLUMNS = (
     "question and answer or answers (text, a whole number, or a list of these; answers of a csv "
     "file as JSON), or prompt and reward_model.ground_truth (DARE)"
 )
-NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# but for the sign and the point of a number
+PUNCTUATION = re.compile(rf"(?!(?<=\d)\.(?=\d)|-(?=\d))[{re.escape(string.punctuation)}]")
 
 
 def load(split, path=None, limit=None):
@@ -63,7 +63,7 @@ def answer(example, draw=0):
 def normalised(text):
     """As SQuAD's script, but a text that would be empty stays as it is, in lower case: the option A
     is not an article."""
-    plain = re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(NO_PUNCTUATION))
+    plain = re.sub(r"\b(a|an|the)\b", " ", PUNCTUATION.sub("", text.lower()))
     return " ".join(plain.split()) or text.lower().strip()
 
 
