@@ -1,11 +1,12 @@
-"""The record of a run: config.json, metrics.jsonl, metrics.csv, samples.jsonl and curves.png.
+"""The record of a run: config.json, metrics.jsonl, metrics.csv, samples.jsonl, curves.png and
+report.html.
 
     name = f"bgpo-{model}-{task}-s{args.seed}"
     log = RunLog(args.out, name, asdict(args), args.max_steps, args.track)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
     log.end(weights)
 
-The files are the only state: table and figure are made from metrics.jsonl, so that
+The files are the only state: table, figure and page are made from them, so that
 `draw_curves(run_dir)` redraws any run.
 """
 
@@ -35,6 +36,7 @@ from tqdm import tqdm
 
 from models.atomic import from_first_rank, is_first_rank, new_directory, write_atomically
 from models.defaults import training
+from report import PANELS, is_score, read_rows, write_report
 
 # what the progress bar and the plain line show of a row
 SUMMARY = {
@@ -96,7 +98,8 @@ class RunLog:
     def write(self, step, metrics):
         """One row. step: training steps finished, 0 before training. metrics: numbers, 0-d tensors.
 
-        JSON has no NaN: non-finite values become null. A row with a score also redraws the plot.
+        JSON has no NaN: non-finite values become null. A row with a score also redraws curves.png
+        and report.html.
         """
         if not self.is_writer:
             return
@@ -139,7 +142,7 @@ class RunLog:
             sys.stdout.flush()  # otherwise a pipe shows it late
 
     def plot(self):
-        """Rewrite metrics.csv (a column for every key of any row) and redraw curves.png."""
+        """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html."""
         rows = read_rows(self.run_dir)
         with open(self.run_dir / "metrics.csv", "w", newline="", encoding="utf-8") as file:
             columns = dict.fromkeys(["step", *(key for row in rows for key in row)])
@@ -147,6 +150,7 @@ class RunLog:
             writer.writeheader()
             writer.writerows(rows)
         draw_curves(self.run_dir)
+        write_report(self.run_dir)
 
     def end(self, weights):
         """Say how long the run took and where its curves and weights (a path) are, and close."""
@@ -406,30 +410,6 @@ def check_numbers(args):
             betas = " ".join(map(str, value))
             raise SystemExit(f"{flag} {betas} must be at least 0 and below 1")
     return args
-
-
-def is_score(key):
-    return key.startswith(("eval/", "test/"))
-
-
-def read_rows(run_dir):
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-# title; left axis: keys that match; right axis: key
-PANELS = [
-    ("Score on problems not trained on", "(eval|test)/.*", ""),
-    ("Reward in training", "reward/mean", "reward/std"),
-    ("Loss", "loss/total", ""),
-    ("Chosen answers preferred", "reward/accuracy", "reward/margin"),
-    ("Likelihood of the completions", "policy/elbo", ""),
-    ("Change of the policy", "policy/ratio", "policy/clip_frac"),
-    ("Length of the answers", "completion/length", "completion/truncated_frac"),
-    ("Gradient", "optim/grad_norm", "optim/lr"),
-    ("Speed", "speed/tokens_per_s", ""),
-    ("Seconds per step", "time/.*", ""),
-]
 
 
 def draw_curves(run_dir):

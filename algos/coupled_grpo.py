@@ -638,7 +638,7 @@ def main(args):
         metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | machine_metrics())
-        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i]) for i in G])
+        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
         saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
         if stopped:

@@ -9,6 +9,7 @@ after every task.
 import fcntl
 import json
 import math
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +37,7 @@ def command_line(kind, program, description):
         saved = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         saved = {}
+    saved.pop("command", "")
     if saved.pop("program", "") != program:
         raise SystemExit(
             f"--resume {args.resume} is no directory of evals/{program}.py: "
@@ -72,7 +74,8 @@ def take_directory(flags, program, default, held):
         said = f"{out}: no lock ({error.strerror}): start no second evaluation there"
         print(said, file=sys.stderr)
     if not flags.resume:
-        json.dump(asdict(flags) | {"program": program}, config, indent=1)
+        command = {"program": program, "command": shlex.join(sys.orig_argv)}
+        json.dump(asdict(flags) | command, config, indent=1)
         config.flush()
     return out
 

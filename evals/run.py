@@ -40,6 +40,7 @@ from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.atomic import from_first_rank, is_first_rank
+from report import write_report
 from rollout import make_engine
 
 
@@ -261,6 +262,7 @@ def evaluate(args, program, tasks, data, files):
                 result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
                 made[name] = result | more | {"settings": how | {"ranks": ranks}}
                 results.write_json(folder / "result.json", made[name])
+                write_report(folder)
                 if not alone:
                     results.write_all(out, args.model, made, lost)
         if is_first_rank() and not alone:

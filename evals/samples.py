@@ -2,10 +2,13 @@
 next ones are generated.
 
 A row of samples.jsonl has index (of the example), repeat (0 if there is one), completion (text
-without special tokens, up to the first EOS), score and answer (what the task's `extract` finds).
+without special tokens, up to the first EOS), score, answer (what the task's `extract` finds) and
+gold (the right one, as text).
 From a model it also has prompt (messages), truncated (no EOS within the budget), tokens (up to and
 with the EOS), forwards (None if the engine does not count them) and seconds (wall time of its
-batch, shared equally). If the scorer gave no verdict it has failed (why), and score 0.
+batch, shared equally). About DETAILED rows of repeat 0, evenly spaced, also have what
+`Trace.unmasking` tells of their tokens. If the scorer gave no verdict it has failed
+(why), and score 0.
 """
 
 import json
@@ -22,6 +25,9 @@ from evals import math_grader, results, score_all
 from evals.examples import QUESTION
 from models import prompt_ids
 from models.atomic import is_first_rank, write_atomically
+from rollout.traces import gold
+
+DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows
 
 
 def given(path, num_examples, repeats=1, fits=None):
@@ -111,6 +117,7 @@ def generated(engine, tokenizer, prompts, calls, seed, **sampling):
     """Rows of each of `calls` (`shares`), without scores. Repeat r uses seed + r and example i is
     sample i of that seed, so that neither calls nor ranks change a completion. `sampling` goes to
     engine.generate."""
+    every = math.ceil(len(prompts) / DETAILED)
     for repeat, first, end in calls:
         began = perf_counter()
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[first:end]]
@@ -129,6 +136,8 @@ def generated(engine, tokenizer, prompts, calls, seed, **sampling):
                 "forwards": None if forwards is None else forwards[i].item(),
                 "seconds": seconds,
             }
+            if repeat == 0 and row["index"] % every == 0:
+                row |= trace.unmasking(i, tokenizer)
             rows.append(row)
         yield rows
 
@@ -147,6 +156,7 @@ def scored(task, rows, examples, reward=None):
         scores = None
     for i, (row, example) in enumerate(zip(rows, asked, strict=True)):
         text = row["completion"]
+        row["gold"] = gold(example)
         try:
             row["score"] = scores[i] if scores else score_all(task, [text], [example])[0]
             row["answer"] = task.extract(text, example)

@@ -115,16 +115,26 @@ class Trace:
         """All completions as text."""
         return [self.text(i, tokenizer) for i in range(len(self.prompt_ids))]
 
-    def describe(self, i, tokenizer, reward):
-        """Completion i and its reward for samples.jsonl. -> dict that JSON can hold"""
+    def describe(self, i, tokenizer, reward, example):
+        """Completion i, its reward, and the gold answer of its example for samples.jsonl. -> dict
+        that JSON can hold
+        """
         row = {
             "prompt": tokenizer.decode(self.prompt_ids[i]),
             "completion": self.text(i, tokenizer),
+            "gold": gold(example),
             "reward": float(reward),
-            "completion_ids": self.completion(i),
         }
-        scored = self.completion_mask[i]
+        return row | self.unmasking(i, tokenizer)
+
+    def unmasking(self, i, tokenizer):
+        """The scored tokens of completion i for samples.jsonl: ids and texts, and as far as the
+        engine tells the block of each, its step there, and its log-probability. -> dict of lists
+        """
+        ids, scored = self.completion(i), self.completion_mask[i]
+        row = {"completion_ids": ids, "pieces": pieces(ids, tokenizer)}
         if self.step_map is not None:
+            row["blocks"] = self.blocks(i)[: len(ids)]
             row["step_map"] = self.step_map[i][scored].tolist()
         if self.logps is not None:
             row["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
@@ -157,6 +167,26 @@ class Trace:
         if len(lines) > max_lines:
             shown.append(f"... {len(revealed)} tokens in all, see samples.jsonl")
         return "\n".join([prompt, *shown])
+
+
+def gold(example):
+    """The gold answer of an example of evals/, else its solution or target, as text; else empty."""
+    return str(next((example[k] for k in ("gold", "solution", "target") if k in example), ""))
+
+
+def pieces(ids, tokenizer):
+    """The text of each token, special tokens included. -> list[str]; joined they are the whole text
+
+    A character that several tokens make up is the text of the last of them; the others are empty.
+    """
+    texts, first = [], 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[first:end])
+        # UTF-8 has at most four bytes for a character: what is not whole then is no character
+        is_part = text.endswith("\ufffd") and end < min(first + 4, len(ids))
+        texts.append("" if is_part else text)
+        first = first if is_part else end
+    return texts
 
 
 def most_steps(settings):

@@ -16,7 +16,7 @@ import rollout
 from models import export_weights, save_model
 from models.tiny import byte_tokenizer, random_model
 from rollout import Trace, make_engine
-from rollout.traces import concatenate, rollout_means, rollout_sums
+from rollout.traces import concatenate, pieces, rollout_means, rollout_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(gen_length=11, remasking="low_confidence_static", seed=4)
@@ -270,10 +270,13 @@ def test_text_and_describe():
     )
     assert [trace.text(i, tokenizer) for i in range(2)] == ["ab", "a\nübb"]
     assert trace.completion(0) == [97, 98, 256] and trace.truncated.tolist() == [False, True]
-    row = {"prompt": "<|user|>hi<|assistant|>", "completion": "ab", "reward": 0.5}
-    row |= {"completion_ids": [97, 98, 256], "step_map": [0, 1, 2]}
-    row |= {"logps": [-0.1235, -0.2469, -0.3704]}
-    assert json.loads(json.dumps(trace.describe(0, tokenizer, 0.5))) == row
+    row = {"prompt": "<|user|>hi<|assistant|>", "completion": "ab", "gold": "4", "reward": 0.5}
+    row |= {"completion_ids": [97, 98, 256], "pieces": ["a", "b", "<|endoftext|>"]}
+    row |= {"blocks": [0, 0, 0], "step_map": [0, 1, 2], "logps": [-0.1235, -0.2469, -0.3704]}
+    assert json.loads(json.dumps(trace.describe(0, tokenizer, 0.5, {"target": 4}))) == row
+    assert trace.unmasking(1, tokenizer)["pieces"] == ["a", "\n", "", "ü", "b", "b"]
+    # bytes that are no characters
+    assert pieces([240] * 5, tokenizer) == ["", "", "", "\ufffd" * 4, "\ufffd"]
 
 
 def test_draw():

@@ -1,0 +1,122 @@
+"""Compare runs, as an ablation needs it: a table on the screen, curves in compare.png.
+
+    python compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
+    python compare.py old=runs/bgpo-a old=runs/bgpo-b new=runs/bgpo-c     groups with names of yours
+    python compare.py runs/sft-* --metric loss/total
+
+Values are the last ones of the runs. A difference is that to the first group: where both groups
+have two or more seeds in common, the mean difference between runs of one seed, with its standard
+error; otherwise (pairs 0) the difference of the means, with Welch's standard error. Curves are
+means over seeds, shaded from the lowest to the highest.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from report import is_score, read_rows
+
+# flags that do not change what a run learns
+FREE = "seed out resume track save_every keep_saves".split()
+UNITS = ["rollouts", "tokens", "seconds"]
+
+
+def read_runs(names):
+    """names: DIRECTORY of a run, or GROUP=DIRECTORY -> a frame of the rows of metrics.jsonl and
+    UNITS, with the index group, seed, row
+
+    A group without a name is called by the flags in which the runs differ. SystemExit if a
+    directory is no run, or if two runs of a group have the same seed.
+    """
+    given = [("", name) if Path(name).is_dir() else name.rpartition("=")[::2] for name in names]
+    for _, folder in given:
+        if not Path(folder, "metrics.jsonl").is_file():
+            raise SystemExit(f"{folder!r} is no directory of a run: it has no metrics.jsonl")
+    configs = [json.loads(Path(folder, "config.json").read_text()) for _, folder in given]
+    flags = pd.DataFrame([{"script": c["script"], **c["args"]} for c in configs], dtype=object)
+    told = flags.drop(columns=FREE, errors="ignore").astype(str)
+    told, runs = told.loc[:, told.nunique() > 1], {}
+    for (group, folder), seed, (_, own) in zip(given, flags["seed"], told.iterrows(), strict=True):
+        key = group or ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
+        if key in runs:
+            same = f"two runs of seed {seed} in the group {key[0]!r}"
+            raise SystemExit(f"{same}: name their groups, GROUP={folder}")
+        runs[key] = with_units(pd.DataFrame(read_rows(Path(folder))))
+    return pd.concat(runs, names=["group", "seed"])
+
+
+def with_units(rows):
+    """Add to the rows of a run what it has taken so far: rollouts (offline: steps), tokens of
+    completions (of answers), and seconds without evaluations.
+    """
+    times = rows.filter(regex="^time/(?!step|eval)")
+    making = times.get("time/rollout", times.get("time/update"))
+    tokens = (rows["speed/tokens_per_s"] * making).fillna(0).cumsum()
+    seconds = times.sum(axis=1).cumsum()
+    return rows.assign(rollouts=rows["step"], tokens=tokens, seconds=seconds)
+
+
+def table(runs, metric):
+    """-> frame, a row for each group: the last value of a metric and its difference to the first
+    group, with standard errors, and what the runs cost
+    """
+    last = runs.dropna(subset=metric).groupby(["group", "seed"], sort=False).last()
+    values = last[metric].unstack("group", sort=False)  # [seed, group]
+    paired = values.sub(values.iloc[:, 0], axis=0)
+    mean, error, pairs = values.mean(), values.sem(), paired.count()
+    is_paired, welch = pairs > 1, np.hypot(error, error.iloc[0])
+    columns = {
+        "runs": values.count(),
+        metric: mean,
+        "±": error,
+        "difference": paired.mean().where(is_paired, mean - mean.iloc[0]),
+        "± ": paired.sem().where(is_paired, welch),
+        "pairs": pairs.where(is_paired, 0),
+    }
+    return pd.DataFrame(columns).join(last[UNITS].groupby("group").mean().round())
+
+
+def draw(runs, metric, path):
+    """Curves of a metric over UNITS, at the steps that all runs of a group have."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context("tableau-colorblind10"):
+        figure = Figure((12, 4.2), layout="constrained")
+        panels = figure.subplots(1, len(UNITS), sharey=True)
+    for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):
+        steps = rows.groupby("step")
+        common = steps.size() == rows.index.unique("seed").size
+        mean, low, high = (frame[common] for frame in (steps.mean(), steps.min(), steps.max()))
+        for axes, unit in zip(panels, UNITS, strict=True):
+            axes.plot(mean[unit], mean[metric], ".-", label=name)
+            axes.fill_between(mean[unit], low[metric], high[metric], alpha=0.15, linewidth=0)
+            axes.set(xlabel=unit)
+            axes.grid(alpha=0.25)
+    panels[0].set(ylabel=metric)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main(runs: tuple[str, ...], /, metric: str = ""):
+    """Compare runs: a table, and curves over rollouts, tokens and seconds in compare.png.
+
+    Args:
+        runs: directories of runs, or GROUP=DIRECTORY
+        metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
+    """
+    rows = read_runs(runs)
+    metrics = [metric] if metric else sorted(filter(is_score, rows)) or ["reward/mean"]
+    if not {*metrics} <= {*rows}:
+        raise SystemExit(f"--metric {metric}: the runs have {', '.join(rows)}")
+    for name in metrics:
+        print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
+    draw(rows, metrics[0], "compare.png")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)

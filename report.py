@@ -1,0 +1,108 @@
+"""report.html: a run or an evaluation as one page that any browser opens, without a server or
+network. Training and evaluation write it; this writes it anew.
+
+    python report.py RUN          directory of a run, or of a task of an evaluation
+
+It shows the curves, the settings, and completions with the denoising step and the probability of
+each token. The page is the template report.html beside this file, with the records in it as JSON.
+Its script makes text of them, never HTML.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+MAX_BYTES = 1_900_000  # of the page
+MAX_ROWS, MAX_SAMPLES = 300, 200  # of metrics.jsonl and samples.jsonl
+
+# title; left axis: keys that match; right axis: key
+PANELS = [
+    ("Score on problems not trained on", "(eval|test)/.*", ""),
+    ("Reward in training", "reward/mean", "reward/std"),
+    ("Loss", "loss/total", ""),
+    ("Chosen answers preferred", "reward/accuracy", "reward/margin"),
+    ("Likelihood of the completions", "policy/elbo", ""),
+    ("Change of the policy", "policy/ratio", "policy/clip_frac"),
+    ("Length of the answers", "completion/length", "completion/truncated_frac"),
+    ("Gradient", "optim/grad_norm", "optim/lr"),
+    ("Speed", "speed/tokens_per_s", ""),
+    ("Seconds per step", "time/.*", ""),
+]
+
+
+def is_score(key):
+    return key.startswith(("eval/", "test/"))
+
+
+def complete_lines(path):
+    """The lines of a .jsonl as bytes, [] without the file. A last line without its end is dropped:
+    it is being written, or its process was killed."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def read_rows(run_dir):
+    """The rows of metrics.jsonl. -> [dict]"""
+    return [json.loads(line) for line in complete_lines(run_dir / "metrics.jsonl")]
+
+
+def write_report(folder):
+    """Write folder/report.html, at most MAX_BYTES long.
+
+    folder: of a run (config.json, metrics.jsonl, samples.jsonl) or of a task of an evaluation
+    (samples.jsonl, result.json). What is missing is left out of the page.
+    """
+    rows, lines = read_rows(folder), complete_lines(folder / "samples.jsonl")
+    every = math.ceil(len(rows) / MAX_ROWS)
+    kept = [row for i, row in enumerate(rows) if i % every == 0 or any(map(is_score, row))]
+    page = {
+        "title": folder.resolve().name,
+        "panels": PANELS,
+        "metrics": kept,
+        "written": len(lines),
+    }
+    # the tasks of evals/run.py share the config.json of the folder above
+    for path in folder.parent / "config.json", folder / "config.json", folder / "result.json":
+        if path.is_file():
+            page[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    template = TEMPLATE.read_text(encoding="utf-8")
+    page["samples"] = chosen(lines, MAX_BYTES - len(template.encode()) - len(embedded(page)))
+    text = template.replace("DATA", embedded(page).decode())
+    (folder / "report.html").write_text(text, encoding="utf-8")
+
+
+def embedded(data):
+    """-> JSON in UTF-8 that ends no <script> element, whatever its texts say"""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    return text.encode(errors="replace")  # half a surrogate pair has no UTF-8
+
+
+def chosen(lines, room):
+    """Evenly spaced rows of samples.jsonl, as many as fit into `room` bytes. -> [dict]
+
+    If only some tell the denoising steps of their tokens, as in an evaluation, those.
+    """
+    lines = [line for line in lines if b'"step_map": ' in line] or lines
+    # the page has about half of a line
+    count = min(len(lines), MAX_SAMPLES, 3 * room * len(lines) // (sum(map(len, lines)) + 1))
+    while count > 0:
+        picked = (lines[i * (len(lines) - 1) // max(count - 1, 1)] for i in range(count))
+        samples = [shown(json.loads(line)) for line in picked]
+        size = len(embedded(samples))
+        if size <= room:
+            return samples
+        count = min(count - 1, count * room // size)
+    return []
+
+
+def shown(row):
+    """A row of samples.jsonl without what the page does not need, and shorter numbers."""
+    row.pop("completion_ids", None)
+    row["percent"] = [round(100 * math.exp(logp)) for logp in row.pop("logps", [])]
+    return row
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write_report(Path(name))

@@ -1,0 +1,54 @@
+"""report.py: a page holds what was recorded, whatever it says. compare.py: differences by hand."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from compare import draw, read_runs, table
+from report import MAX_BYTES, write_report
+
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
+
+
+@pytest.mark.parametrize("count, repeats, shown", [(400, 4, 200), (30, 150, 5), (1, 4000, 0)])
+def test_page(tmp_path, count, repeats, shown):
+    """Hostile texts stay texts; as many completions as fit."""
+    text = HOSTILE * repeats
+    row = {"prompt": HOSTILE, "completion": text, "pieces": [*text], "step_map": [1] * len(text)}
+    line = json.dumps(row | {"logps": [-0.1054] * len(text)})
+    # the run was killed while it wrote the last line
+    (tmp_path / "samples.jsonl").write_text(f"{line}\n" * count + line[:50])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss/total": null}\n' * 3000)
+    write_report(tmp_path)
+    content, seen, parser = (tmp_path / "report.html").read_bytes(), [], HTMLParser()
+    parser.handle_starttag = lambda name, _: seen.append(name)
+    parser.handle_data = seen.append
+    parser.feed(content.decode())
+    assert len(content) <= MAX_BYTES and seen.count("script") == 2 and "img" not in seen
+    page = json.loads(seen[seen.index("script") + 1])
+    assert len(page["metrics"]) == 300 and len(page["samples"]) >= shown
+    want = json.loads(json.dumps(row).replace("\\udfff", "?")) | {"percent": [90] * len(text)}
+    assert all(sample == want for sample in page["samples"])
+
+
+def test_differences_and_their_errors(tmp_path):
+    """Paired over the common seeds, 0 and 1; unpaired against a group with other seeds."""
+    step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
+    names, scores = [], {"a0": 1, "a1": 2, "a2": 6, "b0": 2, "b1": 5, "c8": 4, "c9": 6}
+    for (group, seed), score in scores.items():
+        folder = tmp_path / f"{group}{seed}"
+        folder.mkdir()
+        config = {"script": "d1", "args": {"seed": int(seed), "beta": group}}
+        (folder / "config.json").write_text(json.dumps(config))
+        rows = {"step": 1} | step, {"step": 2} | step, {"step": 2, "test/x": score}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        names.append(str(folder))
+    runs = read_runs(names)
+    found = table(runs, "test/x").reset_index().values.tolist()
+    assert [row[0] for row in found] == ["beta a", "beta b", "beta c"]
+    assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
+    assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
+    draw(runs, "test/x", tmp_path / "compare.png")
+    with pytest.raises(SystemExit, match="of seed 0 in the group 'all'"):
+        read_runs([names[0], names[0]])
