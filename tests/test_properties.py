@@ -28,6 +28,7 @@ BOARD = {"puzzle": "3102200002100320", "solution": "3142243142131324", "style": 
 LETTERS = "ANSWER: B", "ANSWER: C"
 CODE = "```python\n{}\n```".format
 # task: an example, a right completion, a wrong one
+BOXES = r"It is \boxed{the Hague}.", r"It is \boxed{Hague, Delft}."
 CASES = {
     "gsm8k": (BOXED, r"So \boxed{18}.", r"So \boxed{19}."),
     "math500": (BOXED | {"style": ""}, r"So $\boxed{18.0}$.", r"So $\boxed{\frac{1}{3}}$."),
@@ -37,13 +38,15 @@ CASES = {
     "mmlu_pro": (ASKED | {"options": {"A": "w", "B": "x", "C": "z"}}, *LETTERS),
     "ceval": (ASKED, "答案是B", "答案是A"),
     "bbh": (TRUTH, "So the answer is False.", "So the answer is True."),
+    "qa": ({"question": "Which city?", "answers": ["The Hague"]}, *BOXES),
     "countdown": (NUMBERS, "<answer>30+93-100</answer>", "<answer>30+93+100</answer>"),
     "sudoku": (BOARD, "<answer>3142243142131324</answer>", "<answer>3142243142131342</answer>"),
     "mbpp": (MBPP, f"[BEGIN]\n '{WHOLE}' \n[DONE]", "[BEGIN]\n 'def add(a, b): pass' \n[DONE]"),
 }
 CASES |= {name: (ASKED, *LETTERS) for name in ("mmlu", "arc_c", "hellaswag", "gpqa")}
 CASES |= {
-    name: (STUB, CODE(WHOLE), CODE(STUB["prompt"])) for name in ("humaneval", "humaneval_plus")
+    name: (STUB, CODE(WHOLE), CODE(STUB["prompt"]))
+    for name in ("humaneval", "humaneval_plus", "mbpp_plus")
 }
 PROSE = (
     "Let x = 7, so 2 + 2 = 4.\n\n",
