@@ -15,10 +15,11 @@ NOT_IN_A_WORD = (  # \b does not end a letter before a Chinese character; _B_ is
 )
 # a letter in brackets may be lower case; "B or C" and "B, C" are no choice
 HEDGED = (
-    rf"(?:[ \t]*(?:or\b|and\b|/|&|或|和)[ \t]*\(?[A-Za-z]{NOT_IN_A_WORD}"
+    rf"(?:[ \t]*(?:or\b|and\b|to\b|through\b|[-–/&;|]|或|和)[ \t]*\(?[A-Za-z]{NOT_IN_A_WORD}"
+    rf"|[ \t]+\(?[A-HJ]{NOT_IN_A_WORD}"
     r"|[ \t]*,[ \t]*\(?[A-Z]\)?(?:[.,;\n]|$))"
 )
-BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!{HEDGED})"
+BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!{HEDGED})(?!(?<=I)[ \t]+[a-z])"  # I do not know
 IN_BRACKETS = r"[\[({（]\s*(?:\\?(?:text|math)(?:bf|rm)?\{\s*)?\(?([A-Za-z])\)?\s*[\])}）]"
 SAID = (  # a phrase such as "the answer is", then markup
     r"(?:\b(?:choose|select|pick|go with)\s{1,4}|\b(?:answer|choice|option)"
@@ -32,13 +33,17 @@ SAID = (  # a phrase such as "the answer is", then markup
 EXPLICIT = re.compile(
     rf"(?i:{SAID})[^*\n]{{1,99}}\*\* ?\(([A-Z])\)"
     rf"|(?i:{SAID})(?:\\boxed\s*)?(?:{BARE}|{IN_BRACKETS}(?!{HEDGED}))|\\boxed\s*{IN_BRACKETS}"
-    r"|<answer>\s*\(?([A-Z])\)?\s*[.:)<]"
+    r"|<answer>\s*\(?([A-Z])\)?\s*[.:)<](?!\s*(?:or\s+)?\(?[A-Z]\s*[.:)<])"
     r"|(?:^|[.,:;\n]\s?|(?i:option|choice)\s)\(?([A-Z])\)? is (?:the )?(?:best|correct|right)\b"
 )
 LABEL = re.compile(
     rf"^[ \t*_$\"'(\[（→]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
     re.M,
 )
+# of an option that is not the answer; letters of options that follow on the line
+DENIED = re.compile(r"\s*(?:is|was)(?:n't| not| wrong| incorrect| false)\b")
+OTHERS = re.compile(r"\b([A-Z])(?=\s*(?:[.,:;|)]|$))")
+NOT_SAID = re.compile(r"(?:n't|\bnot|\bnever)\b[^.,\n]*$")  # I don't think the answer is ...
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 
 
@@ -57,14 +62,19 @@ def letter(completion, letters="ABCD"):
     that the article "A" answers A there.
     """
     completion = SPECIAL.sub("\n", completion)
-    said = [next(filter(None, match.groups())).upper() for match in EXPLICIT.finditer(completion)]
+    said = [
+        next(filter(None, match.groups())).upper()
+        for match in EXPLICIT.finditer(completion)
+        if not NOT_SAID.search(completion[max(0, match.start() - 40) : match.start()])
+    ]
     if said := [choice for choice in said if choice in letters]:
         return said[-1]
     lone, labels = set(), set()
     for match in LABEL.finditer(completion):
         if match[1] in letters:
             rest = completion[match.end() : match.end() + 32].partition("\n")[0]
-            (lone if LONE.fullmatch(rest) else labels).add(match[1])
+            if not DENIED.match(rest):
+                (lone if LONE.fullmatch(rest) else labels).update(match[1], *OTHERS.findall(rest))
     found = lone or labels
     return found.pop() if len(found) == 1 else None
 

@@ -152,6 +152,7 @@ REPLACED = {
     r"\%": "",
     "%": "",
     "−": "-",
+    "–": "-",
     r"\approx": "",
     r"^\circ": "",
     r"^{\circ}": "",
@@ -167,14 +168,22 @@ SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9][0-9]*)?|\.[0-9]+)"
 NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE][-+]?[0-9]|{SCALE})"
 IN_TEXT = re.compile(NUMBER)
-AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w)")  # not the heading "#### 1. Add up"
-SENTENCE = re.compile(r"(?=.*[A-Za-z]{2})[^=+*/^{}()\\<>]*")  # words, nothing to calculate
+RANGE = r"\s*(?:or\b|-|\^|times\b)\s*[0-9]"  # 18 or 20, 18-20, 18 times 4
+# not the heading "#### 1. Add up"
+AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w|{RANGE})")
+# words, nothing to calculate: "Box C is 2 dollars more than A", but not "twice 18" or "not 18"
+SENTENCE = re.compile(
+    r"(?!.*\b(?:not?|minus|negative|twice|half|double|triple|times(?=\s+\S)|square|less|fewer|or|question)\b)"
+    r"(?=.*[a-z]{2})[^=+*/^{}()\\<>?]*",
+    re.IGNORECASE,
+)
+DENIED = re.compile(rf"(?:\bnot|n't|\bor)\W{{0,4}}{NUMBER}\D*$")  # 20, not 18
 LISTED = re.compile(rf"{NUMBER},\s+{NUMBER}\W*$")  # 1, 2, 3: which one?
 ANSWER_IS = re.compile("answer is(?! not)", re.IGNORECASE)
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
 WHOLE = re.compile(
     rf"(-?)\s*({UNSIGNED})(?!{SCALE})\s*"
-    r"(?:/?\s*[A-Za-z][^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
+    r"(?:/?\s*(?!(?:and|or|plus|minus|times|[xk])\b)[A-Za-z][^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
 )
 
 
@@ -266,8 +275,9 @@ def plain(text):
 def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
     "-1/2"; None for anything else."""
-    text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")[2].strip(" \t\r\n{}()")
-    match = WHOLE.fullmatch(text) if len(answer) <= MAX_LENGTH else None
+    left, _, text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")
+    is_short = len(answer) <= MAX_LENGTH and not left.endswith(("!", "<", ">"))
+    match = WHOLE.fullmatch(text.strip(" \t\r\n{}()")) if is_short else None
     return match[1] + match[2].replace(",", "") if match else None
 
 
@@ -279,9 +289,10 @@ def final_numbers(text):
     if before:
         behind = after[:MAX_LENGTH].lstrip(" \t\r\n:*")
         sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
-        if number := IN_TEXT.search(sentence.rpartition("=")[2]):
-            return [number[0]]
-    return [] if LISTED.search(text) else IN_TEXT.findall(text)
+        sentence = sentence.rpartition("=")[2]
+        if number := IN_TEXT.search(sentence):
+            return [] if re.match(RANGE, sentence[number.end() :]) else [number[0]]
+    return [] if LISTED.search(text) or DENIED.search(text) else IN_TEXT.findall(text)
 
 
 def _problem(row):

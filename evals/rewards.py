@@ -194,9 +194,9 @@ def gsm8k_d1(completion, example):
     needs_tags("gsm8k_d1", example)
     xmlcount = 0.125 * sum(completion.count(tag) == 1 for tag in TAGS)
     if completion.count(TAGS[2]) == 1:
-        xmlcount -= 0.001 * len(completion.rpartition("\n</answer>\n")[2])
+        xmlcount -= 0.001 * len(completion.split("\n</answer>\n")[-1])
     if completion.count(TAGS[3]) == 1:
-        xmlcount -= 0.001 * (len(completion.rpartition("\n</answer>")[2]) - 1)
+        xmlcount -= 0.001 * (len(completion.split("\n</answer>")[-1]) - 1)
     soft = "<reasoning>.*</reasoning>\\s*<answer>.*</answer>"
     strict = "<reasoning>\n.*\n</reasoning>\n<answer>\n.*\n</answer>\n\n?"
     answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
