@@ -94,7 +94,7 @@ def extract(completion, example):
     elif not before and line not in completion.strip():
         text = completion
     text = text[: MAX_LENGTH + 1].strip().split(line)[0]
-    bold = re.findall(r"\*\*(.+?)\*\*", text)
+    bold = re.findall(r"(?<!\w)(?<!not )\*\*(.+?)\*\*(?!\s+or\b)", text)
     text = " ".join(bold if line == "\n\n" else bold[:1]) or text
     text = text.strip().removesuffix(".").strip()
     return text if 0 < len(text) <= MAX_LENGTH else None

@@ -36,7 +36,8 @@ MEMORY = 4 * 2**30  # bytes of address space of a process
 
 BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
 UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
-BASE = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)")
+# what Math-Verify 0.9 does not see: the base of 52_8, and words of size
+IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 # a number and what may surround it: $ \$ % \%, spaces and a final full stop
 NUMBER = re.compile(rf"([-+]?)(?:\\?\$)?({GROUPED}|[0-9]+)?(\.[0-9]+)?(?:\s*\\?%)?\.?")
@@ -102,8 +103,7 @@ def math_verify(answer, gold, tolerance=0.0):
             return True
         if ours.denominator == theirs.denominator == 1:
             return False
-    # Math-Verify 0.9 ignores the base of a number: 52_8 is 52 to it
-    return BASE.findall(answer) == BASE.findall(gold) and _judged(answer, gold, tolerance)
+    return IGNORED.findall(answer) == IGNORED.findall(gold) and _judged(answer, gold, tolerance)
 
 
 def number(answer):
