@@ -93,7 +93,7 @@ def test_judged(family):
     hash is divisible by 3."""
     counts = Counter()
     lines = (ROOT / f"tests/judged/{family}.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines[:: 4 if family == "program" else 1]:  # to run programs takes time
+    for line in lines[:: 2 if family == "program" else 1]:  # to run programs takes time
         case = json.loads(line)
         task, example, cheats = load_task(case["task"]), case["example"], case["cheats"]
         forms, judged, verdicts = zip(*case["judged"], strict=True)

@@ -342,7 +342,7 @@ def test_fast_samplers_equal_the_plain_ones(request, family, remasking, more):
         want = make_engine(model).generate(prompts, **options)
         got = fast_of(model, places).generate(prompts, **options)
         assert same_draws(got, want, forwards=False), (steps, places)
-    assert same_draws(fast_of(model, 4, joins=False).generate(prompts, **options), want)
+        assert same_draws(fast_of(model, 4, joins=False).generate(prompts, **options), want)
 
 
 class Recorder(TorchDispatchMode):
