@@ -26,7 +26,7 @@ from functools import partial
 import torch
 
 from kernels import speed_up_draws
-from kernels.decode import decode_attend
+from kernels.decode import cached_attention
 from kernels.graphs import Graphs
 from models.attention import block_causal, make_attend
 from models.experts import Experts
@@ -305,7 +305,7 @@ class FastBlockEngine(BlockEngine):
             # the previous block and this one; the first block has none before it
             seen = (at[:, :1] - n).clamp(min=0) + arange
         cache = [(k[:R, :, :width], v[:R, :, :width]) for k, v in slots.cache]
-        attend = decode_attend(cache, seen[:, 0], n)
+        attend = lambda layer, q, k, v: cached_attention(q, k, v, *cache[layer], seen[:, 0], n)
         hidden = self.model.hidden(slots.canvas[0, row[:, None], seen], seen, attend)
         if joined:  # only the current block is denoised
             which = (at - seen[:, :1])[..., None].expand(-1, -1, hidden.shape[2])

@@ -68,34 +68,28 @@ def _normed(x, rstd, weight, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, delta, weight, total, out, D, eps, ADD: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, delta, weight, total, out, D, eps, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     here, inside = row * D + d, d < D
     dtype: tl.constexpr = out.dtype.element_ty
     w = _load(weight + d, inside)
     _await_previous(PDL)
-    value = _load(x + here, inside)
-    if ADD:
-        value = (value + _load(delta + here, inside)).to(dtype)
-        tl.store(total + here, value, mask=inside)
-        value = value.to(tl.float32)
+    value = (_load(x + here, inside) + _load(delta + here, inside)).to(dtype)
+    tl.store(total + here, value, mask=inside)
+    value = value.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
     tl.store(out + here, _normed(value, rstd, w, dtype, ROUND_FIRST), mask=inside)
 
 
 def add_rms_norm(x, delta, norm):
-    """x, delta [..., D]; delta None: 0. norm: models.layers.RMSNorm -> x + delta, norm(x +
-    delta)
-    """
+    """x, delta [..., D]; norm: models.layers.RMSNorm -> x + delta, norm(x + delta)"""
     D, x = x.shape[-1], x.contiguous()
-    total, out = (x if delta is None else torch.empty_like(x)), torch.empty_like(x)
-    size = triton.next_power_of_2(D)
+    total, out, size = torch.empty_like(x), torch.empty_like(x), triton.next_power_of_2(D)
     _add_rms_norm_kernel[(x.numel() // D,)](
-        x, x if delta is None else delta.contiguous(), norm.weight, total, out, D, norm.eps,
-        ADD=delta is not None, ROUND_FIRST=norm.round_first, BLOCK=size,
-        num_warps=min(max(size // 512, 1), 16), **early(x),
+        x, delta.contiguous(), norm.weight, total, out, D, norm.eps, ROUND_FIRST=norm.round_first,
+        BLOCK=size, num_warps=min(max(size // 512, 1), 16), **early(x),
     )  # fmt: skip
     return total, out
 
@@ -104,12 +98,11 @@ def add_rms_norm(x, delta, norm):
 def _norm_rotate_kernel(
     q, k, q_weight, k_weight, cos, sin, out, eps, q_row, k_row, H, K, HEAD: tl.constexpr,
     ROTARY: tl.constexpr, NORM: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    PDL: tl.constexpr,
+    ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: those of q first, then those of k. NORM: each is normed first.
 
-    Pairs (j, j + ROTARY / 2) turn, the rest of a head is kept.
+    Pairs (d, d + ROTARY / 2) turn; the rest of a head turns by 0.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -117,60 +110,44 @@ def _norm_rotate_kernel(
     from_q, from_k = token * q_row + head * HEAD, token * k_row + (head - H) * HEAD
     source = tl.where(is_q, q + from_q[:, None], k + from_k[:, None])
     target = out + ((token * (H + K) + head) * HEAD)[:, None]
-    half: tl.constexpr = ROTARY // 2
-    j = tl.arange(0, HALF)[None]
-    here, i = inside & (j < half), ROTARY + tl.arange(0, REST)[None]
-    rest_here = inside & (i < HEAD)
+    d = tl.arange(0, BLOCK)[None]
+    is_first, turns = d < ROTARY // 2, d < ROTARY
+    partner = tl.where(is_first, d + ROTARY // 2, d - ROTARY // 2)
+    here = inside & (d < HEAD)
     _await_previous(PDL)
-    x = _load(source + j, here)
-    y = _load(source + half + j, here)
+    x = _load(source + d, here)
+    y = _load(source + partner, here & turns)
     if NORM:
         weight = tl.where(is_q, q_weight, k_weight)
-        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
-        if ROTARY < HEAD:
-            rest = _load(source + i, rest_here)
-            squares += tl.sum(rest * rest, 1)
-        rstd = tl.rsqrt(squares / HEAD + eps)[:, None]
-        if ROTARY < HEAD:
-            w = _load(weight + i, rest_here)
-            tl.store(target + i, _normed(rest, rstd, w, dtype, ROUND_FIRST), mask=rest_here)
-        w = _load(weight + j, here)
-        x = _normed(x, rstd, w, dtype, ROUND_FIRST).to(tl.float32)
-        w = _load(weight + half + j, here)
-        y = _normed(y, rstd, w, dtype, ROUND_FIRST).to(tl.float32)
-    table = token * ROTARY + j  # its halves are equal
-    c = _load(cos + table, j < half)
-    s = _load(sin + table, j < half)
-    xc, ys, yc, xs = x * c, -y * s, y * c, x * s
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / HEAD + eps)[:, None]
+        x_weight = _load(weight + d, here)
+        y_weight = _load(weight + partner, here & turns)
+        x = _normed(x, rstd, x_weight, dtype, ROUND_FIRST).to(tl.float32)
+        y = _normed(y, rstd, y_weight, dtype, ROUND_FIRST).to(tl.float32)
+    table = token * ROTARY + d
+    x *= tl.load(cos + table, mask=turns, other=1.0).to(tl.float32)
+    y *= _load(sin + table, turns)
     if ROUND_PRODUCTS:
-        xc, ys = _rounded(xc, dtype), _rounded(ys, dtype)
-        yc, xs = _rounded(yc, dtype), _rounded(xs, dtype)
-    tl.store(target + j, (xc + ys).to(dtype), mask=here)
-    tl.store(target + half + j, (yc + xs).to(dtype), mask=here)
+        x, y = _rounded(x, dtype), _rounded(y, dtype)
+    tl.store(target + d, (x + tl.where(is_first, -y, y)).to(dtype), mask=here)
 
 
 def norm_rotate(q, k, norms, cos, sin, h):
     """q [B, T, H h], k [B, T, K h], rows of any stride -> q [B, H, T, h], k [B, K, T, h], rotated
 
-    norms: () or the norms of the heads of q and k, which come first. cos, sin [B, 1, T, r], r = h
-    without norms. Tables in fp32: only the result is rounded; in the dtype of q: each product too.
+    norms: () or the norms of the heads of q and k, which come first. cos, sin [B, 1, T, r], r <= h.
+    Tables in fp32: only the result is rounded; in the dtype of q: each product too.
     """
     B, T = q.shape[:2]
-    H, K, r, heads, size = (
-        q.shape[2] // h,
-        k.shape[2] // h,
-        cos.shape[-1],
-        8,
-        triton.next_power_of_2,
-    )
+    H, K, heads = q.shape[2] // h, k.shape[2] // h, 8
     q_norm, k_norm = norms or (None, None)
     out = torch.empty(B, T, H + K, h, dtype=q.dtype, device=q.device)
     _norm_rotate_kernel[(B * T, triton.cdiv(H + K, heads))](
         q, k, q_norm.weight if norms else q, k_norm.weight if norms else q, cos.contiguous(),
         sin.contiguous(), out, q_norm.eps if norms else 0.0, q.stride(1), k.stride(1), H, K, HEAD=h,
-        ROTARY=r, NORM=bool(norms), ROUND_FIRST=norms and q_norm.round_first or False,
-        ROUND_PRODUCTS=cos.dtype == q.dtype, HEADS=heads, HALF=size(r // 2),
-        REST=size(max(h - r, 1)), num_warps=4, **early(q),
+        ROTARY=cos.shape[-1], NORM=bool(norms), ROUND_FIRST=bool(norms) and q_norm.round_first,
+        ROUND_PRODUCTS=cos.dtype == q.dtype, HEADS=heads, BLOCK=triton.next_power_of_2(h),
+        num_warps=4, **early(q),
         enable_fp_fusion=False,  # fusion would skip the rounding of products
     )  # fmt: skip
     out = out.transpose(1, 2)
@@ -232,8 +209,8 @@ def _decode_kernel(
     """Queries of one row and key head over one part of its cache; the last part first over the new
     tokens, which it stores.
 
-    Seen is what is before the new tokens; WINDOW: what is behind them too, BIASED: if bias [R,
-    width] is 0 there. The last part to arrive weighs all of them with their shares of the softmax,
+    Seen is what is before the new tokens, and their own blocks of n; WINDOW: what is behind them
+    too. BIASED: only where bias [R, width] is 0. The last part to arrive weighs all of them with their shares of the softmax,
     in their order. Neither the kernel before nor one that is launched early writes start.
     """
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
@@ -262,14 +239,10 @@ def _decode_kernel(
             to_cache = cache + (length + j)[:, None] * c_s + d[None]
             tl.store(keys + to_cache, new_key, mask=is_new)
             tl.store(values + to_cache, new_value, mask=is_new)
-        if WINDOW:
-            seen_new = (j < T)[None]
-            if BIASED:
-                seen_new &= (tl.load(bias + row * width + length + j, mask=j < T, other=0.0) == 0)[
-                    None
-                ]
-        else:
-            seen_new = (j < T)[None] & ((j // n)[None] <= (t // n)[:, None])
+        seen_new = (j < T)[None] & ((j // n)[None] <= (t // n)[:, None])
+        if BIASED:
+            is_shown = tl.load(bias + row * width + length + j, mask=j < T, other=0.0) == 0
+            seen_new &= is_shown[None]
         peak, total, acc = _attend_to(
             query, new_key, new_value, seen_new, scale, peak, total, acc, WINDOW
         )
@@ -323,47 +296,35 @@ def _decode_kernel(
     )
 
 
-# (positions a turn, warps, stages) of few programs, and of many by queries a program. Measured on
-# one H200 in bf16 with heads of 128 and 473 positions; the best shapes differ by a microsecond a
+# (positions a turn, warps, stages) of few programs (0), and of many by queries a program. Measured
+# on one H200 in bf16 with heads of 128 and 473 positions; the best shapes differ by a microsecond a
 # layer.
 SMS = 132  # of an H200
-FEW_PROGRAMS, MANY_PROGRAMS = (128, 4, 2), {16: (32, 1, 2), 32: (32, 1, 2), 64: (64, 4, 3)}
-MANY_WINDOWS = MANY_PROGRAMS | {32: (32, 2, 3)}
-
-
-def _parts(programs, width):
-    """How many parts a row's cache of `width` positions is cut into, if so many programs read it
-    whole.
-    """
-    return max(min(2 * SMS // programs, width // 128, 16), 1)
+TUNED = {0: (128, 4, 2), 16: (32, 1, 2), 32: (32, 1, 2), 64: (64, 4, 3)}
 
 
 def decode_attention(
-    q, k, v, keys, values, start, block_length, splits=None, tuned=None, window=False, bias=None
+    q, k, v, keys, values, start, block_length=None, bias=None, splits=None, tuned=None
 ):
-    """As kernels.decode.decode_reference, or with `window` as window_attention; bias is contiguous.
-    -> [R, H, T, h], in the memory order [R, T, H, h]
+    """As kernels.decode.cached_attention; bias is contiguous. -> [R, H, T, h], in the memory order
+    [R, T, H, h]
     """
     (R, H, T, h), K = q.shape, k.shape[1]
     G = H // K
     block_m = min(max(triton.next_power_of_2(G * T), 16), 64)
     tiles = triton.cdiv(G * T, block_m)
     programs, width = R * K * tiles, keys.shape[2]
-    splits = splits or _parts(programs, width)
-    many = (MANY_WINDOWS if window else MANY_PROGRAMS)[block_m]
-    block_n, warps, stages = tuned or (FEW_PROGRAMS if programs <= 2 * SMS else many)
-    block_n = min(block_n, max(16384 // h, 16))  # both fit shared memory
+    splits = splits or max(min(2 * SMS // programs, width // 128, 16), 1)  # parts of a row's cache
+    block_n, warps, stages = tuned or TUNED[0 if programs <= 2 * SMS else block_m]
     out = torch.empty(R, T, H, h, dtype=q.dtype, device=q.device)
-    new = lambda *shape: (
-        torch.empty(*shape, dtype=torch.float32, device=q.device) if splits > 1 else out
-    )
-    partial, lse = new(R * K, splits, tiles * block_m, h), new(R * K, splits, tiles * block_m)
+    partial = torch.empty(R * K, splits, tiles * block_m, h, dtype=torch.float32, device=q.device)
+    lse = torch.empty_like(partial[..., 0])
     _decode_kernel[(R * K, splits, tiles)](
         q, k, v, keys, values, start, out if bias is None else bias, out, partial, lse,
-        arrivals(q.device), math.log2(math.e) / math.sqrt(h), T, block_length, width,
+        arrivals(q.device), math.log2(math.e) / math.sqrt(h), T, block_length or T, width,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], start.stride(0), K,
         G=G, SPLITS=splits, HEAD=h, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages, WINDOW=window,
-        BIASED=bias is not None, num_warps=warps, **early(q),
+        BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages,
+        WINDOW=block_length is None, BIASED=bias is not None, num_warps=warps, **early(q),
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -12,7 +12,6 @@ The kernels round where the plain layers round. Sums of squares in another order
 of a few values in a thousand.
 """
 
-from operator import attrgetter
 from types import MethodType
 from typing import NamedTuple
 
@@ -25,10 +24,8 @@ from kernels.moe_triton import MOST, experts_fused, route
 
 
 class Names(NamedTuple):
-    """Where a family keeps its parts: embedding and norm in the model, the others in a layer."""
+    """Where a layer of a family keeps its parts."""
 
-    embedding: str
-    norm: str
     before: str  # norm before the attention
     after: str  # norm after it
     qkv: str
@@ -39,23 +36,22 @@ class Names(NamedTuple):
 
 NORMS = "input_layernorm", "post_attention_layernorm"
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
-QWEN = Names("model.embed_tokens", "model.norm", *NORMS, QKV, "self_attn.o_proj")
+QWEN = Names(*NORMS, QKV, "self_attn.o_proj")
 FAMILIES = {
     "Dream": QWEN,
     "SDAR": QWEN._replace(head_norms="self_attn.q_norm self_attn.k_norm"),
     "LLaDA2": Names(
-        "model.word_embeddings", "model.norm", *NORMS, "attention.query_key_value",
-        "attention.dense", "attention.query_layernorm attention.key_layernorm",
+        *NORMS, "attention.query_key_value", "attention.dense",
+        "attention.query_layernorm attention.key_layernorm",
     ),
     "LLaDA": Names(
-        "model.transformer.wte", "model.transformer.ln_f", "attn_norm", "ff_norm",
-        "q_proj k_proj v_proj", "attn_out", mlp="ff_proj up_proj ff_out",
+        "attn_norm", "ff_norm", "q_proj k_proj v_proj", "attn_out", mlp="ff_proj up_proj ff_out"
     ),
 }  # fmt: skip
 
 
 def parts(module, names):
-    return [attrgetter(name)(module) for name in names.split()]
+    return [module.get_submodule(name) for name in names.split()]
 
 
 @torch.no_grad()
@@ -100,8 +96,8 @@ def join_weights(linears):
 def project(x, linears):
     """[layer(x) for layer in linears], as one product where their weights were joined"""
     joined = getattr(linears[0], "joined", None)
-    is_joined = joined is not None and joined.data_ptr() == linears[0].weight.data_ptr()
-    if is_joined and all(type(layer) is nn.Linear for layer in linears):  # no adapters came later
+    # adapters may have come later
+    if joined is not None and all(type(layer) is nn.Linear for layer in linears):
         return F.linear(x, joined).split([layer.out_features for layer in linears], -1)
     return [layer(x) for layer in linears]
 
@@ -112,8 +108,8 @@ def hidden(model, input_ids, position_ids, attend):
     before it.
     """
     names, h = FAMILIES[type(model).__name__], model.config.head_dim
-    (embedding,), (norm,) = parts(model, names.embedding), parts(model, names.norm)
-    x, delta = embedding(input_ids), None
+    x = model.get_submodule(model.embedding)(input_ids)
+    delta = torch.zeros_like(x)
     cos, sin = model.rope(position_ids, x.dtype)
     for number, layer in enumerate(model.layers):
         before, after, out = parts(layer, f"{names.before} {names.after} {names.out}")
@@ -127,30 +123,30 @@ def hidden(model, input_ids, position_ids, attend):
         linears, moe = mlp_of(layer, names)
         delta = gated(y, *linears) if linears else None
         if moe is not None:
-            delta = mixture(moe, y, delta)
-    return add_rms_norm(x, delta, norm)[1]
+            routed = mixture(moe, y)
+            delta = routed if delta is None else routed + delta
+    return add_rms_norm(x, delta, model.get_submodule(model.final_norm))[1]
 
 
 def gated(x, gate, up, down):
     return down(silu_mul(*project(x, (gate, up))))
 
 
-def mixture(moe, x, shared=None):
-    """The routed experts of x, plus the output of the shared one"""
+def mixture(moe, x):
+    """The routed experts of x"""
     index, weight = choose(moe, x)
     experts = moe.experts
     if index.numel() > MOST * len(experts.down):  # torch's grouped products are faster
-        y = experts(x, index, weight)
-        return y if shared is None else y + shared
-    return experts_fused(x, index, weight, experts.gate_up, experts.down, shared)
+        return experts(x, index, weight)
+    return experts_fused(x, index, weight, experts.gate_up, experts.down)
 
 
 def choose(moe, x):
     """moe.route(x), with all after the scores in one kernel"""
     config, scores = getattr(moe, "config", None), moe.gate(x)
     if config is None:  # SDAR
-        settings = moe.top_k, x.dtype
-    else:
-        groups = moe.gate.expert_bias, config.n_group, config.topk_group
-        settings = config.num_experts_per_tok, scores.dtype, *groups, config.routed_scaling_factor
-    return route(scores, *settings)
+        return route(scores, moe.top_k, x.dtype)
+    return route(
+        scores, config.num_experts_per_tok, scores.dtype, moe.gate.expert_bias, config.n_group,
+        config.topk_group, config.routed_scaling_factor,
+    )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import speed_up_draws
-from kernels.decode import attention, window_attention
+from kernels.decode import attention, cached_attention
 from kernels.graphs import Graphs
 from rollout.masked import Block, MaskedEngine
 
@@ -77,7 +77,7 @@ class FixedBlock(Block):
         R, K, _, h = k.shape
         shape = R, K, self.tokens.shape[1], h
         kept = (self.memory.view((name, layer), k, shape, K * h) for name in "kv")
-        return window_attention(q, k, v, *kept, columns, self.bias)
+        return cached_attention(q, k, v, *kept, columns[:1].expand(R), bias=self.bias)
 
 
 class FastMaskedEngine(MaskedEngine):

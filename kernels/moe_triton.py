@@ -124,8 +124,8 @@ def _multiply(
 @triton.jit
 def _product_kernel(
     x, weights, counts, buckets, out, M, N, k, D: tl.constexpr, GATED: tl.constexpr,
-    LANES: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = weights[e, n] . x[i // k] for the assignments i of expert e
 
@@ -145,7 +145,7 @@ def _product_kernel(
                 x, rows, bucket, out, 0, count, n, N, k, D, GATED, FEW, BLOCK_N, BLOCK_K, STAGES
             )
     else:
-        for first in tl.range(lane * BLOCK_M, count, LANES * BLOCK_M):
+        for first in tl.range(lane * BLOCK_M, count, tl.num_programs(2) * BLOCK_M):
             _multiply(
                 x, rows, bucket, out, first, count, n, N, k, D, GATED, BLOCK_M, BLOCK_N, BLOCK_K,
                 STAGES,
@@ -153,24 +153,18 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_kernel(
-    y, weight, shared, out, D, K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def _sum_kernel(y, weight, out, D, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Sum of the k rows of a token times their weights, each product and the sum rounded as PyTorch
-    does; ADD: plus `shared`.
+    does.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dtype: tl.constexpr = out.dtype.element_ty
     _await_previous(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         w = tl.load(weight + token * K + j)
         part = _load(y + (token * K + j) * D + d, d < D) * w.to(tl.float32)
         total += _rounded(part, w.dtype)
-    if ADD:
-        total = _rounded(total, dtype) + _load(shared + token * D + d, d < D)
-    tl.store(out + token * D + d, total.to(dtype), mask=d < D)
+    tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
 def _product(x, weights, counts, buckets, out, k, gated, config):
@@ -178,9 +172,8 @@ def _product(x, weights, counts, buckets, out, k, gated, config):
     few, block_m, block_n, block_k, warps, stages = config
     lanes = min(triton.cdiv(M, block_m), 8)
     _product_kernel[(triton.cdiv(N, block_n), len(weights), lanes)](
-        x, weights, counts, buckets, out, M, N, k, D=x.shape[-1], GATED=gated, LANES=lanes, FEW=few,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps,
-        **early(x),
+        x, weights, counts, buckets, out, M, N, k, D=x.shape[-1], GATED=gated, FEW=few, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps, **early(x),
     )  # fmt: skip
 
 
@@ -196,8 +189,8 @@ TUNED = {
 }
 
 
-def experts_fused(x, index, weight, gate_up, down, shared=None, tuned=None):
-    """models.experts.experts_loop without gradient, plus `shared` [..., D] if given"""
+def experts_fused(x, index, weight, gate_up, down, tuned=None):
+    """models.experts.experts_loop without gradient"""
     k, (E, D, f) = index.shape[-1], down.shape
     tokens = x.reshape(-1, D).contiguous()
     M = len(tokens)
@@ -214,7 +207,6 @@ def experts_fused(x, index, weight, gate_up, down, shared=None, tuned=None):
     _product(hidden, down, counts, buckets, y, 1, False, second)
     out, block = torch.empty_like(tokens), min(triton.next_power_of_2(D), 1024)
     _sum_kernel[(M, triton.cdiv(D, block))](
-        y, weight.contiguous(), y if shared is None else shared.contiguous(), out, D, K=k,
-        ADD=shared is not None, BLOCK=block, num_warps=4, **early(x),
-    )  # fmt: skip
+        y, weight.contiguous(), out, D, K=k, BLOCK=block, num_warps=4, **early(x)
+    )
     return out.view(x.shape)
