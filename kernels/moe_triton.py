@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_triton import _await_previous, _load, _rounded, early
+from kernels.fused_triton import _load, _rounded
 
 # Mean assignments an expert; with more, arithmetic bounds the products and torch's are faster.
 MOST = 128
@@ -25,11 +25,10 @@ MOST = 128
 @triton.jit
 def _route_kernel(
     scores, bias, index, weight, k, scale, E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, OPEN: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """The k best experts of a token, best first, and their shares; ties go to the lower number."""
     token, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, E), tl.arange(0, K)
-    _await_previous(PDL)
     score = tl.load(scores + token * E + e)
     if SIGMOID:  # a group counts as the sum of its two best; experts of the best groups are open
         share = 1 / (1 + tl.exp(-score))
@@ -69,7 +68,7 @@ def route(scores, k, dtype, bias=None, groups=1, open_groups=1, scale=1.0):
     _route_kernel[(index.numel() // k,)](
         scores, scores if bias is None else bias, index, share, k, scale, E=E,
         K=triton.next_power_of_2(k), SIGMOID=bias is not None, GROUPS=groups, OPEN=open_groups,
-        num_warps=1, **early(scores),
+        num_warps=1,
     )  # fmt: skip
     return index, share
 
@@ -78,14 +77,13 @@ def route(scores, k, dtype, bias=None, groups=1, open_groups=1, scale=1.0):
 
 
 @triton.jit
-def _bucket_kernel(index, counts, buckets, size, M, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _bucket_kernel(index, counts, buckets, size, M, BLOCK: tl.constexpr):
     """The assignments i with index[i] = the program's expert, in order, and their number.
 
     At most M, one a token: where scores are NaN a token has the same expert k times, and what does
     not fit is left out.
     """
     expert, count = tl.program_id(0), 0
-    _await_previous(PDL)
     for first in range(0, size, BLOCK):
         i = first + tl.arange(0, BLOCK)
         mine = (tl.load(index + i, mask=i < size, other=-1) == expert).to(tl.int32)
@@ -125,7 +123,7 @@ def _multiply(
 def _product_kernel(
     x, weights, counts, buckets, out, M, N, k, D: tl.constexpr, GATED: tl.constexpr,
     FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[i, n] = weights[e, n] . x[i // k] for the assignments i of expert e
 
@@ -137,7 +135,6 @@ def _product_kernel(
     lane, bucket = tl.program_id(2), buckets + expert * M
     row = expert * N * (2 if GATED else 1) + tl.minimum(n, N - 1)
     rows = weights + row[:, None] * D + tl.arange(0, BLOCK_K)[None]
-    _await_previous(PDL)
     count = tl.load(counts + expert)
     if count <= FEW:
         if (count > 0) & (lane == 0):
@@ -153,12 +150,11 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_kernel(y, weight, out, D, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_kernel(y, weight, out, D, K: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of the k rows of a token times their weights, each product and the sum rounded as PyTorch
     does.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _await_previous(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         w = tl.load(weight + token * K + j)
@@ -172,8 +168,8 @@ def _product(x, weights, counts, buckets, out, k, gated, config):
     few, block_m, block_n, block_k, warps, stages = config
     lanes = min(triton.cdiv(M, block_m), 8)
     _product_kernel[(triton.cdiv(N, block_n), len(weights), lanes)](
-        x, weights, counts, buckets, out, M, N, k, D=x.shape[-1], GATED=gated, FEW=few, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps, **early(x),
+        x, weights, counts, buckets, out, M, N, k, D=x.shape[-1], GATED=gated, FEW=few,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=warps,
     )  # fmt: skip
 
 
@@ -197,9 +193,7 @@ def experts_fused(x, index, weight, gate_up, down, tuned=None):
     counts = torch.empty(E, dtype=torch.int32, device=x.device)
     buckets = torch.empty(E, M, dtype=torch.int32, device=x.device)
     block = min(triton.next_power_of_2(M * k), 1024)
-    _bucket_kernel[(E,)](
-        index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4, **early(x)
-    )
+    _bucket_kernel[(E,)](index.contiguous(), counts, buckets, M * k, M, BLOCK=block, num_warps=4)
     fits = (tiles for most, tiles in TUNED.items() if M * k <= most * E)
     gated, second = tuned or next(fits, TUNED[MOST])
     hidden, y = x.new_empty(M * k, f), x.new_empty(M * k, D)
@@ -207,6 +201,6 @@ def experts_fused(x, index, weight, gate_up, down, tuned=None):
     _product(hidden, down, counts, buckets, y, 1, False, second)
     out, block = torch.empty_like(tokens), min(triton.next_power_of_2(D), 1024)
     _sum_kernel[(M, triton.cdiv(D, block))](
-        y, weight.contiguous(), out, D, K=k, BLOCK=block, num_warps=4, **early(x)
+        y, weight.contiguous(), out, D, K=k, BLOCK=block, num_warps=4
     )
     return out.view(x.shape)
