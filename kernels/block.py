@@ -20,7 +20,6 @@ CUDA graphs          A step has fixed shapes and reads nothing back, so it is ca
 All of this but the graphs also runs on CPU, for tests.
 """
 
-from collections import deque
 from functools import partial
 
 import torch
@@ -68,8 +67,6 @@ class Slots:
         shape = R, config.num_key_value_heads, S, config.head_dim
         new = partial(empty, shape, dtype=dtype)
         self.cache = [(new(), new()) for _ in range(config.num_hidden_layers)]
-        pinned = partial(torch.zeros, 3, N, dtype=torch.long, pin_memory=True)
-        self.pinned = [pinned(), pinned()] if device.type == "cuda" else None
 
     def fill(self, model, prompt_ids, owner, sample_index, settings):
         """The state of N samples before their first step. Entries from N on count as finished: free
@@ -97,19 +94,18 @@ class Slots:
     def copy(self, source, target, width):
         """Copy the first positions of the cache from slots to slots, both lists."""
         source, target = (to_device(slots, self.sample.device) for slots in (source, target))
-        for values in (values for layer in self.cache for values in layer):
-            values[target, :, :width] = values[source, :, :width]
+        for layer in self.cache:
+            for values in layer:
+                values[target, :, :width] = values[source, :, :width]
 
     def progress(self):
         """Start a copy of the progress to the host. -> function that waits for it -> start, end,
         broken: lists of N ints
         """
-        if self.pinned is None:
-            return self.state[:3].clone().tolist
-        self.pinned.reverse()  # the copy before may not have been read yet
-        there, arrived = self.pinned[0], torch.cuda.Event()
-        there.copy_(self.state[:3], non_blocking=True)
-        arrived.record(torch.cuda.current_stream(self.state.device))
+        there = self.state[:3].to("cpu", non_blocking=True, copy=True)  # pinned, if from a GPU
+        if self.state.is_cpu:
+            return there.tolist
+        arrived = torch.cuda.current_stream(self.state.device).record_event()
         return lambda: (arrived.synchronize(), there.tolist())[1]
 
 
@@ -131,7 +127,7 @@ class FastBlockEngine(BlockEngine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         self.slots = self.graphs = None
-        self.use_graphs, self.joins = self.device.type == "cuda", True
+        self.use_graphs = self.device.type == "cuda"
         speed_up_draws(self)
         experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
         self.ridge = RIDGE if experts is None else 0  # more tokens would activate more experts
@@ -183,7 +179,7 @@ class FastBlockEngine(BlockEngine):
         places = list(range(N, N + R))  # the sample in each slot; a finished one in a free slot
         slots.sample[:R] = torch.arange(N, N + R, device=self.device)
         entered = launched = 0  # samples taken from the queue; steps
-        unseen = deque()  # the progress of the steps that the host has not looked at
+        unseen = None  # the progress of the last step
         while True:
             free = [r for r in range(R) if start[places[r]] >= end[places[r]]]
             if entered < N and free:
@@ -203,10 +199,10 @@ class FastBlockEngine(BlockEngine):
                 self._move(slots, places, live, R, width)
             step = partial(self._step, slots, R, width, rule, joined)
             self.graphs.run((R, width, joined, key), step) if self.graphs else step()
-            unseen.append(slots.progress())
+            before, unseen = unseen, slots.progress()
             launched += 1
-            if len(unseen) == 2:
-                start, end, broken = unseen.popleft()()
+            if before:
+                start, end, broken = before()
                 if any(broken):
                     bad = slots.state[7, torch.tensor(broken).nonzero()[:, 0]].tolist()
                     self.release()  # the cache may hold NaN
@@ -215,7 +211,7 @@ class FastBlockEngine(BlockEngine):
     def _is_joined(self, R, rule, number):
         """Whether step `number` of a rollout is joined. Affects speed only."""
         # With editing, a step that reveals the last mask need not be the last of its block.
-        if not self.joins or rule["editing_threshold"] is not None:
+        if rule["editing_threshold"] is not None:
             return False
         if rule["remasking"] in ADAPTIVE:
             return 2 * R * self.model.block_length <= self.ridge
@@ -308,8 +304,7 @@ class FastBlockEngine(BlockEngine):
         attend = lambda layer, q, k, v: cached_attention(q, k, v, *cache[layer], seen[:, 0], n)
         hidden = self.model.hidden(slots.canvas[0, row[:, None], seen], seen, attend)
         if joined:  # only the current block is denoised
-            which = (at - seen[:, :1])[..., None].expand(-1, -1, hidden.shape[2])
-            hidden = hidden.gather(1, which)
+            hidden = hidden.take_along_dim((at - seen[:, :1])[..., None], 1)
 
         here = row[:, None], at
         block, masked, step_map = slots.canvas[:, *here]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels.fused_triton import add_rms_norm, norm_rotate, silu_mul
-from kernels.moe_triton import MOST, experts_fused, route
+from kernels.moe_triton import MOST, experts_fused, route_fused
 
 
 class Names(NamedTuple):
@@ -134,19 +134,8 @@ def gated(x, gate, up, down):
 
 def mixture(moe, x):
     """The routed experts of x"""
-    index, weight = choose(moe, x)
+    index, weight = route_fused(moe, x)
     experts = moe.experts
     if index.numel() > MOST * len(experts.down):  # torch's grouped products are faster
         return experts(x, index, weight)
     return experts_fused(x, index, weight, experts.gate_up, experts.down)
-
-
-def choose(moe, x):
-    """moe.route(x), with all after the scores in one kernel"""
-    config, scores = getattr(moe, "config", None), moe.gate(x)
-    if config is None:  # SDAR
-        return route(scores, moe.top_k, x.dtype)
-    return route(
-        scores, config.num_experts_per_tok, scores.dtype, moe.gate.expert_bias, config.n_group,
-        config.topk_group, config.routed_scaling_factor,
-    )  # fmt: skip

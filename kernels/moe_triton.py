@@ -57,17 +57,22 @@ def _route_kernel(
     tl.store(weight + token * k + j, shares.to(weight.dtype.element_ty), mask=j < k)
 
 
-def route(scores, k, dtype, bias=None, groups=1, open_groups=1, scale=1.0):
-    """scores [..., E] fp32 of a Router -> index [..., k] int64, weight [..., k] of dtype
-
-    E and groups: powers of 2. Without bias a softmax router as SDAR's, with it LLaDA2's.
+def route_fused(moe, x):
+    """moe.route(x) of SDAR or LLaDA2, with all after the scores in one kernel; the numbers of
+    experts and of groups are powers of 2
     """
+    scores, config = moe.gate(x), getattr(moe, "config", None)
+    if config is None:  # SDAR
+        k, dtype, bias, groups, scale = moe.top_k, x.dtype, scores, (1, 1), 1.0
+    else:
+        k, dtype, bias = config.num_experts_per_tok, scores.dtype, moe.gate.expert_bias
+        groups, scale = (config.n_group, config.topk_group), config.routed_scaling_factor
     *lead, E = scores.shape
-    index = torch.empty(*lead, k, dtype=torch.int64, device=scores.device)
-    share = torch.empty(index.shape, dtype=dtype, device=scores.device)
+    index = torch.empty(*lead, k, dtype=torch.int64, device=x.device)
+    share = torch.empty(index.shape, dtype=dtype, device=x.device)
     _route_kernel[(index.numel() // k,)](
-        scores, scores if bias is None else bias, index, share, k, scale, E=E,
-        K=triton.next_power_of_2(k), SIGMOID=bias is not None, GROUPS=groups, OPEN=open_groups,
+        scores, bias, index, share, k, scale, E=E, K=triton.next_power_of_2(k),
+        SIGMOID=config is not None, GROUPS=groups[0], OPEN=groups[1],
         num_warps=1,
     )  # fmt: skip
     return index, share

@@ -15,15 +15,14 @@ from rollout.sampling import key_parts
 
 # Measured on one H200 (torch 2.11, Triton 3.6; 512 x 151936 bf16): 0.068 ms, 2.3 TB/s; chunks of
 # 4096, 4 warps 0.075, of 8192, 8 warps 0.088; sample_reference 1.92, softmax + multinomial 1.29.
-CHUNK = 2048  # tokens a program: their weights stay in registers
+CHUNK = tl.constexpr(2048)  # tokens a program: their weights stay in registers
 # tokens summed in fp32; all sums above are fp64, so a peak hides at most 2^-24 of itself from its
 # neighbours
-GROUP = 32
-WARPS = 2
+GROUP = tl.constexpr(32)
 
 
 @triton.jit
-def _load(logits, start, V, CHUNK: tl.constexpr):
+def _load(logits, start, V):
     """-> chunk of a row in fp32, -inf behind its end"""
     v = start + tl.arange(0, CHUNK)
     return tl.load(logits + v, mask=v < V, other=float("-inf")).to(tl.float32)
@@ -40,33 +39,30 @@ def _weights(z, peak, scale):
 
 
 @triton.jit
-def _group_sums(x, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+def _group_sums(x):
     """[CHUNK] fp32 -> sums of GROUP neighbours [CHUNK / GROUP], fp64"""
     return tl.sum(tl.reshape(x, (CHUNK // GROUP, GROUP)), 1).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _chunk_kernel(
-    logits, row_stride, V, scale, peaks, sums, moments, chunks,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+def _chunk_kernel(logits, V, scale, peaks, sums, moments, chunks):
     """Of chunk c of row n: peak = max z, sum of exp2(scale * (z - peak)), and that sum weighted by
     z - peak.
     """
     here = tl.program_id(0)
     n, c = (here // chunks).to(tl.int64), here % chunks
-    z = _load(logits + n * row_stride, c * CHUNK, V, CHUNK)
+    z = _load(logits + n * V, c * CHUNK, V)
     peak = tl.max(z, 0)
     d, weights = _weights(z, peak, scale)
     tl.store(peaks + here, peak)
-    tl.store(sums + here, tl.sum(_group_sums(weights, CHUNK, GROUP), 0))
+    tl.store(sums + here, tl.sum(_group_sums(weights), 0))
     tl.store(moments + here, tl.sum(weights * d, 0))
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _draw_kernel(
-    logits, row_stride, V, scale, uniform, peaks, sums, moments, chunks, tokens, logps, entropies,
-    GREEDY: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    logits, V, scale, uniform, peaks, sums, moments, chunks, tokens, logps, entropies,
+    GREEDY: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Of row n: the chunk in which the distribution function passes uniform * total, and the token
     inside it.
@@ -95,9 +91,9 @@ def _draw_kernel(
     chunk_peak = tl.sum(tl.where(is_chosen, chunk_peaks, 0.0), 0)
     rest = tl.sum(tl.where(is_chosen, (target - (prefix - mass)) / factor, 0.0), 0)
 
-    z = _load(logits + n * row_stride, chosen * CHUNK, V, CHUNK)
+    z = _load(logits + n * V, chosen * CHUNK, V)
     _, weights = _weights(z, chunk_peak, scale)
-    groups = _group_sums(weights, CHUNK, GROUP)
+    groups = _group_sums(weights)
     before = tl.cumsum(groups, 0) - groups
     cdf = before[:, None] + tl.cumsum(
         tl.reshape(weights, (CHUNK // GROUP, GROUP)).to(tl.float64), 1
@@ -126,17 +122,16 @@ def sample_fused(logits, uniform, temperature=1.0, entropy=False):
     bytes per row and chunk of CHUNK tokens.
     """
     N, V = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    chunks = triton.cdiv(V, CHUNK)
+    chunks = triton.cdiv(V, CHUNK.value)
     new = lambda dtype, *shape: torch.empty(N, *shape, dtype=dtype, device=logits.device)
     partial = [new(dtype, chunks) for dtype in (torch.float32, torch.float64, torch.float32)]
     out = new(torch.int64), new(torch.float32), new(torch.float32)
-    if N:
-        row = logits, logits.stride(0), V, math.log2(math.e) / (temperature or 1)
-        size = {"CHUNK": CHUNK, "GROUP": GROUP, "num_warps": WARPS}
-        _chunk_kernel[(N * chunks,)](*row, *partial, chunks, **size)
-        greedy = {"GREEDY": temperature == 0, "CHUNKS": triton.next_power_of_2(chunks)}
-        _draw_kernel[(N,)](*row, uniform.contiguous(), *partial, chunks, *out, **greedy, **size)
+    rows = logits.contiguous(), V, math.log2(math.e) / (temperature or 1)
+    _chunk_kernel[(N * chunks,)](*rows, *partial, chunks, num_warps=2)
+    _draw_kernel[(N,)](
+        *rows, uniform.contiguous(), *partial, chunks, *out, GREEDY=temperature == 0,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=2,
+    )  # fmt: skip
     return out if entropy else out[:2]
 
 

@@ -84,7 +84,9 @@ def fast_of(model, max_batch_size=256, joins=True, graphs=False):
     if model.attention == "bidirectional":
         return import_module("kernels.masked").FastMaskedEngine(model, max_batch_size)
     engine = import_module("kernels.block").FastBlockEngine(model, max_batch_size)
-    engine.joins, engine.use_graphs = joins, graphs
+    engine.use_graphs = graphs
+    if not joins:
+        engine._is_joined = lambda *step: False
     return engine
 
 
