@@ -180,13 +180,14 @@ class FastBlockEngine(BlockEngine):
         slots.sample[:R] = torch.arange(N, N + R, device=self.device)
         entered = launched = 0  # samples taken from the queue; steps
         unseen = None  # the progress of the last step
+        is_live = lambda r: start[places[r]] < end[places[r]]
         while True:
-            free = [r for r in range(R) if start[places[r]] >= end[places[r]]]
+            free = [r for r in range(R) if not is_live(r)]
             if entered < N and free:
                 samples = range(entered, min(entered + len(free), N))
                 self._enter(slots, places, free, samples, prompt_ids, owners)
                 entered = samples.stop
-            live = [r for r in range(R) if start[places[r]] < end[places[r]]]
+            live = list(filter(is_live, range(R)))
             if not live:
                 return
             joined = self._is_joined(R, rule, launched)
@@ -222,9 +223,8 @@ class FastBlockEngine(BlockEngine):
         free = [r for r in range(R) if r not in live]
         if source := [r for r in live if r >= R]:
             slots.copy(source, free[: len(source)], width)
-            self._place(
-                slots, places, [(r, places[old]) for r, old in zip(free, source, strict=False)]
-            )
+            pairs = [(r, places[old]) for r, old in zip(free, source, strict=False)]
+            self._place(slots, places, pairs)
 
     def _place(self, slots, places, pairs):
         """pairs: (slot, sample)"""
