@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import add_lora, export_weights
-from models.lora import adapter_tensors, export_adapter
 from models.tiny import (
     TINY_DREAM,
     TINY_LLADA,
@@ -392,7 +391,7 @@ class Recorded:
 
 @pytest.mark.fast
 def test_a_step_can_be_captured_and_replayed(small_buckets):
-    """One engine, many rollouts: seeds, prompts, options, weights and adapters change under it."""
+    """One engine, many rollouts: seeds, prompts, options and weights change under it."""
     model = model_of()
     fast, plain = fast_of(model, graphs=True), make_engine(model)
     for i, lengths in enumerate([range(1, 8), [5], [9, 2, 4]]):
@@ -414,16 +413,6 @@ def test_a_step_can_be_captured_and_replayed(small_buckets):
     got = fast.generate(prompts_of([5, 2]), **OPTIONS)
     assert same_draws(got, want, forwards=False) and fast.graphs is graphs
 
-    learner, build = None, lambda: add_lora(model_of(), 4, 8, dtype=torch.float64)
-    fast, learner = fast_of(build(), graphs=True), build()
-    fast.generate(prompts_of([5, 2]), **OPTIONS)
-    with torch.no_grad():
-        for value in adapter_tensors(learner).values():
-            value.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-    fast.load_weights(export_adapter(learner))
-    want = make_engine(learner).generate(prompts_of([5, 2]), **OPTIONS)
-    assert same_draws(fast.generate(prompts_of([5, 2]), **OPTIONS), want, forwards=False)
-
 
 @pytest.mark.fast
 def test_experts_in_captured_steps(small_buckets):
@@ -440,8 +429,7 @@ def test_joined_commits_save_forwards(small_buckets):
     )
     for prompts in ([[3] * 4], prompts_of([4, 8])):
         separate, joined = (
-            fast_of(shared("sdar"), joins=joins).generate(prompts, **options)
-            for joins in (False, True)
+            fast_of(shared("sdar"), joins=joins).generate(prompts, **options) for joins in (0, 1)
         )
         assert same_draws(separate, joined, forwards=False)
         assert (separate.num_forwards - joined.num_forwards).tolist() == [3] * len(prompts)
@@ -644,12 +632,9 @@ def test_samples_follow_the_exact_distribution(family, L, remasking, temperature
 def test_cuda_graphs_equal_the_same_steps_launched_one_by_one(capsys, config, dtype):
     build = lambda seed=0: random_model(config, seed=seed, dtype=dtype).cuda()
     for lora in (False, True):
-        wrap = (
-            (lambda model: add_lora(model, 4, 8, dtype=dtype).cuda())
-            if lora
-            else lambda model: model
-        )
-        fast, slow = (make_engine(wrap(build())) for _ in range(2))
+        adapt = lambda model: add_lora(model, 4, 8, dtype=dtype).cuda()
+        models = (adapt(build()) if lora else build() for _ in range(2))
+        fast, slow = map(make_engine, models)
         slow.use_graphs = False
         for places, rule in itertools.product((256, 20), RULES):
             fast.max_batch_size = slow.max_batch_size = places
