@@ -22,6 +22,8 @@ import signal
 import struct
 import sys
 import time
+from importlib import import_module
+from itertools import islice
 from types import ModuleType
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,6 +51,9 @@ WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
 COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 BYTES = {"bytes": bytes, "bytearray": bytearray}
+# types that go as text, and their modules
+TEXTS = {"complex": "builtins", "Decimal": "decimal", "Fraction": "fractions"}
+TEXTS |= dict.fromkeys(("date", "datetime", "time"), "datetime")
 
 
 class Unsupported(Exception):
@@ -59,12 +64,8 @@ class CandidateError(Exception):
     """The candidate raised something that is no built-in exception, or broke the protocol."""
 
 
-class CallerGone(Exception):
-    """The process that asked for a verdict has ended."""
-
-
-class CandidateGone(Exception):
-    """The candidate ended without an answer."""
+class Gone(Exception):
+    """The process at the other end of a pipe has ended."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -72,15 +73,14 @@ class CandidateGone(Exception):
 
 
 def read_exactly(fd: int, size: int) -> bytes:
-    """`size` bytes; CandidateGone at the end of the pipe."""
-    parts = []
-    while size:
-        part = os.read(fd, min(size, 1 << 20))
+    """`size` bytes; Gone at the end of the pipe."""
+    found = bytearray()
+    while len(found) < size:
+        part = os.read(fd, min(size - len(found), 1 << 20))
         if not part:
-            raise CandidateGone
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+            raise Gone
+        found += part
+    return found
 
 
 def receive(fd: int, limit: int | None = None) -> object:
@@ -106,24 +106,17 @@ def encode(value: object) -> object:
     Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Lists are
     ["list", ...]. Unsupported for functions, objects of the candidate's classes and all else.
     """
-    if value is None or value is True or value is False:
+    if value is None or isinstance(value, (bool, str, float)):  # JSON ignores what is overridden
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
     if isinstance(value, int):
         value = int.__int__(value)
-        return (
-            value if abs(value) < 1 << 63 else ["int", hex(value)]
-        )  # hex: linear in the length, decimals are not
-    if isinstance(value, float):
-        return float.__float__(value)
+        # hex: linear in the length, decimals are not
+        return value if abs(value) < 1 << 63 else ["int", hex(value)]
     for kind, base in COLLECTIONS.items():
         if isinstance(value, base):
             return [kind, [encode(item) for item in base.__iter__(value)]]
     if isinstance(value, dict):
         return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
     for kind, base in BYTES.items():
         if isinstance(value, base):
             return [kind, value.hex()]
@@ -134,20 +127,16 @@ def encode(value: object) -> object:
         if name == "ndarray":
             return ["array", [str(value.dtype), encode(value.tolist())]]
         return encode(value.item())
-    if module in ("decimal", "fractions") and name in ("Decimal", "Fraction"):
+    if module == TEXTS.get(name):
         return [name, str(value)]
     if module == "collections" and name == "deque":
         return ["deque", [encode(item) for item in value]]
     if module == "re" and name == "Match":  # tests ask whether there is one
         return ["tuple", [encode(value.span()), encode(value.group())]]
-    if module == "datetime" and name in ("date", "datetime", "time"):
-        return [name, value.isoformat()]
     if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
-        items = []
-        for item in value:
-            if len(items) == MAX_ITEMS:
-                raise Unsupported(f"an iterator of more than {MAX_ITEMS} items")
-            items.append(encode(item))
+        items = [encode(item) for item in islice(value, MAX_ITEMS + 1)]
+        if len(items) > MAX_ITEMS:
+            raise Unsupported(f"an iterator of more than {MAX_ITEMS} items")
         return ["set" if name == "dict_keys" else "iterator", items]
     raise Unsupported(f"a value of type {name}")
 
@@ -165,8 +154,6 @@ def decode(message: object) -> object:
         return {decode(key): decode(item) for key, item in content}
     if kind == "int":
         return int(content, 16)
-    if kind == "complex":
-        return complex(*content)
     if kind in BYTES:
         return BYTES[kind].fromhex(content)
     if kind == "range":
@@ -177,22 +164,13 @@ def decode(message: object) -> object:
         dtype, values = content
         dtype = numpy.dtype(dtype)
         return numpy.array(decode(values), dtype=dtype if dtype.kind in "biufcSU" else None)
-    if kind == "Decimal":
-        from decimal import Decimal
-
-        return Decimal(content)
-    if kind == "Fraction":
-        from fractions import Fraction
-
-        return Fraction(content)
+    if kind in TEXTS:
+        made = getattr(import_module(TEXTS[kind]), kind)
+        return getattr(made, "fromisoformat", made)(content)
     if kind == "deque":
         from collections import deque
 
         return deque(map(decode, content))
-    if kind in ("date", "datetime", "time"):
-        import datetime
-
-        return getattr(datetime, kind).fromisoformat(content)
     raise CandidateError(f"a message of kind {kind!r:.40}")
 
 
@@ -208,14 +186,7 @@ def system(call: str, *arguments: object) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    system(
-        "prctl",
-        option,
-        ctypes.c_ulong(value),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-    )
+    system("prctl", option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -239,43 +210,32 @@ def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
 
 def enter_namespaces(without: list[str]) -> dict[str, str]:
     """Leave the machine's network, IPC, mounts and processes. -> {what it could not leave: why}"""
-    missing, reason = {}, ""
-    user, group = os.getuid(), os.getgid()
+    missing, user, group = {}, os.getuid(), os.getgid()
 
-    def leave(name: str) -> None:
+    def attempt(name: str, action, *arguments: object, needs: str = "users") -> None:
         try:
-            if reason or name in without:
-                raise OSError(0, reason or "not asked for")
-            system("unshare", NAMESPACES[name])
+            if reason := missing.get(needs) or "not asked for" * (name in without):
+                raise OSError(0, reason)
+            action(*arguments)
         except OSError as error:
             missing[name] = error.strerror
 
     if user:  # only a user namespace gives the right to make the others
-        try:
-            if "users" in without:
-                raise OSError(0, "not asked for")
-            new_user((0, user), (0, group))
-        except OSError as error:
-            reason = f"no user namespace: {error.strerror}"
-        if reason:  # in namespaces of their own they find nothing else of this uid
-            missing["uid"] = "not root"
+        attempt("users", new_user, (0, user), (0, group))
+        if "users" in missing:  # otherwise they find nothing else of this uid
+            missing |= {"users": f"no user namespace: {missing['users']}", "uid": "not root"}
     elif "uid" in without:
         missing["uid"] = "not asked for"
-    leave("ipc")
+    attempt("ipc", system, "unshare", NAMESPACES["ipc"])
     # System V memory is in no process's size; only root of the namespace may say how much there is
-    try:
-        if "ipc" in missing:
-            raise OSError(0, missing["ipc"])
-        for name in ("shmall", "shmmax"):
-            write(f"/proc/sys/kernel/{name}", "0")
-    except OSError as error:
-        missing["shared memory"] = error.strerror
-    if user and not reason:
-        new_user(
-            (user, 0), (group, 0)
-        )  # the caller's uid again, and no rights over what was made so far
+    for name in ("shmall", "shmmax"):
+        attempt("shared memory", write, f"/proc/sys/kernel/{name}", "0", needs="ipc")
+    if user and "users" not in missing:
+        # the caller's uid again, and no rights over what was made so far
+        new_user((user, 0), (group, 0))
     for name in ("network", "files", "processes"):
-        leave(name)
+        attempt(name, system, "unshare", NAMESPACES[name])
+    missing.pop("users", None)
     return missing
 
 
@@ -284,8 +244,8 @@ def make_root(folder: str, paths: list[str], owner: int | None) -> None:
     empty directory /sandbox of 32 MB that belongs to `owner`. It goes with the namespace."""
     mount("", "/", "", RECURSIVE | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,nr_inodes=4096,mode=755")
+    os.mkdir(f"{folder}/dev")
     for device in ("null", "zero", "urandom"):
-        os.makedirs(f"{folder}/dev", exist_ok=True)
         os.close(os.open(f"{folder}/dev/{device}", os.O_CREAT))
         mount(f"/dev/{device}", f"{folder}/dev/{device}", "", BIND)
     bound = []
@@ -296,13 +256,8 @@ def make_root(folder: str, paths: list[str], owner: int | None) -> None:
             mount("", folder + path, "", BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
             bound.append(path)
     os.mkdir(f"{folder}/sandbox")
-    mount(
-        "tmpfs",
-        f"{folder}/sandbox",
-        "tmpfs",
-        NO_SUID | NO_DEVICES,
-        "size=32m,nr_inodes=4096,mode=700",
-    )
+    size = "size=32m,nr_inodes=4096,mode=700"
+    mount("tmpfs", f"{folder}/sandbox", "tmpfs", NO_SUID | NO_DEVICES, size)
     if owner is not None:
         os.chown(f"{folder}/sandbox", owner, owner)
     mount("", folder, "", REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
@@ -313,9 +268,10 @@ def user_ids(seed: int) -> tuple[int, int]:
     id), nor any account."""
     with open("/proc/self/uid_map") as file:
         first, _, count = map(int, file.readline().split())
-    lowest = 2_000_000_000 if first + count > 2_050_000_000 else 20_000
-    room = 20_000_000 if lowest > 20_000 else 20_000
-    return lowest + 2 * (seed % room), lowest + 2 * (seed % room) + 1
+    large = first + count > 2_050_000_000
+    lowest, room = (2_000_000_000, 20_000_000) if large else (20_000, 20_000)
+    uid = lowest + 2 * (seed % room)
+    return uid, uid + 1
 
 
 def limit(**limits: int) -> None:
@@ -372,21 +328,13 @@ def candidate(
     processes = job["processes"]
     if uid is None and "uid" in missing:  # the limit counts all of this user's
         processes += count_processes(os.getuid())
-    limit(
-        NPROC=processes,
-        AS=job["memory"],
-        CPU=int(job["timeout"]) + 1,
-        FSIZE=4 << 20,
-        NOFILE=64,
-        CORE=0,
-        MSGQUEUE=0,
-    )
-    limit(STACK=64 << 20, MEMLOCK=0)
+    limit(NPROC=processes, AS=job["memory"], CPU=int(job["timeout"]) + 1, STACK=64 << 20)
+    limit(FSIZE=4 << 20, NOFILE=64, CORE=0, MSGQUEUE=0, MEMLOCK=0)
     become(uid)
+    place = os.path.dirname(os.__file__)
     try:
-        os.listdir(os.path.dirname(os.__file__))
+        os.listdir(place)
     except OSError as error:
-        place = os.path.dirname(os.__file__)
         advice = (
             "let others enter the directories above it (chmod o+x), or use a Python that lies "
             "elsewhere"
@@ -395,9 +343,8 @@ def candidate(
     send(61, "walls stand")  # what comes after this message may be the program's own
     sys.set_int_max_str_digits(0)
     sys.stdout.reconfigure(line_buffering=True)  # what is printed before a kill counts too
-    module = ModuleType("candidate")
-    sys.modules["candidate"] = module  # dataclasses and pickles look there
-    space = module.__dict__
+    module = sys.modules["candidate"] = ModuleType("candidate")  # dataclasses and pickles look there
+    space = vars(module)
     try:
         exec(compile(job["code"], "<candidate>", "exec"), space)
     except BaseException as error:
@@ -421,16 +368,16 @@ def candidate(
 # the tests
 
 
-def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
-    """{"passed", "reason", "detail"} of a candidate that listens on the two pipes. The module of
-    sandbox.py names reasons."""
+def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> tuple[str, str]:
+    """Reason and detail of a candidate that listens on the two pipes. sandbox.py's Result names
+    reasons."""
     unsupported = []
 
     def ask(request: dict) -> dict:
         try:
             send(calls, request)
         except BrokenPipeError:
-            raise CandidateGone from None
+            raise Gone from None
         reply = receive(answers, MAX_MESSAGE)
         if not isinstance(reply, dict):
             raise CandidateError("no answer of the protocol")
@@ -450,9 +397,7 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
         def call(*arguments, **named):
             try:
                 request = encode((name, arguments, named))
-            except (
-                Unsupported
-            ) as error:  # says something about the tests, nothing about the candidate
+            except Unsupported as error:  # a fact about the tests, not about the candidate
                 unsupported.append(str(error))
                 raise
             return decode(ask({"call": request})["value"])
@@ -462,40 +407,32 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
     try:
         setup = receive(answers, MAX_MESSAGE)
         if setup != "walls stand":
-            return {"passed": False, "reason": "setup", "detail": setup}
+            return "setup", setup
         ready = receive(answers, MAX_MESSAGE)
         if "ready" not in ready:
-            return {
-                "passed": False,
-                "reason": "error",
-                "detail": f"{ready.get('raise')}: {ready.get('detail')}",
-            }
+            return "error", f"{ready.get('raise')}: {ready.get('detail')}"
         if job["mode"] == "nonce":
-            passed = (
-                ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
-                == tests["nonce"]
-            )
-            return {"passed": passed, "reason": "passed" if passed else "exited", "detail": ""}
+            told = ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
+            return "passed" if told == tests["nonce"] else "exited", ""
         space = {"__name__": "__main__"}
         exec(compile(tests["prelude"], "<prelude>", "exec"), space)
         space |= {name: proxy(name) for name in job["entry_points"]}
         exec(compile(tests["tests"], "<tests>", "exec"), space)
-        return {"passed": True, "reason": "passed", "detail": ""}
-    except CandidateGone:
-        return {"passed": False, "reason": "exited", "detail": ""}
+        return "passed", ""
+    except Gone:
+        return "exited", ""
     except BaseException as error:
         if unsupported:
-            return {"passed": False, "reason": "unsupported", "detail": unsupported[0]}
+            return "unsupported", unsupported[0]
         reason = "wrong" if isinstance(error, AssertionError) else "error"
-        return {
-            "passed": False,
-            "reason": reason,
-            "detail": f"{type(error).__name__}: {error}"[:600],
-        }
+        return reason, f"{type(error).__name__}: {error}"[:600]
 
 
-def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing: dict) -> None:
-    """Fork the candidate, then read the tests, run them and send the verdict up."""
+def tests_process(
+    job: dict, verdict: int, given: int, output: int, root: str | None, uids: tuple, missing: dict
+) -> None:
+    """Fork the candidate, then read the tests from the pipe `given`, run them and send the verdict
+    up."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if root:
         os.chroot(root)
@@ -504,22 +441,20 @@ def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing
     os.chdir(home)
     calls_read, calls = os.pipe()
     answers, answers_write = os.pipe()
-    pid = os.fork()
-    if not pid:
+    if not os.fork():
         try:
-            candidate(job, calls_read, answers_write, pipes["output"], uids[0], missing)
+            candidate(job, calls_read, answers_write, output, uids[0], missing)
         except OSError as error:  # before the program was run; what it raises does not come here
             send(61, f"{error}")
         finally:
             os._exit(1)
-    os.close(calls_read)
-    os.close(answers_write)
-    os.close(pipes["output"])
+    for fd in (calls_read, answers_write, output):
+        os.close(fd)
     limit(AS=TESTS_MEMORY, CPU=int(job["timeout"]) + 2, FSIZE=0, CORE=0)
     become(uids[1])
     sys.set_int_max_str_digits(0)
-    tests = receive(pipes["tests"])
-    send(pipes["verdict"], verdict_of(job, tests, calls, answers) | {"nonce": tests["nonce"]})
+    tests = receive(given)
+    send(verdict, [*verdict_of(job, tests, calls, answers), tests["nonce"]])
     os._exit(0)
 
 
@@ -544,7 +479,7 @@ def count_processes(uid: int) -> int:
 
 def descendants(top: int) -> dict[int, int]:
     """{process id: resident bytes} of all that `top` started, and of theirs."""
-    parents, sizes, found = {}, {}, {}
+    parents, sizes = {}, {}
     for pid in all_processes():
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:  # a program's name may be any bytes
@@ -552,13 +487,10 @@ def descendants(top: int) -> dict[int, int]:
         except OSError:
             continue
         parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * resource.getpagesize()
-    for pid in sorted(parents):
-        chain = pid
-        while chain in parents and chain != top and chain > 1:
-            chain = parents[chain]
-        if chain == top and pid != top:
-            found[pid] = sizes[pid]
-    return found
+    found = {top}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid: sizes[pid] for pid in found - {top}}
 
 
 def kill_user(uid: int) -> None:
@@ -600,22 +532,19 @@ def end_all(first: int, uid: int | None, missing: dict) -> None:
 def remove(folder: str, mounted: bool) -> None:
     """What the caller would have removed. Below a mounted root lie the machine's own directories:
     nothing is walked there."""
+    import shutil
+
     if mounted:
         system("umount2", folder.encode(), 2)  # MNT_DETACH
-        os.rmdir(folder)
-    else:
-        import shutil
-
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def supervise() -> None:
     """One job from stdin, one result to stdout. Ends everything when stdin ends, because then the
     caller is gone."""
     job = receive(0)
-    write(
-        "/proc/self/oom_score_adj", "1000"
-    )  # short of memory, the kernel takes these processes first
+    # short of memory, the kernel takes these processes first
+    write("/proc/self/oom_score_adj", "1000")
     sys.path.extend(job["site_packages"])
     prctl(SUBREAPER, 1)
     missing = enter_namespaces(job["without"])
@@ -637,15 +566,15 @@ def supervise() -> None:
                 os.close(fd)
             os.dup2(os.open("/dev/null", os.O_RDWR), 0)
             os.dup2(0, 1)
-            pipes = {"verdict": verdict_write, "tests": tests_read, "output": output_write}
-            tests_process(job, pipes, root, uids, missing)
+            tests_process(job, verdict_write, tests_read, output_write, root, uids, missing)
         finally:
             os._exit(1)
     for fd in (verdict_write, tests_read, output_write):
         os.close(fd)
-    result, kept, answer = None, bytearray(), bytearray()
+    result, kept = None, bytearray()
     try:
-        send(tests, receive(0))  # a pipe of the tests, read once the candidate has been forked
+        given = receive(0)
+        send(tests, given)  # a pipe of the tests, read once the candidate has been forked
         poll = select.poll()
         for fd in (0, verdict, output):
             poll.register(fd, select.POLLIN)
@@ -653,36 +582,29 @@ def supervise() -> None:
         while result is None:
             now = time.monotonic()
             if now >= deadline:
-                result = {"passed": False, "reason": "timeout", "detail": f"{job['timeout']:g} s"}
+                result = "timeout", f"{job['timeout']:g} s"
                 break
             if now >= next_look:
                 next_look = now + WATCH
                 if sum(descendants(first).values()) > job["memory"] + (256 << 20):
-                    result = {
-                        "passed": False,
-                        "reason": "memory",
-                        "detail": "of all its processes together",
-                    }
+                    result = "memory", "of all its processes together"
                     break
             for fd, _ in poll.poll(max(0, min(deadline, next_look) - now) * 1000 + 1):
-                part = os.read(fd, 1 << 16)
+                if fd == 0:  # nothing more is sent: the caller is gone
+                    raise Gone
                 if fd == output:
+                    part = os.read(fd, 1 << 16)
                     kept += part[: MAX_OUTPUT - len(kept)]
-                elif fd == verdict:
-                    answer += part
-                if not part:
-                    poll.unregister(fd)
-                    if fd == 0:
-                        raise CallerGone
-                    if fd == verdict:
-                        result = {
-                            "passed": False,
-                            "reason": "exited",
-                            "detail": "the tests ended without a verdict",
-                        }
-            if len(answer) >= 8 and len(answer) == 8 + struct.unpack("<Q", answer[:8])[0]:
-                result = json.loads(answer[8:])
-    except (CallerGone, CandidateGone):
+                    if not part:
+                        poll.unregister(fd)
+                else:
+                    try:
+                        *result, nonce = receive(verdict)
+                    except Gone:
+                        result = "exited", "the tests ended without a verdict"
+                    else:
+                        assert nonce == given["nonce"], "a verdict with a wrong nonce"
+    except Gone:
         pass
     finally:
         end_all(first, uids[0], missing)
@@ -694,9 +616,9 @@ def supervise() -> None:
             kept += part[: MAX_OUTPUT - len(kept)]
     except BlockingIOError:
         pass
-    result |= {"output": kept.decode(errors="replace"), "seconds": time.monotonic() - began}
-    result |= {"missing": missing, "uid": uids[0]}
-    send(1, result)
+    answer = dict(zip(("reason", "detail"), result, strict=True))
+    answer |= {"output": kept.decode(errors="replace"), "seconds": time.monotonic() - began}
+    print(json.dumps(answer | {"missing": missing, "uid": uids[0]}))
 
 
 if __name__ == "__main__":
