@@ -240,7 +240,9 @@ def evaluate(args, program, tasks, data, files):
             with skipped_on_exit(name):
                 if files:
                     how |= {"repeats": args.repeats or 1, "completions": files[name]}
-                    read[name] = samples.given(tasks[name], rows, how["completions"], how["repeats"])
+                    read[name] = samples.given(
+                        tasks[name], rows, how["completions"], how["repeats"]
+                    )
                 else:
                     how |= task_settings(args, engine, name, tasks[name], rows, alone)
                 settings[name] = how
@@ -248,7 +250,8 @@ def evaluate(args, program, tasks, data, files):
             raise SystemExit(f"none of {', '.join(data)} can be evaluated")
         # only now: a wrong --model or file of completions leaves no directory behind
         out = out or from_first_rank(take)
-        made = {} if alone else results.finished(out)
+        # a resumed run has results
+        made = {} if alone else results.read_json(out / "results.json", {}).get("tasks", {})
         for name, how in settings.items():
             folder, scoring = out if alone else out / name, (tasks[name], examples[name], judge)
             if files:

@@ -37,9 +37,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -110,13 +109,13 @@ class Result:
     uid: int | None = None
 
     @property
-    def passed(self) -> bool:
+    def passed(self):
         return self.reason == "passed"
 
 
-def run(job: Job, without: Sequence[str] = ()) -> Result:
-    """Run one program to its end. SandboxError where the sandbox does not work; never for what a
-    program does.
+def run(job, without=()):
+    """Run the program of a Job to its end. -> Result. SandboxError where the sandbox does not work;
+    never for what a program does.
 
     without: protections (LOSSES, and "users", the user namespace of callers that are not root) to
     do without, for tests.
@@ -139,8 +138,8 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
     return result
 
 
-def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = None) -> list[Result]:
-    """`run` of every job, in their order (`in_threads`).
+def run_batch(jobs, workers=None):
+    """`run` of every Job, in their order (`in_threads`). -> list of Result
 
     A job may be a function that makes it when its turn comes, so that large tests are not in memory
     all at once.
@@ -148,7 +147,7 @@ def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = Non
     return in_threads(lambda job: run(job() if callable(job) else job), jobs, workers=workers)
 
 
-def in_threads(function: Callable, *columns: Sequence, workers: int | None = None) -> list:
+def in_threads(function, *columns, workers=None):
     """function(...) of every row of the columns, in order, `workers` at a time (None: one per core,
     which the ranks of a machine share). On the first rank's terminal a bar appears after a while.
     """
@@ -161,22 +160,22 @@ def in_threads(function: Callable, *columns: Sequence, workers: int | None = Non
     return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
 
 
-def own_cores() -> int:
-    """Cores of this rank, 0 if the machine has fewer than ranks."""
+def own_cores():
+    """-> cores of this rank, 0 if the machine has fewer than ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
+def _supervised(job, folder, without):
     """Start the supervisor, send it the program and then the tests, read its one answer. -> fields
     of a Result"""
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix]
-    names = ("code", "entry_points", "timeout", "memory", "processes", "mode")
-    program = {name: getattr(job, name) for name in names}
-    program |= {"folder": folder, "without": without, "site_packages": site_packages}
+    program = asdict(job) | {"folder": folder, "without": without, "site_packages": site_packages}
     program["paths"] = [*libraries, *site_packages]
-    tests = {"tests": job.tests, "prelude": job.prelude, "nonce": secrets.token_hex(16)}
+    # the tests go by themselves, once the candidate has been forked
+    tests = {name: program.pop(name) for name in ("tests", "prelude")}
+    tests["nonce"] = secrets.token_hex(16)
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONHASHSEED": "0",
@@ -221,7 +220,7 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
             raise NoAnswer(f"sandbox: no answer from its supervisor ({said})") from None
 
 
-def _remove(folder: str) -> None:
+def _remove(folder):
     """Delete what a program left where it had no file system of its own, directories without
     permissions too."""
 
@@ -234,8 +233,8 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, onerror=retry)
 
 
-def _say(missing: dict[str, str]) -> None:
-    """Name each missing protection once per process."""
+def _say(missing):
+    """Name each missing protection {name: reason} once per process."""
     with _lock:
         for name in missing.keys() - _said:
             _said.add(name)

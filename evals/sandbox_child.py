@@ -22,6 +22,7 @@ import signal
 import struct
 import sys
 import time
+from collections import deque
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
@@ -49,7 +50,7 @@ MAX_OUTPUT = 64 << 10  # bytes of stdout and stderr that are kept
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
 WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
-COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 BYTES = {"bytes": bytes, "bytearray": bytearray}
 # types that go as text, and their modules
 TEXTS = {"complex": "builtins", "Decimal": "decimal", "Fraction": "fractions"}
@@ -72,7 +73,7 @@ class Gone(Exception):
 # messages: length and JSON
 
 
-def read_exactly(fd: int, size: int) -> bytes:
+def read_exactly(fd, size):
     """`size` bytes; Gone at the end of the pipe."""
     found = bytearray()
     while len(found) < size:
@@ -83,7 +84,7 @@ def read_exactly(fd: int, size: int) -> bytes:
     return found
 
 
-def receive(fd: int, limit: int | None = None) -> object:
+def receive(fd, limit=None):
     """The next message."""
     (size,) = struct.unpack("<Q", read_exactly(fd, 8))
     if limit is not None and size > limit:
@@ -91,7 +92,7 @@ def receive(fd: int, limit: int | None = None) -> object:
     return json.loads(read_exactly(fd, size))
 
 
-def send(fd: int, message: object) -> None:
+def send(fd, message):
     """One message; blocks until it is read."""
     text = json.dumps(message).encode()
     view = memoryview(struct.pack("<Q", len(text)) + text)
@@ -99,7 +100,7 @@ def send(fd: int, message: object) -> None:
         view = view[os.write(fd, view) :]
 
 
-def encode(value: object) -> object:
+def encode(value):
     """A plain value as JSON: what is neither None, bool, str, float, a short int nor a list becomes
     [kind, content].
 
@@ -129,8 +130,6 @@ def encode(value: object) -> object:
         return encode(value.item())
     if module == TEXTS.get(name):
         return [name, str(value)]
-    if module == "collections" and name == "deque":
-        return ["deque", [encode(item) for item in value]]
     if module == "re" and name == "Match":  # tests ask whether there is one
         return ["tuple", [encode(value.span()), encode(value.group())]]
     if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
@@ -141,7 +140,7 @@ def encode(value: object) -> object:
     raise Unsupported(f"a value of type {name}")
 
 
-def decode(message: object) -> object:
+def decode(message):
     """The value of `encode`: only of types that are listed here, whatever the message says."""
     if not isinstance(message, list):
         return message
@@ -167,10 +166,6 @@ def decode(message: object) -> object:
     if kind in TEXTS:
         made = getattr(import_module(TEXTS[kind]), kind)
         return getattr(made, "fromisoformat", made)(content)
-    if kind == "deque":
-        from collections import deque
-
-        return deque(map(decode, content))
     raise CandidateError(f"a message of kind {kind!r:.40}")
 
 
@@ -178,28 +173,28 @@ def decode(message: object) -> object:
 # walls
 
 
-def system(call: str, *arguments: object) -> None:
+def system(call, *arguments):
     """A call of libc that returns -1 on failure: OSError."""
     if getattr(LIBC, call)(*arguments) == -1:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option, value):
     system("prctl", option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
-def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+def mount(source, target, kind, flags, options=""):
     encoded = [text.encode() or None for text in (source, target, kind)]
     system("mount", *encoded, ctypes.c_ulong(flags), options.encode() or None)
 
 
-def write(path: str, text: str) -> None:
+def write(path, text):
     with open(path, "w") as file:
         file.write(text)
 
 
-def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
+def new_user(user, group):
     """Enter a user namespace that knows one user and one group: (name inside, name outside) of
     each."""
     system("unshare", NEW_USER)
@@ -208,11 +203,11 @@ def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
     write("/proc/self/gid_map", "{} {} 1".format(*group))
 
 
-def enter_namespaces(without: list[str]) -> dict[str, str]:
+def enter_namespaces(without):
     """Leave the machine's network, IPC, mounts and processes. -> {what it could not leave: why}"""
     missing, user, group = {}, os.getuid(), os.getgid()
 
-    def attempt(name: str, action, *arguments: object, needs: str = "users") -> None:
+    def attempt(name, action, *arguments, needs="users"):
         try:
             if reason := missing.get(needs) or "not asked for" * (name in without):
                 raise OSError(0, reason)
@@ -239,7 +234,7 @@ def enter_namespaces(without: list[str]) -> dict[str, str]:
     return missing
 
 
-def make_root(folder: str, paths: list[str], owner: int | None) -> None:
+def make_root(folder, paths, owner):
     """A read-only root directory in memory, with Python and the system's libraries, and in it one
     empty directory /sandbox of 32 MB that belongs to `owner`. It goes with the namespace."""
     mount("", "/", "", RECURSIVE | PRIVATE)
@@ -263,7 +258,7 @@ def make_root(folder: str, paths: list[str], owner: int | None) -> None:
     mount("", folder, "", REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
 
 
-def user_ids(seed: int) -> tuple[int, int]:
+def user_ids(seed):
     """uids of a candidate and its tests, that no other living supervisor has (seed: its process
     id), nor any account."""
     with open("/proc/self/uid_map") as file:
@@ -274,7 +269,7 @@ def user_ids(seed: int) -> tuple[int, int]:
     return uid, uid + 1
 
 
-def limit(**limits: int) -> None:
+def limit(**limits):
     """Hard resource limits, as far as they are below those that hold."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -283,7 +278,7 @@ def limit(**limits: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def become(uid: int | None) -> None:
+def become(uid):
     """Give up every right, and end when the parent ends. uid None: stay who we are."""
     prctl(NO_NEW_PRIVILEGES, 1)
     if uid is not None:
@@ -300,7 +295,7 @@ def become(uid: int | None) -> None:
 # the candidate
 
 
-def described(error: BaseException) -> dict:
+def described(error):
     """{"raise": type, "detail": text} of an exception that a candidate made, whose methods may be
     anything."""
     try:
@@ -310,9 +305,7 @@ def described(error: BaseException) -> dict:
     return {"raise": type(error).__name__[:100], "detail": detail}
 
 
-def candidate(
-    job: dict, requests: int, replies: int, output: int, uid: int | None, missing: dict
-) -> None:
+def candidate(job, requests, replies, output, uid, missing):
     """Run the program, then answer calls of its functions until the pipe ends."""
     os.setsid()
     for fd, target in (
@@ -343,7 +336,9 @@ def candidate(
     send(61, "walls stand")  # what comes after this message may be the program's own
     sys.set_int_max_str_digits(0)
     sys.stdout.reconfigure(line_buffering=True)  # what is printed before a kill counts too
-    module = sys.modules["candidate"] = ModuleType("candidate")  # dataclasses and pickles look there
+    module = sys.modules["candidate"] = ModuleType(
+        "candidate"
+    )  # dataclasses and pickles look there
     space = vars(module)
     try:
         exec(compile(job["code"], "<candidate>", "exec"), space)
@@ -368,12 +363,12 @@ def candidate(
 # the tests
 
 
-def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> tuple[str, str]:
+def verdict_of(job, tests, calls, answers):
     """Reason and detail of a candidate that listens on the two pipes. sandbox.py's Result names
     reasons."""
     unsupported = []
 
-    def ask(request: dict) -> dict:
+    def ask(request):
         try:
             send(calls, request)
         except BrokenPipeError:
@@ -393,7 +388,7 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> tuple[str, s
             raise CandidateError(f"{reply['raise']}: {detail}")
         return reply
 
-    def proxy(name: str):
+    def proxy(name):
         def call(*arguments, **named):
             try:
                 request = encode((name, arguments, named))
@@ -428,9 +423,7 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> tuple[str, s
         return reason, f"{type(error).__name__}: {error}"[:600]
 
 
-def tests_process(
-    job: dict, verdict: int, given: int, output: int, root: str | None, uids: tuple, missing: dict
-) -> None:
+def tests_process(job, verdict, given, output, root, uids, missing):
     """Fork the candidate, then read the tests from the pipe `given`, run them and send the verdict
     up."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -462,11 +455,11 @@ def tests_process(
 # the supervisor
 
 
-def all_processes() -> list[int]:
+def all_processes():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def count_processes(uid: int) -> int:
+def count_processes(uid):
     """How many of a user live now."""
     count = 0
     for pid in all_processes():
@@ -477,7 +470,7 @@ def count_processes(uid: int) -> int:
     return count
 
 
-def descendants(top: int) -> dict[int, int]:
+def descendants(top):
     """{process id: resident bytes} of all that `top` started, and of theirs."""
     parents, sizes = {}, {}
     for pid in all_processes():
@@ -493,7 +486,7 @@ def descendants(top: int) -> dict[int, int]:
     return {pid: sizes[pid] for pid in found - {top}}
 
 
-def kill_user(uid: int) -> None:
+def kill_user(uid):
     """End every process of a uid at once, so that none can fork away."""
     pid = os.fork()
     if not pid:
@@ -506,7 +499,7 @@ def kill_user(uid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def end_all(first: int, uid: int | None, missing: dict) -> None:
+def end_all(first, uid, missing):
     """End the tests and all that the candidate left behind; returns when nothing is left."""
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)  # the kernel has then emptied the PID namespace
@@ -529,7 +522,7 @@ def end_all(first: int, uid: int | None, missing: dict) -> None:
             return
 
 
-def remove(folder: str, mounted: bool) -> None:
+def remove(folder, mounted):
     """What the caller would have removed. Below a mounted root lie the machine's own directories:
     nothing is walked there."""
     import shutil
@@ -539,7 +532,18 @@ def remove(folder: str, mounted: bool) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def supervise() -> None:
+def told(verdict, nonce):
+    """(reason, detail) that the tests have written to a pipe."""
+    try:
+        *result, proof = receive(verdict)
+    except Gone:
+        return "exited", "the tests ended without a verdict"
+    if proof != nonce:
+        raise RuntimeError("a verdict with a wrong nonce")
+    return result
+
+
+def supervise():
     """One job from stdin, one result to stdout. Ends everything when stdin ends, because then the
     caller is gone."""
     job = receive(0)
@@ -583,27 +587,20 @@ def supervise() -> None:
             now = time.monotonic()
             if now >= deadline:
                 result = "timeout", f"{job['timeout']:g} s"
-                break
-            if now >= next_look:
+            elif now >= next_look:
                 next_look = now + WATCH
                 if sum(descendants(first).values()) > job["memory"] + (256 << 20):
                     result = "memory", "of all its processes together"
-                    break
-            for fd, _ in poll.poll(max(0, min(deadline, next_look) - now) * 1000 + 1):
-                if fd == 0:  # nothing more is sent: the caller is gone
-                    raise Gone
-                if fd == output:
-                    part = os.read(fd, 1 << 16)
-                    kept += part[: MAX_OUTPUT - len(kept)]
-                    if not part:
-                        poll.unregister(fd)
-                else:
-                    try:
-                        *result, nonce = receive(verdict)
-                    except Gone:
-                        result = "exited", "the tests ended without a verdict"
+            else:
+                for fd, _ in poll.poll((min(deadline, next_look) - now) * 1000 + 1):
+                    if fd == 0:  # its end: nothing more is sent
+                        raise Gone
+                    if fd == verdict:
+                        result = told(verdict, given["nonce"])
+                    elif part := os.read(output, 1 << 16):
+                        kept += part[: MAX_OUTPUT - len(kept)]
                     else:
-                        assert nonce == given["nonce"], "a verdict with a wrong nonce"
+                        poll.unregister(output)
     except Gone:
         pass
     finally:

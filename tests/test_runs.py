@@ -131,9 +131,10 @@ def test_completions_are_scored_end_to_end(tmp_path, monkeypatch, name, cli, man
     assert again["accuracy"] == 0.75
     rows = rows_of(write(tmp_path / "o.jsonl", [row | {"prompt": "Other?"} for row in rows]))
     (tmp_path / "one.json").write_text(json.dumps({"completions": texts}, indent=2))
+    read = lambda file: cli("--completions", tmp_path / file, task=name)
     for file, what in {"o.jsonl": "about another problem", "one.json": 'needs {"index": '}.items():
         monkeypatch.chdir(tmp_path)
-        said = one_line(lambda: cli("--completions", tmp_path / file, task=name))
+        said = one_line(read, file)
         assert f"no completions; line 1: {what}" in said and not Path("runs").exists()
     flags = "--tasks", name, "--completions", f"{name}={tmp_path / 'a.json'}"
     many(*flags, "--out", tmp_path / "many")
