@@ -11,7 +11,7 @@ arranged), with
     capabilities and no way to new ones;
   - limits: wall time, CPU time, address space, resident memory of all its processes together,
     processes, files, file size;
-  - a clean environment, stdin from /dev/null, output of which the first 64 KiB are kept;
+  - a clean environment; stdin, stdout and stderr are /dev/null;
   - an end: everything that it started is killed before `run` returns, and its files are gone.
 Mode "proxy": the tests run in another process, and the functions under test are called over a pipe
 with plain values. So an object that equals everything, a patched builtin, a walk over the frames or
@@ -96,15 +96,12 @@ class Result:
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
     answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
     need mode "nonce"), "long" (not run), "lost" (its supervisor died).
-    detail: exception and message. output: stdout and stderr, the first 64 KiB. seconds: wall time.
-    missing: protections that the kernel did not give, with its reason. uid: of the program, None
-    for the caller's.
+    detail: exception and message. missing: protections that the kernel did not give, with its
+    reason. uid: of the program, None for the caller's.
     """
 
     reason: str
     detail: str = ""
-    output: str = ""
-    seconds: float = 0.0
     missing: dict = field(default_factory=dict)
     uid: int | None = None
 

@@ -2,11 +2,11 @@
 verdict is made.
 
     supervisor   started per program with a clean environment; makes the namespaces, keeps the clock
-                 and the memory bound, drains the output, ends everything
+                 and the memory bound, ends everything
     tests        process 1 of the new PID namespace: when it ends, the kernel ends all others. Holds
                  the tests and expected values, which reach it only after the candidate was forked,
                  so they are in no memory that the candidate has
-    candidate    the program: another uid, limits, no descriptor but its output and one pipe pair to
+    candidate    the program: another uid, limits, no descriptor but /dev/null and one pipe pair to
                  the tests
 
 Between tests and candidate go JSON messages of plain values (`encode`), never pickles. Standard
@@ -46,7 +46,6 @@ READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = (
 )  # mount(2)
 DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # prctl(2)
 MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the memory of the tests
-MAX_OUTPUT = 64 << 10  # bytes of stdout and stderr that are kept
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
 WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
@@ -305,16 +304,11 @@ def described(error):
     return {"raise": type(error).__name__[:100], "detail": detail}
 
 
-def candidate(job, requests, replies, output, uid, missing):
+def candidate(job, requests, replies, uid, missing):
     """Run the program, then answer calls of its functions until the pipe ends."""
     os.setsid()
-    for fd, target in (
-        (os.open("/dev/null", os.O_RDWR), 0),
-        (output, 1),
-        (output, 2),
-        (requests, 60),
-        (replies, 61),
-    ):
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for fd, target in ((nothing, 0), (nothing, 1), (nothing, 2), (requests, 60), (replies, 61)):
         os.dup2(fd, target)
     os.closerange(3, 60)
     os.closerange(62, 4096)
@@ -335,7 +329,6 @@ def candidate(job, requests, replies, output, uid, missing):
         raise OSError(f"uid {uid} cannot read Python's library in {place}: {advice}") from error
     send(61, "walls stand")  # what comes after this message may be the program's own
     sys.set_int_max_str_digits(0)
-    sys.stdout.reconfigure(line_buffering=True)  # what is printed before a kill counts too
     module = sys.modules["candidate"] = ModuleType(
         "candidate"
     )  # dataclasses and pickles look there
@@ -423,7 +416,7 @@ def verdict_of(job, tests, calls, answers):
         return reason, f"{type(error).__name__}: {error}"[:600]
 
 
-def tests_process(job, verdict, given, output, root, uids, missing):
+def tests_process(job, verdict, given, root, uids, missing):
     """Fork the candidate, then read the tests from the pipe `given`, run them and send the verdict
     up."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -436,12 +429,12 @@ def tests_process(job, verdict, given, output, root, uids, missing):
     answers, answers_write = os.pipe()
     if not os.fork():
         try:
-            candidate(job, calls_read, answers_write, output, uids[0], missing)
+            candidate(job, calls_read, answers_write, uids[0], missing)
         except OSError as error:  # before the program was run; what it raises does not come here
             send(61, f"{error}")
         finally:
             os._exit(1)
-    for fd in (calls_read, answers_write, output):
+    for fd in (calls_read, answers_write):
         os.close(fd)
     limit(AS=TESTS_MEMORY, CPU=int(job["timeout"]) + 2, FSIZE=0, CORE=0)
     become(uids[1])
@@ -561,27 +554,23 @@ def supervise():
         make_root(root, job["paths"], uids[0])
     verdict, verdict_write = os.pipe()
     tests_read, tests = os.pipe()
-    output, output_write = os.pipe()
     began = time.monotonic()
     first = os.fork()
     if not first:
         try:
-            for fd in (verdict, tests, output):
+            for fd in (verdict, tests):
                 os.close(fd)
             os.dup2(os.open("/dev/null", os.O_RDWR), 0)
             os.dup2(0, 1)
-            tests_process(job, verdict_write, tests_read, output_write, root, uids, missing)
+            tests_process(job, verdict_write, tests_read, root, uids, missing)
         finally:
             os._exit(1)
-    for fd in (verdict_write, tests_read, output_write):
+    for fd in (verdict_write, tests_read):
         os.close(fd)
-    result, kept = None, bytearray()
+    result = None
     try:
         given = receive(0)
         send(tests, given)  # a pipe of the tests, read once the candidate has been forked
-        poll = select.poll()
-        for fd in (0, verdict, output):
-            poll.register(fd, select.POLLIN)
         deadline, next_look = began + job["timeout"], began + WATCH
         while result is None:
             now = time.monotonic()
@@ -592,30 +581,19 @@ def supervise():
                 if sum(descendants(first).values()) > job["memory"] + (256 << 20):
                     result = "memory", "of all its processes together"
             else:
-                for fd, _ in poll.poll((min(deadline, next_look) - now) * 1000 + 1):
-                    if fd == 0:  # its end: nothing more is sent
-                        raise Gone
-                    if fd == verdict:
-                        result = told(verdict, given["nonce"])
-                    elif part := os.read(output, 1 << 16):
-                        kept += part[: MAX_OUTPUT - len(kept)]
-                    else:
-                        poll.unregister(output)
+                ready, _, _ = select.select([0, verdict], [], [], min(deadline, next_look) - now)
+                if 0 in ready:  # its end: nothing more is sent
+                    raise Gone
+                if ready:
+                    result = told(verdict, given["nonce"])
     except Gone:
         pass
     finally:
         end_all(first, uids[0], missing)
     if result is None:
         return remove(job["folder"], mounted=bool(root))
-    os.set_blocking(output, False)
-    try:
-        while part := os.read(output, 1 << 16):
-            kept += part[: MAX_OUTPUT - len(kept)]
-    except BlockingIOError:
-        pass
-    answer = dict(zip(("reason", "detail"), result, strict=True))
-    answer |= {"output": kept.decode(errors="replace"), "seconds": time.monotonic() - began}
-    print(json.dumps(answer | {"missing": missing, "uid": uids[0]}))
+    reason, detail = result
+    print(json.dumps({"reason": reason, "detail": detail, "missing": missing, "uid": uids[0]}))
 
 
 if __name__ == "__main__":

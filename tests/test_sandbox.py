@@ -477,7 +477,6 @@ def own_temporary_directory(tmp_path, monkeypatch):
 def check(name, mode, result):
     assert result.reason in ATTACKS[name][1 if mode == PROXY else 2].split(), (name, mode, result)
     assert result.passed == (result.reason == "passed")
-    assert len(result.output) <= 64 << 10
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -833,9 +832,7 @@ def test_a_library_that_the_program_cannot_read(monkeypatch):
 
 def test_batches_keep_their_order_and_workers():
     jobs = [
-        job(
-            "import time\ntime.sleep(0.3)" + F, tests=f"print(f({i}))\nassert f({i}) == {i + i % 2}"
-        )
+        job("import time\ntime.sleep(0.3)" + F, tests=f"assert f({i}) == {i + i % 2}")
         for i in range(8)
     ]
     assert [result.passed for result in run_batch(jobs, 8)] == [i % 2 == 1 for i in range(8)]
@@ -1003,9 +1000,3 @@ def test_prelude_and_keywords():
     )
     assert run(program).passed
     assert not run(replace(program, tests="assert f(1, y=2) == 4")).passed
-
-
-def test_output_is_kept_up_to_its_bound():
-    result = run(job("import sys\nprint('first')\nprint('second', file=sys.stderr)" + F))
-    assert result.passed and sorted(result.output.split()) == ["first", "second"]
-    assert run(job("print('x' * 100000)" + F)).output == "x" * (64 << 10)
