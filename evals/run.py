@@ -230,21 +230,23 @@ def evaluate(args, program, tasks, data, files):
         take = partial(results.take_directory, args, program, "-".join(parts), held)
         out = from_first_rank(take) if args.resume else None
         if args.model and examples:
-            tokenizer, backend = load_tokenizer(args.model), args.rollout_backend
-            size = args.batch_size
-            engine = make_engine(args.model, backend=backend, device=device, max_batch_size=size)
+            tokenizer = load_tokenizer(args.model)
+            engine = make_engine(
+                args.model,
+                backend=args.rollout_backend,
+                device=device,
+                max_batch_size=args.batch_size,
+            )
         for name, rows in examples.items():
-            how = {"data": data[name], "split": args.split, "limit": args.limit}
-            how |= {"reward": args.reward, "torch": version("torch")}
-            how |= {"evals_hash": hash_of_evals(tasks[name])}
+            task, how = tasks[name], {"data": data[name]}
+            how |= {key: getattr(args, key) for key in ("split", "limit", "reward")}
+            how |= {"torch": version("torch"), "evals_hash": hash_of_evals(task)}
             with skipped_on_exit(name):
                 if files:
                     how |= {"repeats": args.repeats or 1, "completions": files[name]}
-                    read[name] = samples.given(
-                        tasks[name], rows, how["completions"], how["repeats"]
-                    )
+                    read[name] = samples.given(task, rows, files[name], how["repeats"])
                 else:
-                    how |= task_settings(args, engine, name, tasks[name], rows, alone)
+                    how |= task_settings(args, engine, name, task, rows, alone)
                 settings[name] = how
         if not settings:
             raise SystemExit(f"none of {', '.join(data)} can be evaluated")
@@ -258,8 +260,7 @@ def evaluate(args, program, tasks, data, files):
                 rows, more = read[name]
                 folder.mkdir(exist_ok=True)
                 parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
-                bar = {"total": len(rows), "desc": name}
-                samples.write_scored(folder / "samples.jsonl", parts, *scoring, bar)
+                samples.write_scored(folder / "samples.jsonl", parts, *scoring, len(rows), name)
             else:
                 from_first_rank(partial(results.begin, name, folder, how, args.resume))
                 rows = answer(folder, name, *scoring, how, engine, tokenizer, rank, ranks)
@@ -291,9 +292,9 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer, ra
     batches = samples.generated(engine, tokenizer, prompts, calls, **generation(settings))
     if rank == 0 and done:
         print(f"{name}: {len(done)} finished samples are kept", file=sys.stderr)
-    bar = {"total": sum(end - first for _, first, end in calls), "desc": name}
     path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
-    samples.write_scored(path, batches, task, examples, reward, bar)
+    total = sum(end - first for _, first, end in calls)
+    samples.write_scored(path, batches, task, examples, reward, total, name)
     if ranks > 1:
         dist.barrier()
     if rank:

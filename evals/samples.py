@@ -173,15 +173,15 @@ def scored(task, rows, examples, reward=None):
     return rows
 
 
-def write_scored(path, batches, task, examples, reward, bar):
+def write_scored(path, batches, task, examples, reward, total, name):
     """Append the rows of batches to a .jsonl. A thread scores a batch while the engine generates
-    the next one. bar: total and title of the progress bar. SystemExit if the sandbox does not
-    work."""
+    the next one. total, name: of the progress bar. SystemExit if the sandbox does not work."""
     waiting = None
     with (
         open(path, "a", encoding="utf-8") as file,
         ThreadPoolExecutor(1) as scorer,
-        tqdm(**bar, disable=None if is_first_rank() else True) as shown,  # None: only on a terminal
+        # None: only on a terminal
+        tqdm(desc=name, total=total, disable=None if is_first_rank() else True) as shown,
     ):
 
         def write(batch):

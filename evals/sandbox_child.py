@@ -35,15 +35,8 @@ NAMESPACES = {
     "processes": 0x20000000,
 }  # CLONE_NEW*
 NEW_USER = 0x10000000
-READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = (
-    1,
-    2,
-    4,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)  # mount(2)
+# mount(2); INERT: neither devices nor programs with the rights of their owner
+READ_ONLY, INERT, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2 | 4, 32, 4096, 16384, 1 << 18
 DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # prctl(2)
 MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the memory of the tests
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
@@ -183,9 +176,10 @@ def prctl(option, value):
     system("prctl", option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
-def mount(source, target, kind, flags, options=""):
-    encoded = [text.encode() or None for text in (source, target, kind)]
-    system("mount", *encoded, ctypes.c_ulong(flags), options.encode() or None)
+def mount(source, target, flags, options=""):
+    """mount(2). Only that of a "tmpfs" has a kind, which its source is named after."""
+    source, target, options = (text.encode() or None for text in (source, target, options))
+    system("mount", source, target, source, ctypes.c_ulong(flags), options)
 
 
 def write(path, text):
@@ -236,25 +230,25 @@ def enter_namespaces(without):
 def make_root(folder, paths, owner):
     """A read-only root directory in memory, with Python and the system's libraries, and in it one
     empty directory /sandbox of 32 MB that belongs to `owner`. It goes with the namespace."""
-    mount("", "/", "", RECURSIVE | PRIVATE)
-    mount("tmpfs", folder, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,nr_inodes=4096,mode=755")
+    mount("", "/", RECURSIVE | PRIVATE)
+    mount("tmpfs", folder, INERT, "size=1m,nr_inodes=4096,mode=755")
     os.mkdir(f"{folder}/dev")
-    for device in ("null", "zero", "urandom"):
-        os.close(os.open(f"{folder}/dev/{device}", os.O_CREAT))
-        mount(f"/dev/{device}", f"{folder}/dev/{device}", "", BIND)
+    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        os.close(os.open(folder + device, os.O_CREAT))
+        mount(device, folder + device, BIND)
     bound = []
     for path in sorted(set(paths), key=len):
         if os.path.isdir(path) and not any(path.startswith(f"{above}/") for above in bound):
             os.makedirs(folder + path, exist_ok=True)
-            mount(path, folder + path, "", BIND | RECURSIVE)
-            mount("", folder + path, "", BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
+            mount(path, folder + path, BIND | RECURSIVE)
+            mount("", folder + path, BIND | REMOUNT | READ_ONLY | INERT)
             bound.append(path)
-    os.mkdir(f"{folder}/sandbox")
-    size = "size=32m,nr_inodes=4096,mode=700"
-    mount("tmpfs", f"{folder}/sandbox", "tmpfs", NO_SUID | NO_DEVICES, size)
+    home = f"{folder}/sandbox"
+    os.mkdir(home)
+    mount("tmpfs", home, INERT, "size=32m,nr_inodes=4096,mode=700")
     if owner is not None:
-        os.chown(f"{folder}/sandbox", owner, owner)
-    mount("", folder, "", REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
+        os.chown(home, owner, owner)
+    mount("", folder, REMOUNT | READ_ONLY | INERT)
 
 
 def user_ids(seed):
