@@ -392,7 +392,7 @@ def verdict_of(job, tests, calls, answers):
             return "setup", setup
         ready = receive(answers, MAX_MESSAGE)
         if "ready" not in ready:
-            return "error", f"{ready.get('raise')}: {ready.get('detail')}"
+            return "error", f"{ready.get('raise')}: {ready.get('detail')}"[:600]
         if job["mode"] == "nonce":
             told = ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
             return "passed" if told == tests["nonce"] else "exited", ""

@@ -642,28 +642,14 @@ def test_callers_that_are_not_root(surroundings):
 # the caller
 
 
-MEMORY = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-from sandbox import Job, run_batch
-job = lambda code: Job(code, "assert f(1) == 2", ("f",), timeout=1.0, memory=192 << 20)
-run_batch([job("def f(x): return 2")])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run_batch([job(code) for code in sys.argv[2:]] * 2, 4)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-
-
-def test_memory_of_the_caller_is_bounded():
-    names = "endless output", "huge result", "a message without end"
-    codes = [ATTACKS[name][0] for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(ROOT / "evals"), *codes],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert float(done.stdout) < 50  # MiB
+def test_an_answer_to_the_caller_is_short():
+    """A program's own message may have 16 MB."""
+    forged = """
+    import json, os, struct
+    text = json.dumps({"raise": "E", "detail": "x" * 9_000_000}).encode()
+    with open(61, "wb") as pipe: pipe.write(struct.pack("<Q", len(text)) + text)
+    """
+    assert run(job(forged)).detail == "E: " + "x" * 597
 
 
 @pytest.mark.parametrize("without", [(), ("processes",), ("network",)])
