@@ -127,7 +127,8 @@ def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     asked, found = [], datasets.Dataset.from_list([{"prompt": "a", "response": "b"}])
     load = lambda name, split: asked.append((name, split)) or found
     monkeypatch.setattr(datasets, "load_dataset", load)
-    for names, split in ((["train", "test"], "train"), (["train_gen", "train_sft"], "train_sft")):
+    sources = (["train", "test"], "train"), (["train", "train_sft"], "train_sft"), ([], "train")
+    for names, split in sources:
         monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, names=names: names)
         assert list(training_rows(COUNTDOWN, "owner/name")) == [row("a", "b")]
         assert asked.pop() == ("owner/name", split)
