@@ -172,7 +172,7 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
 
 
 HUB = [  # splits of a data set; split and rows of train, validation, test
-    (["train_prefs", "train_sft", "test_prefs", "test_sft"],
+    (["train_prefs", "train_sft", "test_prefs", "test_sft", "train"],
      ("train_prefs", "01234"), ("test_prefs", "024"), ("test_prefs", "13")),
     (["train", "validation", "test"],
      ("train", "01234"), ("validation", "01234"), ("test", "01234")),

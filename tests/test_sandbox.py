@@ -254,6 +254,14 @@ ATTACKS = {
         tries("import os\nopen(os.path.dirname(os.__file__) + '/new.py', 'w')"),
         "error",
     ),
+    "places that are not read-only": (
+        claims("not all(os.statvfs(place).f_flag & os.ST_RDONLY for place in ('/', '/usr'))"),
+        "wrong",
+    ),
+    "programs with the rights of their owner": (
+        claims("not all(os.statvfs(place).f_flag & os.ST_NOSUID for place in ('/', '/usr', '.'))"),
+        "wrong",
+    ),
     "other processes through /proc": (
         claims(
             "any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in "
@@ -329,6 +337,8 @@ HELD_BY = {
     "files of the caller deleted": {"files", "uid"},
     "permissions of the caller's files": {"files", "uid"},
     "the repository": {"files"},
+    "places that are not read-only": {"files"},
+    "programs with the rights of their owner": {"files"},
     "Python's library changed": {"files", "uid"},
     "other processes through /proc": {"files"},
 }
