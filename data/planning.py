@@ -45,13 +45,10 @@ def countdown(preset, split, limit=None):
     the same numbers stay together. "small" holds every number order of every solvable problem; the
     drawn presets hold each problem once.
     """
-    settings = COUNTDOWN[preset]
-    if preset == "small":
-        problems = every_problem(preset)[split]
-    else:
-        problems = islice(drawn_problems(preset, split), ROWS[split])
+    problems, style = drawn_problems(preset, split), COUNTDOWN[preset]["style"]
+    problems = small_problems()[split] if preset == "small" else islice(problems, ROWS[split])
     return [
-        {"numbers": list(numbers), "target": target, "style": settings["style"]}
+        {"numbers": list(numbers), "target": target, "style": style}
         for numbers, target in islice(problems, limit)
     ]
 
@@ -93,9 +90,9 @@ def split_of(*problem):
 
 
 @cache
-def every_problem(preset):
+def small_problems():
     """-> {split: all (numbers, target), in all distinct number orders, shuffled by hash}"""
-    settings, problems = COUNTDOWN[preset], {split: [] for split in ROWS}
+    settings, problems = COUNTDOWN["small"], {split: [] for split in ROWS}
     pool = range(1, settings["largest"] + 1)
     for numbers in combinations_with_replacement(pool, settings["count"]):
         values = {value for value, _ in expressions(numbers, settings["operators"]).values()}

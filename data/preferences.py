@@ -10,7 +10,7 @@ prompt of a split, then pair them.
 """
 
 import json
-import math
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,18 +18,12 @@ from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import (
-    describe_columns,
-    hub_split,
-    hub_splits,
-    is_hub_id,
-    open_rows,
-    read_jsonl,
-)
-from data.tokens import is_dialogue, token_rows, unreadable, without_asked
+from data.rows import describe_columns, hub_splits, open_rows, read_jsonl
+from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_asked
 
-# split -> its names in a hub data set, the first that exists; ultrafeedback_binarized: train_prefs
-SPLITS = {split: (f"{split}_prefs", split) for split in ("train", "validation", "test")}
+SPLITS = "train", "validation", "test"
+# what a split is called, the first that exists; ultrafeedback_binarized: train_prefs
+HUB_ENDINGS, FILE_ENDINGS = ("_prefs", ""), (".jsonl", ".csv", ".parquet", ".jsonl.gz")
 SIDES = "chosen", "rejected"
 COLUMNS = (
     "chosen and rejected, as messages that end with an assistant turn or as text, and a prompt"
@@ -56,8 +50,8 @@ def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
     its even rows are for validation and its odd ones for testing.
     """
     source, first, step = eval_pairs or data, 0, 1
-    if source and source not in getattr(task, "PRESETS", ()):
-        names = split_names(source, SPLITS if eval_pairs else ())
+    if source and source not in task.PRESETS:
+        names = splits_of(source) or (SPLITS if eval_pairs else ())
         if "test" in names and "validation" not in names:
             split, first, step = "test", int(split == "test"), 2
         if split not in names:
@@ -68,30 +62,24 @@ def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
 
 def pairs_of(task, data, split, score_all):
     """Pairs of a task, of a file, or of one split of a folder or hub data set."""
-    presets = getattr(task, "PRESETS", ())
-    if not data or data in presets:
+    if not data or data in task.PRESETS:
         return gold_pairs(task, split, data, score_all)
-    name = hub_split(data, SPLITS[split])
-    if Path(data).is_dir() and not (data := folder_file(folder := data, split)):
-        files = f"no {split}.jsonl and no {split}.parquet"
-        raise SystemExit(f"--data {folder}: the folder has {files}")
-    return map(preference, open_rows(str(data), name, presets))
+    name = splits_of(data).get(split, split)
+    if Path(data).is_dir():
+        if name == split:
+            files = f"no {split}.jsonl and no {split}.parquet"
+            raise SystemExit(f"--data {data}: the folder has {files}")
+        data = f"{data}/{name}"
+    return map(preference, open_rows(data, name, task.PRESETS))
 
 
-def split_names(data, of_file):
-    """-> splits of a folder or hub data set; of_file if it is a file."""
-    if is_hub_id(data):
-        found = hub_splits(data)
-        return [split for split in SPLITS if any(name in found for name in SPLITS[split])]
-    is_folder = Path(data).is_dir()
-    return [split for split in SPLITS if folder_file(data, split)] if is_folder else of_file
-
-
-def folder_file(folder, split):
-    """-> the file of a split in a folder, or None."""
-    suffixes = ".jsonl", ".csv", ".parquet", ".jsonl.gz"
-    files = (Path(folder) / f"{split}{suffix}" for suffix in suffixes)
-    return next(filter(Path.is_file, files), None)
+def splits_of(data):
+    """-> {split: its file in a folder, or its name in a hub data set}; {} for a file."""
+    found, endings = hub_splits(data), HUB_ENDINGS
+    if Path(data).is_dir():
+        found, endings = os.listdir(data), FILE_ENDINGS
+    names = [(split, split + ending) for split in SPLITS for ending in reversed(endings)]
+    return {split: name for split, name in names if name in found}
 
 
 def gold_pairs(task, split, preset, score_all):
@@ -99,10 +87,8 @@ def gold_pairs(task, split, preset, score_all):
     problem as the rejected side.
     """
     if not hasattr(task, "answer"):
-        name = task.__name__.split(".")[-1]
-        raise SystemExit(
-            f"{name} has no answers to make pairs of: --data must name rows of {COLUMNS}"
-        )
+        needed = f"--data must name rows of {COLUMNS}"
+        raise SystemExit(f"{task.NAME} has no answers to make pairs of: {needed}")
     answers, problems = [], []
     for problem in task.load(split, preset):
         with suppress(ValueError):  # a problem without a solution makes no pair
@@ -138,7 +124,7 @@ def preference(row):
         return unreadable(row, "have sides that answer different prompts")
     if contexts and contexts[0]:  # may hold a system turn or history, more than the prompt column
         prompt = contexts[0]
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    prompt = as_messages(prompt)
     if not is_dialogue(prompt) or not all(isinstance(answer, str) for answer in answers):
         return unreadable(row, f"cannot be read, needed are {COLUMNS}")
     return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
@@ -162,22 +148,17 @@ def pairs_of_samples(rows, per_prompt):
             answers.setdefault(row["index"], {}).setdefault(row["completion"], row["score"])
             prompts[row["index"]] = row["prompt"]
     for index, scored in sorted(answers.items()):
+        prompt = prompts[index]
         # The sort is stable: equal scores stay in the order of sampling.
-        best = sorted(scored.items(), key=lambda answer: -answer[1])
-        for (chosen, high), (rejected, low) in islice(
-            zip(best, best[::-1], strict=True), per_prompt
-        ):
-            if high > low:
-                turns = lambda text: [*prompts[index], {"role": "assistant", "content": text}]  # noqa: B023
-                pairs.append(
-                    {
-                        "prompt": prompts[index][-1]["content"],
-                        "chosen": turns(chosen),
-                        "rejected": turns(rejected),
-                        "score_chosen": high,
-                        "score_rejected": low,
-                    }
-                )
+        best = sorted(scored, key=scored.get, reverse=True)
+        for sides in islice(zip(best, best[::-1], strict=True), per_prompt):
+            scores = [scored[text] for text in sides]
+            if scores[0] > scores[1]:
+                pair = {"prompt": prompt[-1]["content"]}
+                for side, text in zip(SIDES, sides, strict=True):
+                    pair[side] = [*prompt, {"role": "assistant", "content": text}]
+                names = ("score_chosen", "score_rejected")
+                pairs.append(pair | dict(zip(names, scores, strict=True)))
     return pairs
 
 
@@ -191,8 +172,6 @@ def read_samples(path):
             problem = f"needs {', '.join(needed)}, has {describe_columns(row)}"
         elif not is_dialogue(row["prompt"]):
             problem = "prompt must be messages, each with role and content as text"
-        elif math.isnan(row["score"]):
-            problem = "the score is not a number"
         elif prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
             problem = f"index {row['index']} had another prompt before; are these two evaluations?"
         if problem:

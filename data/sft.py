@@ -3,7 +3,7 @@
 from itertools import chain
 
 from data.rows import hub_split, one_line, open_rows
-from data.tokens import Dropped, is_dialogue, token_rows, unreadable, without_asked
+from data.tokens import Dropped, as_messages, is_dialogue, token_rows, unreadable, without_asked
 
 DRAWS = 4  # a problem with several right answers gives up to this many rows
 SPLITS = "train_sft", "train"  # of a hub data set, the first that it has; ultrachat_200k: train_sft
@@ -24,9 +24,8 @@ def training_rows(task, data, held_out=()):
 
 
 def source_rows(task, data):
-    presets, seen = getattr(task, "PRESETS", ()), []
-    if data and data not in (*presets, getattr(task, "HUB", "")):
-        rows = iter(open_rows(data, hub_split(data, SPLITS), presets))
+    if data and data not in (*task.PRESETS, getattr(task, "HUB", "")):
+        rows, seen = iter(open_rows(data, hub_split(data, SPLITS), task.PRESETS)), []
         for row in rows:
             seen.append(row)
             if "messages" in row or {"prompt", "response"} <= row.keys():
@@ -36,8 +35,7 @@ def source_rows(task, data):
 
 def conversation(row):
     """A row of a data set with `messages`, or with `response` and `prompt` (text or messages)."""
-    prompt, messages = row.get("prompt"), row.get("messages")
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    prompt, messages = as_messages(row.get("prompt")), row.get("messages")
     if messages is None and isinstance(prompt, list):
         messages = [*prompt, {"role": "assistant", "content": row.get("response")}]
     if not is_dialogue(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -48,8 +46,9 @@ def conversation(row):
 def gold_answers(task, data):
     """Problems of the task's train split, each with up to DRAWS different right answers."""
     if not hasattr(task, "answer"):
-        name = task.__name__.split(".")[-1]
-        raise SystemExit(f"{name} has no answers to train on: --data must name rows of {COLUMNS}")
+        raise SystemExit(
+            f"{task.NAME} has no answers to train on: --data must name rows of {COLUMNS}"
+        )
     try:
         problems = task.load("train", data)
     except SystemExit as error:

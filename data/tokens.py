@@ -109,10 +109,10 @@ def encode_rows(rows, tokenizer, model, max_length, sides):
     kept = [i for i, text in enumerate(encoded) if isinstance(text, str)]
     if not kept:
         return encoded
-    answers = [rows[i][side] for i in kept for side in sides]
     prompts = tokenizer([encoded[i] for i in kept], add_special_tokens=False)["input_ids"]
-    answers = tokenizer(answers, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    answers = iter(answers)
+    texts = [rows[i][side] for i in kept for side in sides]
+    texts = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    answers = iter(texts)
     for i, prompt in zip(kept, prompts, strict=True):
         ids = [next(answers) for _ in sides]
         length = len(prompt) + max(map(len, ids)) + 1
@@ -140,12 +140,9 @@ def render(row, tokenizer, sides):
         "".join([text, *answers]).encode()
         return text
     except (UnicodeEncodeError, TemplateError, TypeError) as error:
-        is_text = isinstance(error, UnicodeEncodeError)
-        reason = (
-            "hold half of a character (a surrogate)"
-            if is_text
-            else "are refused by the chat template"
-        )
+        reason = "are refused by the chat template"
+        if isinstance(error, UnicodeEncodeError):
+            reason = "hold half of a character (a surrogate)"
         return Dropped(reason, f"{shown(row)}, {one_line(error)}")
 
 
@@ -161,6 +158,11 @@ def without_asked(rows, asked):
 def question(messages):
     """What two prompts share if they ask the same: the last turn but for case and white space."""
     return " ".join(messages[-1]["content"].split()).casefold()
+
+
+def as_messages(prompt):
+    """A prompt that may be text, as messages."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def is_dialogue(messages):

@@ -33,10 +33,7 @@ def command_line(kind, program, description):
     args = tyro.cli(kind, description=description)
     if not args.resume:
         return args
-    try:
-        saved = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        saved = {}
+    saved = read_json(Path(args.resume) / "config.json", {})
     saved.pop("command", "")
     if saved.pop("program", "") != program:
         raise SystemExit(
@@ -95,7 +92,7 @@ def begin(name, folder, settings, resume):
     two settings, or of two models, do not make one number."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "settings.json"
-    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings
+    old = read_json(path, settings)
     differ = [
         f"{key} {old.get(key)!r}, now {value!r}"
         for key, value in settings.items()
@@ -113,10 +110,9 @@ def write_json(path, value):
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
-def finished(out):
-    """Results of the tasks in results.json."""
-    path = out / "results.json"
-    return json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.is_file() else {}
+def read_json(path, default):
+    """-> its value; `default` if there is no such file"""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else default
 
 
 def write_all(out, model, results, lost):
@@ -168,15 +164,14 @@ def summary(name, rows, examples, repeats, reward):
         groups = {}
         for row in rows:
             groups.setdefault(key(row), []).append(row["score"])
-        return {group: mean(scores) for group, scores in groups.items()}
+        return {group: mean(groups[group]) for group in sorted(groups)}
 
     problems = means(lambda row: row["index"]).values()
     result = {"task": name, "n": len(problems), "accuracy": mean(row["score"] for row in rows)}
     result["stderr"] = pstdev(problems) / math.sqrt(len(problems))
     if repeats > 1:
-        result["repeats"] = repeats
-        by_repeat = sorted(means(lambda row: row["repeat"]).items())
-        result["accuracies"] = [score for _, score in by_repeat]
+        accuracies = [*means(lambda row: row["repeat"]).values()]
+        result |= {"repeats": repeats, "accuracies": accuracies}
     generated = "tokens" in rows[0]
     result["answered"] = mean(row["answer"] is not None for row in rows)
     result["truncated"] = mean(row["truncated"] for row in rows) if generated else None
@@ -186,16 +181,17 @@ def summary(name, rows, examples, repeats, reward):
     if generated:
         tokens, seconds = (sum(row[key] for row in rows) for key in ("tokens", "seconds"))
         forwards = [row["forwards"] for row in rows]
-        result["tokens"] = tokens / len(rows)
-        result["tokens_per_forward"] = None if None in forwards else tokens / sum(forwards)
-        result["tokens_per_s"] = tokens / seconds
+        result |= {
+            "tokens": tokens / len(rows),
+            "tokens_per_forward": None if None in forwards else tokens / sum(forwards),
+            "tokens_per_s": tokens / seconds,
+        }
     if paid := [row["reward"] for row in rows if "reward" in row]:
         parts = {part: sum(row[part] for row in paid) / len(rows) for part in paid[0]}
         result["reward"] = {"name": reward, "mean": sum(parts.values()), "components": parts}
     failed = [f"index {row['index']}: {row['failed']}" for row in rows if "failed" in row]
-    result["failed"] = len(failed)
     print_faults(name, failed, "without a verdict, scored 0")
-    return result
+    return result | {"failed": len(failed)}
 
 
 def print_faults(source, faults, what):

@@ -152,12 +152,6 @@ def main(name):
     """Command line of evals/<name>.py. Unusable input ends in SystemExit with one line that says
     what to change."""
     args = results.command_line(Args, name, f"Evaluate a model, or score completions, on {name}.")
-    if bool(args.model) == bool(args.completions):
-        raise SystemExit("give either --model (generate and score) or --completions (only score)")
-    if args.resume and args.completions:
-        raise SystemExit(
-            f"--resume {args.resume} only scored {args.completions}: score again, with a new --out"
-        )
     files = {name: args.completions} if args.completions else {}
     made, _ = evaluate(args, name, {name: load_task(name)}, {name: args.data}, files)
     if made:  # on rank 0
@@ -169,12 +163,10 @@ def many():
     non-zero."""
     args = results.command_line(ManyArgs, "run", "Evaluate a model on many benchmarks.")
     names = args.tasks.replace(",", " ").split()
-    if not names or bool(args.model) == bool(args.completions):
+    if not names:
         raise SystemExit(
             "give --model (or --completions) and --tasks, such as --tasks gsm8k,math500"
         )
-    if args.resume and args.completions:
-        raise SystemExit("--resume continues a generation: score --completions again")
     tasks, sources = {task.NAME: task for task in map(load_task, names)}, {}
     for flag in ("data", "completions"):
         sources[flag] = dict(item.partition("=")[::2] for item in getattr(args, flag))
@@ -199,14 +191,19 @@ def evaluate(args, program, tasks, data, files):
     errors are raised.
     """
     alone = program != "run"
+    if bool(args.model) == bool(files):
+        raise SystemExit("give either --model (generate and score) or --completions (only score)")
+    if args.resume and files:
+        again = f"score {', '.join(files.values())} again, with a new --out"
+        raise SystemExit(f"--resume {args.resume} continues a generation: {again}")
     for name in ("batch_size", "limit", "repeats"):
         if (count := getattr(args, name)) is not None and count < 1:
             raise SystemExit(f"--{name.replace('_', '-')} {count} must be at least 1")
     judge = load_reward(args.reward, tasks[program]) if args.reward != "none" else None
     if not args.resume:
         results.refuse_overwriting(args.out)
-    device, ranks = ("cpu", 1) if files else place()
-    examples, settings, lost = {}, {}, {}
+    device, rank, ranks = ("cpu", 0, 1) if files else place()
+    examples, settings, read, lost = {}, {}, {}, {}
 
     @contextmanager
     def skipped_on_exit(name):
@@ -217,7 +214,7 @@ def evaluate(args, program, tasks, data, files):
             if alone:
                 raise
             lost[name] = str(error).replace("--data FILE", f"--data {name}=FILE")
-            if is_first_rank():
+            if not rank:
                 print(f"{name} is not evaluated: {lost[name]}", file=sys.stderr)
 
     for name, task in tasks.items():
@@ -233,66 +230,59 @@ def evaluate(args, program, tasks, data, files):
         take = partial(results.take_directory, args, program, "-".join(parts), held)
         out = from_first_rank(take) if args.resume else None
         if args.model and examples:
-            tokenizer, backend = load_tokenizer(args.model), args.rollout_backend
-            size = args.batch_size
-            engine = make_engine(args.model, backend=backend, device=device, max_batch_size=size)
+            tokenizer = load_tokenizer(args.model)
+            engine = make_engine(
+                args.model,
+                backend=args.rollout_backend,
+                device=device,
+                max_batch_size=args.batch_size,
+            )
         for name, rows in examples.items():
-            how = {"data": data[name], "split": args.split, "limit": args.limit}
-            how |= {"reward": args.reward, "torch": version("torch")}
-            how |= {"evals_hash": hash_of_evals(tasks[name])}
+            task, how = tasks[name], {"data": data[name]}
+            how |= {key: getattr(args, key) for key in ("split", "limit", "reward")}
+            how |= {"torch": version("torch"), "evals_hash": hash_of_evals(task)}
             with skipped_on_exit(name):
                 if files:
                     how |= {"repeats": args.repeats or 1, "completions": files[name]}
+                    read[name] = samples.given(task, rows, files[name], how["repeats"])
                 else:
-                    how |= task_settings(args, engine, name, tasks[name], rows, alone)
+                    how |= task_settings(args, engine, name, task, rows, alone)
                 settings[name] = how
         if not settings:
             raise SystemExit(f"none of {', '.join(data)} can be evaluated")
-        # only now: a wrong --model leaves no directory behind
+        # only now: a wrong --model or file of completions leaves no directory behind
         out = out or from_first_rank(take)
-        made = {} if alone else results.finished(out)
+        # a resumed run has results
+        made = {} if alone else results.read_json(out / "results.json", {}).get("tasks", {})
         for name, how in settings.items():
-            folder, given = out if alone else out / name, (tasks[name], examples[name], judge, how)
+            folder, scoring = out if alone else out / name, (tasks[name], examples[name], judge)
             if files:
-                rows, more = score_file(folder, name, *given)
+                rows, more = read[name]
+                folder.mkdir(exist_ok=True)
+                parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
+                samples.write_scored(folder / "samples.jsonl", parts, *scoring, len(rows), name)
             else:
                 from_first_rank(partial(results.begin, name, folder, how, args.resume))
-                rows, more = answer(folder, name, *given, engine, tokenizer), {}
-            if is_first_rank():
+                rows = answer(folder, name, *scoring, how, engine, tokenizer, rank, ranks)
+                more = {}
+            if not rank:
                 result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
                 made[name] = result | more | {"settings": how | {"ranks": ranks}}
                 results.write_json(folder / "result.json", made[name])
                 write_report(folder)
                 if not alone:
                     results.write_all(out, args.model, made, lost)
-        if is_first_rank() and not alone:
+        if not rank and not alone:
             print(results.table(made, lost) + f"\n{out}/results.json", flush=True)
     return made, lost
 
 
-def score_file(folder, name, task, examples, reward, settings):
-    """Score --completions. -> rows, {"unused": lines of the file, "missing": problems without a
-    completion}"""
-    path = settings["completions"]
-    fits = lambda row: samples.same_problem(task, examples[row["index"]], row)
-    rows, faults, missing = samples.given(path, len(examples), settings["repeats"], fits)
-    results.print_faults(path, faults, "rows not used")
-    unanswered = "problems without a completion, not in the mean: index"
-    results.print_faults(path, missing, unanswered)
-    folder.mkdir(exist_ok=True)
-    parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
-    bar = {"total": len(rows), "desc": name}
-    samples.write_scored(folder / "samples.jsonl", parts, task, examples, reward, bar)
-    return rows, {"unused": len(faults), "missing": len(missing)}
-
-
-def answer(folder, name, task, examples, reward, settings, engine, tokenizer):
+def answer(folder, name, task, examples, reward, settings, engine, tokenizer, rank, ranks):
     """Answer and score this rank's share of the problems that have no row in `folder` yet.
 
     -> on rank 0 the rows of all ranks, which are then in samples.jsonl; elsewhere None
     """
     repeats, prompts = settings["repeats"], [task.prompt(example) for example in examples]
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     done = from_first_rank(lambda: {*map(samples.key, samples.gather(folder))})
     # continuous batching: a call gets more prompts than fit into a batch
     together = settings["batch_size"] * (4 if engine.refills else 1)
@@ -302,10 +292,10 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer):
     batches = samples.generated(engine, tokenizer, prompts, calls, **generation(settings))
     if rank == 0 and done:
         print(f"{name}: {len(done)} finished samples are kept", file=sys.stderr)
-    bar = {"total": sum(end - first for _, first, end in calls), "desc": name}
     path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
-    samples.write_scored(path, batches, task, examples, reward, bar)
-    if dist.is_initialized():
+    total = sum(end - first for _, first, end in calls)
+    samples.write_scored(path, batches, task, examples, reward, total, name)
+    if ranks > 1:
         dist.barrier()
     if rank:
         return None
@@ -317,14 +307,15 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer):
 
 
 def place():
-    """-> device, number of ranks. Ranks exchange samples through files that all must see."""
+    """-> device, rank, number of ranks. Ranks exchange samples through files that all must see."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         # a rank may finish a long task much earlier than another
         dist.init_process_group("gloo", timeout=timedelta(days=2))
-    return device, dist.get_world_size() if dist.is_initialized() else 1
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return device, *ranks
 
 
 def task_settings(args, engine, name, task, examples, alone):

@@ -30,16 +30,15 @@ from rollout.traces import gold
 DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows
 
 
-def given(path, num_examples, repeats=1, fits=None):
+def given(task, examples, path, repeats=1):
     """Rows {"index", "repeat", "completion"} of a .jsonl or a JSON array, in file order; other keys
     are dropped, so that a samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if
-    it is left out. fits(row): whether a row is about the example of its index.
+    it is left out.
 
-    -> rows, faults, missing. faults: one text for each line that cannot be used, with its number:
-      no JSON, no such row, an index outside 0..num_examples-1, a row that does not fit, or a
-      duplicate. missing: the
-      examples (with repeats also the repeat) without a completion. SystemExit if no line can be
-      used.
+    -> rows, {"unused": number of lines that cannot be used, "missing": number of problems (with
+    repeats: answers) without a completion}; both are listed on stderr.
+    SystemExit if no line can be used. A line cannot be used if it is no such row, asks another
+    problem than the example of its index, or has the index of a line before.
     """
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file")
@@ -48,9 +47,7 @@ def given(path, num_examples, repeats=1, fits=None):
     for line, raw in enumerate(_lines(Path(path).read_bytes()), 1):
         try:
             if raw.strip():
-                row = _row(told := json_object(raw), num_examples, repeats)
-                if fits and not fits(told):
-                    raise ValueError("about another problem; check --data and --split")
+                row = _row(json_object(raw), task, examples, repeats)
                 if key(row) in rows:
                     raise ValueError(f"index {name(*key(row))} is in a line before")
                 rows[key(row)] = row
@@ -58,18 +55,23 @@ def given(path, num_examples, repeats=1, fits=None):
             faults.append(f"line {line}: {error}")
     if not rows:
         raise SystemExit("; ".join([f"{path}: no completions", *faults[: results.SHOWN]]))
-    asked = product(range(repeats), range(num_examples))
-    return [*rows.values()], faults, [name(*place) for place in asked if place not in rows]
+    asked = product(range(repeats), range(len(examples)))
+    missing = [name(*place) for place in asked if place not in rows]
+    results.print_faults(path, faults, "rows not used")
+    unanswered = "problems without a completion, not in the mean: index"
+    results.print_faults(path, missing, unanswered)
+    return [*rows.values()], {"unused": len(faults), "missing": len(missing)}
 
 
 def _lines(raw):
-    """The lines of a .jsonl; the members of a JSON array as such lines."""
+    """The lines of a .jsonl; as such lines the members of a JSON array, or the one object that a
+    file holds on several lines."""
     try:
-        if isinstance(members := json.loads(raw), list):
-            return [f"{json.dumps(member)}\n".encode() for member in members]
+        value = json.loads(raw)
     except (ValueError, RecursionError):
-        pass
-    return raw.splitlines(keepends=True)
+        return raw.splitlines(keepends=True)
+    members = value if isinstance(value, list) else [value]
+    return [f"{json.dumps(member)}\n".encode() for member in members]
 
 
 def same_problem(task, example, row):
@@ -85,17 +87,18 @@ def same_problem(task, example, row):
     return said in asked or own in said
 
 
-def _row(row, num_examples, repeats):
+def _row(told, task, examples, repeats):
     """The keys of a row that are used. ValueError says what is wrong with it."""
-    index, completion, repeat = row.get("index"), row.get("completion"), row.get("repeat", 0)
+    index, completion, repeat = told.get("index"), told.get("completion"), told.get("repeat", 0)
     if type(index) is not int or not isinstance(completion, str):
         raise ValueError('needs {"index": integer, "completion": text}')
-    if index not in range(num_examples):
-        raise ValueError(
-            f"index {index} is outside 0..{num_examples - 1}; check --data and --split"
-        )
+    check = "check --data and --split"
+    if index not in range(len(examples)):
+        raise ValueError(f"index {index} is outside 0..{len(examples) - 1}; {check}")
     if repeat not in range(repeats):
         raise ValueError(f"repeat {repeat!a:.20} is outside 0..{repeats - 1}; check --repeats")
+    if not same_problem(task, examples[index], told):
+        raise ValueError(f"about another problem; {check}")
     return {"index": index, "repeat": repeat, "completion": completion}
 
 
@@ -123,9 +126,9 @@ def generated(engine, tokenizer, prompts, calls, seed, **sampling):
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[first:end]]
         seeds = {"num_samples": 1, "sample_offset": first, "seed": seed + repeat}
         trace, rows = engine.generate(ids, **sampling, **seeds), []
-        seconds = (perf_counter() - began) / len(ids)
+        seconds, forwards = (perf_counter() - began) / len(ids), trace.num_forwards
         for i in range(len(ids)):
-            kept, forwards = trace.completion_ids[i][trace.completion_mask[i]], trace.num_forwards
+            kept = trace.completion_ids[i][trace.completion_mask[i]]
             row = {
                 "index": first + i,
                 "repeat": repeat,
@@ -170,15 +173,15 @@ def scored(task, rows, examples, reward=None):
     return rows
 
 
-def write_scored(path, batches, task, examples, reward, bar):
+def write_scored(path, batches, task, examples, reward, total, name):
     """Append the rows of batches to a .jsonl. A thread scores a batch while the engine generates
-    the next one. bar: total and title of the progress bar. SystemExit if the sandbox does not
-    work."""
+    the next one. total, name: of the progress bar. SystemExit if the sandbox does not work."""
     waiting = None
     with (
         open(path, "a", encoding="utf-8") as file,
         ThreadPoolExecutor(1) as scorer,
-        tqdm(**bar, disable=None if is_first_rank() else True) as shown,  # None: only on a terminal
+        # None: only on a terminal
+        tqdm(desc=name, total=total, disable=None if is_first_rank() else True) as shown,
     ):
 
         def write(batch):

@@ -11,7 +11,7 @@ arranged), with
     capabilities and no way to new ones;
   - limits: wall time, CPU time, address space, resident memory of all its processes together,
     processes, files, file size;
-  - a clean environment, stdin from /dev/null, output of which the first 64 KiB are kept;
+  - a clean environment; stdin, stdout and stderr are /dev/null;
   - an end: everything that it started is killed before `run` returns, and its files are gone.
 Mode "proxy": the tests run in another process, and the functions under test are called over a pipe
 with plain values. So an object that equals everything, a patched builtin, a walk over the frames or
@@ -37,10 +37,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -98,29 +96,29 @@ class Result:
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
     answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
     need mode "nonce"), "long" (not run), "lost" (its supervisor died).
-    detail: exception and message. output: stdout and stderr, the first 64 KiB. seconds: wall time.
-    missing: protections that the kernel did not give, with its reason. uid: of the program, None
-    for the caller's.
+    detail: exception and message. missing: protections that the kernel did not give, with its
+    reason. uid: of the program, None for the caller's.
     """
 
-    passed: bool
     reason: str
     detail: str = ""
-    output: str = ""
-    seconds: float = 0.0
     missing: dict = field(default_factory=dict)
     uid: int | None = None
 
+    @property
+    def passed(self):
+        return self.reason == "passed"
 
-def run(job: Job, without: Sequence[str] = ()) -> Result:
-    """Run one program to its end. SandboxError where the sandbox does not work; never for what a
-    program does.
+
+def run(job, without=()):
+    """Run the program of a Job to its end. -> Result. SandboxError where the sandbox does not work;
+    never for what a program does.
 
     without: protections (LOSSES, and "users", the user namespace of callers that are not root) to
     do without, for tests.
     """
     if len(job.code) > MAX_CODE:
-        return Result(False, "long", f"{len(job.code)} characters")
+        return Result("long", f"{len(job.code)} characters")
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         result = Result(**_supervised(job, folder, tuple(without)))
@@ -128,7 +126,7 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
         if job == EMPTY:
             raise
         run(EMPTY, without)  # raises if the fault is the sandbox's own
-        result = Result(False, "lost", str(error))
+        result = Result("lost", str(error))
     finally:
         _remove(folder)
     if result.reason == "setup":
@@ -137,8 +135,8 @@ def run(job: Job, without: Sequence[str] = ()) -> Result:
     return result
 
 
-def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = None) -> list[Result]:
-    """`run` of every job, in their order (`in_threads`).
+def run_batch(jobs, workers=None):
+    """`run` of every Job, in their order (`in_threads`). -> list of Result
 
     A job may be a function that makes it when its turn comes, so that large tests are not in memory
     all at once.
@@ -146,47 +144,35 @@ def run_batch(jobs: Sequence[Job | Callable[[], Job]], workers: int | None = Non
     return in_threads(lambda job: run(job() if callable(job) else job), jobs, workers=workers)
 
 
-def in_threads(function: Callable, *columns: Sequence, workers: int | None = None) -> list:
+def in_threads(function, *columns, workers=None):
     """function(...) of every row of the columns, in order, `workers` at a time (None: one per core,
     which the ranks of a machine share). On the first rank's terminal a bar appears after a while.
     """
-    from tqdm import tqdm  # here, because the sandbox itself needs no packages
+    from tqdm.contrib.concurrent import thread_map  # here: the sandbox itself needs no packages
 
     rows = list(zip(*columns, strict=True))
-    pool = ThreadPoolExecutor(workers or max(1, min(own_cores(), len(rows))))
     quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
-    try:
-        done = pool.map(lambda row: function(*row), rows)
-        return list(tqdm(done, "scoring", len(rows), leave=False, delay=5, disable=quiet))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    bar = {"desc": "scoring", "leave": False, "delay": 5, "disable": quiet}
+    workers = workers or max(1, min(own_cores(), len(rows)))
+    return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
 
 
-def own_cores() -> int:
-    """Cores of this rank, 0 if the machine has fewer than ranks."""
+def own_cores():
+    """-> cores of this rank, 0 if the machine has fewer than ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
+def _supervised(job, folder, without):
     """Start the supervisor, send it the program and then the tests, read its one answer. -> fields
     of a Result"""
-    nonce = secrets.token_hex(16)
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix]
-    program = {
-        "code": job.code,
-        "entry_points": job.entry_points,
-        "timeout": job.timeout,
-        "memory": job.memory,
-        "processes": job.processes,
-        "mode": job.mode,
-        "folder": folder,
-        "without": without,
-        "site_packages": site_packages,
-        "paths": [*libraries, *site_packages],
-    }
-    tests = {"tests": job.tests, "prelude": job.prelude, "nonce": nonce}
+    program = asdict(job) | {"folder": folder, "without": without, "site_packages": site_packages}
+    program["paths"] = [*libraries, *site_packages]
+    # the tests go by themselves, once the candidate has been forked
+    tests = {name: program.pop(name) for name in ("tests", "prelude")}
+    tests["nonce"] = secrets.token_hex(16)
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONHASHSEED": "0",
@@ -194,22 +180,17 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
         "TZ": "UTC",
     }
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    process = subprocess.Popen(
+    answer, ended = b"", False
+    with subprocess.Popen(
         [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", str(CHILD)],
-        stdin=subprocess.PIPE,
+        stdin=subprocess.PIPE,  # stays open: its end would tell that we are gone
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd="/",
         env=environment,
         start_new_session=True,
         bufsize=0,
-    )
-    answer, ended = b"", False
-    with (
-        process.stdin,
-        process.stdout,
-        process.stderr,
-    ):  # stdin stays open: its end would tell that we are gone
+    ) as process:
         try:
             with suppress(BrokenPipeError):  # it has said why on stderr
                 for message in (program, tests):
@@ -220,30 +201,23 @@ def _supervised(job: Job, folder: str, without: tuple[str, ...]) -> dict:
             deadline = time.monotonic() + job.timeout + GRACE
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)
-            while not ended and time.monotonic() < deadline:
-                if poll.poll(1000):
-                    part = os.read(process.stdout.fileno(), 1 << 20)
-                    answer, ended = answer + part, not part
+            while not ended and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                answer, ended = answer + part, not part
         finally:
-            if (
-                not ended
-            ):  # an interrupt, or a supervisor that hangs; the PID namespace dies with it
+            if not ended:
+                # an interrupt, or a supervisor that hangs; the PID namespace dies with it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        error = b"" if answer else process.stderr.read(1 << 16) or b""
-    if len(answer) < 8 or len(answer) != 8 + struct.unpack("<Q", answer[:8])[0]:
-        lines = error.decode(errors="replace").strip().splitlines()
-        raise NoAnswer(
-            f"sandbox: no answer from its supervisor "
-            f"({lines[-1] if lines else f'exit {process.returncode}'})"
-        )
-    fields = json.loads(answer[8:])
-    if fields.pop("nonce", nonce) != nonce:
-        raise SandboxError("sandbox: a verdict with a wrong nonce")
-    return fields
+        try:
+            return json.loads(answer)
+        except ValueError:  # it is empty, or cut off
+            lines = (process.stderr.read(1 << 16) or b"").decode(errors="replace").splitlines()
+            said = lines[-1] if lines else f"exit {process.returncode}"
+            raise NoAnswer(f"sandbox: no answer from its supervisor ({said})") from None
 
 
-def _remove(folder: str) -> None:
+def _remove(folder):
     """Delete what a program left where it had no file system of its own, directories without
     permissions too."""
 
@@ -256,8 +230,8 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, onerror=retry)
 
 
-def _say(missing: dict[str, str]) -> None:
-    """Name each missing protection once per process."""
+def _say(missing):
+    """Name each missing protection {name: reason} once per process."""
     with _lock:
         for name in missing.keys() - _said:
             _said.add(name)

@@ -2,11 +2,11 @@
 verdict is made.
 
     supervisor   started per program with a clean environment; makes the namespaces, keeps the clock
-                 and the memory bound, drains the output, ends everything
+                 and the memory bound, ends everything
     tests        process 1 of the new PID namespace: when it ends, the kernel ends all others. Holds
                  the tests and expected values, which reach it only after the candidate was forked,
                  so they are in no memory that the candidate has
-    candidate    the program: another uid, limits, no descriptor but its output and one pipe pair to
+    candidate    the program: another uid, limits, no descriptor but /dev/null and one pipe pair to
                  the tests
 
 Between tests and candidate go JSON messages of plain values (`encode`), never pickles. Standard
@@ -22,6 +22,9 @@ import signal
 import struct
 import sys
 import time
+from collections import deque
+from importlib import import_module
+from itertools import islice
 from types import ModuleType
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -32,23 +35,18 @@ NAMESPACES = {
     "processes": 0x20000000,
 }  # CLONE_NEW*
 NEW_USER = 0x10000000
-READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = (
-    1,
-    2,
-    4,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)  # mount(2)
+# mount(2); INERT: neither devices nor programs with the rights of their owner
+READ_ONLY, INERT, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2 | 4, 32, 4096, 16384, 1 << 18
 DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # prctl(2)
 MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the memory of the tests
-MAX_OUTPUT = 64 << 10  # bytes of stdout and stderr that are kept
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
 WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
-COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 BYTES = {"bytes": bytes, "bytearray": bytearray}
+# types that go as text, and their modules
+TEXTS = {"complex": "builtins", "Decimal": "decimal", "Fraction": "fractions"}
+TEXTS |= dict.fromkeys(("date", "datetime", "time"), "datetime")
 
 
 class Unsupported(Exception):
@@ -59,31 +57,26 @@ class CandidateError(Exception):
     """The candidate raised something that is no built-in exception, or broke the protocol."""
 
 
-class CallerGone(Exception):
-    """The process that asked for a verdict has ended."""
-
-
-class CandidateGone(Exception):
-    """The candidate ended without an answer."""
+class Gone(Exception):
+    """The process at the other end of a pipe has ended."""
 
 
 # --------------------------------------------------------------------------------------------------
 # messages: length and JSON
 
 
-def read_exactly(fd: int, size: int) -> bytes:
-    """`size` bytes; CandidateGone at the end of the pipe."""
-    parts = []
-    while size:
-        part = os.read(fd, min(size, 1 << 20))
+def read_exactly(fd, size):
+    """`size` bytes; Gone at the end of the pipe."""
+    found = bytearray()
+    while len(found) < size:
+        part = os.read(fd, min(size - len(found), 1 << 20))
         if not part:
-            raise CandidateGone
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+            raise Gone
+        found += part
+    return found
 
 
-def receive(fd: int, limit: int | None = None) -> object:
+def receive(fd, limit=None):
     """The next message."""
     (size,) = struct.unpack("<Q", read_exactly(fd, 8))
     if limit is not None and size > limit:
@@ -91,7 +84,7 @@ def receive(fd: int, limit: int | None = None) -> object:
     return json.loads(read_exactly(fd, size))
 
 
-def send(fd: int, message: object) -> None:
+def send(fd, message):
     """One message; blocks until it is read."""
     text = json.dumps(message).encode()
     view = memoryview(struct.pack("<Q", len(text)) + text)
@@ -99,31 +92,24 @@ def send(fd: int, message: object) -> None:
         view = view[os.write(fd, view) :]
 
 
-def encode(value: object) -> object:
+def encode(value):
     """A plain value as JSON: what is neither None, bool, str, float, a short int nor a list becomes
     [kind, content].
 
     Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Lists are
     ["list", ...]. Unsupported for functions, objects of the candidate's classes and all else.
     """
-    if value is None or value is True or value is False:
+    if value is None or isinstance(value, (bool, str, float)):  # JSON ignores what is overridden
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
     if isinstance(value, int):
         value = int.__int__(value)
-        return (
-            value if abs(value) < 1 << 63 else ["int", hex(value)]
-        )  # hex: linear in the length, decimals are not
-    if isinstance(value, float):
-        return float.__float__(value)
+        # hex: linear in the length, decimals are not
+        return value if abs(value) < 1 << 63 else ["int", hex(value)]
     for kind, base in COLLECTIONS.items():
         if isinstance(value, base):
             return [kind, [encode(item) for item in base.__iter__(value)]]
     if isinstance(value, dict):
         return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
-    if isinstance(value, complex):
-        return ["complex", [value.real, value.imag]]
     for kind, base in BYTES.items():
         if isinstance(value, base):
             return [kind, value.hex()]
@@ -134,25 +120,19 @@ def encode(value: object) -> object:
         if name == "ndarray":
             return ["array", [str(value.dtype), encode(value.tolist())]]
         return encode(value.item())
-    if module in ("decimal", "fractions") and name in ("Decimal", "Fraction"):
+    if module == TEXTS.get(name):
         return [name, str(value)]
-    if module == "collections" and name == "deque":
-        return ["deque", [encode(item) for item in value]]
     if module == "re" and name == "Match":  # tests ask whether there is one
         return ["tuple", [encode(value.span()), encode(value.group())]]
-    if module == "datetime" and name in ("date", "datetime", "time"):
-        return [name, value.isoformat()]
     if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
-        items = []
-        for item in value:
-            if len(items) == MAX_ITEMS:
-                raise Unsupported(f"an iterator of more than {MAX_ITEMS} items")
-            items.append(encode(item))
+        items = [encode(item) for item in islice(value, MAX_ITEMS + 1)]
+        if len(items) > MAX_ITEMS:
+            raise Unsupported(f"an iterator of more than {MAX_ITEMS} items")
         return ["set" if name == "dict_keys" else "iterator", items]
     raise Unsupported(f"a value of type {name}")
 
 
-def decode(message: object) -> object:
+def decode(message):
     """The value of `encode`: only of types that are listed here, whatever the message says."""
     if not isinstance(message, list):
         return message
@@ -165,8 +145,6 @@ def decode(message: object) -> object:
         return {decode(key): decode(item) for key, item in content}
     if kind == "int":
         return int(content, 16)
-    if kind == "complex":
-        return complex(*content)
     if kind in BYTES:
         return BYTES[kind].fromhex(content)
     if kind == "range":
@@ -177,22 +155,9 @@ def decode(message: object) -> object:
         dtype, values = content
         dtype = numpy.dtype(dtype)
         return numpy.array(decode(values), dtype=dtype if dtype.kind in "biufcSU" else None)
-    if kind == "Decimal":
-        from decimal import Decimal
-
-        return Decimal(content)
-    if kind == "Fraction":
-        from fractions import Fraction
-
-        return Fraction(content)
-    if kind == "deque":
-        from collections import deque
-
-        return deque(map(decode, content))
-    if kind in ("date", "datetime", "time"):
-        import datetime
-
-        return getattr(datetime, kind).fromisoformat(content)
+    if kind in TEXTS:
+        made = getattr(import_module(TEXTS[kind]), kind)
+        return getattr(made, "fromisoformat", made)(content)
     raise CandidateError(f"a message of kind {kind!r:.40}")
 
 
@@ -200,35 +165,29 @@ def decode(message: object) -> object:
 # walls
 
 
-def system(call: str, *arguments: object) -> None:
+def system(call, *arguments):
     """A call of libc that returns -1 on failure: OSError."""
     if getattr(LIBC, call)(*arguments) == -1:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
-def prctl(option: int, value: int) -> None:
-    system(
-        "prctl",
-        option,
-        ctypes.c_ulong(value),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-    )
+def prctl(option, value):
+    system("prctl", option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
-def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    encoded = [text.encode() or None for text in (source, target, kind)]
-    system("mount", *encoded, ctypes.c_ulong(flags), options.encode() or None)
+def mount(source, target, flags, options=""):
+    """mount(2). Only that of a "tmpfs" has a kind, which its source is named after."""
+    source, target, options = (text.encode() or None for text in (source, target, options))
+    system("mount", source, target, source, ctypes.c_ulong(flags), options)
 
 
-def write(path: str, text: str) -> None:
+def write(path, text):
     with open(path, "w") as file:
         file.write(text)
 
 
-def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
+def new_user(user, group):
     """Enter a user namespace that knows one user and one group: (name inside, name outside) of
     each."""
     system("unshare", NEW_USER)
@@ -237,88 +196,73 @@ def new_user(user: tuple[int, int], group: tuple[int, int]) -> None:
     write("/proc/self/gid_map", "{} {} 1".format(*group))
 
 
-def enter_namespaces(without: list[str]) -> dict[str, str]:
+def enter_namespaces(without):
     """Leave the machine's network, IPC, mounts and processes. -> {what it could not leave: why}"""
-    missing, reason = {}, ""
-    user, group = os.getuid(), os.getgid()
+    missing, user, group = {}, os.getuid(), os.getgid()
 
-    def leave(name: str) -> None:
+    def attempt(name, action, *arguments, needs="users"):
         try:
-            if reason or name in without:
-                raise OSError(0, reason or "not asked for")
-            system("unshare", NAMESPACES[name])
+            if reason := missing.get(needs) or "not asked for" * (name in without):
+                raise OSError(0, reason)
+            action(*arguments)
         except OSError as error:
             missing[name] = error.strerror
 
     if user:  # only a user namespace gives the right to make the others
-        try:
-            if "users" in without:
-                raise OSError(0, "not asked for")
-            new_user((0, user), (0, group))
-        except OSError as error:
-            reason = f"no user namespace: {error.strerror}"
-        if reason:  # in namespaces of their own they find nothing else of this uid
-            missing["uid"] = "not root"
+        attempt("users", new_user, (0, user), (0, group))
+        if "users" in missing:  # otherwise they find nothing else of this uid
+            missing |= {"users": f"no user namespace: {missing['users']}", "uid": "not root"}
     elif "uid" in without:
         missing["uid"] = "not asked for"
-    leave("ipc")
+    attempt("ipc", system, "unshare", NAMESPACES["ipc"])
     # System V memory is in no process's size; only root of the namespace may say how much there is
-    try:
-        if "ipc" in missing:
-            raise OSError(0, missing["ipc"])
-        for name in ("shmall", "shmmax"):
-            write(f"/proc/sys/kernel/{name}", "0")
-    except OSError as error:
-        missing["shared memory"] = error.strerror
-    if user and not reason:
-        new_user(
-            (user, 0), (group, 0)
-        )  # the caller's uid again, and no rights over what was made so far
+    for name in ("shmall", "shmmax"):
+        attempt("shared memory", write, f"/proc/sys/kernel/{name}", "0", needs="ipc")
+    if user and "users" not in missing:
+        # the caller's uid again, and no rights over what was made so far
+        new_user((user, 0), (group, 0))
     for name in ("network", "files", "processes"):
-        leave(name)
+        attempt(name, system, "unshare", NAMESPACES[name])
+    missing.pop("users", None)
     return missing
 
 
-def make_root(folder: str, paths: list[str], owner: int | None) -> None:
+def make_root(folder, paths, owner):
     """A read-only root directory in memory, with Python and the system's libraries, and in it one
     empty directory /sandbox of 32 MB that belongs to `owner`. It goes with the namespace."""
-    mount("", "/", "", RECURSIVE | PRIVATE)
-    mount("tmpfs", folder, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,nr_inodes=4096,mode=755")
-    for device in ("null", "zero", "urandom"):
-        os.makedirs(f"{folder}/dev", exist_ok=True)
-        os.close(os.open(f"{folder}/dev/{device}", os.O_CREAT))
-        mount(f"/dev/{device}", f"{folder}/dev/{device}", "", BIND)
+    mount("", "/", RECURSIVE | PRIVATE)
+    mount("tmpfs", folder, INERT, "size=1m,nr_inodes=4096,mode=755")
+    os.mkdir(f"{folder}/dev")
+    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        os.close(os.open(folder + device, os.O_CREAT))
+        mount(device, folder + device, BIND)
     bound = []
     for path in sorted(set(paths), key=len):
         if os.path.isdir(path) and not any(path.startswith(f"{above}/") for above in bound):
             os.makedirs(folder + path, exist_ok=True)
-            mount(path, folder + path, "", BIND | RECURSIVE)
-            mount("", folder + path, "", BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
+            mount(path, folder + path, BIND | RECURSIVE)
+            mount("", folder + path, BIND | REMOUNT | READ_ONLY | INERT)
             bound.append(path)
-    os.mkdir(f"{folder}/sandbox")
-    mount(
-        "tmpfs",
-        f"{folder}/sandbox",
-        "tmpfs",
-        NO_SUID | NO_DEVICES,
-        "size=32m,nr_inodes=4096,mode=700",
-    )
+    home = f"{folder}/sandbox"
+    os.mkdir(home)
+    mount("tmpfs", home, INERT, "size=32m,nr_inodes=4096,mode=700")
     if owner is not None:
-        os.chown(f"{folder}/sandbox", owner, owner)
-    mount("", folder, "", REMOUNT | READ_ONLY | NO_SUID | NO_DEVICES)
+        os.chown(home, owner, owner)
+    mount("", folder, REMOUNT | READ_ONLY | INERT)
 
 
-def user_ids(seed: int) -> tuple[int, int]:
+def user_ids(seed):
     """uids of a candidate and its tests, that no other living supervisor has (seed: its process
     id), nor any account."""
     with open("/proc/self/uid_map") as file:
         first, _, count = map(int, file.readline().split())
-    lowest = 2_000_000_000 if first + count > 2_050_000_000 else 20_000
-    room = 20_000_000 if lowest > 20_000 else 20_000
-    return lowest + 2 * (seed % room), lowest + 2 * (seed % room) + 1
+    large = first + count > 2_050_000_000
+    lowest, room = (2_000_000_000, 20_000_000) if large else (20_000, 20_000)
+    uid = lowest + 2 * (seed % room)
+    return uid, uid + 1
 
 
-def limit(**limits: int) -> None:
+def limit(**limits):
     """Hard resource limits, as far as they are below those that hold."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -327,7 +271,7 @@ def limit(**limits: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def become(uid: int | None) -> None:
+def become(uid):
     """Give up every right, and end when the parent ends. uid None: stay who we are."""
     prctl(NO_NEW_PRIVILEGES, 1)
     if uid is not None:
@@ -344,7 +288,7 @@ def become(uid: int | None) -> None:
 # the candidate
 
 
-def described(error: BaseException) -> dict:
+def described(error):
     """{"raise": type, "detail": text} of an exception that a candidate made, whose methods may be
     anything."""
     try:
@@ -354,39 +298,24 @@ def described(error: BaseException) -> dict:
     return {"raise": type(error).__name__[:100], "detail": detail}
 
 
-def candidate(
-    job: dict, requests: int, replies: int, output: int, uid: int | None, missing: dict
-) -> None:
+def candidate(job, requests, replies, uid, missing):
     """Run the program, then answer calls of its functions until the pipe ends."""
     os.setsid()
-    for fd, target in (
-        (os.open("/dev/null", os.O_RDWR), 0),
-        (output, 1),
-        (output, 2),
-        (requests, 60),
-        (replies, 61),
-    ):
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for fd, target in ((nothing, 0), (nothing, 1), (nothing, 2), (requests, 60), (replies, 61)):
         os.dup2(fd, target)
     os.closerange(3, 60)
     os.closerange(62, 4096)
     processes = job["processes"]
     if uid is None and "uid" in missing:  # the limit counts all of this user's
         processes += count_processes(os.getuid())
-    limit(
-        NPROC=processes,
-        AS=job["memory"],
-        CPU=int(job["timeout"]) + 1,
-        FSIZE=4 << 20,
-        NOFILE=64,
-        CORE=0,
-        MSGQUEUE=0,
-    )
-    limit(STACK=64 << 20, MEMLOCK=0)
+    limit(NPROC=processes, AS=job["memory"], CPU=int(job["timeout"]) + 1, STACK=64 << 20)
+    limit(FSIZE=4 << 20, NOFILE=64, CORE=0, MSGQUEUE=0, MEMLOCK=0)
     become(uid)
+    place = os.path.dirname(os.__file__)
     try:
-        os.listdir(os.path.dirname(os.__file__))
+        os.listdir(place)
     except OSError as error:
-        place = os.path.dirname(os.__file__)
         advice = (
             "let others enter the directories above it (chmod o+x), or use a Python that lies "
             "elsewhere"
@@ -394,10 +323,10 @@ def candidate(
         raise OSError(f"uid {uid} cannot read Python's library in {place}: {advice}") from error
     send(61, "walls stand")  # what comes after this message may be the program's own
     sys.set_int_max_str_digits(0)
-    sys.stdout.reconfigure(line_buffering=True)  # what is printed before a kill counts too
-    module = ModuleType("candidate")
-    sys.modules["candidate"] = module  # dataclasses and pickles look there
-    space = module.__dict__
+    module = sys.modules["candidate"] = ModuleType(
+        "candidate"
+    )  # dataclasses and pickles look there
+    space = vars(module)
     try:
         exec(compile(job["code"], "<candidate>", "exec"), space)
     except BaseException as error:
@@ -421,16 +350,16 @@ def candidate(
 # the tests
 
 
-def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
-    """{"passed", "reason", "detail"} of a candidate that listens on the two pipes. The module of
-    sandbox.py names reasons."""
+def verdict_of(job, tests, calls, answers):
+    """Reason and detail of a candidate that listens on the two pipes. sandbox.py's Result names
+    reasons."""
     unsupported = []
 
-    def ask(request: dict) -> dict:
+    def ask(request):
         try:
             send(calls, request)
         except BrokenPipeError:
-            raise CandidateGone from None
+            raise Gone from None
         reply = receive(answers, MAX_MESSAGE)
         if not isinstance(reply, dict):
             raise CandidateError("no answer of the protocol")
@@ -446,13 +375,11 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
             raise CandidateError(f"{reply['raise']}: {detail}")
         return reply
 
-    def proxy(name: str):
+    def proxy(name):
         def call(*arguments, **named):
             try:
                 request = encode((name, arguments, named))
-            except (
-                Unsupported
-            ) as error:  # says something about the tests, nothing about the candidate
+            except Unsupported as error:  # a fact about the tests, not about the candidate
                 unsupported.append(str(error))
                 raise
             return decode(ask({"call": request})["value"])
@@ -462,40 +389,30 @@ def verdict_of(job: dict, tests: dict, calls: int, answers: int) -> dict:
     try:
         setup = receive(answers, MAX_MESSAGE)
         if setup != "walls stand":
-            return {"passed": False, "reason": "setup", "detail": setup}
+            return "setup", setup
         ready = receive(answers, MAX_MESSAGE)
         if "ready" not in ready:
-            return {
-                "passed": False,
-                "reason": "error",
-                "detail": f"{ready.get('raise')}: {ready.get('detail')}",
-            }
+            return "error", f"{ready.get('raise')}: {ready.get('detail')}"[:600]
         if job["mode"] == "nonce":
-            passed = (
-                ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
-                == tests["nonce"]
-            )
-            return {"passed": passed, "reason": "passed" if passed else "exited", "detail": ""}
+            told = ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
+            return "passed" if told == tests["nonce"] else "exited", ""
         space = {"__name__": "__main__"}
         exec(compile(tests["prelude"], "<prelude>", "exec"), space)
         space |= {name: proxy(name) for name in job["entry_points"]}
         exec(compile(tests["tests"], "<tests>", "exec"), space)
-        return {"passed": True, "reason": "passed", "detail": ""}
-    except CandidateGone:
-        return {"passed": False, "reason": "exited", "detail": ""}
+        return "passed", ""
+    except Gone:
+        return "exited", ""
     except BaseException as error:
         if unsupported:
-            return {"passed": False, "reason": "unsupported", "detail": unsupported[0]}
+            return "unsupported", unsupported[0]
         reason = "wrong" if isinstance(error, AssertionError) else "error"
-        return {
-            "passed": False,
-            "reason": reason,
-            "detail": f"{type(error).__name__}: {error}"[:600],
-        }
+        return reason, f"{type(error).__name__}: {error}"[:600]
 
 
-def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing: dict) -> None:
-    """Fork the candidate, then read the tests, run them and send the verdict up."""
+def tests_process(job, verdict, given, root, uids, missing):
+    """Fork the candidate, then read the tests from the pipe `given`, run them and send the verdict
+    up."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if root:
         os.chroot(root)
@@ -504,22 +421,20 @@ def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing
     os.chdir(home)
     calls_read, calls = os.pipe()
     answers, answers_write = os.pipe()
-    pid = os.fork()
-    if not pid:
+    if not os.fork():
         try:
-            candidate(job, calls_read, answers_write, pipes["output"], uids[0], missing)
+            candidate(job, calls_read, answers_write, uids[0], missing)
         except OSError as error:  # before the program was run; what it raises does not come here
             send(61, f"{error}")
         finally:
             os._exit(1)
-    os.close(calls_read)
-    os.close(answers_write)
-    os.close(pipes["output"])
+    for fd in (calls_read, answers_write):
+        os.close(fd)
     limit(AS=TESTS_MEMORY, CPU=int(job["timeout"]) + 2, FSIZE=0, CORE=0)
     become(uids[1])
     sys.set_int_max_str_digits(0)
-    tests = receive(pipes["tests"])
-    send(pipes["verdict"], verdict_of(job, tests, calls, answers) | {"nonce": tests["nonce"]})
+    tests = receive(given)
+    send(verdict, [*verdict_of(job, tests, calls, answers), tests["nonce"]])
     os._exit(0)
 
 
@@ -527,11 +442,11 @@ def tests_process(job: dict, pipes: dict, root: str | None, uids: tuple, missing
 # the supervisor
 
 
-def all_processes() -> list[int]:
+def all_processes():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def count_processes(uid: int) -> int:
+def count_processes(uid):
     """How many of a user live now."""
     count = 0
     for pid in all_processes():
@@ -542,9 +457,9 @@ def count_processes(uid: int) -> int:
     return count
 
 
-def descendants(top: int) -> dict[int, int]:
+def descendants(top):
     """{process id: resident bytes} of all that `top` started, and of theirs."""
-    parents, sizes, found = {}, {}, {}
+    parents, sizes = {}, {}
     for pid in all_processes():
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:  # a program's name may be any bytes
@@ -552,16 +467,13 @@ def descendants(top: int) -> dict[int, int]:
         except OSError:
             continue
         parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * resource.getpagesize()
-    for pid in sorted(parents):
-        chain = pid
-        while chain in parents and chain != top and chain > 1:
-            chain = parents[chain]
-        if chain == top and pid != top:
-            found[pid] = sizes[pid]
-    return found
+    found = {top}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid: sizes[pid] for pid in found - {top}}
 
 
-def kill_user(uid: int) -> None:
+def kill_user(uid):
     """End every process of a uid at once, so that none can fork away."""
     pid = os.fork()
     if not pid:
@@ -574,7 +486,7 @@ def kill_user(uid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def end_all(first: int, uid: int | None, missing: dict) -> None:
+def end_all(first, uid, missing):
     """End the tests and all that the candidate left behind; returns when nothing is left."""
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)  # the kernel has then emptied the PID namespace
@@ -597,25 +509,33 @@ def end_all(first: int, uid: int | None, missing: dict) -> None:
             return
 
 
-def remove(folder: str, mounted: bool) -> None:
+def remove(folder, mounted):
     """What the caller would have removed. Below a mounted root lie the machine's own directories:
     nothing is walked there."""
+    import shutil
+
     if mounted:
         system("umount2", folder.encode(), 2)  # MNT_DETACH
-        os.rmdir(folder)
-    else:
-        import shutil
-
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def supervise() -> None:
+def told(verdict, nonce):
+    """(reason, detail) that the tests have written to a pipe."""
+    try:
+        *result, proof = receive(verdict)
+    except Gone:
+        return "exited", "the tests ended without a verdict"
+    if proof != nonce:
+        raise RuntimeError("a verdict with a wrong nonce")
+    return result
+
+
+def supervise():
     """One job from stdin, one result to stdout. Ends everything when stdin ends, because then the
     caller is gone."""
     job = receive(0)
-    write(
-        "/proc/self/oom_score_adj", "1000"
-    )  # short of memory, the kernel takes these processes first
+    # short of memory, the kernel takes these processes first
+    write("/proc/self/oom_score_adj", "1000")
     sys.path.extend(job["site_packages"])
     prctl(SUBREAPER, 1)
     missing = enter_namespaces(job["without"])
@@ -628,75 +548,46 @@ def supervise() -> None:
         make_root(root, job["paths"], uids[0])
     verdict, verdict_write = os.pipe()
     tests_read, tests = os.pipe()
-    output, output_write = os.pipe()
     began = time.monotonic()
     first = os.fork()
     if not first:
         try:
-            for fd in (verdict, tests, output):
+            for fd in (verdict, tests):
                 os.close(fd)
             os.dup2(os.open("/dev/null", os.O_RDWR), 0)
             os.dup2(0, 1)
-            pipes = {"verdict": verdict_write, "tests": tests_read, "output": output_write}
-            tests_process(job, pipes, root, uids, missing)
+            tests_process(job, verdict_write, tests_read, root, uids, missing)
         finally:
             os._exit(1)
-    for fd in (verdict_write, tests_read, output_write):
+    for fd in (verdict_write, tests_read):
         os.close(fd)
-    result, kept, answer = None, bytearray(), bytearray()
+    result = None
     try:
-        send(tests, receive(0))  # a pipe of the tests, read once the candidate has been forked
-        poll = select.poll()
-        for fd in (0, verdict, output):
-            poll.register(fd, select.POLLIN)
+        given = receive(0)
+        send(tests, given)  # a pipe of the tests, read once the candidate has been forked
         deadline, next_look = began + job["timeout"], began + WATCH
         while result is None:
             now = time.monotonic()
             if now >= deadline:
-                result = {"passed": False, "reason": "timeout", "detail": f"{job['timeout']:g} s"}
-                break
-            if now >= next_look:
+                result = "timeout", f"{job['timeout']:g} s"
+            elif now >= next_look:
                 next_look = now + WATCH
                 if sum(descendants(first).values()) > job["memory"] + (256 << 20):
-                    result = {
-                        "passed": False,
-                        "reason": "memory",
-                        "detail": "of all its processes together",
-                    }
-                    break
-            for fd, _ in poll.poll(max(0, min(deadline, next_look) - now) * 1000 + 1):
-                part = os.read(fd, 1 << 16)
-                if fd == output:
-                    kept += part[: MAX_OUTPUT - len(kept)]
-                elif fd == verdict:
-                    answer += part
-                if not part:
-                    poll.unregister(fd)
-                    if fd == 0:
-                        raise CallerGone
-                    if fd == verdict:
-                        result = {
-                            "passed": False,
-                            "reason": "exited",
-                            "detail": "the tests ended without a verdict",
-                        }
-            if len(answer) >= 8 and len(answer) == 8 + struct.unpack("<Q", answer[:8])[0]:
-                result = json.loads(answer[8:])
-    except (CallerGone, CandidateGone):
+                    result = "memory", "of all its processes together"
+            else:
+                ready, _, _ = select.select([0, verdict], [], [], min(deadline, next_look) - now)
+                if 0 in ready:  # its end: nothing more is sent
+                    raise Gone
+                if ready:
+                    result = told(verdict, given["nonce"])
+    except Gone:
         pass
     finally:
         end_all(first, uids[0], missing)
     if result is None:
         return remove(job["folder"], mounted=bool(root))
-    os.set_blocking(output, False)
-    try:
-        while part := os.read(output, 1 << 16):
-            kept += part[: MAX_OUTPUT - len(kept)]
-    except BlockingIOError:
-        pass
-    result |= {"output": kept.decode(errors="replace"), "seconds": time.monotonic() - began}
-    result |= {"missing": missing, "uid": uids[0]}
-    send(1, result)
+    reason, detail = result
+    print(json.dumps({"reason": reason, "detail": detail, "missing": missing, "uid": uids[0]}))
 
 
 if __name__ == "__main__":

@@ -69,25 +69,17 @@ def printable(text, keep=""):
 def changes_of(trace, i):
     """-> one dict per step of completion i, {position: (token id, probability when it was drawn)};
     the block of each position"""
-    block, records = trace.blocks(i), trace.records or {}
-    if "events" in records:  # also tokens that were revised or masked again
-        mine = records["events"][:, 0] == trace.sample_index[i]
-        _, step, position, token = records["events"][mine].T
-        logps = records["logps"][mine]
-    else:
-        position = (trace.replay_map[i] >= 0).nonzero().flatten()
-        values = trace.replay_map, trace.completion_ids, trace.logps
-        step, token, logps = (x[i, position] for x in values)
-    in_turn, changes = trace.settings["attention"] == "block-causal", {}
-    columns = (x.tolist() for x in (step, position, token, logps))
-    for now, j, token_id, logp in zip(*columns, strict=True):
-        # One forward replays a step of all blocks of a block model, which were decoded in turn.
-        moment = block[j] if in_turn else 0, now
-        changes.setdefault(moment, {})[j] = token_id, min(math.exp(logp), 1.0)
-    return [changes[moment] for moment in sorted(changes)], block
+    block, events, changes = trace.blocks(i), trace.records["events"], {}
+    mine = events[:, 0] == trace.sample_index[i]
+    columns = *events[mine].T[1:].tolist(), trace.records["logps"][mine].tolist()
+    for step, j, token_id, logp in zip(*columns, strict=True):
+        # blocks are decoded in turn; a replay of a block model has a step of all of them
+        step_changes = changes.setdefault((block[j], step), {})
+        step_changes[j] = token_id, min(math.exp(logp), 1.0)
+    return [changes[step] for step in sorted(changes)], block
 
 
-def frames(trace, i, spell, colour=False, mask_token_id=None):
+def frames(trace, i, spell, mask_token_id, colour=False):
     """Yields completion i after each denoising step: a header, and a line of all positions.
 
     spell(token id) -> printable text
@@ -99,16 +91,13 @@ def frames(trace, i, spell, colour=False, mask_token_id=None):
         known = {j: new for j, new in (known | changed).items() if new[0] != mask_token_id}
         line = ""
         for j in range(length):
-            text = "░"
-            if j in known:
-                token_id, p = known[j]
-                text = spell(token_id)
-                if colour:
-                    hue = PROBABILITY[min(int(p * 6), 5)]
-                    style = "7" if j in changed else "22" if scored[j] else "2"
-                    text = f"\x1b[38;5;{hue};{style}m{text}\x1b[0m"
-                elif j in changed:
-                    text = f"[{text}]"
+            text = spell(known[j][0]) if j in known else "░"
+            if j in known and colour:
+                hue = PROBABILITY[min(int(known[j][1] * 6), 5)]
+                style = "7" if j in changed else "22" if scored[j] else "2"
+                text = f"\x1b[38;5;{hue};{style}m{text}\x1b[0m"
+            elif j in known and j in changed:
+                text = f"[{text}]"
             line += "│" * (j == 0 or block[j] != block[j - 1]) + text
         header = f"step {now + 1}/{len(changes)}  tokens {len(known)}/{length}"
         if new := [known[j][1] for j in changed if j in known]:
@@ -118,13 +107,13 @@ def frames(trace, i, spell, colour=False, mask_token_id=None):
         yield header, line
 
 
-def play(trace, i, tokenizer, delay=0.0, colour=False, mask_token_id=None):
+def play(trace, i, tokenizer, mask_token_id, delay=0.0, colour=False):
     """Prints the prompt, the frames (in place on a terminal), tokens per forward, and the text."""
     in_place = sys.stdout.isatty()
     spell = lambda token_id: printable(tokenizer.decode([token_id])) or f"<{token_id}>"
     prompt = printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t")
     print(prompt, end="\n\n")
-    for frame in frames(trace, i, spell, colour, mask_token_id):
+    for frame in frames(trace, i, spell, mask_token_id, colour):
         if in_place:
             print(CLEAR + prompt, end="\n\n")
         print(*frame, sep="\n", end="\n\n", flush=True)
@@ -149,8 +138,8 @@ def main(args):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
     print(engine.plan(**settings), end="\n\n")
-    trace = engine.generate([prompt_ids(tokenizer, messages)], **settings)
-    play(trace, 0, tokenizer, args.delay, args.colour, engine.model.mask_token_id)
+    trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
+    play(trace, 0, tokenizer, engine.model.mask_token_id, args.delay, args.colour)
 
 
 if __name__ == "__main__":

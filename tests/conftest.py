@@ -110,11 +110,11 @@ def warm():
     import tyro  # noqa: F401
     from sync_shared import METHODS
 
-    from data.planning import every_problem
+    from data.planning import small_problems
     from models import load_tokenizer, training_state  # noqa: F401
 
     load_tokenizer("tiny-sdar")
-    every_problem("small")
+    small_problems()
     for script in METHODS:
         importlib.import_module(f"algos.{script}")
 

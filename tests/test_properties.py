@@ -1,7 +1,5 @@
-"""Properties of the scorers: none raises on any text, and each finds the answer behind prose."""
+"""Every scorer finds the answer behind prose, and takes the last of several."""
 
-import json
-import os
 from pathlib import Path
 
 import pytest
@@ -63,14 +61,6 @@ def test_scorer(name):
     assert score(texts) == [1.0] * len(texts) and task.score(right, example) == 1.0
     texts = [wrong, *(prose + wrong for prose in PROSE), f"{right}\nNo.\n{wrong}", *PROSE]
     assert score(texts) == [0.0] * len(texts) and task.score(wrong, example) == 0.0
-    cuts = range(0, len(right) + 1, max(1, len(right) // 8))
-    texts = [part for end in cuts for part in (right[:end], right[end:])]
-    scores = score(texts)
-    assert set(scores) <= {0.0, 1.0} and scores == score(texts), "repeatable"
-    for text in texts:
-        json.dumps(task.extract(text, example))
-    messages, hidden = task.prompt(example), {"gold": "?", "solution": "?"}
-    assert messages == task.prompt(example | hidden), "the prompt must not contain the answer"
 
 
 def test_every_task_is_covered():
@@ -78,12 +68,3 @@ def test_every_task_is_covered():
     files = Path(__file__).parents[1].glob("evals/*.py")
     tasks = {path.stem for path in files if "\ndef load(" in path.read_text(encoding="utf-8")}
     assert tasks - {"livecodebench"} == set(CASES)
-
-
-@pytest.mark.skipif("CLEANDLLM_DATA" not in os.environ, reason="needs the papers' files")
-@pytest.mark.parametrize("file", ["d1/countdown_cd3_test.jsonl", "dare/test_countdown_1.parquet"])
-def test_gold_answers_of_the_papers_countdown_files(file):
-    task = load_task("countdown")
-    examples = task.load("test", str(Path(os.environ["CLEANDLLM_DATA"], file)))
-    assert len(examples) == 256
-    assert all(task.score(task.answer(example), example) == 1.0 for example in examples)

@@ -99,13 +99,6 @@ def test_a_damaged_parquet_is_refused(tmp_path):
     refused(path, "utf-8")
 
 
-def test_a_hub_data_set_gives_the_first_split_that_it_has(monkeypatch):
-    for names, split in ((["test", "b", "a"], "a"), (["b"], "b"), ([], "b")):
-        monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, names=names: names)
-        assert hub_split("owner/name", ("a", "b")) == split
-        assert hub_split("owner/name.jsonl", ("a", "b")) == "b" == hub_split("small", ("a", "b"))
-
-
 def test_what_the_hub_says_becomes_one_line(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("it is\n\nnot there")
@@ -130,5 +123,5 @@ def test_presets_are_named_where_there_are_some():
     known = ((), "no such file"), (("a", "b"), "no such preset or file; presets: a, b")
     for presets, end in known:
         with pytest.raises(SystemExit) as error:
-            read_rows("missing.jsonl", "test", presets)
-        assert str(error.value) == f"--data missing.jsonl: {end}"
+            read_rows("no/missing.jsonl", "test", presets)
+        assert str(error.value) == f"--data no/missing.jsonl: {end}"

@@ -114,7 +114,7 @@ def fake(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["countdown", "sudoku"])
-def test_completions_are_scored_end_to_end(tmp_path, name, cli, many):
+def test_completions_are_scored_end_to_end(tmp_path, monkeypatch, name, cli, many):
     task = load_task(name)
     texts = [task.answer(e) if i < 6 else "" for i, e in enumerate(task.load("test", limit=8))]
     flags = "--completions", completions(tmp_path / "c.jsonl", texts), "--out", tmp_path / "out"
@@ -130,8 +130,12 @@ def test_completions_are_scored_end_to_end(tmp_path, name, cli, many):
     again = cli("--completions", tmp_path / "a.json", "--out", tmp_path / "array", task=name)
     assert again["accuracy"] == 0.75
     rows = rows_of(write(tmp_path / "o.jsonl", [row | {"prompt": "Other?"} for row in rows]))
-    said = one_line(lambda: cli("--completions", tmp_path / "o.jsonl", task=name))
-    assert "no completions; line 1: about another problem" in said
+    (tmp_path / "one.json").write_text(json.dumps({"completions": texts}, indent=2))
+    read = lambda file: cli("--completions", tmp_path / file, task=name)
+    for file, what in {"o.jsonl": "about another problem", "one.json": 'needs {"index": '}.items():
+        monkeypatch.chdir(tmp_path)
+        said = one_line(read, file)
+        assert f"no completions; line 1: {what}" in said and not Path("runs").exists()
     flags = "--tasks", name, "--completions", f"{name}={tmp_path / 'a.json'}"
     many(*flags, "--out", tmp_path / "many")
     made = json.loads((tmp_path / "many/results.json").read_text())["tasks"]
@@ -153,21 +157,23 @@ FAULTS = {
 
 
 def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, capsys):
-    path = tmp_path / "c.jsonl"
+    path, problems = tmp_path / "c.jsonl", countdown.load("test", limit=6)
+    read = lambda: samples.given(countdown, problems, path)
     for line, problem in FAULTS.items():
         path.write_text("\n".join([GOOD[0], "", line, *GOOD[1:]]))
-        rows, faults, missing = samples.given(str(path), 6)
-        assert (len(rows), missing) == (4, ["4", "5"]) and len(faults) == 1, line[:40]
-        assert faults[0].startswith("line 3: ") and problem in faults[0]
+        rows, counts = read()
+        assert (len(rows), counts) == (4, {"unused": 1, "missing": 2}), line[:40]
+        said = capsys.readouterr().err
+        assert f"{path}: 1 rows not used: line 3: " in said and problem in said
+        assert said.endswith("not in the mean: index: 4; 5\n")
         path.write_text(line)
-        assert "before" in problem or problem in one_line(samples.given, str(path), 6)
+        assert "before" in problem or problem in one_line(read)
     path.write_bytes(f"\ufeff{GOOD[0]}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200)
-    rows, faults, _ = samples.given(str(path), 6)
-    assert len(rows) == 1 and len(faults) == 201 and faults[0].startswith("line 2: not UTF-8")
-    results.print_faults("c", faults, "rows not used")
-    shown = capsys.readouterr().err
-    assert shown.startswith("c: 201 rows not used: line 2: not UTF-8 (byte 1 of the line")
-    assert shown.count("line ") == 20 and shown.endswith("; and 181 more\n")
+    rows, counts = read()
+    assert len(rows) == 1 and counts["unused"] == 201
+    shown = capsys.readouterr().err.splitlines()[0]
+    assert shown.startswith(f"{path}: 201 rows not used: line 2: not UTF-8 (byte 1 of the line")
+    assert shown.count("line ") == 20 and shown.endswith("; and 181 more")
 
 
 def test_samples_are_scored_again_with_a_reward(tmp_path, cli):

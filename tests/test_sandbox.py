@@ -8,6 +8,7 @@ skipped, with the reason.
 """
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -19,10 +20,16 @@ import tempfile
 import textwrap
 import threading
 import time
+from collections import Counter, defaultdict, deque, namedtuple
+from contextlib import suppress
 from dataclasses import replace
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,36 +64,31 @@ def tries(body):
     return "def f(x):\n" + textwrap.indent(textwrap.dedent(body), "    ") + "\n    return x + 1\n"
 
 
-# name: program, reasons in proxy mode, reasons in nonce mode
+# name: program, reasons in proxy mode, and in nonce mode where they differ
 ATTACKS = {
-    "right": (F, "passed", "passed"),
-    "wrong": ("def f(x): return x", "wrong", "wrong"),
-    "not defined": ("g = 1", "error", "error"),
-    "syntax error": ("def f(x) return x", "error", "error"),
-    "null byte": (F + "\0", "error", "error"),
-    "lone surrogate": (F + "s = '\ud800'", "error", "error"),
-    "very long line": ("x = '" + "a" * 900_000 + "'" + F, "passed", "passed"),
-    "longer than is run": ("x = '" + "a" * 1_000_001 + "'" + F, "long", "long"),
-    "deeply nested source": ("x = " + "(" * 100_000 + F, "error exited", "error exited"),
-    "sys.exit(0) at import": ("import sys; sys.exit(0)", "error", "error"),
-    "os._exit(0) at import": ("import os; os._exit(0)", "exited", "exited"),
-    "SystemExit in the function": ("def f(x): raise SystemExit(0)", "error", "error"),
-    "os._exit(0) in the function": ("import os\ndef f(x): os._exit(0)", "exited", "exited"),
-    "endless loop": ("def f(x):\n    while True: pass", "timeout exited", "timeout exited"),
-    "endless loop at import": ("while True: pass", "timeout exited", "timeout exited"),
-    "long sleep": ("import time\ndef f(x): time.sleep(1000)", "timeout", "timeout"),
+    "right": (F, "passed"),
+    "wrong": ("def f(x): return x", "wrong"),
+    "not defined": ("g = 1", "error"),
+    "syntax error": ("def f(x) return x", "error"),
+    "null byte": (F + "\0", "error"),
+    "lone surrogate": (F + "s = '\ud800'", "error"),
+    "very long line": ("x = '" + "a" * 900_000 + "'" + F, "passed"),
+    "longer than is run": ("x = '" + "a" * 1_000_001 + "'" + F, "long"),
+    "deeply nested source": ("x = " + "(" * 100_000 + F, "error exited"),
+    "sys.exit(0) at import": ("import sys; sys.exit(0)", "error"),
+    "os._exit(0) at import": ("import os; os._exit(0)", "exited"),
+    "SystemExit in the function": ("def f(x): raise SystemExit(0)", "error"),
+    "os._exit(0) in the function": ("import os\ndef f(x): os._exit(0)", "exited"),
+    "endless loop": ("def f(x):\n    while True: pass", "timeout exited"),
+    "endless loop at import": ("while True: pass", "timeout exited"),
+    "long sleep": ("import time\ndef f(x): time.sleep(1000)", "timeout"),
     "SIGALRM, SIGTERM and SIGXCPU ignored": (
         "import signal\nfor s in (14, 15, 24): signal.signal(s, signal.SIG_IGN)\ndef f(x):\n    "
         "while True: pass",
         "timeout exited",
-        "timeout exited",
     ),
-    "list growth": (
-        "def f(x):\n    l = []\n    while True: l.append('x' * 1000000)",
-        "error",
-        "error",
-    ),
-    "one string of 100 GB": ("def f(x): return len('x' * 10**11)", "error", "error"),
+    "list growth": ("def f(x):\n    l = []\n    while True: l.append('x' * 1000000)", "error"),
+    "one string of 100 GB": ("def f(x): return len('x' * 10**11)", "error"),
     "memory of many processes": (
         """
         import os, time
@@ -98,23 +100,19 @@ ATTACKS = {
             time.sleep(100)
         """,
         "memory",
-        "memory",
     ),
     "System V shared memory": (
         "import ctypes\n" + claims("ctypes.CDLL(None).shmget(0, 100 << 20, 0o1600) >= 0"),
-        "wrong",
         "wrong",
     ),
     "fork loop": (
         "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: "
         "pass",
         "timeout exited",
-        "timeout exited",
     ),
     "more forks than allowed": (
         "import os, time\ndef f(x):\n    for _ in range(40):\n        if not os.fork(): "
         "time.sleep(100)\n    return x + 1",
-        "error",
         "error",
     ),
     "more threads than allowed": (
@@ -122,39 +120,26 @@ ATTACKS = {
         "threading.Thread(target=time.sleep, args=(9,)).start()"
         "\n    return x + 1",
         "error",
-        "error",
     ),
-    "endless output": (
-        "def f(x):\n    while True: print('x' * 10000)",
-        "timeout exited",
-        "timeout exited",
-    ),
-    "endless output on stderr": (
-        "import os\ndef f(x):\n    while True: os.write(2, b'y' * 60000)",
-        "timeout",
-        "timeout",
-    ),
+    "endless output": ("def f(x):\n    while True: print('x' * 10000)", "timeout exited"),
     "file of 256 MB": (
         "import signal; signal.signal(25, signal.SIG_IGN)\n"
         + tries(
             "with open('big', 'wb') as file:\n    for _ in range(256): file.write(b'x' * (1 << 20))"
         ),
         "error",
-        "error",
     ),
-    "secret of the environment": (claims("'SANDBOX_SECRET' in os.environ"), "wrong", "wrong"),
+    "secret of the environment": (claims("'SANDBOX_SECRET' in os.environ"), "wrong"),
     "secret of the environment through /proc": (
         tries("import os\nassert b'SANDBOX_SECRET' in open('/proc/self/environ', 'rb').read()"),
-        "error wrong",
         "error wrong",
     ),
     "outbound connection": (
         tries("import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)"),
         "error",
-        "error",
     ),
-    "input()": ("def f(x): return input()", "error", "error"),
-    "stdin is empty": (F + "import sys\nassert sys.stdin.read() == ''", "passed", "passed"),
+    "input()": ("def f(x): return input()", "error"),
+    "stdin is empty": (F + "import sys\nassert sys.stdin.read() == ''", "passed"),
     "daemon that outlives its parent": (
         """
         import os, time
@@ -167,29 +152,24 @@ ATTACKS = {
             return x + 1
         """,
         "passed",
-        "passed",
     ),
     "zeros on every descriptor": (
         "import os\nfor fd in range(3, 200):\n    try: os.write(fd, bytes(64))\n    except "
         "OSError: pass\nos._exit(0)",
-        "error exited",
         "error exited",
     ),
     "a forged setup error": (
         "import os, struct\nm = b'\"uid\"'\nos.write(61, struct.pack('<Q', len(m)) + "
         "m)\nos._exit(0)",
         "error",
-        "error",
     ),
     "a message without end": (
         "import os\nos.write(61, b'\\xff' * 8)\nwhile True: os.write(61, b'x' * 60000)",
         "error",
-        "error",
     ),
-    "deep recursion": ("def f(x): return f(x)", "error", "error"),
+    "deep recursion": ("def f(x): return f(x)", "error"),
     "deep recursion without limit": (
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
-        "error exited timeout",
         "error exited timeout",
     ),
     "deeply nested result": (
@@ -198,7 +178,7 @@ ATTACKS = {
         "error wrong",
     ),
     "huge result": ("def f(x): return 'x' * (40 << 20)", "error", "wrong"),
-    "huge integer": ("def f(x): return 1 << 10**7", "wrong", "wrong"),
+    "huge integer": ("def f(x): return 1 << 10**7", "wrong"),
     "result that contains itself": (
         "def f(x):\n    l = []\n    l.append(l)\n    return l",
         "error",
@@ -223,7 +203,6 @@ ATTACKS = {
     "patched AssertionError": (
         "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\ndef f(x): raise E",
         "error",
-        "error",
     ),
     "frames walked for the nonce": (
         """
@@ -246,51 +225,48 @@ ATTACKS = {
         "import sys\nsys.settrace(lambda *a: None)\ndef f(x):\n    "
         "sys._getframe().f_back.f_locals['reply'] = {'passed': True}",
         "wrong",
-        "wrong",
     ),
     "signals to everybody": (
         "import os\ndef f(x):\n    for s in (19, 9):\n        for p in (1, os.getppid(), -1):\n  "
         "          try: os.kill(p, s)"
         "\n            except OSError: pass\n    return x",
         "wrong exited",
-        "wrong exited",
     ),
-    "SIGSTOP to itself": ("import os\ndef f(x): os.kill(os.getpid(), 19)", "timeout", "timeout"),
+    "SIGSTOP to itself": ("import os\ndef f(x): os.kill(os.getpid(), 19)", "timeout"),
     "ptrace of the tests": (
         "import ctypes, os\n" + claims("ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0"),
-        "wrong",
         "wrong",
     ),
     "memory of the tests through /proc": (
         tries("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')"),
         "error",
-        "error",
     ),
-    "null pointer in ctypes": ("import ctypes\ndef f(x): ctypes.string_at(0)", "exited", "exited"),
-    "files of the caller read": (tries("open({secret!r}).read()"), "error", "error"),
-    "files of the caller changed": (tries("open({secret!r}, 'a').write('x')"), "error", "error"),
-    "files of the caller deleted": (tries("import os\nos.remove({secret!r})"), "error", "error"),
-    "permissions of the caller's files": (
-        tries("import os\nos.chmod({secret!r}, 0)"),
-        "error",
-        "error",
-    ),
+    "null pointer in ctypes": ("import ctypes\ndef f(x): ctypes.string_at(0)", "exited"),
+    "files of the caller read": (tries("open({secret!r}).read()"), "error"),
+    "files of the caller changed": (tries("open({secret!r}, 'a').write('x')"), "error"),
+    "files of the caller deleted": (tries("import os\nos.remove({secret!r})"), "error"),
+    "permissions of the caller's files": (tries("import os\nos.chmod({secret!r}, 0)"), "error"),
     "the repository": (
         tries("open({repository!r} + '/README.md').read()"),
-        "error",
         "error",
     ),  # its .venv may be the Python that runs
     "Python's library changed": (
         tries("import os\nopen(os.path.dirname(os.__file__) + '/new.py', 'w')"),
         "error",
-        "error",
+    ),
+    "places that are not read-only": (
+        claims("not all(os.statvfs(place).f_flag & os.ST_RDONLY for place in ('/', '/usr'))"),
+        "wrong",
+    ),
+    "programs with the rights of their owner": (
+        claims("not all(os.statvfs(place).f_flag & os.ST_NOSUID for place in ('/', '/usr', '.'))"),
+        "wrong",
     ),
     "other processes through /proc": (
         claims(
             "any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in "
             "os.listdir('/proc') if p.isdigit())"
         ),
-        "wrong error",
         "wrong error",
     ),
     "the tests on disk": (
@@ -306,34 +282,28 @@ ATTACKS = {
                         except OSError: pass
         """,
         "wrong",
-        "wrong",
     ),
     "the clock": (
         tries("import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"),
         "error",
-        "error",
     ),
-    "another uid": (tries("import os\nos.setuid(0)"), "error", "error"),
+    "another uid": (tries("import os\nos.setuid(0)"), "error"),
     "rights of a new user namespace": (
         "import ctypes\n" + claims("ctypes.CDLL(None).unshare(0x10020000) == 0"),
-        "wrong",
         "wrong",
     ),
     "mount": (
         "import ctypes\n"
         + claims("ctypes.CDLL(None).mount(b'x', b'/sandbox', b'tmpfs', 0, None) == 0"),
         "wrong",
-        "wrong",
     ),
     "limits raised": (
         tries("import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"),
         "error",
-        "error",
     ),
-    "priority raised": (tries("import os\nos.nice(-5)"), "error", "error"),
+    "priority raised": (tries("import os\nos.nice(-5)"), "error"),
     "file and directory without permissions left behind": (
         "import os\nos.mkdir('d')\nopen('d/x', 'w').close()\nos.chmod('d', 0)" + F,
-        "passed",
         "passed",
     ),
     "files of its own": (
@@ -342,25 +312,21 @@ ATTACKS = {
             "file.write('x')\nopen('y', 'w').close()"
         ),
         "passed",
-        "passed",
     ),
     "a command": (
         tries("import subprocess\nassert subprocess.run(['/bin/echo', 'x']).returncode == 0"),
         "passed",
-        "passed",
     ),
     "modules": (
         tries("import collections, dataclasses, heapq, math, re, numpy\nnumpy.zeros(3)"),
-        "passed",
         "passed",
     ),
     "dataclass": (
         "from __future__ import annotations\nfrom dataclasses import "
         "dataclass\n@dataclass\nclass P:\n    x: int" + F,
         "passed",
-        "passed",
     ),
-    "main block": (F + "if __name__ == '__main__': input()", "passed", "passed"),
+    "main block": (F + "if __name__ == '__main__': input()", "passed"),
 }
 # the protections of which one is enough, where the kernel does not refuse the attack in any case
 HELD_BY = {
@@ -371,6 +337,8 @@ HELD_BY = {
     "files of the caller deleted": {"files", "uid"},
     "permissions of the caller's files": {"files", "uid"},
     "the repository": {"files"},
+    "places that are not read-only": {"files"},
+    "programs with the rights of their owner": {"files"},
     "Python's library changed": {"files", "uid"},
     "other processes through /proc": {"files"},
 }
@@ -425,37 +393,47 @@ def not_held(name, missing=None):
     return ""
 
 
+def processes():
+    """{process id: (uid, state, parent)} of all that live, or wait to be read."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            found[int(pid)] = os.stat(f"/proc/{pid}").st_uid, state, int(parent)
+    return found
+
+
 def owned_by(uids):
     """Living processes of these uids."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{pid}").st_uid in uids:
-                found.append(pid)
-        except OSError:
-            pass
-    return found
+    return [pid for pid, (uid, _, _) in processes().items() if uid in uids]
 
 
-def children():
-    """Processes that this one started and that live, or wait to be read."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(
-                os.getpid()
-            ):
-                found.append(pid)
-        except OSError:
-            pass
-    return found
+def tree(top):
+    """Process ids below `top`."""
+    everyone, found = processes(), {top}
+    while more := {pid for pid, (*_, parent) in everyone.items() if parent in found} - found:
+        found |= more
+    return found - {top}
+
+
+def some_live(pids):
+    everyone = processes()
+    return any(pid in everyone and everyone[pid][1] not in "ZX" for pid in pids)
+
+
+def wait_for(reached):
+    for _ in range(200):
+        if reached():
+            return
+        time.sleep(0.05)
+    raise AssertionError("not reached within ten seconds")
 
 
 def holdings():
     """What this process has that a program could leave behind: children, open files, mounts,
     threads."""
     return (
-        children(),
+        tree(os.getpid()),
         sorted(os.listdir("/proc/self/fd")),
         Path("/proc/self/mounts").read_text(),
         threading.active_count(),
@@ -475,9 +453,7 @@ def own_temporary_directory(tmp_path, monkeypatch):
 
 
 def check(name, mode, result):
-    assert result.reason in ATTACKS[name][1 if mode == PROXY else 2].split(), (name, mode, result)
-    assert result.passed == (result.reason == "passed")
-    assert len(result.output) <= 64 << 10
+    assert result.reason in ATTACKS[name][1 if mode == PROXY else -1].split(), (name, mode, result)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -521,45 +497,18 @@ def test_every_attack_alone(name, mode, surroundings):
     test_attack(name, surroundings, mode)
 
 
-def attacks_at_once(tried, workers, timeout, surroundings):
-    """timeout: seconds for the programs that are meant to reach it."""
-    left_out = {name: reason for name, _ in tried if (reason := not_held(name))}
-    tried = [(name, mode) for name, mode in tried if name not in left_out]
+def test_attacks_at_once(surroundings):
+    """Sixty-four at once, those that end at a limit among the others: no verdict changes."""
+    slow = [(name, mode) for name in ATTACKS if name not in QUICK for mode in (PROXY, NONCE)]
+    quick = [(name, NONCE) for name in QUICK if not not_held(name)]
+    tried = [pair for pairs in zip_longest(slow, quick) for pair in pairs if pair]
     before = holdings()
     jobs = [attack(name, mode, surroundings) for name, mode in tried]
-    results = run_batch(
-        [
-            replace(job, timeout=min(timeout, job.timeout) if job.timeout < 60 else 60.0)
-            for job in jobs
-        ],
-        workers,
-    )
-    assert len(results) == len(tried)
+    results = run_batch([replace(j, timeout=2.0 if j.timeout < 60 else 60.0) for j in jobs], 64)
     for (name, mode), result in zip(tried, results, strict=True):
         check(name, mode, result)
     assert holdings() == before
     check_nothing_is_left(results)
-    if left_out:
-        pytest.skip(f"all others were held. {'; '.join(left_out.values())}")
-
-
-def test_attacks_at_once(surroundings):
-    """Sixty-four at once, those that end at a limit among the others: no verdict changes."""
-    slow = [(name, mode) for name in ATTACKS if name not in QUICK for mode in (PROXY, NONCE)]
-    quick = [(name, NONCE) for name in QUICK]
-    attacks_at_once(
-        [pair for pairs in zip_longest(slow, quick) for pair in pairs if pair],
-        64,
-        2.0,
-        surroundings,
-    )
-
-
-@pytest.mark.full
-def test_sixty_four_attacks_at_once(surroundings):
-    attacks_at_once(
-        [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)] * 2, 64, 20.0, surroundings
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -587,16 +536,6 @@ def test_attacks_succeed_without_the_protection(name, surroundings):
 def test_a_file_with_the_tests_would_be_found(surroundings):
     code = attack("the tests on disk", PROXY, surroundings).code
     assert run(job("with open('x', 'wb') as file: file.write(b'f(5) =' + b'= 6')\n" + code)).passed
-
-
-def test_attacks_that_this_machine_does_not_hold_are_named():
-    kernel = {"files": "Operation not permitted", "network": "not asked for"}
-    assert (
-        not_held("outbound connection", kernel)
-        == "outbound connection: no protection of network (not asked for)"
-    )
-    assert not_held("files of the caller deleted", kernel) == "" and not_held("right", kernel) == ""
-    assert set(HELD_BY) <= set(ATTACKS)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="reads its own memory, as root")
@@ -656,18 +595,14 @@ print(json.dumps([os.getuid(), found]))
 def test_callers_that_are_not_root(surroundings):
     """With a user namespace the walls are the same; without one, limits and clean-up still are."""
     user = {"user": 12345, "group": 12345, "extra_groups": []} if os.getuid() == 0 else {}
-    for python in (sys._base_executable, "/usr/bin/python3"):
-        try:
-            version = subprocess.run(
-                [python, "-c", "import sys; print(sys.version_info >= (3, 11))"],
-                **user,
-                capture_output=True,
-            )
-        except OSError:
-            continue
-        if version.stdout == b"True\n":
-            break
-    else:
+
+    def starts(python):
+        with suppress(OSError):
+            is_old = "import sys; sys.exit(sys.version_info < (3, 11))"
+            return not subprocess.run([python, "-c", is_old], **user).returncode
+
+    python = next(filter(starts, (sys._base_executable, "/usr/bin/python3")), None)
+    if not python:
         pytest.skip("no Python that an ordinary user may start")
     names = [
         "right",
@@ -689,20 +624,18 @@ def test_callers_that_are_not_root(surroundings):
     assert done.returncode == 0, done.stderr
     uid, found = json.loads(done.stdout)
     assert uid != 0
-    for name in names:
-        reasons, all_missing = (
-            ATTACKS[name][1].split(),
-            ["files", "ipc", "network", "processes", "shared memory", "uid"],
-        )
-        if found["right 0"][1] == []:  # the kernel gives user namespaces
-            assert found[f"{name} 0"][0] in reasons and found[f"{name} 0"][1] == [], (name, found)
-        if f"{name} 1" not in found:
+    all_missing = ["files", "ipc", "network", "processes", "shared memory", "uid"]
+    for name, (reason, missing) in found.items():
+        name, without = name[:-2], name[-1] == "1"
+        if without:
+            assert missing == all_missing
+        elif found["right 0"][1] == []:  # the kernel gives user namespaces
+            assert missing == []
+        else:
             continue
-        assert found[f"{name} 1"][1] == all_missing
-        if name != "rights of a new user namespace" and not not_held(
-            name, dict.fromkeys(all_missing, "")
-        ):
-            assert found[f"{name} 1"][0] in reasons, (name, found)
+        held = name != "rights of a new user namespace" or not without
+        if held and not not_held(name, dict.fromkeys(missing, "")):
+            assert reason in ATTACKS[name][1].split(), (name, found)
     if user:
         assert not owned_by([12345])
     for name in all_missing:
@@ -713,35 +646,14 @@ def test_callers_that_are_not_root(surroundings):
 # the caller
 
 
-MEMORY = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-from sandbox import Job, run_batch
-job = lambda code: Job(code, "assert f(1) == 2", ("f",), timeout=1.0, memory=192 << 20)
-run_batch([job("def f(x): return 2")])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run_batch([job(code) for code in sys.argv[2:]] * 2, 4)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-
-
-def test_memory_of_the_caller_is_bounded():
-    codes = [
-        ATTACKS[name][0]
-        for name in (
-            "endless output",
-            "endless output on stderr",
-            "huge result",
-            "a message without end",
-        )
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(ROOT / "evals"), *codes],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert float(done.stdout) < 50  # MiB
+def test_an_answer_to_the_caller_is_short():
+    """A program's own message may have 16 MB."""
+    forged = """
+    import json, os, struct
+    text = json.dumps({"raise": "E", "detail": "x" * 9_000_000}).encode()
+    with open(61, "wb") as pipe: pipe.write(struct.pack("<Q", len(text)) + text)
+    """
+    assert run(job(forged)).detail == "E: " + "x" * 597
 
 
 @pytest.mark.parametrize("without", [(), ("processes",), ("network",)])
@@ -760,44 +672,13 @@ def test_programs_end_with_a_killed_caller(without, tmp_path):
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert process.stdout.readline() == b"started\n"
-    for _ in range(200):  # until the supervisor has its three or four processes
-        started = tree(process.pid)
-        if len(started) >= 4:
-            break
-        time.sleep(0.05)
-    assert len(started) >= 4
+    wait_for(lambda: len(tree(process.pid)) >= 4)  # the supervisor has its processes
+    started = tree(process.pid)
     process.kill()
     process.wait()
     process.stdout.close()
-    for _ in range(200):
-        if not any(map(alive, started)):
-            break
-        time.sleep(0.05)
-    assert not any(map(alive, started))
+    wait_for(lambda: not some_live(started))
     assert not list(tmp_path.iterdir()), "a directory was left"
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def tree(top):
-    """Process ids below `top`."""
-    parents = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parents[int(pid)] = int(
-                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            )
-        except OSError:
-            pass
-    found = {top}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {top}
 
 
 def test_missing_protections_are_said_once(capsys, monkeypatch):
@@ -833,9 +714,7 @@ def test_a_library_that_the_program_cannot_read(monkeypatch):
 
 def test_batches_keep_their_order_and_workers():
     jobs = [
-        job(
-            "import time\ntime.sleep(0.3)" + F, tests=f"print(f({i}))\nassert f({i}) == {i + i % 2}"
-        )
+        job("import time\ntime.sleep(0.3)" + F, tests=f"assert f({i}) == {i + i % 2}")
         for i in range(8)
     ]
     assert [result.passed for result in run_batch(jobs, 8)] == [i % 2 == 1 for i in range(8)]
@@ -852,13 +731,11 @@ def test_an_interrupt_ends_a_batch(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", caller, str(ROOT / "evals")], stderr=subprocess.DEVNULL, cwd=tmp_path
     )
-    for _ in range(200):
-        if len(started := tree(process.pid)) >= 6:
-            break
-        time.sleep(0.05)
+    wait_for(lambda: len(tree(process.pid)) >= 6)
+    started = tree(process.pid)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) != 0  # the two that ran end at their limit, the others never start
-    assert not any(map(alive, started))
+    assert not some_live(started)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -886,88 +763,42 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "value", VALUES, ids=lambda value: type(value).__name__
-)  # a set's repr has no order
-def test_values_survive_the_wire(value):
-    back = decode(json.loads(json.dumps(encode(value))))
-    assert type(back) is type(value) and repr(back) == repr(value)
+def through(value):
+    return decode(json.loads(json.dumps(encode(value))))
 
 
-def test_types_of_the_library_survive_the_wire():
-    import datetime
-    from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-    from decimal import Decimal
-    from fractions import Fraction
+def test_values_survive_the_wire():
+    for value in VALUES:
+        back = through(value)
+        assert type(back) is type(value) and repr(back) == repr(value)
 
-    import numpy
 
-    through = lambda value: decode(json.loads(json.dumps(encode(value))))
-    same = [
-        Decimal("0.10"),
-        Fraction(1, 3),
-        deque([1, (2,)]),
-        datetime.date(2020, 1, 2),
-        datetime.datetime(2020, 1, 2, 3, 4),
-    ]
-    for value in same:
-        assert type(through(value)) is type(value) and through(value) == value
-    plain = {
-        dict: [Counter("aab"), OrderedDict(a=1), defaultdict(int, a=1)],
-        tuple: [namedtuple("P", "x y")(1, 2)],
-    }
-    for kind, values in plain.items():
-        for value in values:
-            assert type(through(value)) is kind and through(value) == value
-    assert list(through(x * x for x in range(3))) == [0, 1, 4] and list(through(map(str, [1]))) == [
-        "1"
-    ]
-    assert sorted(through({1: 2}.keys())) == [1] and list(through({1: 2}.items())) == [(1, 2)]
-    assert type(through(numpy.float64(0.5))) is float and type(through(numpy.int64(3))) is int
+def test_types_of_the_library_become_plain():
+    same = [Decimal("0.10"), Fraction(1, 3), deque([1, (2,)]), date(2020, 1, 2)]
+    same += [datetime(2020, 1, 2, 3, 4, 5, 6), datetime(2020, 1, 2).time()]
+    plain = [(value, value) for value in same]
+    plain += [(Counter("aab"), {"a": 2, "b": 1}), (defaultdict(int, a=1), {"a": 1})]
+    plain += [(namedtuple("P", "x y")(1, 2), (1, 2)), ({1: 2}.keys(), {1})]
+    plain += [(numpy.float64(0.5), 0.5), (numpy.int64(3), 3)]
+    for value, want in plain:
+        assert type(through(value)) is type(want) and through(value) == want
+    assert list(through(x * x for x in range(3))) == [0, 1, 4] == [*through(iter([0, 1, 4]))]
     array = through(numpy.arange(4, dtype="int16").reshape(2, 2))
     assert array.dtype == "int16" and array.tolist() == [[0, 1], [2, 3]]
 
 
-UNSENDABLE = {
-    "object": object(),
-    "builtin": len,
-    "lambda": lambda: 0,
-    "list": [print],
-    "dict": {1: object()},
-    "generator": (x for x in [len]),
-}
+def test_other_values_do_not():
+    for value in (object(), len, [print], {1: object()}, (x for x in [len]), itertools.count()):
+        with pytest.raises(Unsupported):
+            encode(value)
 
 
-@pytest.mark.parametrize("value", UNSENDABLE.values(), ids=list(UNSENDABLE))
-def test_other_values_do_not(value):
-    with pytest.raises(Unsupported):
-        encode(value)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        ["object", 1],
-        ["list"],
-        ["dict", [1]],
-        ["int", "x"],
-        ["set", [["list", []]]],
-        ["array", ["O", 1]],
-    ],
-)
-def test_messages_of_another_form_raise_or_stay_plain(message):
-    try:
-        value = decode(message)
-    except (CandidateError, ValueError, TypeError):
-        return
-    assert message[0] == "array" and value.dtype != object
-
-
-def test_iterators_without_end_are_refused():
-    import itertools
-
-    with pytest.raises(Unsupported):
-        encode(itertools.count())
+def test_messages_of_another_form_raise_or_stay_plain():
+    forms = [["object", 1], ["list"], ["dict", [1]], ["int", "x"], ["set", [["list", []]]]]
+    for message in forms:
+        with pytest.raises((CandidateError, ValueError, TypeError)):
+            decode(message)
+    assert decode(["array", ["O", ["list", [1]]]]).dtype != object
 
 
 def test_tests_with_values_that_cannot_be_sent_say_so():
@@ -1003,9 +834,3 @@ def test_prelude_and_keywords():
     )
     assert run(program).passed
     assert not run(replace(program, tests="assert f(1, y=2) == 4")).passed
-
-
-def test_output_is_kept_up_to_its_bound():
-    result = run(job("import sys\nprint('first')\nprint('second', file=sys.stderr)" + F))
-    assert result.passed and sorted(result.output.split()) == ["first", "second"]
-    assert run(job("print('x' * 100000)" + F)).output == "x" * (64 << 10)
