@@ -247,6 +247,10 @@ class Stopwatch(dict):
             torch.cuda.synchronize()
         self[f"time/{phase}"] = self.get(f"time/{phase}", 0.0) + time.perf_counter() - start
 
+    def with_step(self):
+        """-> the phases and their sum"""
+        return self | {"time/step": sum(self.values())}
+
 
 def machine_metrics():
     """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU; on

@@ -44,7 +44,7 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from plan import fit_answers
+from plan import FLAGS, fit_answers
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
@@ -232,11 +232,10 @@ def parallelize(model, args):
         register_fsdp_forward_method,
     )
 
+    # gradients are reduced in fp32
+    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if torch.cuda.is_available():
-        # gradients are reduced in fp32
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -244,11 +243,10 @@ def parallelize(model, args):
     layout, fp32_modules = sharding(model)
     for module in fp32_modules:
         fully_shard(module, **layout)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, **layout)
-    fully_shard(model, mp_policy=policy, **layout)
-    for name in ("logps", "logits"):
-        register_fsdp_forward_method(model, name)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, **layout)
+    register_fsdp_forward_method(model, "logps")
+    register_fsdp_forward_method(model, "logits")
     return model
 
 
@@ -257,9 +255,9 @@ def lr_at(step, args):
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
     if step < warmup:
         return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    progress = min(1, (step - warmup) / max(steps - warmup, 1))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
     return args.learning_rate * decay[args.lr_schedule]
 
 
@@ -458,7 +456,11 @@ def main(args):
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     rows, held_out, facts = load_data(task, tokenizer, model, args)
-    args.micro_batch_size = fit_answers(args, rows, held_out)
+    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
+    tail = args.eos_tail * (model.attention == "bidirectional")
+    args.micro_batch_size = fit_answers(
+        rows, held_out, args.batch_size, 1, tail, args.pack_length, **flags
+    )
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     # sharded before weights are read: no rank ever holds the whole model

@@ -40,7 +40,7 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from plan import fit_answers
+from plan import FLAGS, fit_answers
 from rollout import make_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
@@ -263,11 +263,10 @@ def parallelize(model, args):
         register_fsdp_forward_method,
     )
 
+    # gradients are reduced in fp32
+    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if torch.cuda.is_available():
-        # gradients are reduced in fp32
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -275,11 +274,10 @@ def parallelize(model, args):
     layout, fp32_modules = sharding(model)
     for module in fp32_modules:
         fully_shard(module, **layout)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, **layout)
-    fully_shard(model, mp_policy=policy, **layout)
-    for name in ("logps", "logits"):
-        register_fsdp_forward_method(model, name)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, **layout)
+    register_fsdp_forward_method(model, "logps")
+    register_fsdp_forward_method(model, "logits")
     return model
 
 
@@ -288,9 +286,9 @@ def lr_at(step, args):
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
     if step < warmup:
         return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    progress = min(1, (step - warmup) / max(steps - warmup, 1))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
     return args.learning_rate * decay[args.lr_schedule]
 
 
@@ -428,10 +426,6 @@ def micro_batches(masks, args):
     """
     B, n, _ = masks.masked.shape
     size = 2 * (args.micro_batch_size // (2 * n))
-    if not size:
-        raise SystemExit(
-            f"--micro-batch-size {args.micro_batch_size} does not hold the {2 * n} draws of a pair"
-        )
     return [slice(i, i + size) for i in range(0, B, size)]
 
 
@@ -533,7 +527,10 @@ def main(args):
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
     draws = args.mc_num * args.masks_per_timestep
-    args.micro_batch_size = fit_answers(args, pairs, held_out, draws, values=1)
+    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
+    args.micro_batch_size = fit_answers(
+        pairs, held_out, args.batch_size, draws, has_reference=True, **flags
+    )
     model, ref_model, engine = load_models(model, frozen, device, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
     stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), Stop()
