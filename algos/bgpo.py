@@ -165,15 +165,10 @@ class Args:
     # <<< shared: args
 
 
-# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. LoRA: d1's rate.
 BY_SIZE = {
-    "tiny": {
-        "learning_rate": 3e-4,
-        "betas": (0.9, 0.99),
-        "warmup_steps": 5,
-        "mc_num": 4,
-    },
+    "tiny": {"learning_rate": 3e-4, "mc_num": 4, "weight_decay": 0.01, "prompts_per_step": 32},
     "lora": {"learning_rate": 3e-6},
     "full": {},
 }

@@ -180,19 +180,10 @@ class Args:
     """which masked tokens a step reveals; entropy: those of lowest entropy (official recipe)"""
 
 
-# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. LoRA: d1's rate.
 BY_SIZE = {
-    "tiny": {
-        "learning_rate": 3e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "warmup_steps": 5,
-        "prompts_per_step": 16,
-        "num_generations": 8,
-        "temperature": 1.0,
-    },
+    "tiny": {"learning_rate": 3e-4},
     "lora": {"learning_rate": 3e-6},
     "full": {},
 }

@@ -178,20 +178,10 @@ class Args:
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
 
 
-# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. LoRA: d1's rate.
 BY_SIZE = {
-    "tiny": {
-        "model": "tiny-llada",
-        "learning_rate": 3e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "warmup_steps": 5,
-        "prompts_per_step": 16,
-        "temperature": 1.0,
-        "train_steps": 4,
-    },
+    "tiny": {"model": "tiny-llada", "learning_rate": 3e-4, "train_steps": 4},
     "lora": {"learning_rate": 3e-6, "cache": "none"},
     "full": {"cache": "none"},
 }

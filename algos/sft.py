@@ -138,10 +138,10 @@ class Args:
     # <<< shared: offline_args
 
 
-# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
-# are ours; empty: as above.
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
+# all weights. Rates are ours; empty: as above.
 BY_SIZE = {
-    "tiny": {"learning_rate": 1e-3, "warmup_steps": 5, "batch_size": 128},
+    "tiny": {"learning_rate": 1e-3, "batch_size": 128, "betas": (0.9, 0.999)},
     "lora": {"learning_rate": 1e-4},
     "full": {},
 }

@@ -174,20 +174,10 @@ class Args:
     # <<< shared: args
 
 
-# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. All weights: the paper's 2e-7 to 3e-7.
 BY_SIZE = {
-    "tiny": {
-        "learning_rate": 3e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "warmup_steps": 5,
-        "prompts_per_step": 16,
-        "num_iterations": 2,
-        "num_generations": 8,
-        "temperature": 1.0,
-    },
+    "tiny": {"learning_rate": 3e-4, "num_iterations": 2},
     "lora": {},
     "full": {"learning_rate": 3e-7},
 }
