@@ -30,9 +30,6 @@ from evals.rewards import load_reward
 from models import (
     adapters_off,
     add_lora,
-    export_adapter,
-    export_weights,
-    has_lora,
     load_tokenizer,
     load_weights,
     meta_model,
@@ -49,7 +46,7 @@ from models.ranks import (
     sharding,
 )
 from plan import FLAGS, fit_rollouts
-from rollout import make_engine, probe, rollout_metrics
+from rollout import make_engine, probe, rollout_metrics, sync_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
@@ -519,12 +516,6 @@ def load_models(device, sampling, args):
         ref_model = meta_model(args.model, engine.dtype).requires_grad_(False)
         load_weights(parallelize(ref_model, args), device)
     return model, ref_model, engine
-
-
-def sync_engine(engine, model):
-    """Hand the policy's weights to the engine; only the adapters if it has adapters of its own."""
-    exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
-    engine.load_weights(exported)
 
 
 def roll_out(engine, stream, sampling, step, args):

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
-from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
+from models import adapters_off, add_lora, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
 from models.ranks import (
@@ -41,7 +41,7 @@ from models.ranks import (
     sharding,
 )
 from plan import FLAGS, fit_answers
-from rollout import make_engine
+from rollout import make_engine, sync_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
@@ -362,7 +362,7 @@ def decoding(args):
 
 def evaluate(engine, model, task, tokenizer, problems, args):
     """Mean score of the current model on held-out problems."""
-    engine.load_weights(export_weights(model))
+    sync_engine(engine, model)
     return mean_score(engine, task, tokenizer, problems, **decoding(args))
 
 
