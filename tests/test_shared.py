@@ -17,7 +17,7 @@ import torch
 from size import LAYOUT, size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
-from models.defaults import training
+from models.defaults import TINY, training
 from rollout.engine import Sampling
 from runlog import command_line
 
@@ -120,6 +120,7 @@ def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
         assert parse("--model", str(tmp_path), "--task", "countdown").data == "cd3"
     tiny = parse()
     assert tiny.model.startswith("tiny-") and tiny.lora_rank == 0
+    assert TINY.keys() <= known and (tiny.warmup_steps, tiny.max_grad_norm) == (5, 1)
     assert tiny.learning_rate == module.BY_SIZE["tiny"]["learning_rate"]
     assert parsed["sdar"].denoising_steps == 4 and parsed["llada"].block_length == 32
 
