@@ -1,7 +1,6 @@
 """Compare runs, as an ablation needs it: a table on the screen, curves in compare.png.
 
     python compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
-    python compare.py old=runs/bgpo-a old=runs/bgpo-b new=runs/bgpo-c     groups with names of yours
     python compare.py runs/sft-* --metric loss/total
 
 Values are the last ones of the runs. A difference is that to the first group: where both groups
@@ -23,26 +22,24 @@ FREE = "seed out resume track save_every keep_saves".split()
 UNITS = ["rollouts", "tokens", "seconds"]
 
 
-def read_runs(names):
-    """names: DIRECTORY of a run, or GROUP=DIRECTORY -> a frame of the rows of metrics.jsonl and
-    UNITS, with the index group, seed, row
+def read_runs(folders):
+    """folders: directories of runs -> a frame of the rows of metrics.jsonl and UNITS, with the
+    index group, seed, row
 
-    A group without a name is called by the flags in which the runs differ. SystemExit if a
-    directory is no run, or if two runs of a group have the same seed.
+    A group is called by the flags in which the runs differ. SystemExit if a directory is no run, or
+    if two runs of a group have the same seed.
     """
-    given = [("", name) if Path(name).is_dir() else name.rpartition("=")[::2] for name in names]
-    for _, folder in given:
+    for folder in folders:
         if not Path(folder, "metrics.jsonl").is_file():
             raise SystemExit(f"{folder!r} is no directory of a run: it has no metrics.jsonl")
-    configs = [json.loads(Path(folder, "config.json").read_text()) for _, folder in given]
+    configs = [json.loads(Path(folder, "config.json").read_text()) for folder in folders]
     flags = pd.DataFrame([{"script": c["script"], **c["args"]} for c in configs], dtype=object)
     told = flags.drop(columns=FREE, errors="ignore").astype(str)
     told, runs = told.loc[:, told.nunique() > 1], {}
-    for (group, folder), seed, (_, own) in zip(given, flags["seed"], told.iterrows(), strict=True):
-        key = group or ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
+    for folder, seed, (_, own) in zip(folders, flags["seed"], told.iterrows(), strict=True):
+        key = ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
         if key in runs:
-            same = f"two runs of seed {seed} in the group {key[0]!r}"
-            raise SystemExit(f"{same}: name their groups, GROUP={folder}")
+            raise SystemExit(f"{folder}: a second run of seed {seed} in the group {key[0]!r}")
         runs[key] = with_units(pd.DataFrame(read_rows(Path(folder))))
     return pd.concat(runs, names=["group", "seed"])
 
@@ -104,7 +101,7 @@ def main(runs: tuple[str, ...], /, metric: str = ""):
     """Compare runs: a table, and curves over rollouts, tokens and seconds in compare.png.
 
     Args:
-        runs: directories of runs, or GROUP=DIRECTORY
+        runs: directories of runs
         metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
     """
     rows = read_runs(runs)

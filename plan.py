@@ -6,9 +6,9 @@ bench/step.py and to the samplers' tables. docs/models.md compares plans with me
 """
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import torch
 import torch._functorch.config
@@ -16,21 +16,10 @@ import torch.distributed as dist
 
 from models import add_lora, meta_model
 from models.layers import MEMORY_BUDGET
-from models.ranks import ranks_of_a_copy, unsharded
+from models.ranks import cuda_bytes, ranks_of_a_copy, unsharded
 
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    memory: float  # bytes
-    flops: float  # a second, of an 8192^3 bf16 product; 0: unknown, so no seconds are shown
-    bandwidth: float  # bytes a second
-
-
-GPUS = {
-    "H100": Gpu("H100", 85.0e9, 0.69e15, 3.35e12),
-    "H200": Gpu("H200", 150.1e9, 0.69e15, 4.8e12),
-}
+# Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
+GPUS = {"H100": (0.69e15, 3.35e12), "H200": (0.69e15, 4.8e12)}
 # Share of the memory that a plan leaves to the CUDA context, libraries, graphs, and gaps between
 # tensors
 RESERVE = 0.07
@@ -46,38 +35,24 @@ PRODUCTS, TOUCHES, SDPA, FLEX, LAUNCH = 0.92, 11, 285e12, 130e12, 6e-4
 # A sampler's forward: share of the roofline; seconds of an adapter, which takes four kernels
 SAMPLER, ADAPTER = 0.8, 2e-5
 
-
-def this_gpu():
-    """-> Gpu of this rank; None on a CPU"""
-    if not torch.cuda.is_available():
-        return None
-    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = next((gpu for key, gpu in GPUS.items() if key in facts.name), Gpu("", 0, 0, 0))
-    return replace(known, name=facts.name, memory=facts.total_memory)
+CHANGES = {
+    "--sync-every-backward": {"sync_every_backward": True},
+    "--activation-checkpointing": {"activation_checkpointing": True},
+    "--lora-rank 128": {"lora_rank": 128},
+}
 
 
-@dataclass
-class Work:
-    """What a rank computes in a step. A pair: tokens of the prompt, tokens that are scored."""
+def kept_per_token(model, compiled, dtype=torch.bfloat16):
+    """-> bytes a token that a block of a model on the meta device keeps for its backward pass,
+    without its parameters.
 
-    longest: tuple  # pair
-    typical: tuple  # pair
-    asked: int  # tokens of the longest prompt that is sampled from
-    sequences: int
-    draws: int  # noisy copies of each
-    together: int  # noised sequences that one forward must hold
-    values: int  # passes over all sequences without a gradient
-    updates: int  # passes with one
-    rollout: int  # completions that the sampler makes
-    held_out: int  # completions in an evaluation
-
-
-def kept_bytes(layer, x, cos, sin, compiled=False):
-    """Bytes that a block on the meta device keeps for its backward pass, without its parameters.
-
-    x [B, T, D]; cos, sin [B, 1, T, r]. Attention keeps its inputs, its output and a logsumexp, as
-    fused kernels do. compiled: what the partitioner of torch.compile keeps.
+    Attention keeps its inputs, its output and a logsumexp, as fused kernels do. compiled: what the
+    partitioner of torch.compile keeps.
     """
+    with torch.device("meta"):
+        x = torch.empty(1, 128, model.lm_head.in_features, dtype=dtype, requires_grad=True)
+        cos, sin = model.rope(torch.arange(128)[None], dtype)
+    layer = deepcopy(model.layers[-1]).to(dtype)  # of a mixture: the first may be dense
     own = {value.untyped_storage()._cdata for value in (*layer.parameters(), cos, sin)}
     kept = {}  # holds the storages, so that no other takes the number of one
 
@@ -94,268 +69,258 @@ def kept_bytes(layer, x, cos, sin, compiled=False):
     budget = torch._functorch.config.patch(activation_memory_budget=MEMORY_BUDGET)
     with budget, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x, cos, sin, attend)
-    return sum(kept[number].nbytes() for number in kept.keys() - own)
-
-
-def kept_per_token(model, compiled, dtype=torch.bfloat16):
-    """-> bytes a token that a block keeps for its backward pass"""
-    with torch.device("meta"):
-        x = torch.empty(1, 128, model.lm_head.in_features, dtype=dtype, requires_grad=True)
-        cos, sin = model.rope(torch.arange(128)[None], dtype)
-    layer = deepcopy(model.layers[-1]).to(dtype)  # of a mixture: the first may be dense
-    kept = kept_bytes(layer, x, cos, sin, compiled)
     torch._dynamo.reset()
-    return kept / 128
+    return sum(kept[number].nbytes() for number in kept.keys() - own) / 128
 
 
+@dataclass
 class Plan:
-    """The plan of one of `ranks`. args: of a script; make_work(args, model, ranks) -> Work.
+    """The plan of one of `ranks`. Counts are those of all ranks.
 
-    fitting: the sizes of a micro-batch that fit; size: that of args, or the largest of them; 0:
-    none.
+    fitting: the sizes of a micro-batch that fit; size: micro_batch_size, or the largest of them;
+    0: none.
     """
 
-    def __init__(self, args, make_work, gpu, ranks):
-        self.args, self.gpu, self.ranks = args, gpu, ranks
-        dtype = torch.bfloat16 if args.lora_rank else torch.float32
-        self.model = model = meta_model(args.model, dtype)
-        self.base = sum(p.numel() for p in model.parameters())
-        if args.lora_rank:
-            add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets)
-        self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.work = work = make_work(args, model, ranks)
-        self.is_block = model.attention == "block-causal"
-        self.has_reference = bool(work.values and args.beta and not args.lora_rank)
-        self.kept = kept_per_token(model, args.compile)
-        self.rows = min(ROWS, max(work.rollout, work.held_out))
-        config = model.config
-        self.cache = 4 * len(model.layers) * config.num_key_value_heads * config.head_dim
-        if not self.is_block and getattr(args, "cache", "none") == "none":
-            self.cache = 0
-        # the sampler's own: offline scripts and lora_merged_rollout have none
-        is_merged = not args.lora_rank or getattr(args, "lora_merged_rollout", True)
-        self.adapters = 0 if is_merged else self.trained
-        sizes = [work.together]
-        while sizes[-1] < work.sequences * work.draws:
+    # flags of the scripts, under their names
+    model: str
+    micro_batch_size: int
+    activation_checkpointing: bool
+    compile: bool
+    sync_every_backward: bool
+    lora_rank: int
+    lora_targets: tuple
+    gen_length: int
+    block_length: int
+    denoising_steps: int
+    eval_every: int
+    lengths: torch.Tensor  # [N, 2] tokens of the prompt, and scored, of every sequence
+    held_out: int  # completions in an evaluation
+    sequences: int  # of a step
+    draws: Callable  # draws(forwards of a rollout that can be replayed) -> noisy copies of each
+    coupled: int  # sequences whose draws one forward must hold; 0: not even those of one
+    room: int  # bytes of memory of a GPU
+    gpu: str  # its name
+    ranks: int
+    has_old: bool = False  # values before the first update
+    has_reference: bool = False  # a frozen model; under adapters it is the policy's own
+    rollout: int = 0  # completions that the sampler makes
+    # flags of some scripts
+    cache: str = "none"
+    num_iterations: int = 1
+
+    def __post_init__(self):
+        self.net = net = meta_model(self.model, torch.bfloat16 if self.lora_rank else torch.float32)
+        config, self.is_block = net.config, net.attention == "block-causal"
+        self.base = sum(p.numel() for p in net.parameters())
+        if self.lora_rank:
+            add_lora(net, self.lora_rank, 1, self.lora_targets)
+        # a token takes a few of a block's experts
+        share = lambda p: config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
+        self.active = sum(p.numel() * share(p) for p in net.layers.parameters())
+        self.trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+        # offline, the sampler gets merged weights
+        self.adapters = self.trained if self.lora_rank and self.rollout else 0
+        self.kept = kept_per_token(net, self.compile)
+        self.n = n = self.block_length or net.block_length
+        self.blocks, self.steps = math.ceil(self.gen_length / n), min(self.denoising_steps, n)
+        self.copies = self.draws(self.steps * (1 if self.is_block else self.blocks))
+        self.noised = self.sequences * self.copies // self.ranks
+        self.rows = min(ROWS, max(self.rollout, self.held_out) // self.ranks)
+        self.cached = 4 * len(net.layers) * config.num_key_value_heads * config.head_dim
+        self.cached *= self.is_block or self.cache != "none"
+        self.prompt, self.scored = self.lengths.double().mean(0).tolist()
+        sizes = [max(1, self.coupled * self.copies)]
+        while sizes[-1] < self.noised:
             sizes.append(2 * sizes[-1])
-        room = (1 - RESERVE) * gpu.memory
-        self.fitting = [size for size in sizes if sum(self.memory(size).values()) < room]
-        self.size = args.micro_batch_size or max(self.fitting, default=0)
+        room = (1 - RESERVE) * self.room
+        self.fitting = [size for size in sizes if self.memory(size)["sum"] < room]
+        self.size = self.micro_batch_size or max(self.fitting, default=0)
 
     def layout(self, size, prompt, scored):
         """-> rows of a forward, noisy copies in each, tokens of each"""
-        K, size = self.work.draws, min(size, self.work.sequences * self.work.draws)
-        K = K if self.work.together > 1 else math.gcd(K, size)  # Rows.split divides a row
+        size, K = min(size, self.noised), self.copies
+        K = K if self.coupled else math.gcd(K, size)  # Rows.split divides a row
         rows = max(size // K, 1)
-        return (
-            (rows, K, prompt + scored + K * scored)
-            if self.is_block
-            else (rows * K, 1, prompt + scored)
-        )
+        if self.is_block:
+            return rows, K, prompt + scored + K * scored
+        return rows * K, 1, prompt + scored
 
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
-        args, work, model, ranks = self.args, self.work, self.model, ranks_of_a_copy(self.ranks)
-        whole, layers = unsharded(model, ranks, self.gpu.memory), len(model.layers)
+        net, ranks = self.net, ranks_of_a_copy(self.ranks)
+        whole, layers = unsharded(net, ranks, self.room), len(net.layers)
         gathered = lambda module: sum(2 * p.numel() for p in module.parameters() if p not in whole)
-        rows, _, length = self.layout(size, *work.longest)
-        tokens, canvas = rows * length, work.asked + args.gen_length
-        is_summed = work.sequences * work.draws > size and not args.sync_every_backward
+        asked, scored = self.lengths.amax(0).tolist()
+        rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
+        tokens, canvas = rows * length, asked + self.gen_length
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
-        if args.activation_checkpointing:
-            kept, in_block = 2 * layers * model.lm_head.in_features * tokens, 1.5 * in_block
-        head = LOGITS * model.lm_head.out_features
-        if not args.lora_rank:
-            head += 6 * model.lm_head.weight.numel()
-        sampled = self.rows * canvas
-        if self.is_block:  # a forward of prompts
-            sampled = min(self.rows * work.asked, PREFILL)
-        cache = self.cache * self.rows * math.ceil(canvas / WIDTHS) * WIDTHS
-        training = kept + max(head, in_block)
-        return {
-            "policy": sum(p.nbytes / (1 if p in whole else ranks) for p in model.parameters()),
+        if self.activation_checkpointing:
+            kept, in_block = 2 * layers * net.lm_head.in_features * tokens, 1.5 * in_block
+        head = LOGITS * net.lm_head.out_features
+        if not self.lora_rank:
+            head += 6 * net.lm_head.weight.numel()
+        work = max(head, in_block)
+        sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * canvas
+        cache = self.cached * self.rows * math.ceil(canvas / WIDTHS) * WIDTHS
+        is_reduced = self.sync_every_backward or self.noised <= size  # in every backward
+        has_reference = self.has_reference and not self.lora_rank
+        terms = {
+            "policy": sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters()),
             # in bf16: embedding and head, the block in work and the next one
-            "gathered": gathered(model) - gathered(model.layers) + 2 * gathered(model.layers[-1]),
+            "gathered": gathered(net) - gathered(net.layers) + 2 * gathered(net.layers[-1]),
             "optimizer": 8 * self.trained / ranks,
-            "gradients": 4 * self.trained / (1 if is_summed else ranks),
-            "reference": 2 * self.base / ranks * self.has_reference,
+            "gradients": 4 * self.trained / (ranks if is_reduced else 1),
+            "reference": 2 * self.base / ranks * has_reference,
             "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
             "activations": kept,
-            "head or block": max(head, in_block),
+            "head or block": work,
             # the sampler frees them before an update that needs their memory
             "cache and tokens of the sampler, beyond these": max(
-                0, cache + self.kept * sampled - training
+                0, cache + self.kept * sampled - kept - work
             ),
         }
+        return terms | {"sum": sum(terms.values())}
 
-    def seconds(self, size):
+    def seconds(self):
         """-> {phase: seconds of a step}, waiting for other ranks left out; {} on an unknown GPU"""
-        args, work, gpu = self.args, self.work, self.gpu
-        if not gpu.flops:
+        rates = [rates for name, rates in GPUS.items() if name in self.gpu]
+        if not rates:
             return {}
-        again = int(args.activation_checkpointing)  # one more forward
-        update = self.pass_seconds(size, 2 + again, 1, 1 + again / 3)
-        update += 40 * self.trained / self.ranks / gpu.bandwidth  # clipping and AdamW
+        self.flops, self.bandwidth = rates[0]
+        # a backward pass counts as one for the inputs and one for trained weights
+        update = self.pass_seconds(2 + self.activation_checkpointing, 1)
+        update += 40 * self.trained / self.ranks / self.bandwidth  # clipping and AdamW
+        values = (self.has_old and self.num_iterations > 1) + self.has_reference
+        evaluation = self.sampler_seconds(self.held_out)
         phases = {
-            "rollout": self.sampler_seconds(work.rollout),
-            "old and reference values": work.values * self.pass_seconds(size, 1, 0, 1 / 3),
-            "update": work.updates * update,
-            "evaluations": self.sampler_seconds(work.held_out) / (args.eval_every or math.inf),
+            "rollout": self.sampler_seconds(self.rollout),
+            "old and reference values": values * self.num_iterations * self.pass_seconds(1, 0),
+            "update": self.num_iterations * update,
+            "evaluations": evaluation / (self.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
 
-    def products(self, tokens, scored, times, trained=0):
-        """FLOPs of products that take a weight `times`, and a trained one `trained` times more"""
-        flops = lambda p, n: 2 * p.numel() * n * (times + trained * p.requires_grad)
-        used = lambda p: self.model.config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
-        blocks = (flops(p, tokens * used(p)) for p in self.model.layers.parameters() if p.dim() > 1)
-        return sum(blocks) + flops(self.model.lm_head.weight, scored)
+    def products(self, tokens, scored, passes, gradients=0):
+        """Seconds of the products with all weights, and of those that give their gradients"""
+        flops = tokens * self.active + scored * self.net.lm_head.weight.numel()
+        trained = min(flops, tokens * self.trained)
+        return 2 * (passes * flops + gradients * trained) / self.flops
 
-    def pass_seconds(self, size, times, trained, share):
-        """Seconds of a pass over the sequences of a step. times, trained: of `products`; share of
-        a forward and backward pass in all else
+    def pass_seconds(self, passes, gradients):
+        """Seconds of passes over the sequences of a step, of which three are a forward and a
+        backward pass
         """
-        (prompt, scored), work, config = self.work.typical, self.work, self.model.config
-        rows, K, length = self.layout(size, prompt, scored)
-        pairs, layers = length**2 / SDPA, len(self.model.layers)
-        if self.is_block:  # those that see each other
+        prompt, scored, config = self.prompt, self.scored, self.net.config
+        rows, K, length = self.layout(self.size, prompt, scored)
+        pairs = length**2 / SDPA  # of tokens that see each other
+        if self.is_block:
             pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
         # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
         other = 14 * pairs * config.num_attention_heads * config.head_dim
-        other += length * self.kept * TOUCHES / self.gpu.bandwidth + LAUNCH / rows
-        number = work.sequences * work.draws / K
-        flops = self.products(number * length, number * K * scored, times, trained)
-        return flops / PRODUCTS / self.gpu.flops + share * number * layers * other
+        other += length * self.kept * TOUCHES / self.bandwidth + LAUNCH / rows
+        other *= len(self.net.layers) * (passes + gradients) / 3
+        products = self.products(length, K * scored, passes, gradients)
+        return self.noised / K * (products / PRODUCTS + other)
 
-    def sampler_seconds(self, number):
-        """Seconds of `number` completions"""
-        args, gpu, prompt = self.args, self.gpu, self.work.typical[0]
-        n, rows = args.block_length or self.model.block_length, min(number, ROWS)
-        steps, canvas = min(args.denoising_steps, n), prompt + args.gen_length
-        window = n if self.cache else canvas  # tokens of a forward, besides the first of a block
-        first = 2 * n if self.is_block else canvas
-        tokens = (first + (steps - 1) * window) / steps
-        flops = self.products(rows * tokens, rows * n / 2, 1)
-        read = self.cache * rows * canvas / gpu.bandwidth
-        read += max(flops / gpu.flops, 2 * self.base / gpu.bandwidth)
-        adapters = sum("lora_A" in name for name, _ in self.model.named_parameters())
-        forward = read / SAMPLER + ADAPTER * adapters * bool(self.adapters)
-        return math.ceil(number / ROWS) * math.ceil(args.gen_length / n) * steps * forward
+    def sampler_seconds(self, completions):
+        """Seconds in which all ranks make so many completions"""
+        number, n, steps, canvas = (
+            completions // self.ranks,
+            self.n,
+            self.steps,
+            self.prompt + self.gen_length,
+        )
+        rows = min(number, ROWS)
+        window = n if self.cached else canvas  # tokens of a forward, besides the first of a block
+        tokens = ((2 * n if self.is_block else canvas) + (steps - 1) * window) / steps
+        forward = max(self.products(rows * tokens, rows * n / 2, 1), 2 * self.base / self.bandwidth)
+        forward += self.cached * rows * canvas / self.bandwidth
+        adapters = sum("lora_A" in name for name, _ in self.net.named_parameters())
+        forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
+        return math.ceil(number / ROWS) * self.blocks * steps * forward
 
     def table(self):
         """-> the plan in lines"""
-        memory, line = (
-            self.memory(self.size),
-            lambda pairs: ", ".join(f"{k} {v:.3g}" for k, v in pairs if v),
-        )
-        terms = memory | {"sum": sum(memory.values())}
-        return "\n".join(
-            [
-                f"plan for one of {self.ranks} x {self.gpu.name}, --micro-batch-size {self.size}",
-                f"  GB of {self.gpu.memory / 1e9:.3g}: "
-                + line((k, v / 1e9) for k, v in terms.items()),
-                f"  seconds: {line(self.seconds(self.size).items()) or 'unknown on this GPU'}",
-            ]
+        line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
+        memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
+        return (
+            f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}\n"
+            f"  GB of {self.room / 1e9:.3g}: {line(memory)}\n"
+            f"  seconds: {line(self.seconds()) or 'unknown on this GPU'}"
         )
 
-    def refusal(self, make_work):
+    def refusal(self):
         """-> None, or a line: this cannot fit, and ways in which it would"""
-        import tyro
-
-        size, GB = self.size or self.work.together, self.gpu.memory / 1e9
-        needed = sum(self.memory(size).values()) / 1e9
-        if self.size and needed < GB:  # a size of the user's own may take the reserve
+        size = self.size or max(1, self.coupled * self.copies)
+        needed = self.memory(size)["sum"]
+        if self.size and needed < self.room:  # a size of the user's own may take RESERVE
             return None
-        ways = [f"--micro-batch-size {n}" for n in self.fitting[-1:]]
-        again, lora = "--activation-checkpointing", "--lora-rank 128"
-        half = f"--gen-length {self.args.gen_length // 2}"
-        changes = "--sync-every-backward", again, lora, f"{again} {lora}", half
-        for way, more in [(way, 1) for way in changes] + [
-            (f"{n} x the GPUs", n) for n in (2, 4, 8)
-        ]:
-            flags = way.split() if more == 1 else []
-            args = tyro.cli(type(self.args), args=flags, default=self.args)
-            is_more = self.fitting or any("GPUs" in one or one in way for one in ways)
-            if not is_more and Plan(args, make_work, self.gpu, more * self.ranks).fitting:
-                ways.append(way)
-        problem = f"--micro-batch-size {size} needs {needed:.3g} GB on a GPU of {GB:.3g} GB"
-        return f"{problem}: try {', or '.join(ways) or 'a smaller model'}"
+        if self.fitting:
+            ways = [f"--micro-batch-size {self.fitting[-1]}"]
+        else:
+            fits = lambda **change: replace(self, **change).fitting
+            ways = [way for way, change in CHANGES.items() if fits(**change)]
+            ways += [f"{n} x the GPUs" for n in (2, 4, 8) if fits(ranks=n * self.ranks)][:1]
+        return (
+            f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
+            f"{self.room / 1e9:.3g} GB: try {', or '.join(ways) or 'a smaller model'}"
+        )
 
 
-def choose(args, make_work, together, of, on_cpu):
-    """-> the micro-batch size of a run: args' own, or the largest that fits; on CPUs on_cpu.
+# those that hold the value of a script's flag of that name
+FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-2:]
 
-    Prints the plan. SystemExit if `together` noised sequences of a row or pair (of) are more than
-    the size that args name, or if the run does not fit the GPU.
+
+def fit(on_cpu, **numbers):
+    """numbers: of a Plan -> the micro-batch size of a run: the one asked for, or the largest that
+    fits; on CPUs on_cpu.
+
+    Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
+    the run does not fit the GPU.
     """
-    size, gpu = args.micro_batch_size, this_gpu()
+    size, together = numbers["micro_batch_size"], numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
-        raise SystemExit(f"--micro-batch-size {size} does not hold the {together} draws of a {of}")
-    if gpu is None:
+        raise SystemExit(
+            f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
+        )
+    if not (room := cuda_bytes()):
         return size or max(on_cpu, together)
-    plan = Plan(args, make_work, gpu, dist.get_world_size())
-    if line := plan.refusal(make_work):
+    plan = Plan(room=room, gpu=torch.cuda.get_device_name(), ranks=dist.get_world_size(), **numbers)
+    if line := plan.refusal():
         raise SystemExit(line)
     if not dist.get_rank():
         print(plan.table(), flush=True)
     return plan.size
 
 
-def fit(args, problems, draws, draws_together, uses_old):
-    """The micro-batch size of a script with rollouts: see `choose`.
-
-    problems {split: [(example, prompt ids)]}; draws(args, replays) -> noisy copies of a completion;
-    replays: forwards of a rollout that the learner can replay one by one.
-    """
-    lengths = {split: [len(ids) for _, ids in rows] for split, rows in problems.items()}
-
-    def make_work(args, model, ranks):
-        n, iterations = args.block_length or model.block_length, args.num_iterations
-        replays = min(args.denoising_steps, n)
-        if model.attention == "bidirectional":
-            replays *= math.ceil(args.gen_length / n)
-        K, sequences = draws(args, replays), args.prompts_per_step * args.num_generations // ranks
-        return Work(
-            longest=(max(map(max, lengths.values())), args.gen_length),
-            typical=(fmean(lengths["train"]), args.gen_length),
-            asked=max(map(max, lengths.values())),
-            sequences=sequences,
-            draws=K,
-            together=K if draws_together else 1,
-            values=iterations * ((uses_old and iterations > 1) + bool(args.beta)),
-            updates=iterations,
-            rollout=sequences,
-            held_out=len(lengths.get("test", ())) // ranks,
-        )
-
-    return choose(args, make_work, draws(args, 1) if draws_together else 1, "row", 256)
+def fit_rollouts(problems, sequences, **numbers):
+    """`fit` for a script with rollouts. problems {split: [(example, prompt ids)]}"""
+    prompts = [len(ids) for rows in problems.values() for _, ids in rows]
+    return fit(
+        256,
+        lengths=torch.tensor([(prompt, numbers["gen_length"]) for prompt in prompts]),
+        held_out=len(problems.get("test", ())),
+        sequences=sequences,
+        rollout=sequences,
+        **numbers,
+    )
 
 
-def fit_answers(args, rows, held_out, draws=1, values=0):
-    """The micro-batch size of a script without rollouts: see `choose`.
+def fit_answers(rows, held_out, batch_size, draws=1, tail=0, pack_length=0, **numbers):
+    """`fit` for a script without rollouts. The answers of a row share a forward.
 
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
-    answer; values: passes of a frozen reference. The answers of a row share a micro-batch.
+    answer; tail: tokens behind it; pack_length: of rows that hold several answers, 0: do not.
     """
     prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
-    answer, together = torch.stack(sides).amax(0), draws * len(sides)
-
-    def make_work(args, model, ranks):
-        tail = getattr(args, "eos_tail", 0) * (model.attention == "bidirectional")
-        whole, scored = prompt + answer + tail, answer + tail
-        longest = max(int(whole.max()), getattr(args, "pack_length", 0))
-        most = max(int(scored.max()), int(longest * scored.sum() / whole.sum()))
-        return Work(
-            longest=(longest - most, most),
-            typical=(prompt.float().mean().item(), scored.float().mean().item()),
-            asked=int(prompt.max()),
-            sequences=args.batch_size * len(sides) // ranks,
-            draws=draws,
-            together=together,
-            values=values,
-            updates=1,
-            rollout=0,
-            held_out=max(map(len, held_out.values()), default=0) // ranks,
-        )
-
-    return choose(args, make_work, together, "pair", 64)
+    lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
+    packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
+    return fit(
+        64,
+        lengths=torch.cat([lengths, packed]) if pack_length else lengths,
+        held_out=len(held_out.get("test", ())),
+        sequences=batch_size * len(sides),
+        draws=lambda replays: draws,
+        coupled=len(sides),
+        **numbers,
+    )

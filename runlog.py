@@ -38,10 +38,11 @@ from models.atomic import from_first_rank, is_first_rank, new_directory, write_a
 from models.defaults import training
 from report import PANELS, is_score, read_rows, write_report
 
-# what the progress bar and the plain line show of a row
+# What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
 SUMMARY = {
     "reward/mean": "reward {:6.3f}",
     "loss/total": "loss {:8.4f}",
+    "policy/elbo": "elbo {:8.3f}",
     "reward/accuracy": "pairs ranked right {:4.0%}",
     "reward/eval_accuracy": "held out {:4.0%}",
     "reward/test_accuracy": "pairs ranked right, held out {:4.0%}",
@@ -53,6 +54,23 @@ SUMMARY = {
     "speed/tokens_per_s": "{:6.0f} tok/s",
     "time/step": "{:6.2f} s",
 }
+# values of the start-up check that need no word
+GOOD = {
+    "probe/distinct_frac": (0.25, 1),
+    "probe/logp_gap_mean": (0, 0.05),
+    "probe/greedy_agreement": (0.9, 1),
+}
+NO_LOSS = 1e-6  # rounding: with one update per rollout the advantages cancel
+
+
+def summary(row):
+    """-> {key: text} of what the line shows of a row"""
+    is_null = abs(row.get("loss/total", 1)) < NO_LOSS and "policy/elbo" in row
+    hidden = {"loss/total" if is_null else "policy/elbo"}
+    hidden |= {key for key, (low, high) in GOOD.items() if low <= row.get(key, low) <= high}
+    scores = {key: f"{key.split('/')[0]} {row[key]:.3f}" for key in row if is_score(key)}
+    shown = {key: text for key, text in SUMMARY.items() if key in row and key not in hidden}
+    return scores | {key: text.format(row[key]) for key, text in shown.items()}
 
 
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
@@ -106,15 +124,15 @@ class RunLog:
         row = {key: v if isinstance(v, int) else float(v) for key, v in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
         self.metrics_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        parts = {key: text.format(row[key]) for key, text in SUMMARY.items() if key in row}
-        parts |= {key: f"{key.split('/')[0]} {row[key]:.3f}" for key in row if is_score(key)}
-        if self.bar is None:
-            place = f"step {step:{len(str(self.max_steps))}}/{self.max_steps}"
-            self.say("  ".join([place, *parts.values()]))
-        else:
-            self.latest |= parts  # the last evaluation stays visible
+        parts = summary(row)
+        if self.bar:  # the last score stays visible
+            scores = {key: text for key, text in self.latest.items() if is_score(key)}
+            self.latest = scores | parts
             self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str("  ".join(self.latest.values()))
+        elif parts:
+            place = f"step {step:{len(str(self.max_steps))}}/{self.max_steps}"
+            self.say("  ".join([place, *parts.values()]))
         if self.wandb_run:
             self.wandb_run.log(row, step=step)
         if any(map(is_score, row)):
@@ -246,6 +264,10 @@ class Stopwatch(dict):
         if torch.cuda.is_initialized():  # otherwise the next phase would pay for kernels in flight
             torch.cuda.synchronize()
         self[f"time/{phase}"] = self.get(f"time/{phase}", 0.0) + time.perf_counter() - start
+
+    def with_step(self):
+        """-> the phases and their sum"""
+        return self | {"time/step": sum(self.values())}
 
 
 def machine_metrics():
@@ -422,8 +444,7 @@ def draw_curves(run_dir):
             steps, values = data.setdefault(key, ([], []))
             steps.append(row["step"])
             values.append(math.nan if value is None else value)  # a gap in the line
-    # With one update per rollout the advantages cancel: the loss is rounding noise.
-    if max(map(abs, data.get("loss/total", ([], [0.0]))[1])) < 1e-6:
+    if max(map(abs, data.get("loss/total", ([], [0.0]))[1])) < NO_LOSS:
         data.pop("loss/total", None)
     panels = [panel for panel in PANELS if any(re.fullmatch(panel[1], key) for key in data)]
     panels = panels[:5] + panels[5:][-1:]

@@ -13,6 +13,7 @@ Run it on the shipped tiny model on CPU, or on eight GPUs (docs/change.md: write
 # >>> shared: imports
 import math
 import sys
+from collections import Counter
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +29,6 @@ from evals.rewards import load_reward
 from models import (
     adapters_off,
     add_lora,
-    export_adapter,
-    export_weights,
-    has_lora,
     load_tokenizer,
     load_weights,
     meta_model,
@@ -46,8 +44,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from plan import fit
-from rollout import make_engine, probe, rollout_metrics
+from plan import FLAGS, fit_rollouts
+from rollout import make_engine, probe, rollout_metrics, sync_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
@@ -165,20 +163,10 @@ class Args:
     # <<< shared: args
 
 
-# Fields where no flag is given: on the tiny models (bench/curves.py), on others with LoRA or with
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. The rates with all weights are ours.
 BY_SIZE = {
-    "tiny": {
-        "learning_rate": 3e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "warmup_steps": 5,
-        "prompts_per_step": 16,
-        "num_iterations": 4,
-        "num_generations": 8,
-        "temperature": 1.0,
-    },
+    "tiny": {"learning_rate": 3e-4, "num_iterations": 4},
     "lora": {},
     "full": {"learning_rate": 5e-7},
 }
@@ -255,11 +243,10 @@ def parallelize(model, args):
         register_fsdp_forward_method,
     )
 
+    # gradients are reduced in fp32
+    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if torch.cuda.is_available():
-        # gradients are reduced in fp32
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -267,11 +254,10 @@ def parallelize(model, args):
     layout, fp32_modules = sharding(model)
     for module in fp32_modules:
         fully_shard(module, **layout)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, **layout)
-    fully_shard(model, mp_policy=policy, **layout)
-    for name in ("logps", "logits"):
-        register_fsdp_forward_method(model, name)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, **layout)
+    register_fsdp_forward_method(model, "logps")
+    register_fsdp_forward_method(model, "logits")
     return model
 
 
@@ -280,9 +266,9 @@ def lr_at(step, args):
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
     if step < warmup:
         return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    progress = min(1, (step - warmup) / max(steps - warmup, 1))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
     return args.learning_rate * decay[args.lr_schedule]
 
 
@@ -391,11 +377,10 @@ class Rows:
     def split(self, size):
         """-> the same with at most `size` draws in a row, where the loss is a sum over draws"""
         R, K, _ = self.masked.shape
-        assert K <= size or not DRAWS_TOGETHER  # fit has refused such a size
         n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
         rows = self.select(torch.arange(R).repeat_interleave(n))
-        rows.masked = self.masked.reshape(R * n, K // n, -1)
-        rows.weights = self.weights.reshape(R * n, K // n, -1)
+        shape = R * n, K // n, -1
+        rows.masked, rows.weights = self.masked.reshape(shape), self.weights.reshape(shape)
         return rows
 
 
@@ -471,6 +456,19 @@ def load_data(args):
     return task, tokenizer, reward, problems, facts
 
 
+def plan_run(problems, args):
+    """Plan memory and seconds. -> the micro-batch size asked for, or the largest that fits"""
+    return fit_rollouts(
+        problems,
+        args.prompts_per_step * args.num_generations,
+        draws=lambda replays: DRAWS(args, replays),
+        coupled=DRAWS_TOGETHER,
+        has_old=USES_OLD,
+        has_reference=args.beta > 0,
+        **{name: getattr(args, name) for name in FLAGS},
+    )
+
+
 def load_models(device, sampling, args):
     """-> policy, frozen reference, engine
 
@@ -491,12 +489,6 @@ def load_models(device, sampling, args):
         ref_model = meta_model(args.model, engine.dtype).requires_grad_(False)
         load_weights(parallelize(ref_model, args), device)
     return model, ref_model, engine
-
-
-def sync_engine(engine, model):
-    """Hand the policy's weights to the engine; only the adapters if it has adapters of its own."""
-    exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
-    engine.load_weights(exported)
 
 
 def roll_out(engine, stream, sampling, step, args):
@@ -541,13 +533,13 @@ def prepare_rows(model, ref_model, batch, args):
 def update(model, ref_model, optimizer, batch, step, args):
     """One optimizer step per inner iteration. -> metrics of the last"""
     for rows in prepare_rows(model, ref_model, batch, args):
-        micros, sums = micro_batches(rows, args), {}
-        has_gradient = bool(args.beta or rows.advantages.any())
+        micros, sums = micro_batches(rows, args), Counter()
+        has_gradient = args.beta > 0 or rows.advantages.any()
         for i, (micro, is_real) in enumerate(micros):
             reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
             for name, value in backward(model, micro, scale, args).items():
-                sums[name] = sums.get(name, 0) + value * (scale > 0)
+                sums[name] += value * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
     weight = metrics.pop("policy/weight")  # 0 if no row on any rank had a gradient
     divisors = {name: weight if name.startswith("policy/") else 1 for name in metrics}
@@ -561,7 +553,7 @@ def main(args):
     # >>> shared: start
     device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
-    args.micro_batch_size = fit(args, problems, DRAWS, DRAWS_TOGETHER, USES_OLD)
+    args.micro_batch_size = plan_run(problems, args)
     model, ref_model, engine = load_models(device, sampling, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
     stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), Stop(args.dead_steps)
@@ -597,7 +589,7 @@ def main(args):
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= {f"eval/{task.NAME}": score("validation")} | check()
-        metrics |= clock | {"time/step": sum(clock.values())} | routing_extremes(routing)
+        metrics |= clock.with_step() | routing_extremes(routing)
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])

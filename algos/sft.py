@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score
-from models import add_lora, export_weights, load_tokenizer, load_weights, meta_model
+from models import add_lora, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
 from models.ranks import (
@@ -44,8 +44,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from plan import fit_answers
-from rollout import make_engine
+from plan import FLAGS, fit_answers
+from rollout import make_engine, sync_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
@@ -138,10 +138,10 @@ class Args:
     # <<< shared: offline_args
 
 
-# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
-# are ours; empty: as above.
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
+# all weights. Rates are ours; empty: as above.
 BY_SIZE = {
-    "tiny": {"learning_rate": 1e-3, "warmup_steps": 5, "batch_size": 128},
+    "tiny": {"learning_rate": 1e-3, "batch_size": 128, "betas": (0.9, 0.999)},
     "lora": {"learning_rate": 1e-4},
     "full": {},
 }
@@ -232,11 +232,10 @@ def parallelize(model, args):
         register_fsdp_forward_method,
     )
 
+    # gradients are reduced in fp32
+    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if torch.cuda.is_available():
-        # gradients are reduced in fp32
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -244,11 +243,10 @@ def parallelize(model, args):
     layout, fp32_modules = sharding(model)
     for module in fp32_modules:
         fully_shard(module, **layout)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, **layout)
-    fully_shard(model, mp_policy=policy, **layout)
-    for name in ("logps", "logits"):
-        register_fsdp_forward_method(model, name)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, **layout)
+    register_fsdp_forward_method(model, "logps")
+    register_fsdp_forward_method(model, "logits")
     return model
 
 
@@ -257,9 +255,9 @@ def lr_at(step, args):
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
     if step < warmup:
         return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    progress = min(1, (step - warmup) / max(steps - warmup, 1))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
     return args.learning_rate * decay[args.lr_schedule]
 
 
@@ -333,7 +331,7 @@ def decoding(args):
 
 def evaluate(engine, model, task, tokenizer, problems, args):
     """Mean score of the current model on held-out problems."""
-    engine.load_weights(export_weights(model))
+    sync_engine(engine, model)
     return mean_score(engine, task, tokenizer, problems, **decoding(args))
 
 
@@ -458,7 +456,11 @@ def main(args):
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     rows, held_out, facts = load_data(task, tokenizer, model, args)
-    args.micro_batch_size = fit_answers(args, rows, held_out)
+    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
+    tail = args.eos_tail * (model.attention == "bidirectional")
+    args.micro_batch_size = fit_answers(
+        rows, held_out, args.batch_size, 1, tail, args.pack_length, **flags
+    )
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     # sharded before weights are read: no rank ever holds the whole model

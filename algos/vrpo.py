@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
-from models import adapters_off, add_lora, export_weights, load_tokenizer, load_weights, meta_model
+from models import adapters_off, add_lora, load_tokenizer, load_weights, meta_model
 from models.experts import router_metrics, routing_extremes
 from models.layers import compile_blocks
 from models.ranks import (
@@ -40,8 +40,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from plan import fit_answers
-from rollout import make_engine
+from plan import FLAGS, fit_answers
+from rollout import make_engine, sync_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
@@ -138,10 +138,10 @@ class Args:
     # <<< shared: offline_args
 
 
-# Fields where no flag is given: on the tiny models, on others with LoRA or with all weights. Rates
-# are ours; empty: as above.
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
+# all weights. Rates are ours; empty: as above.
 BY_SIZE = {
-    "tiny": {"learning_rate": 3e-4, "warmup_steps": 5},
+    "tiny": {"learning_rate": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.01},
     "lora": {"learning_rate": 5e-6},
     "full": {},
 }
@@ -263,11 +263,10 @@ def parallelize(model, args):
         register_fsdp_forward_method,
     )
 
+    # gradients are reduced in fp32
+    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if torch.cuda.is_available():
-        # gradients are reduced in fp32
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -275,11 +274,10 @@ def parallelize(model, args):
     layout, fp32_modules = sharding(model)
     for module in fp32_modules:
         fully_shard(module, **layout)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, **layout)
-    fully_shard(model, mp_policy=policy, **layout)
-    for name in ("logps", "logits"):
-        register_fsdp_forward_method(model, name)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, **layout)
+    register_fsdp_forward_method(model, "logps")
+    register_fsdp_forward_method(model, "logits")
     return model
 
 
@@ -288,9 +286,9 @@ def lr_at(step, args):
     steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
     if step < warmup:
         return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1.0, (step - warmup) / max(steps - warmup, 1))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}
+    progress = min(1, (step - warmup) / max(steps - warmup, 1))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
     return args.learning_rate * decay[args.lr_schedule]
 
 
@@ -364,7 +362,7 @@ def decoding(args):
 
 def evaluate(engine, model, task, tokenizer, problems, args):
     """Mean score of the current model on held-out problems."""
-    engine.load_weights(export_weights(model))
+    sync_engine(engine, model)
     return mean_score(engine, task, tokenizer, problems, **decoding(args))
 
 
@@ -428,10 +426,6 @@ def micro_batches(masks, args):
     """
     B, n, _ = masks.masked.shape
     size = 2 * (args.micro_batch_size // (2 * n))
-    if not size:
-        raise SystemExit(
-            f"--micro-batch-size {args.micro_batch_size} does not hold the {2 * n} draws of a pair"
-        )
     return [slice(i, i + size) for i in range(0, B, size)]
 
 
@@ -533,7 +527,10 @@ def main(args):
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
     draws = args.mc_num * args.masks_per_timestep
-    args.micro_batch_size = fit_answers(args, pairs, held_out, draws, values=1)
+    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
+    args.micro_batch_size = fit_answers(
+        pairs, held_out, args.batch_size, draws, has_reference=True, **flags
+    )
     model, ref_model, engine = load_models(model, frozen, device, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
     stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), Stop()

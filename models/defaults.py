@@ -1,6 +1,6 @@
 """What a training run takes from its model where no flag says otherwise: the model's sampling
-lengths, and batches that fit one GPU of 80 GB with LoRA. The tiny models are the defaults of the
-scripts' own fields. Lengths of evaluations stand in evals/decoding.py.
+lengths, and batches that fit one GPU of 80 GB with LoRA. The tiny models' lengths are the defaults
+of the scripts' own fields. Lengths of evaluations stand in evals/decoding.py.
 """
 
 from models.checkpoint import checkpoint_config
@@ -24,6 +24,16 @@ REAL = {
 }
 # problems with worked answers, instead of the tiny models' bare expressions and boards
 DATA = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
+# what every method takes on the tiny models, unless its BY_SIZE differs (bench/curves.py)
+TINY = {
+    "betas": (0.9, 0.99),
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 5,
+    "prompts_per_step": 16,
+    "num_generations": 8,
+    "temperature": 1.0,
+}
 TINY_WIDTH = 1024  # hidden size of a real model, at least
 
 
@@ -35,6 +45,6 @@ def training(model, task, lora_rank, by_size):
     """
     config = checkpoint_config(model)[0]
     if config.get("hidden_size", config.get("d_model", 0)) < TINY_WIDTH:
-        return by_size["tiny"]
+        return TINY | by_size["tiny"]
     data = {"data": DATA[task]} if task in DATA else {}
     return REAL | SAMPLING[config["model_type"]] | data | by_size["lora" if lora_rank else "full"]

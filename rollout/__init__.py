@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from models import load_weights, meta_model
+from models import export_adapter, export_weights, has_lora, load_weights, meta_model
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
@@ -50,4 +50,12 @@ def make_engine(
     return engine(model, max_batch_size)
 
 
-__all__ = ["Trace", "make_engine", "probe", "rollout_metrics"]
+def sync_engine(engine, model):
+    """Hand the weights of a model that learns to the engine; only the adapters if the engine has
+    adapters of its own. Collective.
+    """
+    exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
+    engine.load_weights(exported)
+
+
+__all__ = ["Trace", "make_engine", "probe", "rollout_metrics", "sync_engine"]

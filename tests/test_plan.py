@@ -21,20 +21,21 @@ def on_gpu(monkeypatch):
     plans, make = [], plan.Plan
 
     def see(gigabytes, ranks=1, args=None, **fields):
-        gpu = plan.Gpu("test", gigabytes * 1e9, 1e15, 1e12)
-        monkeypatch.setattr(plan, "this_gpu", lambda: gpu)
+        monkeypatch.setattr(plan, "cuda_bytes", lambda: gigabytes * 1e9)
+        monkeypatch.setattr(plan.torch.cuda, "get_device_name", lambda: "test H100")
         monkeypatch.setattr(plan.dist, "get_world_size", lambda *group: ranks)
         monkeypatch.setattr(plan.dist, "get_rank", lambda *group: 0)
-        monkeypatch.setattr(plan, "Plan", lambda *args: plans.append(make(*args)) or plans[-1])
-        args = args or bgpo.Args(**FIELDS | fields)
-        plan.fit(args, PROBLEMS, bgpo.DRAWS, bgpo.DRAWS_TOGETHER, bgpo.USES_OLD)
+        monkeypatch.setattr(
+            plan, "Plan", lambda **numbers: plans.append(make(**numbers)) or plans[-1]
+        )
+        bgpo.plan_run(PROBLEMS, args or bgpo.Args(**FIELDS | fields))
         return plans[-1]
 
     return see
 
 
 def need(plan, size):
-    return sum(plan.memory(size).values())
+    return plan.memory(size)["sum"]
 
 
 def graph_bytes(output, besides):
@@ -119,7 +120,7 @@ def test_config_has_the_choice_and_resume_keeps_it(run_ranks, tmp_path, on_gpu, 
 
     run_ranks(1, body)
     table = capfd.readouterr().out.splitlines()
-    assert table[0].startswith("plan for one of 1 x test, --micro-batch-size ")
+    assert table[0].startswith("plan for one of 1 x test H100, --micro-batch-size ")
     assert "sampler" in table[1] and "update" in table[2]
     (directory,) = tmp_path.glob("bgpo*")
     chosen = json.loads((directory / "config.json").read_text())["args"]["micro_batch_size"]

@@ -61,11 +61,11 @@ REFUSALS = [
     ("algos/spg.py --mc-num 1", "--mc-num 1: with one draw"),
     (
         f"algos/spg.py --mc-num 4 --micro-batch-size 3 --prompts-per-step 1 {ALGO} --out TMP",
-        "--micro-batch-size 3 does not hold the 4 draws of a row",
+        "--micro-batch-size 3 does not hold the 4 draws",
     ),
     (
         f"algos/vrpo.py --micro-batch-size 15 {ALGO} --out TMP",
-        "--micro-batch-size 15 does not hold the 16 draws of a pair",
+        "--micro-batch-size 15 does not hold the 16 draws",
     ),
     ("algos/spg.py --omega 1.5", "--omega 1.5"),
     ("algos/spg.py --eubo-beta 0.5", "--eubo-beta 0.5"),

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 import runlog
 from runlog import RunLog, Stop, Stopwatch, check_numbers
 
+NAN = float("nan")
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
 TIMES = {"time/rollout": 0.5, "time/update": 0.2, "time/step": 0.73}
 RL_ROW = {"reward/mean": 0.3, "reward/std": 0.4, "loss/total": -0.012, "policy/ratio": 1.0,
@@ -61,7 +62,26 @@ def test_rows_are_flushed_non_finite_is_null_and_csv_has_the_union_of_keys(tmp_p
     assert [row["step"] for row in read_jsonl(log.run_dir / "samples.jsonl")] == [3, 4]
 
 
-SUMMARY = "reward  0.300  loss  -0.0120  len    6.1    0.73 s"
+PROBE = {"probe/distinct_frac": 0.5, "probe/logp_gap_mean": 0.01, "probe/greedy_agreement": 0.95}
+BAD = {"probe/distinct_frac": 0.125, "probe/logp_gap_mean": 0.3, "probe/greedy_agreement": 0.5}
+WORDS = ["distinct samples 12%", "engine and learner differ by 3.0e-01 nats a token",
+         "50% of its greedy tokens are the learner's"]  # fmt: skip
+SUMMARIES = [
+    (RL_ROW, ["reward  0.300", "loss  -0.0120", "len    6.1", "  0.73 s"]),
+    ({"policy/elbo": -5.5, "loss/total": 0.5, "eval/x": 0.41}, ["eval 0.410", "loss   0.5000"]),
+    ({"policy/elbo": -5.5, "loss/total": 1e-9, **PROBE}, ["elbo   -5.500"]),
+    ({"loss/total": 0.0, **BAD}, ["loss   0.0000", *WORDS]),
+    ({"probe/logp_gap_mean": NAN}, ["engine and learner differ by nan nats a token"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, words", SUMMARIES)
+def test_a_line_says_what_matters(row, words):
+    """The score first, an ELBO instead of a loss of 0, the check of the sampler if it is bad."""
+    assert list(runlog.summary(row).values()) == words
+
+
+SUMMARY = "  ".join(SUMMARIES[0][1])
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -161,7 +181,6 @@ class Numbers:
     max_grad_norm: float = float("inf")
 
 
-NAN = float("nan")
 ABOVE = "above 0: [^\n]+"
 TOO_SMALL = [
     ("max_steps", 0, "at least 1"),

@@ -17,7 +17,7 @@ import torch
 from size import LAYOUT, size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
-from models.defaults import training
+from models.defaults import TINY, training
 from rollout.engine import Sampling
 from runlog import command_line
 
@@ -120,6 +120,7 @@ def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
         assert parse("--model", str(tmp_path), "--task", "countdown").data == "cd3"
     tiny = parse()
     assert tiny.model.startswith("tiny-") and tiny.lora_rank == 0
+    assert TINY.keys() <= known and (tiny.warmup_steps, tiny.max_grad_norm) == (5, 1)
     assert tiny.learning_rate == module.BY_SIZE["tiny"]["learning_rate"]
     assert parsed["sdar"].denoising_steps == 4 and parsed["llada"].block_length == 32
 
@@ -127,7 +128,7 @@ def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
 def test_sizes():
     """A script is read in one sitting, and a method is a small diff."""
     d1 = source("d1")
-    assert size(d1) - own(d1) <= 3200
+    assert size(d1) - own(d1) <= 3168
     (main,) = [node for node in ast.parse(d1).body if getattr(node, "name", "") == "main"]
     assert main.end_lineno - main.lineno <= 60
     for script, most in MOST.items():
@@ -138,7 +139,10 @@ def test_services_know_neither_args_nor_scripts():
     """Functions take args only in a file with its own Args, a command line; scripts do not import
     each other.
     """
-    for path in [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]:
+    for path in [
+        ROOT / "plan.py",
+        *(p for folder in FOLDERS for p in (ROOT / folder).glob("*.py")),
+    ]:
         tree = ast.parse(path.read_text())
         has_args = any(getattr(node, "name", "") == "Args" for node in tree.body)
         for node in ast.walk(tree):
