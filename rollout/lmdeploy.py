@@ -176,8 +176,7 @@ class LmdeployEngine(Engine):
         return Trace(
             prompts, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
             step_map=None, replay_map=None, logps=None, sample_index=sample_index,
-            num_forwards=None,
-            settings=settings | {"engine": f"lmdeploy {self.version}", "logps": None},
+            num_forwards=None, settings=settings,
         )  # fmt: skip
 
     async def _decode(self, prompts, requests):

@@ -35,7 +35,7 @@ from test_samplers import (
     uniform,
 )
 
-from models import add_lora, export_adapter, export_weights
+from models import add_lora, export_adapter
 from models.lora import adapter_tensors
 from rollout import make_engine
 from rollout.masked import MaskedEngine
@@ -413,10 +413,8 @@ def test_one_graph_serves_all_blocks_of_a_dual_cache(monkeypatch, engine, fast):
 
 
 @pytest.mark.fast
-def test_weights_and_adapters_change_under_the_graphs(engine, fast):
-    """Copied in place, the graphs stay; adapters alone are handed over where the sampler has
-    some.
-    """
+def test_adapters_change_under_the_graphs(engine, fast):
+    """Copied in place, the graphs stay."""
     build = lambda: add_lora(deepcopy(engine.model), 4, 10, dtype=torch.float64)
     draw = lambda engine: engine.generate(prompts_of([5, 2]), **CACHED)
     learner, own = build(), type(fast)(build(), 256)
@@ -430,8 +428,6 @@ def test_weights_and_adapters_change_under_the_graphs(engine, fast):
     got = draw(own)
     assert same_draws(got, draw(make_engine(learner)), 1e-9) and not same_draws(got, before)
     assert own.memory.graphs is graphs
-    own.load_weights((name, 2 * value) for name, value in export_weights(engine.model))
-    assert not same_draws(draw(own), got)
 
 
 def test_half_precision_and_names():

@@ -81,9 +81,7 @@ REPLAYED += [
     ("llada2", rule, {"editing_threshold": 0.1, "max_post_steps": 3}) for rule in REMASKING
 ]
 REPLAYED += [
-    (family, "rcr", {"records": kind, "stop_at_eos": False})
-    for family in FAMILIES[1:]
-    for kind in ("events", "states")
+    (family, "rcr", {"records": "events", "stop_at_eos": False}) for family in FAMILIES[1:]
 ]
 
 
