@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from models.checkpoint import export_weights, load_model, meta_model
 from rollout.block import BlockEngine
@@ -170,9 +171,8 @@ class LmdeployEngine(Engine):
                 raise SystemExit(f"{FLAG}: {reached}; lmdeploy logs the cause")
             completions.append(ids[:length])
         canvas_length = torch.tensor(list(map(len, completions)), device=self.device)
-        width, pad = int(canvas_length.max()), self.model.pad_token_id
-        padded = [ids + [pad] * (width - len(ids)) for ids in completions]
-        completion_ids = torch.tensor(padded, device=self.device)
+        rows, pad = list(map(torch.tensor, completions)), self.model.pad_token_id
+        completion_ids = pad_sequence(rows, batch_first=True, padding_value=pad).to(self.device)
         return Trace(
             prompts, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
             step_map=None, replay_map=None, logps=None, sample_index=sample_index,

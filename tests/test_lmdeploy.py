@@ -197,23 +197,20 @@ def rows_of(trace):
 
 
 def test_rows_have_the_values_of_their_sequence_and_a_stream_of_their_own():
-    def seqs_of(*params):
-        make = lambda param, at: SimpleNamespace(sampling_param=param, num_valid_ids=at)
-        return [make(GenerationConfig(8, 1.0, 0, *param), 5 + i) for i, param in enumerate(params)]
-
-    params = [(7, [], [10], 0.5), (2**62, [], [11], 1.5), (5, [], [12], 1.0)]
+    params = [(5, 7, [], [10], 0.5), (6, 2**62, [], [11], 1.5), (7, 5, [], [12], 1.0)]
+    of = lambda length, *param: Sequence([0] * length, GenerationConfig(8, 1.0, 0, *param))
+    seqs = [of(*param) for param in params]
     strategy = DLLMSamplingStrategy()
     backend.repair_sampling(strategy, N)
-    inputs = strategy.make_sampling_inputs(seqs_of(*params))
+    inputs = strategy.make_sampling_inputs(seqs)
     assert inputs.temperature.tolist() == [0.5] * N + [1.5] * N + [1.0] * N
     assert inputs.random_offsets.tolist() == [5] * N + [6] * N + [7] * N
     assert inputs.bad_words.flatten().tolist() == [10] * N + [11] * N + [12] * N
     seeds = inputs.random_seeds.tolist()
     assert len(set(seeds)) == 3 * N and seeds[::N] == [7, 2**62, 5]
-    alone = strategy.make_sampling_inputs(seqs_of(params[1])).random_seeds.tolist()
+    alone = strategy.make_sampling_inputs(seqs[1:2]).random_seeds.tolist()
     assert alone == seeds[N : 2 * N]  # whoever else is in the batch
-    greedy = strategy.make_sampling_inputs(seqs_of((3, [], [10], 0.0)))
-    assert greedy.random_seeds is None
+    assert strategy.make_sampling_inputs([of(5, 7, [], [10], 0.0)]).random_seeds is None
 
 
 def test_samples_differ_and_repeat(engine):

@@ -267,8 +267,8 @@ def test_the_ascending_schedule_equals_the_naive_sampler(engine, eos_policy, cac
 def test_schedules():
     """Dream's floors make the first steps short; ASS: 256 tokens in 8 steps are 1, 2, ..., 64,
     129."""
-    plan = lambda L, steps, schedule, n=None: block_quotas(
-        gen_length=L, block_length=n, denoising_steps=steps, schedule=schedule
+    plan = lambda L, steps, schedule: block_quotas(
+        gen_length=L, block_length=L, denoising_steps=steps, schedule=schedule
     )
     assert reveal_quota(32, 8, "timesteps") == [3, 4, 4, 4, 4, 4, 4, 5]
     assert plan(256, 8, "ascending") == [[1, 2, 4, 8, 16, 32, 64, 129]]
@@ -276,7 +276,7 @@ def test_schedules():
     assert plan(2, 1, "ascending") == [[2]] and plan(1, 1, "ascending") == [[1]]
     for n, steps in itertools.product(range(1, 40, 3), range(1, 45, 2)):
         for schedule in ("uniform", "timesteps"):
-            assert plan(n, steps, schedule, n) == naive_blocks(n, n, steps, schedule)
+            assert plan(n, steps, schedule) == naive_blocks(n, n, steps, schedule)
     for L in range(2, 300, 7):
         for steps in range(1, int(math.log2(L)) + 1):
             assert plan(L, steps, "ascending") == naive_blocks(L, None, steps, "ascending")
@@ -428,13 +428,6 @@ def test_adapters_change_under_the_graphs(engine, fast):
     got = draw(own)
     assert same_draws(got, draw(make_engine(learner)), 1e-9) and not same_draws(got, before)
     assert own.memory.graphs is graphs
-
-
-def test_half_precision_and_names():
-    """A key of MODELS in bf16: log-probabilities are fp32."""
-    trace = make_engine("tiny-dream", dtype=torch.bfloat16).generate([[3, 4], [5]], gen_length=6)
-    assert trace.logps.dtype == torch.float32 and trace.logps.isfinite().all()
-    assert trace.completion_ids.shape == (2, 8)  # two blocks of the model's length
 
 
 @pytest.mark.cuda
