@@ -272,7 +272,7 @@ class Engine:
         self.check(settings)
         return settings
 
-    def plan(self, records=None, *, num_samples=1, seed=0, **sampling):
+    def plan(self, records=None, *, seed=0, **sampling):
         """One line on what a rollout costs, for the log. sampling: fields of `Sampling`.
 
         SystemExit where a value is out of range, gen_length is not made of whole blocks, this
@@ -315,8 +315,6 @@ class Engine:
         """
         settings = self._settings(records, sampling) | {"num_samples": num_samples, "seed": seed}
         V, mask_id = self.model.lm_head.weight.shape[0], self.model.mask_token_id
-        if num_samples < 1:
-            raise SystemExit(f"{num_samples=} must be at least 1")
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
         for i, ids in enumerate(prompt_ids):

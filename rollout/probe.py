@@ -46,12 +46,12 @@ def greedy_agreement(engine, model, prompt_ids, **settings):
     known, completion, same = len(prompt_ids), trace.completion_ids[0], 0
     clean = torch.cat([torch.tensor(prompt_ids, device=completion.device), completion])
     for start in range(known // n * n, len(clean), n):
-        block = clean[: start + n].clone()
-        block[max(start, known) :] = model.mask_token_id
+        first, block = max(start, known), clean[: start + n].clone()
+        block[first:] = model.mask_token_id
         with torch.no_grad():
-            logits = model.logits(block[None])[0, max(start, known) :]
+            logits = model.logits(block[None])[0, first:]
         logits[:, model.mask_token_id] = float("-inf")
-        same += (logits.argmax(-1) == clean[max(start, known) : start + n]).sum().item()
+        same += (logits.argmax(-1) == clean[first : start + n]).sum().item()
     return same / len(completion)
 
 

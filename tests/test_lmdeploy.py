@@ -78,10 +78,12 @@ class Weights:
         with torch.inference_mode():
             weights = export_weights(random_model(CONFIG))
             self.values = {name: value.clone() for name, value in weights}
+        self.loaded = []
 
     def load_weights(self, weights):
         for name, value in weights:
             self.values[name].copy_(value)
+            self.loaded.append(name)
 
 
 class Sequence:
@@ -125,7 +127,7 @@ class Engine:
 
     async def async_stream_infer(self, session, ids, request):
         assert session not in self.sessions
-        self.sessions[session] = sequence = Sequence(ids, request)
+        self.request, self.sessions[session] = request, (sequence := Sequence(ids, request))
         self.loop_task = self.loop_task or asyncio.create_task(self.main_loop())
         output = lambda status: SimpleNamespace(status=SimpleNamespace(name=status))
         while not (sequence.finished or self.loop_task.done()):
@@ -278,7 +280,10 @@ REFUSED = [
 def test_unmasking_is_set_for_a_rollout_and_what_is_not_the_same_is_refused(engine):
     engine.generate([[3]], gen_length=4, **STATIC)
     had = vars(engine.engine.unmasking).copy()
-    engine.generate([[3]], gen_length=4, confidence_threshold=0.7, **DYNAMIC)
+    how = {"temperature": 100.0, "top_k": 3, "top_p": 0.5, "confidence_threshold": 0.7}
+    engine.generate([[3]], gen_length=4, **how, **DYNAMIC)
+    request = engine.engine.request
+    assert (request.temperature, request.top_k, request.top_p) == (100.0, 3, 0.5)
     assert (had["unmasking_strategy"], had["denoising_steps"]) == ("LOW_CONFIDENCE_STATIC", 2)
     names = "unmasking_strategy", "denoising_steps", "confidence_threshold"
     want = dict(zip(names, ("LOW_CONFIDENCE_DYNAMIC", 4, 0.7), strict=True))
@@ -333,8 +338,8 @@ def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(
     greedy = lambda: rows_of(engine.generate([[3, 4, 5], [6, 7, 8, 9, 10]], **settings))
     first, learner = greedy(), random_model(CONFIG, seed=1)
     engine.load_weights(export_weights(learner))
-    for name, value in export_weights(learner):
-        assert torch.equal(served.values[name], value)
+    assert served.loaded == [name for name, _ in export_weights(learner)]
+    assert all(torch.equal(served.values[name], value) for name, value in export_weights(learner))
     assert greedy() != first
     engine.load_weights(export_weights(random_model(CONFIG)))
     assert greedy() == first
@@ -384,12 +389,11 @@ def test_the_real_engine_on_a_gpu(tmp_path):
     """Samples, stops, the rules, weights there and back; and a learner can be trained in the same
     process afterwards.
     """
-    config = CONFIG | {"vocab_size": 151936, "hidden_size": 256, "intermediate_size": 512}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
-    config |= {"mask_token_id": backend.MASK_TOKEN_ID, "torch_dtype": "bfloat16"}
-    # as official files have them
-    config |= {"bos_token_id": 1, "max_position_embeddings": 1024, "attention_bias": False}
-    config |= {"sliding_window": None, "use_sliding_window": False}
+    sizes = dict(vocab_size=151936, hidden_size=256, intermediate_size=512, head_dim=128)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    official = dict(bos_token_id=1, max_position_embeddings=1024, attention_bias=False)
+    official |= dict(sliding_window=None, use_sliding_window=False, torch_dtype="bfloat16")
+    config = CONFIG | sizes | heads | official | {"mask_token_id": backend.MASK_TOKEN_ID}
     build = lambda seed: random_model(config, seed=seed, device="cuda", dtype=torch.bfloat16)
     first, other = build(0), build(1)
     first.eos_token_ids, first.pad_token_id = EOS, PAD
@@ -404,9 +408,8 @@ def test_the_real_engine_on_a_gpu(tmp_path):
     before = draw(temperature=0.0)
     assert before == draw(temperature=0.0)
     agreement = lambda model: greedy_agreement(engine, model, prompts[2], **settings)
-    assert agreement(first) > 0.8 > agreement(other)
+    assert agreement(first) > 0.8
     engine.load_weights(export_weights(other))
-    assert draw(temperature=0.0) != before
     assert agreement(other) > 0.8 > agreement(first)
     engine.load_weights(export_weights(first))
     assert draw(temperature=0.0) == before
