@@ -339,28 +339,9 @@ def test_drawn_orders_follow_the_softmax_of_the_confidence(engine, remasking):
     assert gap.max() < 2e-6
 
 
-# --- caches and records ---------------------------------------------------------------------------
+# --- the fast sampler: fixed shapes and addresses -------------------------------------------------
 
 CACHED = dict(gen_length=12, block_length=4, denoising_steps=3, remasking="low_confidence_static")
-
-
-def test_later_steps_run_a_window(monkeypatch, engine):
-    """The first step of a block is exact; without a cache all are. Widths of the forwards."""
-    widths, hidden, shift = [], engine.model.hidden, int(hasattr(engine.model, "align"))
-    watched = lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest)
-    for cache, later in (("none", [17] * 3), ("prefix", [12, 8, 4]), ("dual", [4, 4, 4])):
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "hidden", watched)
-            widths.clear()
-            trace = engine.generate(prompts_of([2, 5]), cache=cache, stop_at_eos=False, **CACHED)
-        extra = shift if cache != "none" else 0
-        assert widths == [w for width in later for w in (17, width + extra, width + extra)]
-        gap = (replay_logps(engine.model, trace) - trace.logps).abs()
-        assert gap[trace.step_map == 0].max() < 2e-6
-        assert (gap[trace.step_map > 0].max() > 1e-3) == (cache != "none")
-
-
-# --- the fast sampler: fixed shapes and addresses -------------------------------------------------
 
 
 @pytest.fixture
