@@ -282,7 +282,10 @@ def test_schedules():
             assert plan(L, steps, "ascending") == naive_blocks(L, None, steps, "ascending")
     shares = [reveal_shares([2, 1], schedule) for schedule in ("uniform", "timesteps")]
     assert shares == [pytest.approx([2 / 3, 1]), pytest.approx([1 - 1.001 / 2, 1])]
-    assert eoser_weight(0, 1, "uniform") == 0.4  # the only step
+    weights = [eoser_weight(i, 4, "uniform") for i in range(4)]
+    assert weights == pytest.approx([0.4, 0.6, 0.8, 1.0]) and eoser_weight(0, 1, "uniform") == 0.4
+    weights = [eoser_weight(i, 3, "ascending") for i in range(3)]
+    assert weights == pytest.approx([0.01 + 0.99 * x / 8 for x in (1, 3, 7)])
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dream_sampler.json").read_text())
