@@ -20,14 +20,14 @@ def make_engine(
     fp32 on CPU), or a model instance, which becomes the engine's own: on CUDA its layers are
     replaced by fused ones. backend: "auto" follows the model's attention pattern: "block" is cached
     block-causal decoding, "masked" decodes bidirectional models. "lmdeploy" is that package's
-    engine for SDAR on CUDA, which reads the directory itself. max_batch_size: rows decoded
+    engine for SDAR on CUDA, which reads the directory itself, in bf16. max_batch_size: rows decoded
     together; the others wait, with the same tokens. asked: arguments of the engine's `plan`,
     (records, settings), which refuses what it cannot do before weights are read.
     """
     if backend == "lmdeploy":
         from rollout.lmdeploy import LmdeployEngine
 
-        return LmdeployEngine(model_or_dir, device, dtype, max_batch_size, asked)
+        return LmdeployEngine(model_or_dir, device, max_batch_size, asked)
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
         default = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32

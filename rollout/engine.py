@@ -180,21 +180,18 @@ class Engine:
 
     @torch.no_grad()
     def load_weights(self, weights):
-        """weights: pairs (name, full tensor), copied in place; all those of export_weights, or all
-        those of export_adapter for an engine whose model has the same adapters. ValueError names
-        what does not fit or is missing.
+        """weights: pairs (name, full tensor), copied in place; all those of export_weights, or for
+        an engine whose model has adapters all those of export_adapter. ValueError names what does
+        not fit or is missing.
         """
-        own = None
+        own = adapter_tensors(self.model) or tensor_names(self.model)
         for name, value in weights:
-            if own is None:
-                own = adapter_tensors(self.model) if ".lora_" in name else tensor_names(self.model)
             if name not in own or own[name].shape != value.shape:
                 unknown = f"{name} {list(value.shape)} is no tensor of this model, or came twice"
                 raise ValueError(unknown)
             own.pop(name).copy_(value)
-        if own or own is None:
-            missing = ", ".join(list(own or ["any tensor"])[:5])
-            raise ValueError(f"weights did not come for {missing}")
+        if own:
+            raise ValueError(f"weights did not come for {', '.join(list(own)[:5])}")
 
     def release(self):
         """Free the GPU memory that generate keeps between calls."""
@@ -269,17 +266,13 @@ class Engine:
             n = sum(block_quotas(**asdict(s))[0])
         if records != "states" and is_revised:
             records = "events"  # without them the trace could not be replayed
-        law = "softmax(logits / temperature)" if s.temperature else "softmax(logits)"
-        law += ", EOS banned" if s.eos_policy == "suppress" else ""
-        law += f", top-k {s.top_k}" if s.temperature and s.top_k else ""
-        law += f", top-p {s.top_p}" if s.temperature and s.top_p < 1 else ""
-        settings = asdict(s) | {"block_length": n, "attention": self.model.attention, "logps": law}
+        settings = asdict(s) | {"block_length": n, "attention": self.model.attention}
         settings["records"] = None if records == "steps" else records
         settings["eos_token_ids"] = self.model.eos_token_ids
         self.check(settings)
         return settings
 
-    def plan(self, records=None, *, num_samples=1, seed=0, **sampling):
+    def plan(self, records=None, *, seed=0, **sampling):
         """One line on what a rollout costs, for the log. sampling: fields of `Sampling`.
 
         SystemExit where a value is out of range, gen_length is not made of whole blocks, this
@@ -321,10 +314,7 @@ class Engine:
         change it.
         """
         settings = self._settings(records, sampling) | {"num_samples": num_samples, "seed": seed}
-        prompt_ids = [torch.as_tensor(ids).tolist() for ids in prompt_ids]
         V, mask_id = self.model.lm_head.weight.shape[0], self.model.mask_token_id
-        if num_samples < 1:
-            raise SystemExit(f"{num_samples=} must be at least 1")
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
         for i, ids in enumerate(prompt_ids):

@@ -89,8 +89,6 @@ class MaskedEngine(Engine):
                     f"--schedule ascending reveals {most} and sets the blocks: leave out "
                     "--block-length, lower --denoising-steps"
                 )
-        if settings["records"] == "states" and settings["cache"] == "dual":
-            raise SystemExit("--cache dual runs the block alone: records 'states' need all masks")
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
         """Denoise one block after the other; arguments as in Engine."""

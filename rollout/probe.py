@@ -4,6 +4,9 @@ learner's. Scripts repeat it at every evaluation.
 
 import torch
 
+SAMPLES = 8  # of one prompt, at temperature 100 and at the run's own
+GREEDY_BLOCKS = 8
+
 
 def replay_logps(model, trace):
     """Log-probabilities of a trace by the learner, each token at the denoising state at which it
@@ -26,15 +29,15 @@ def replay_logps(model, trace):
     return logps
 
 
-def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
+def greedy_agreement(engine, model, prompt_ids, **settings):
     """Share of greedy tokens that are the learner's own argmax, for a block-causal model.
 
     One denoising step per block is a single forward given the blocks before it, so the check needs
-    no step map. -> float; num_blocks forwards
+    no step map. -> float; GREEDY_BLOCKS forwards
     """
     n = model.block_length
     one_step = {
-        "gen_length": num_blocks * n,
+        "gen_length": GREEDY_BLOCKS * n,
         "denoising_steps": 1,
         "remasking": "low_confidence_static",
         "stop_at_eos": False,
@@ -43,50 +46,38 @@ def greedy_agreement(engine, model, prompt_ids, num_blocks=8, **settings):
     known, completion, same = len(prompt_ids), trace.completion_ids[0], 0
     clean = torch.cat([torch.tensor(prompt_ids, device=completion.device), completion])
     for start in range(known // n * n, len(clean), n):
-        block = clean[: start + n].clone()
-        block[max(start, known) :] = model.mask_token_id
+        first, block = max(start, known), clean[: start + n].clone()
+        block[first:] = model.mask_token_id
         with torch.no_grad():
-            logits = model.logits(block[None])[0, max(start, known) :]
+            logits = model.logits(block[None])[0, first:]
         logits[:, model.mask_token_id] = float("-inf")
-        same += (logits.argmax(-1) == clean[max(start, known) : start + n]).sum().item()
+        same += (logits.argmax(-1) == clean[first : start + n]).sum().item()
     return same / len(completion)
 
 
-def probe(engine, model, prompt_ids, *, num_samples=8, temperature=1.0, seed=0, **settings):
+def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
     """Sample one prompt (list of ids) on every rank alike and compare with the learner. -> metrics
 
     SystemExit if samples at temperature 100 repeat: the engine then ignores the temperature, or
     several rows share a seed. probe/distinct_frac: different samples at the run's temperature, over
-    num_samples. probe/logp_gap_mean and _max: |engine - learner| log-probability over the tokens of
+    SAMPLES. probe/logp_gap_mean and _max: |engine - learner| log-probability over the tokens of
     those samples, in nats. An engine that reports no log-probabilities is compared by its greedy
     tokens instead: probe/greedy_agreement, in bf16 below 1 where two tokens are about as likely.
     """
-    hot = engine.generate(
-        [prompt_ids],
-        num_samples=num_samples,
-        temperature=100.0,
-        seed=seed,
-        **settings | {"stop_at_eos": False},
-    )
+    draw = lambda **how: engine.generate([prompt_ids], num_samples=SAMPLES, **settings, **how)
+    hot = draw(temperature=100.0, stop_at_eos=False)
     distinct = len(hot.completion_ids.unique(dim=0))
-    if distinct < num_samples:
+    if distinct < SAMPLES:
         raise SystemExit(
-            f"the engine drew {distinct} different completions of {num_samples} at temperature "
-            "100: it does not sample"
+            f"the engine drew {distinct} different completions of {SAMPLES} at temperature 100: it "
+            "does not sample"
         )
-    trace = engine.generate(
-        [prompt_ids], num_samples=num_samples, temperature=temperature, seed=seed, **settings
-    )
-    metrics = {
-        "probe/distinct_frac": len({tuple(trace.completion(i)) for i in range(num_samples)})
-        / num_samples
-    }
+    trace = draw(temperature=temperature)
+    different = {tuple(trace.completion(i)) for i in range(SAMPLES)}
+    metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:
-        return metrics | {
-            "probe/greedy_agreement": greedy_agreement(
-                engine, model, prompt_ids, seed=seed, **settings
-            )
-        }
+        agreement = greedy_agreement(engine, model, prompt_ids, **settings)
+        return metrics | {"probe/greedy_agreement": agreement}
     revealed = trace.step_map >= 0
     gap = (replay_logps(model, trace) - trace.logps.float())[revealed].abs()
     return metrics | {

@@ -1,6 +1,6 @@
 """What a rollout returns: tokens, and the order in which they were revealed."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 import torch
@@ -30,12 +30,13 @@ class Trace:
     step_map: torch.Tensor | None
     # [N, L] int64, number of the forward that replays the token; -1 where never revealed
     replay_map: torch.Tensor | None
-    # [N, L] fp32, log-probability of the token when it was revealed, under settings["logps"]
+    # [N, L] fp32, log-probability with which the token was drawn: of softmax(logits / temperature)
+    # after bans, top-k and top-p; at temperature 0 of softmax(logits)
     logps: torch.Tensor | None
     sample_index: torch.Tensor  # [N] int64, global index in this rollout: the key of the draws
     # [N] int64, forwards of this row: denoising and separate commits, without the prefill
     num_forwards: torch.Tensor | None
-    settings: dict = field(default_factory=dict)
+    settings: dict
     # records="events": "events" [E, 4] int64, in order, each a change of a token: sample index,
     # number of the replay whose forward decided it, position in the completion, new token (the mask
     # token where it was masked again); "logps" [E] of the new tokens, 0 where masked again. The
@@ -44,7 +45,7 @@ class Trace:
     # masked, also after the current block; all False where the row made no such forward.
     # "predictions" [N, K, L] int32: the whole completion, with a drawn token at every masked
     # position; pad id where no forward was made. "confidences" [N, K, L] fp32: the probability of
-    # each drawn token under settings["logps"], 0 elsewhere. 9 N K L bytes in all.
+    # each drawn token, as in logps, 0 elsewhere. 9 N K L bytes in all.
     records: dict | None = None
 
     @property
@@ -77,15 +78,9 @@ class Trace:
 
     def states(self, mask_token_id):
         """What the forward of each replay sees of the completions: num_replays tensors [N, L],
-        masked where not revealed.
+        masked where not revealed. Not for records of kind "states", which hold them already.
         """
         records = self.records or {}
-        if "masked" in records:
-            pairs = zip(records["predictions"].unbind(1), records["masked"].unbind(1), strict=True)
-            yield from (
-                tokens.long().masked_fill(masked, mask_token_id) for tokens, masked in pairs
-            )
-            return
         state = torch.full_like(self.completion_ids, mask_token_id)
         for replay in range(self.num_replays):
             yield state
@@ -136,7 +131,6 @@ class Trace:
         if self.step_map is not None:
             row["blocks"] = self.blocks(i)[: len(ids)]
             row["step_map"] = self.step_map[i][scored].tolist()
-        if self.logps is not None:
             row["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
         return row
 
@@ -232,18 +226,18 @@ def scored(completion_ids, canvas_length, eos_token_ids):
     return below(canvas_length, completion_ids.shape[1]) & (is_eos.cumsum(1) - is_eos == 0)
 
 
-def rollout_sums(trace, rewards, components, num_generations):
-    """Health of a rollout, as sums over this rank's N sequences. Added over ranks and divided by
-    the number of all sequences they are means.
+def rollout_metrics(trace, rewards, components, num_generations):
+    """Health of a rollout: means over the sequences of all ranks, and the spread reward/std.
+    Collective.
 
-    rewards [N]; components: one dict of floats a sequence, whose sum is its reward; groups of
-    num_generations are contiguous. -> {metric name: 0-d tensor or number}; reward/square gives the
-    spread.
+    Of this rank's N sequences: rewards [N]; components: one dict of floats a sequence, whose sum is
+    its reward; groups of num_generations are contiguous. -> {metric name: float}
     """
     lengths, groups = trace.completion_mask.sum(1), rewards.view(-1, num_generations)
     ids = [tuple(trace.completion(i)) for i in range(len(rewards))]
     names, forwards = components[0] if len(components[0]) > 1 else (), trace.num_forwards
-    return {
+    sums = {
+        "sequences": len(rewards),
         "reward/mean": rewards.sum(),
         "reward/square": rewards.square().sum(),
         "reward/zero_std_frac": (groups == groups[:, :1]).all(1).sum() * num_generations,
@@ -257,22 +251,11 @@ def rollout_sums(trace, rewards, components, num_generations):
         **{f"reward/{name}": sum(parts[name] for parts in components) for name in names},
     }
 
-
-def rollout_means(sums, num_sequences):
-    """rollout_sums of all ranks added up -> {metric name: float}, means over sequences, and the
-    spread reward/std
-    """
-    means = {name: value / num_sequences for name, value in sums.items()}
-    return means | {
-        "reward/std": max(means.pop("reward/square") - means["reward/mean"] ** 2, 0.0) ** 0.5
-    }
-
-
-def rollout_metrics(trace, rewards, components, num_generations):
-    """rollout_means over the sequences of all ranks; arguments as of rollout_sums. Collective."""
-    sums = rollout_sums(trace, rewards, components, num_generations)
-    sums = all_reduce(sums | {"sequences": len(rewards)})
-    return rollout_means(sums, sums.pop("sequences"))
+    sums = all_reduce(sums)
+    count = sums.pop("sequences")
+    means = {name: value / count for name, value in sums.items()}
+    variance = means.pop("reward/square") - means["reward/mean"] ** 2
+    return means | {"reward/std": max(variance, 0.0) ** 0.5}
 
 
 def concatenate(traces, pad_token_id):

@@ -35,7 +35,7 @@ from test_samplers import (
     uniform,
 )
 
-from models import add_lora, export_adapter, export_weights
+from models import add_lora, export_adapter
 from models.lora import adapter_tensors
 from rollout import make_engine
 from rollout.masked import MaskedEngine
@@ -267,8 +267,8 @@ def test_the_ascending_schedule_equals_the_naive_sampler(engine, eos_policy, cac
 def test_schedules():
     """Dream's floors make the first steps short; ASS: 256 tokens in 8 steps are 1, 2, ..., 64,
     129."""
-    plan = lambda L, steps, schedule, n=None: block_quotas(
-        gen_length=L, block_length=n, denoising_steps=steps, schedule=schedule
+    plan = lambda L, steps, schedule: block_quotas(
+        gen_length=L, block_length=L, denoising_steps=steps, schedule=schedule
     )
     assert reveal_quota(32, 8, "timesteps") == [3, 4, 4, 4, 4, 4, 4, 5]
     assert plan(256, 8, "ascending") == [[1, 2, 4, 8, 16, 32, 64, 129]]
@@ -276,7 +276,7 @@ def test_schedules():
     assert plan(2, 1, "ascending") == [[2]] and plan(1, 1, "ascending") == [[1]]
     for n, steps in itertools.product(range(1, 40, 3), range(1, 45, 2)):
         for schedule in ("uniform", "timesteps"):
-            assert plan(n, steps, schedule, n) == naive_blocks(n, n, steps, schedule)
+            assert plan(n, steps, schedule) == naive_blocks(n, n, steps, schedule)
     for L in range(2, 300, 7):
         for steps in range(1, int(math.log2(L)) + 1):
             assert plan(L, steps, "ascending") == naive_blocks(L, None, steps, "ascending")
@@ -315,23 +315,22 @@ def test_drawn_orders_follow_the_softmax_of_the_confidence(engine, remasking):
         1, torch.tensor([M]), -math.inf
     )
     p = p.softmax(-1).sort(-1, descending=True).values
-    confidence = {"entropy": -torch.special.entr(p).sum(-1), "topk_margin": p[:, 0] - p[:, 1]}
-    confidence = confidence.get(remasking, p[:, 0])
-    draws, greedy = 1200, set()
-    for alg_temp in (1e-6, 0.2, 1.0, 0):
+    confidence = {
+        "low_confidence_static": p[:, 0],
+        "entropy": -torch.special.entr(p).sum(-1),
+        "topk_margin": p[:, 0] - p[:, 1],
+    }[remasking]
+    draws = 1200
+    for alg_temp in (0.2, 1.0):
         trace = engine.generate(
             [[3, 4, 5]], num_samples=draws, gen_length=3, block_length=3, denoising_steps=2, seed=5,
             temperature=0, stop_at_eos=False, remasking=remasking, alg_temp=alg_temp,
         )  # fmt: skip
         got, want = Counter(map(tuple, trace.step_map.tolist())), Counter()
-        if alg_temp < 0.1:
-            greedy |= set(got)
-            continue
         w = (confidence / alg_temp).softmax(0).tolist()
         for a, b in itertools.permutations(range(3), 2):
             want[tuple(int(j not in (a, b)) for j in range(3))] += w[a] * w[b] / (1 - w[a])
         assert sum(abs(got[key] / draws - want[key]) for key in {*got, *want}) / 2 < 0.06
-    assert len(greedy) == 1
     demoted = engine.generate(
         prompts_of([3, 5, 8]), num_samples=8, gen_length=6, block_length=6, denoising_steps=6,
         remasking=remasking, alg_temp=0.01, eos_policy="demote", stop_at_eos=False,
@@ -343,28 +342,9 @@ def test_drawn_orders_follow_the_softmax_of_the_confidence(engine, remasking):
     assert gap.max() < 2e-6
 
 
-# --- caches and records ---------------------------------------------------------------------------
+# --- the fast sampler: fixed shapes and addresses -------------------------------------------------
 
 CACHED = dict(gen_length=12, block_length=4, denoising_steps=3, remasking="low_confidence_static")
-
-
-def test_later_steps_run_a_window(monkeypatch, engine):
-    """The first step of a block is exact; without a cache all are. Widths of the forwards."""
-    widths, hidden, shift = [], engine.model.hidden, int(hasattr(engine.model, "align"))
-    watched = lambda ids, *rest: widths.append(ids.shape[1]) or hidden(ids, *rest)
-    for cache, later in (("none", [17] * 3), ("prefix", [12, 8, 4]), ("dual", [4, 4, 4])):
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "hidden", watched)
-            widths.clear()
-            trace = engine.generate(prompts_of([2, 5]), cache=cache, stop_at_eos=False, **CACHED)
-        extra = shift if cache != "none" else 0
-        assert widths == [w for width in later for w in (17, width + extra, width + extra)]
-        gap = (replay_logps(engine.model, trace) - trace.logps).abs()
-        assert gap[trace.step_map == 0].max() < 2e-6
-        assert (gap[trace.step_map > 0].max() > 1e-3) == (cache != "none")
-
-
-# --- the fast sampler: fixed shapes and addresses -------------------------------------------------
 
 
 @pytest.fixture
@@ -413,10 +393,8 @@ def test_one_graph_serves_all_blocks_of_a_dual_cache(monkeypatch, engine, fast):
 
 
 @pytest.mark.fast
-def test_weights_and_adapters_change_under_the_graphs(engine, fast):
-    """Copied in place, the graphs stay; adapters alone are handed over where the sampler has
-    some.
-    """
+def test_adapters_change_under_the_graphs(engine, fast):
+    """Copied in place, the graphs stay."""
     build = lambda: add_lora(deepcopy(engine.model), 4, 10, dtype=torch.float64)
     draw = lambda engine: engine.generate(prompts_of([5, 2]), **CACHED)
     learner, own = build(), type(fast)(build(), 256)
@@ -430,15 +408,6 @@ def test_weights_and_adapters_change_under_the_graphs(engine, fast):
     got = draw(own)
     assert same_draws(got, draw(make_engine(learner)), 1e-9) and not same_draws(got, before)
     assert own.memory.graphs is graphs
-    own.load_weights((name, 2 * value) for name, value in export_weights(engine.model))
-    assert not same_draws(draw(own), got)
-
-
-def test_half_precision_and_names():
-    """A key of MODELS in bf16: log-probabilities are fp32."""
-    trace = make_engine("tiny-dream", dtype=torch.bfloat16).generate([[3, 4], [5]], gen_length=6)
-    assert trace.logps.dtype == torch.float32 and trace.logps.isfinite().all()
-    assert trace.completion_ids.shape == (2, 8)  # two blocks of the model's length
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ kernels.
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import rollout
 from models import export_weights, save_model
 from models.tiny import byte_tokenizer, random_model
 from rollout import Trace, make_engine
-from rollout.traces import concatenate, pieces, rollout_means, rollout_sums
+from rollout.traces import concatenate, pieces, rollout_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = dict(gen_length=11, remasking="low_confidence_static", seed=4)
@@ -75,8 +76,6 @@ def test_load_weights_copies_in_place():
     assert engine.model.lm_head.weight.data_ptr() == place
     assert engine.model.lm_head.weight.dtype == torch.float64 and not same_draws(before, after)
     assert same_draws(engine.generate([[3, 4]], **OPTIONS), after, 0)
-    engine.load_weights(export_weights(model_of()))
-    assert same_draws(engine.generate([[3, 4]], **OPTIONS), before, 0)
 
 
 def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
@@ -85,7 +84,7 @@ def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
     weights = dict(export_weights(model_of(seed=7)))
     wrong = {"model.layers.9.x": weights | {"model.layers.9.x": torch.zeros(1)}}
     wrong |= {"model.norm.weight": weights | {"model.norm.weight": torch.full((1,), 3.0)}}
-    wrong |= {name: {key: value for key, value in weights.items() if key != name}, "any tensor": {}}
+    wrong |= {name: {key: value for key, value in weights.items() if key != name}}
     for words, given in wrong.items():
         with pytest.raises(ValueError, match=words):
             engine.load_weights(given.items())
@@ -124,9 +123,10 @@ def test_make_engine_loads_directories_and_models(tmp_path):
     assert loaded.model.lm_head.weight.dtype == torch.float32 and given.model is source
     pair = [one.generate(prompts_of([5]), **OPTIONS) for one in (loaded, given)]
     assert same_draws(*pair, 0)
-    half = make_engine(tmp_path / "a", dtype=torch.bfloat16)
-    trace = half.generate(prompts_of([5, 2]), **OPTIONS)
-    assert half.dtype == torch.bfloat16 and trace.logps.dtype == torch.float32
+    for name in (tmp_path / "a", "tiny-dream"):
+        half = make_engine(name, dtype=torch.bfloat16)
+        trace = half.generate(prompts_of([5, 2]), **OPTIONS)
+        assert half.dtype == torch.bfloat16 and trace.logps.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
@@ -150,25 +150,12 @@ REFUSED = [
     ("sdar", {"block_length": 8}, "--block-length 8.*blocks of 4"),
     ("sdar", {"remasking": "low_confidence"}, "--remasking low_confidence: .*static.*random"),
     ("sdar", {"remasking": "rcr"}, "--remasking rcr: "),
-    ("sdar", {"denoising_steps": 0}, "--denoising-steps 0 must be at least 1"),
-    ("sdar", {"gen_length": 0}, "--gen-length 0.*at least 1"),
-    ("sdar", {"temperature": -1.0}, "--temperature -1.0 must be at least 0"),
-    ("sdar", {"temperature": float("nan")}, "--temperature nan must be at least 0 and finite"),
-    ("sdar", {"temperature": float("inf")}, "--temperature inf must be at least 0 and finite"),
-    ("sdar", {"top_k": -1}, "--top-k -1 must be at least 0"),
-    ("sdar", {"top_p": 0.0}, "--top-p 0.0 must be above 0"),
-    ("llada", {"remasking": "entropy", "alg_temp": float("inf")}, "--alg-temp inf must be"),
     ("sdar", {"alg_temp": 0.5}, "--alg-temp 0.5 must be 0 for the sampler of a block-causal model"),
     ("sdar", {"records": "states"}, "keeps no records of kind 'states'"),
     ("sdar", {"cache": "dual"}, "--cache dual.*block-causal.*none"),
     ("sdar", {"schedule": "timesteps"}, "--schedule timesteps"),
     ("sdar", {"eos_policy": "demote"}, "--eos-policy demote"),
-    ("sdar", {"confidence_threshold": 1.01}, "--confidence-threshold 1.01 is no probability"),
-    ("sdar", {"factor": 0.0}, "--factor 0.0.*above 0"),
-    ("sdar", {"eb_threshold": -0.1}, "--eb-threshold -0.1.*at least 0"),
     ("sdar", {"editing_threshold": 0.5}, "--editing-threshold 0.5: SDAR was not trained to edit"),
-    ("llada2", {"editing_threshold": 1.5}, "--editing-threshold 1.5 is no probability"),
-    ("llada2", {"editing_threshold": 0.5, "max_post_steps": -1}, "--max-post-steps -1 must be"),
     ("llada2", {"editing_threshold": 0.5, "records": "steps"}, "threshold 0.5 revises tokens"),
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
     ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
@@ -179,9 +166,8 @@ REFUSED = [
         "--remasking origin does not look at",
     ),
     ("llada", {"remasking": "best"}, "--remasking best: .* has .*origin, rcr"),
+    ("llada", {"remasking": "entropy", "alg_temp": math.nan}, "--alg-temp nan must .* finite"),
     ("llada", {"cache": "block"}, "--cache block: .* has none, prefix, dual"),
-    ("llada", {"cache": "dual", "records": "states"}, "--cache dual"),
-    ("llada", {"remasking": "entropy", "alg_temp": -0.5}, "--alg-temp -0.5 must be at least 0"),
     (
         "llada",
         {"alg_temp": 0.5},
@@ -189,6 +175,12 @@ REFUSED = [
     ),
     ("llada", ASCENDING, "ascending reveals 20 tokens in 4 steps .*lower --denoising-steps"),
     ("llada", ASCENDING | {"denoising_steps": 4, "block_length": 3}, "leave out --block-length"),
+]
+WRONG = dict(denoising_steps=0, gen_length=0, top_k=-1, top_p=0.0, factor=0.0, eb_threshold=-0.1)
+WRONG |= dict(confidence_threshold=1.01, editing_threshold=1.5, max_post_steps=-1, block_length=-4)
+WRONG |= dict(temperature=math.inf)
+REFUSED += [
+    ("llada", {k: v}, f"--{k.replace('_', '-')} {v} (must|is no)") for k, v in WRONG.items()
 ]
 
 
@@ -212,8 +204,6 @@ def test_prompts_are_checked():
     for token in (-1, V):  # on a GPU it would be an assertion of the device
         with pytest.raises(SystemExit, match="prompt 1 holds an id outside of the model's 0 to 19"):
             engine.generate([[3], [4, token]])
-    with pytest.raises(SystemExit, match="num_samples=0 must be at least 1"):
-        engine.generate([[3]], num_samples=0)
 
 
 def test_a_plan_tells_blocks_and_steps():
@@ -228,14 +218,6 @@ def test_a_plan_tells_blocks_and_steps():
     assert engine_of("dream").plan(**ASCENDING | {"denoising_steps": 4})
     with pytest.raises(SystemExit, match="--rollout-backend block cannot serve a bidirectional"):
         make_engine(shared("llada"), backend="block")
-
-
-def test_settings_name_the_distribution_of_the_logps():
-    settings = lambda **how: engine_of().generate([[3]], gen_length=3, **how).settings
-    assert settings(temperature=0)["logps"] == "softmax(logits)"
-    assert settings(temperature=0.7)["logps"] == "softmax(logits / temperature)"
-    assert settings(top_k=3, top_p=0.5)["logps"].endswith(", top-k 3, top-p 0.5")
-    assert json.loads(json.dumps(settings())) == settings()
 
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -288,29 +270,20 @@ def test_draw():
         r"tokens   a  | b <|endoftext|> \n d",
         "step     12   1 4             2  3",
     ]
-    own = {"gen_length": 8, "block_length": 4, "denoising_steps": 2, "attention": "bidirectional"}
-    trace.settings |= own  # blocks start with the completion; the second was never revealed
-    trace.completion_ids, trace.step_map = torch.arange(97, 105)[None], torch.tensor([[0, 1] * 4])
-    assert "| e f g h" in trace.draw(0, tokenizer).splitlines()[1]
     trace = trace_of([[97 + j % 26 for j in range(41)]], [41], prompts=[[258, 104, 259]])
     lines = trace.draw(0, tokenizer, width=20, max_lines=3).splitlines()
     assert len(lines) == 1 + 2 * 3 + 1 and "41 tokens" in lines[-1]
     tops = [line[9:].split("|") for line in lines[1:7:2]]
-    assert [len(block.split()) for top in tops for block in top] == [1] + [4] * (
-        sum(map(len, tops)) - 1
-    )
-    assert len(trace.draw(0, tokenizer, width=1000).splitlines()) == 3
+    sizes = [len(block.split()) for top in tops for block in top]
+    assert sizes == [1] + [4] * (len(sizes) - 1)
 
 
 def test_concatenate_pads_to_the_widest():
     a = trace_of([[97, 98, 256, 99]], [3])
     b = trace_of([[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6, 256]], [8, 4], prompts=[[7], [8, 9]])
     both = concatenate([a, b], 255)
-    assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]] and both.canvas_length.tolist() == [
-        4,
-        8,
-        4,
-    ]
+    assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]]
+    assert both.canvas_length.tolist() == [4, 8, 4]
     assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255, 255, 255]
     assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 5
     assert both.step_map[0].tolist() == both.replay_map[0].tolist() == [0, 1, 2, 3] + [-1] * 4
@@ -318,30 +291,33 @@ def test_concatenate_pads_to_the_widest():
     assert torch.equal(both.completion_ids[1:], b.completion_ids) and both.settings == a.settings
 
 
-def test_rollout_sums():
-    """Sums over this rank's sequences: sums of all ranks, divided by all sequences, are means."""
+def test_rollout_metrics(monkeypatch):
+    """Means over the sequences of all ranks, here two of two sequences each."""
+    sums = []
+
+    def all_reduce(values):
+        sums.append({name: float(value) for name, value in values.items()})
+        return {name: sum(rank[name] for rank in sums) for name in values}
+
+    monkeypatch.setattr("rollout.traces.all_reduce", all_reduce)
     rows = [[256, 9, 9, 9], [97, 98, 256, 9], [97, 98, 99, 100], [97, 98, 99, 100]]
-    trace, rewards = trace_of(rows, [1, 3, 4, 4]), torch.tensor([0.0, 1.0, 0.5, 0.5])
+    scored, rewards = [1, 3, 4, 4], torch.tensor([0.0, 1.0, 0.5, 0.5])
     exact, form = [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]
     parts = [{"exact": x, "format": y} for x, y in zip(exact, form, strict=True)]
-    sums = {name: float(value) for name, value in rollout_sums(trace, rewards, parts, 2).items()}
-    assert sums == {
-        "reward/mean": 2.0,
-        "reward/square": 1.5,
-        "reward/zero_std_frac": 2.0,  # the second group
-        "completion/length": 12.0,
-        "completion/truncated_frac": 2.0,
-        "completion/empty_frac": 1.0,  # an EOS alone
-        "completion/distinct_frac": 3.0,
-        "speed/tokens_per_forward": 12 / 8,
-        "reward/exact": 1.0,
-        "reward/format": 1.0,
+    for half in (slice(2), slice(2, 4)):
+        trace = trace_of(rows[half], scored[half])
+        metrics = rollout_metrics(trace, rewards[half], parts[half], 2)
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": pytest.approx(rewards.std(correction=0).item()),
+        "reward/zero_std_frac": 0.5,  # the second group
+        "completion/length": 3.0,
+        "completion/truncated_frac": 0.5,
+        "completion/empty_frac": 0.25,  # an EOS alone
+        "completion/distinct_frac": 0.75,
+        "speed/tokens_per_forward": 12 / 8 / 4,
+        "reward/exact": 0.25,
+        "reward/format": 0.25,
     }
-    assert rollout_means(sums, 4)["reward/std"] == pytest.approx(rewards.std(correction=0).item())
-    halves = [
-        rollout_sums(trace_of(rows[i : i + 2], m), rewards[i : i + 2], parts[i : i + 2], 2)
-        for i, m in ((0, [1, 3]), (2, [4, 4]))
-    ]
-    assert {name: float(halves[0][name] + halves[1][name]) for name in sums} == sums
-    alone = rollout_sums(trace, rewards, [{"score": 1.0}] * 4, 4)  # a lone component is the reward
-    assert "reward/score" not in alone
+    # a lone component is the reward
+    assert "reward/score" not in rollout_metrics(trace, rewards[:2], [{"score": 1.0}] * 2, 2)
