@@ -31,7 +31,7 @@ COLUMNS = (
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
-def load(split, path=None, limit=None, hub=HUB, read=None, needs=COLUMNS):
+def load(split, path=None, limit=None, hub=HUB):
     """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown},
     those of EvalPlus' files also with "seconds": their limit of time.
 
@@ -40,7 +40,7 @@ def load(split, path=None, limit=None, hub=HUB, read=None, needs=COLUMNS):
     """
     path = path or hub
     split = one_split(hub, split, {"test": "test"}) if path == hub else split
-    return read_examples(read or _problem, needs, path, split, limit=limit)
+    return read_examples(_problem, COLUMNS, path, split, limit=limit)
 
 
 def prompt(example):

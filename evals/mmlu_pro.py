@@ -8,9 +8,7 @@ which DARE uses for LLaDA (256 tokens), Dream (128) and LLaDA2 (256). So few tok
 answers: look at `answered` and `truncated` in result.json. Its macro_accuracy, the plain mean of
 the categories, is what DARE's table prints: LLaDA-8B-Instruct 36.82, Dream-7B-Instruct 31.89,
 LLaDA2.0-mini 57.10. `--data 5-shot` shows the first five validation rows of the category with their
-reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf); `--data
-5-shot-direct` shows them in one message and asks for the letter alone, as DARE's lmdeploy runs of
-SDAR-8B-Chat (56.49). Of a file with @5-shot behind it the rows with cot_content are the examples.
+reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). Of a file with @5-shot behind it the rows with cot_content are the examples.
 """
 
 import sys
@@ -24,20 +22,16 @@ from evals.examples import as_text, one_split, parse_rows, source_and_style, use
 
 HUB = "TIGER-Lab/MMLU-Pro"
 # names that `load` takes besides files and hub ids: HUB's rows with worked examples
-PRESETS = {"5-shot": "reasons", "5-shot-direct": "letters"}
+PRESETS = {"5-shot": "reasons"}
 VERSION = {  # name of the prompt, by style
     "": "OpenCompass mmlu_pro_0shot_cot_gen_08c1de",
     "reasons": "OpenCompass mmlu_pro_gen_cdbebf",
-    "letters": "OpenCompass mmlu_pro_few_shot_gen_bfaf90",
 }
 NEEDS = "question, options (up to 16), answer (letter of one of them) and category"
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
     "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
-)
-HINT = (
-    "Answer the following multiple choice question about {}, and give your answer option directly."
 )
 STEPS = "Let's think step by step."
 extract, score = choices.extract, choices.score
@@ -48,7 +42,7 @@ def load(split, path=None, limit=None):
     category}, with worked examples also "style" and "shots": examples with "reason".
 
     path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns, and
-    @5-shot or @5-shot-direct behind it for worked examples. Options "N/A" are left out; the others
+    @5-shot behind it for worked examples. Options "N/A" are left out; the others
     keep their letters.
     """
     split = one_split("mmlu_pro", split, {"test": "test", "validation": "validation"})
@@ -63,17 +57,14 @@ def load(split, path=None, limit=None):
 
 
 def prompt(example):
-    """One user message; in the style "reasons" after five chat turns, in "letters" with five
-    answered questions."""
-    style, shots = example.get("style"), example.get("shots")
-    if not style:
+    """One user message, in the style "reasons" after five chat turns."""
+    if example.get("style") != "reasons":
         return user(f"{INSTRUCTION}\n\n{_asked(example, 2)}")
-    if style == "reasons":
-        turns = [(_asked(shot), f"Answer: {STEPS} {shot['reason']}") for shot in shots]
-        return user(_asked(example), turns)
-    answered = [f"{_asked(shot)}\nAnswer: {shot['gold']}\n" for shot in shots]
-    hint = HINT.format(example["subject"])
-    return user(f"{hint}\n{''.join(answered)}{_asked(example)}\nAnswer: ")
+    shots = example["shots"]
+    return user(
+        _asked(example),
+        [(_asked(shot), f"Answer: {STEPS} {shot['reason']}") for shot in shots],
+    )
 
 
 def _asked(row, lines=1):

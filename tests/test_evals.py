@@ -255,7 +255,6 @@ HUB = {  # task: data set, config, hub's name of the test split
     "humaneval": ("openai/openai_humaneval", None, "test"),
     "humaneval_plus": ("evalplus/humanevalplus", None, "test"),
     "mbpp": ("google-research-datasets/mbpp", "full", "test"),
-    "mbpp_plus": ("evalplus/mbppplus", None, "test"),
 }
 
 
@@ -333,15 +332,13 @@ def test_worked_examples_of_mmlu_pro(tmp_path, hub):
     parts = {("TIGER-Lab/MMLU-Pro", None, "validation"): other + dev}
     hub(parts | {("TIGER-Lab/MMLU-Pro", None, "test"): [row] * 2})
     [plain, _] = pro.load("test")
-    for name, style in (("5-shot", "reasons"), ("5-shot-direct", "letters")):
-        [first, _] = found = pro.load("test", name)
-        assert [shot["reason"] for shot in first["shots"]] == [
-            f"Because {i}. The answer is (J)." for i in range(5)
-        ]
-        assert first == plain | {"style": style, "shots": first["shots"]}
-        assert shots_in(pro.prompt(first)) == 5
-        path = write(tmp_path / "rows.jsonl", [row, *other, *dev, row])
-        assert pro.load("test", f"{path}@{name}") == found and pro.load("test", name, 1) == [first]
+    [first, _] = found = pro.load("test", "5-shot")
+    reasons = [f"Because {i}. The answer is (J)." for i in range(5)]
+    assert [shot["reason"] for shot in first["shots"]] == reasons
+    assert first == plain | {"style": "reasons", "shots": first["shots"]}
+    assert shots_in(pro.prompt(first)) == 5
+    path = write(tmp_path / "rows.jsonl", [row, *other, *dev, row])
+    assert pro.load("test", f"{path}@5-shot") == found and pro.load("test", "5-shot", 1) == [first]
     path = write(tmp_path / "rows.jsonl", [row, *dev[:4]])
     assert "fewer than 5 dev rows of 'law'" in one_line(pro.load, "test", f"{path}@5-shot")
     assert shots_in(pro.prompt(plain)) == 0 and len(pro.load("test", path)) == 5
@@ -403,6 +400,7 @@ def test_evalplus_rows(tmp_path):
     asked = "Please provide a self-contained Python script that solves the following problem in a "
     asked += 'markdown code block:\n```\n"""\nDo.\nassert f(1)\n"""\n```\n'
     assert plus.prompt(examples[0]) == [{"role": "user", "content": asked}]
+    assert "MbppPlus-v0.2.0.jsonl.gz" in one_line(plus.load, "test")
     code = "```python\ndef {}(*x):\n    return {}\n```"
     texts = [code.format(row["entry_point"], body) for row, body, _ in rows_and_answers]
     assert plus.score_batch(texts, examples) == [float(right) for *_, right in rows_and_answers]
@@ -463,7 +461,7 @@ def test_bbh_clone(tmp_path):
 def test_splits(tmp_path):
     """Tasks without a train split name those to train on; MBPP's splits are task numbers."""
     for name in TASKS:
-        if name not in (*TRAIN_TASKS, "qa"):
+        if name not in (*TRAIN_TASKS, "qa", "mbpp_plus"):
             said = one_line(load_problems, load_task(name), "train", "", None, 1024)
             assert f"--split train: {load_task(name).HUB}" in said or f"{name} has only" in said
             assert "train on another task: arc_c, countdown" in said
