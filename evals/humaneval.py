@@ -10,7 +10,6 @@ without any. OpenCompass, and so DARE, takes the first block and strips the inde
 which then does not parse.
 """
 
-import ast
 import re
 import sys
 import textwrap
@@ -58,10 +57,10 @@ def program(completion, example):
     """The prompt, with its imports and helpers, followed by the code of the completion; None if
     there is none.
 
-    Code that defines the function goes after the stub, which it replaces. Other code is the body:
-    the first of these forms that makes one is used: as it is, dedented and indented by 4, with only
-    the first line indented by 4; then the same for the lines before the first unindented one, where
-    a base model goes on with something else.
+    Code that defines the function goes after the stub, which it replaces. Other code is the body,
+    in the first of these forms that parses: dedented and indented by 4, as it is, with only the
+    first line indented by 4; then the same for the lines before the first unindented one, where a
+    base model goes on with something else.
     """
     code = extract(completion, example)
     if code is None:
@@ -73,9 +72,9 @@ def program(completion, example):
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
-    forms = [form(text) for text in (code, cut) for form in (str, indent, indent_first)]
+    forms = [form(text) for text in (code, cut) for form in (indent, str, indent_first)]
     programs = [f"{stub}{form}\n" for form in forms]
-    return next((text for text in programs if _has_body(text, example["entry_point"])), programs[1])
+    return next(filter(parsed, programs), programs[0])
 
 
 def job(completion, example, timeout=TIMEOUT):
@@ -95,14 +94,6 @@ def answer(example, draw=0):
         where = "take those of the hub, or HumanEval.jsonl.gz"
         raise SystemExit(f"humaneval: these rows have no solutions; {where}")
     return f"```python\n{example['prompt']}{example['solution']}```"
-
-
-def _has_body(text, name):
-    """Whether it parses and its last function of this name is more than a docstring."""
-    tree = parsed(text)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree else []
-    bodies = [node.body for node in functions if node.name == name]
-    return bool(bodies) and len(bodies[-1]) > 1
 
 
 def _problem(row):

@@ -115,19 +115,12 @@ def names_of(example):
     """What a program must define: names that the set-up code and the tests use and neither they nor
     Python define."""
     nodes = list(ast.walk(parsed(_tests(example)) or ast.Module([], [])))
-    used, own = set(), set(dir(builtins))
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-        elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).partition(".")[0])
-    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-    called = {function.id for function in functions if isinstance(function, ast.Name)}
-    return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
+    names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
+    # of functions, classes, imports, arguments
+    own = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "arg")}
+    own |= {name for name, context in names if context is ast.Store}
+    used = {name for name, _ in names} - own
+    return sorted(used - set(dir(builtins))) or sorted(used)  # task 126 asks for a function sum
 
 
 def job(completion, example):
@@ -155,9 +148,8 @@ def _tests(example):
 def _problem(row):
     setup = row.get("test_setup_code") or ""
     if isinstance(row.get("reward_model"), dict):
-        asked = [turn["content"] for turn in row["prompt"] if turn["role"] == "user"][-1]
-        form = re.escape(TASK).replace(r"\{text\}", "(.*)").replace(r"\{tests\}", ".*")
-        text = re.fullmatch(form, asked, re.S)[1]
+        asked = row["prompt"][2 * len(SHOTS)]["content"]
+        text = asked.partition(" task: ")[2].rpartition(" Your code should pass")[0]
         tests = json.loads(row["reward_model"]["ground_truth"])
     else:
         text, tests = row.get("text") or row["prompt"], row["test_list"]
