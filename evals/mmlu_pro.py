@@ -16,8 +16,8 @@ from functools import partial
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
-from evals import choices, main
-from evals.choices import LETTERS, with_shots
+from evals import main
+from evals.choices import LETTERS, extract, score, with_shots  # noqa: F401
 from evals.examples import as_text, one_split, parse_rows, source_and_style, user
 
 HUB = "TIGER-Lab/MMLU-Pro"
@@ -34,7 +34,6 @@ INSTRUCTION = (
     "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
 )
 STEPS = "Let's think step by step."
-extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
@@ -46,14 +45,14 @@ def load(split, path=None, limit=None):
     keep their letters.
     """
     split = one_split("mmlu_pro", split, {"test": "test", "validation": "validation"})
-    path, style = source_and_style(path or HUB, PRESETS)
-    read = partial(read_rows, path or HUB, presets=PRESETS)
-    parse = partial(parse_rows, _problem, NEEDS, path or HUB)
+    path, style = source_and_style(path, HUB, PRESETS)
+    read = partial(read_rows, path, presets=PRESETS)
+    parse = partial(parse_rows, _problem, NEEDS, path)
     if not style:
         return parse(read(split, limit=limit))
     rows = [row for row in read(split) if not row.get("cot_content")]
     dev = [row for row in read("validation") if row.get("cot_content")]
-    return [example | style for example in with_shots(parse(rows[:limit]), parse(dev), path or HUB)]
+    return [example | style for example in with_shots(parse(rows[:limit]), parse(dev), path)]
 
 
 def prompt(example):

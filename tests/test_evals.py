@@ -25,6 +25,7 @@ from evals import TRAIN_TASKS, load_problems, load_splits, load_task, programs, 
 from evals.examples import shots_in
 from evals.math_grader import grade, number
 from evals.rewards import REWARDS, load_reward
+from evals.samples import same_problem
 from evals.sandbox import in_threads
 from models import load_tokenizer
 
@@ -557,6 +558,27 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     assert all(asked(fewer[split]) <= asked(found[split]) for split in found)
     assert {split: len(part) for split, part in load(own(paths[0]), 3).items()}["test"] == 3
     assert len(load(own(paths[0]), 0)["train"]) == 300 == len(load(own(*paths), 9)["train"])
+
+
+def test_the_problem_that_a_row_of_completions_is_about():
+    task, asked = load_task("gsm8k"), "Janet’s ducks lay 16 eggs a day. How many in a week?"
+    example = {"question": asked, "style": "boxed"}
+    for said, fits in {
+        asked: True, asked.replace("’", "'"): True, f"Q: {asked}\nA:": True, asked[:40]: True,
+        "Janet’s": False, asked.replace("16", "17"): False,
+    }.items():  # fmt: skip
+        assert same_problem(task, example, {"question": said}) == fits, said
+        assert same_problem(task, example, {"prompt": [{"content": said}]}) == fits
+    assert same_problem(task, example, {"prompt": task.prompt(example)})
+    assert same_problem(task, example, {"completion": "5"})
+
+
+def test_an_unknown_style_behind_a_file(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [row_of("gsm8k")])
+    assert load_task("gsm8k").load("test", f"{path}@d1")[0]["style"] == "tags"
+    for task, known in (("gsm8k", "d1, d1-eval, 4-shot"), ("mmlu_pro", "5-shot"), ("mmlu", "cot")):
+        said = one_line(load_task(task).load, "test", f"{path}@d2")
+        assert said == f"--data {path}@d2: no style 'd2'; known: {known}"
 
 
 def test_load_problems(tmp_path):
