@@ -256,10 +256,10 @@ def plain(text):
 def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
     "-1/2"; None for anything else."""
-    left, _, text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")
-    is_short = len(answer) <= MAX_LENGTH and not left.endswith(("!", "<", ">"))
-    match = WHOLE.fullmatch(text.strip(" \t\r\n{}()")) if is_short else None
-    return match[1] + match[2].replace(",", "") if match else None
+    left, _, text = plain(answer).rpartition("=")
+    match = WHOLE.fullmatch(text.strip(" \t\r\n{}()"))
+    is_equal = match and not left.endswith(("!", "<", ">"))
+    return match[1] + match[2].replace(",", "") if is_equal else None
 
 
 def final_numbers(text):

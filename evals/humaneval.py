@@ -32,7 +32,7 @@ TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest re
 
 def load(split, path=None, limit=None, hub=HUB):
     """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown},
-    those of EvalPlus' files also with "seconds": their limit of time.
+    those of EvalPlus also with "seconds": their limit of time.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
@@ -77,12 +77,12 @@ def program(completion, example):
     return next(filter(parsed, programs), programs[0])
 
 
-def job(completion, example, timeout=TIMEOUT):
+def job(completion, example):
     """The program of a completion and its tests; None if it is empty. The prompt's own helpers are
     trusted."""
     code, name = program(completion, example), example["entry_point"]
-    timeout = example.get("seconds", timeout)
-    return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=timeout)
+    seconds = example.get("seconds", TIMEOUT)
+    return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=seconds)
 
 
 score, score_batch = scorers(job)

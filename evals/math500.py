@@ -105,7 +105,7 @@ def answer(example, draw=0):
 def problem(row):
     """{"question", "gold": "" if the row has none, "solution": "" if it has none} of a row. Raises
     for other columns."""
-    solution = row.get("solution") if isinstance(row.get("solution"), str) else ""
+    solution = row.get("solution") or ""
     if chat := chat_row(row):
         question, gold = chat
     else:

@@ -10,16 +10,15 @@ of the answer are left out. Completions are read as for HumanEval.
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import evalplus, humaneval, humaneval_plus, main
+from evals import evalplus, main
 from evals.examples import read_examples, user
+from evals.humaneval import answer, extract, job, score, score_batch  # noqa: F401
 
 VERSION = "EvalPlus"  # name of the prompt
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
 )
-extract, job, answer = humaneval.extract, humaneval_plus.job, humaneval.answer
-score, score_batch = humaneval_plus.score, humaneval_plus.score_batch
 
 
 def load(split, path=None, limit=None):
