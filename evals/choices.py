@@ -28,7 +28,8 @@ SAID = (  # a phrase such as "the answer is", then markup
     r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?"
     r"|(?:应|故|应该|因此|所以)[，,]?选(?:择|项)?\s{0,4}[:：]?"
     r"|(?:正确|错误|符合题意)的?(?:选项|一项|说法)?(?:是|为)\s{0,4}[:：]?"
-    r"|\b(?:no|wait|actually|sorry)[,.:!]?\s{1,4}(?:it|that)(?:'s|\s{1,4}(?:is|must be|should be))\s{1,4})"
+    r"|\b(?:no|wait|actually|sorry)[,.:!]?\s{1,4}(?:it|that)"
+    r"(?:'s|\s{1,4}(?:is|must be|should be))\s{1,4})"
     r"[\s*_$\"'“‘]{0,8}(?:(?:option|choice|选项)\s{0,4})?[*_$\"'“‘]{0,4}"
 )
 EXPLICIT = re.compile(
@@ -44,7 +45,10 @@ LABEL = re.compile(
 # of an option that is not the answer; letters of options that follow on the line
 DENIED = re.compile(r"\s*(?:is|was)(?:n't| not| wrong| incorrect| false)\b")
 OTHERS = re.compile(r"\b([A-Z])(?=\s*(?:[.,:;|)]|$))")
-RETRACTED = re.compile(r"[^.!?\n]{0,60}[.!?)\s]{1,4}(?:no|wait|actually|sorry)[,.:!]", re.IGNORECASE)
+# The answer is A. No, it is B
+RETRACTED = re.compile(
+    r"[^.!?\n]{0,60}[.!?)\s]{1,4}(?:no|wait|actually|sorry)[,.:!]", re.IGNORECASE
+)
 NOT_SAID = re.compile(r"(?:n't|\bnot|\bnever)\b[^.,\n]*$")  # I don't think the answer is ...
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 

@@ -65,7 +65,9 @@ def judge(row, program):
     for inputs in (row["base_input"], row["plus_input"]):
         atol = row["atol"]
         for number, given in enumerate(inputs):
-            given = [READ[letters[i : i + 1] or letters[-1]](value) for i, value in enumerate(given)]
+            given = [
+                READ[letters[i : i + 1] or letters[-1]](value) for i, value in enumerate(given)
+            ]
             began = time.monotonic()
             want = space[name](*copy.deepcopy(given))
             signal.setitimer(signal.ITIMER_REAL, max(4, 4 * (time.monotonic() - began)))

@@ -22,9 +22,9 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None)
 
 
 def source_and_style(data, default, styles=STYLES):
-    """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; "d1" -> default, {"style": "tags"}; other
-    data -> itself, or the default if there is none, {}. SystemExit for a file with an unknown style,
-    and lists the styles."""
+    """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; "d1" -> default, {"style": "tags"};
+    other data -> itself, {}; none -> default, {}. SystemExit for a file with an unknown style lists
+    the known ones."""
     source, _, name = (data or "").rpartition("@")
     if name in styles:
         return source or default, {"style": styles[name]}

@@ -36,38 +36,51 @@ COLUMNS = (
     "or prompt and reward_model.ground_truth (DARE)"
 )
 # tasks 2, 3 and 4 as OpenCompass' mbpp_gen_830460 shows them, to the byte of DARE's file
-TASK_2 = """Write a function to find the similar elements from the given two tuple lists.
+SHOWN = """\
+You are an expert Python programmer, and here is your task: Write a function to find the similar \
+elements from the given two tuple lists. Your code should pass these tests:
+
  assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)
 assert similar_elements((1, 2, 3, 4),(5, 4, 3, 7)) == (3, 4)\x20
-assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)
-def similar_elements(test_tup1, test_tup2):\r
+assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)\x20
+[BEGIN]
+ 'def similar_elements(test_tup1, test_tup2):\r
   res = tuple(set(test_tup1) & set(test_tup2))\r
-  return (res)"""
-TASK_3 = """Write a python function to identify non-prime numbers.
+  return (res)'\x20
+[DONE]\x20
+
+ You are an expert Python programmer, and here is your task: Write a python function to identify \
+non-prime numbers. Your code should pass these tests:
+
  assert is_not_prime(2) == False\x20
 assert is_not_prime(10) == True\x20
-assert is_not_prime(35) == True
-import math\r
+assert is_not_prime(35) == True\x20
+[BEGIN]
+ 'import math\r
 def is_not_prime(n):\r
     result = False\r
     for i in range(2,int(math.sqrt(n)) + 1):\r
         if n % i == 0:\r
             result = True\r
-    return result"""
-TASK_4 = """Write a function to find the largest integers from a given list of numbers using heap \
-queue algorithm.
+    return result'\x20
+[DONE]\x20
+
+ You are an expert Python programmer, and here is your task: Write a function to find the largest \
+integers from a given list of numbers using heap queue algorithm. Your code should pass these tests:
+
  assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65]\x20
 assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75]\x20
-assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]
-import heapq as hq\r
+assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]\x20
+[BEGIN]
+ 'import heapq as hq\r
 def heap_queue_largest(nums,n):\r
   largest_nums = hq.nlargest(n, nums)\r
-  return largest_nums"""
-SHOTS = []  # (question, answer)
-for shown in (TASK_2, TASK_3, TASK_4):
-    text, *tests, code = shown.split("\n", 4)
-    task = TASK.format(text=text, tests="\n".join(tests)[1:]).replace("  \n", " \n")
-    SHOTS.append((task, f"[BEGIN]\n '{code}' \n[DONE] \n\n "))
+  return largest_nums'\x20
+[DONE]\x20
+
+ """
+# (question, answer)
+SHOTS = re.findall(r"(You are.*?)(\[BEGIN\].*?\[DONE\] \n\n )", SHOWN, re.DOTALL)
 
 
 def load(split, path=None, limit=None):

@@ -8,7 +8,8 @@ which DARE uses for LLaDA (256 tokens), Dream (128) and LLaDA2 (256). So few tok
 answers: look at `answered` and `truncated` in result.json. Its macro_accuracy, the plain mean of
 the categories, is what DARE's table prints: LLaDA-8B-Instruct 36.82, Dream-7B-Instruct 31.89,
 LLaDA2.0-mini 57.10. `--data 5-shot` shows the first five validation rows of the category with their
-reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). Of a file with @5-shot behind it the rows with cot_content are the examples.
+reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). Of a file with
+@5-shot behind it the rows with cot_content are the examples.
 """
 
 import sys
