@@ -56,6 +56,14 @@ def as_text(value):
     return value
 
 
+def worked(task, example, where):
+    """The worked solution of an example. SystemExit if its rows have none, with `where` there are
+    some."""
+    if not example["solution"]:
+        raise SystemExit(f"{task}: these rows have no worked solutions; {where}")
+    return example["solution"]
+
+
 def user(content, shots=()):
     """A prompt of one user message, after `shots`: pairs of a question and its answer."""
     turns = [turn for shot in shots for turn in zip(("user", "assistant"), shot, strict=True)]

@@ -19,7 +19,15 @@ from fractions import Fraction
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import WORDS, final_answer, main
-from evals.examples import STYLES, chat_row, held_out, parse_rows, source_and_style, user
+from evals.examples import (
+    STYLES,
+    chat_row,
+    held_out,
+    parse_rows,
+    source_and_style,
+    user,
+    worked,
+)
 from evals.math_grader import FRACTION, MAX_LENGTH, OVER
 
 HUB = "openai/gsm8k"
@@ -235,10 +243,8 @@ def score(completion, example):
 def answer(example, draw=0):
     """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>.
     SystemExit if unknown."""
-    if not example["solution"]:
-        where = f"train on {HUB} or on a file with question and answer"
-        raise SystemExit(f"gsm8k: these rows have no worked solutions; {where}")
-    steps = re.sub(r"<<[^<>\n]*>>", "", example["solution"])
+    solution = worked("gsm8k", example, f"train on {HUB} or on a file with question and answer")
+    steps = re.sub(r"<<[^<>\n]*>>", "", solution)
     gold = f"\\boxed{{{example['gold']}}}" if "boxed" in example["style"] else example["gold"]
     if "tags" in example["style"]:
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{gold}\n</answer>"

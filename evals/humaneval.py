@@ -16,7 +16,7 @@ import textwrap
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import evalplus, main
-from evals.examples import chat_row, one_split, read_examples, user
+from evals.examples import chat_row, one_split, read_examples, user, worked
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -90,10 +90,8 @@ score, score_batch = scorers(job)
 
 def answer(example, draw=0):
     """The reference solution as a completion. SystemExit if unknown."""
-    if not example["solution"]:
-        where = "take those of the hub, or HumanEval.jsonl.gz"
-        raise SystemExit(f"humaneval: these rows have no solutions; {where}")
-    return f"```python\n{example['prompt']}{example['solution']}```"
+    solution = worked("humaneval", example, "take those of the hub, or HumanEval.jsonl.gz")
+    return f"```python\n{example['prompt']}{solution}```"
 
 
 def _problem(row):

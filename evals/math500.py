@@ -17,7 +17,16 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import final_answer, main
-from evals.examples import STYLES, as_text, chat_row, held_out, parse_rows, source_and_style, user
+from evals.examples import (
+    STYLES,
+    as_text,
+    chat_row,
+    held_out,
+    parse_rows,
+    source_and_style,
+    user,
+    worked,
+)
 from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
 from evals.math_grader import last_box, math_verify
 
@@ -94,10 +103,8 @@ def score(completion, example):
 
 def answer(example, draw=0):
     """The worked solution, ending in the box. SystemExit if unknown."""
-    solution, gold = example["solution"], example["gold"]
-    if not solution:
-        where = f"train on {FULL} or on a file with problem and solution"
-        raise SystemExit(f"math500: these rows have no worked solutions; {where}")
+    where, gold = f"train on {FULL} or on a file with problem and solution", example["gold"]
+    solution = worked("math500", example, where)
     is_boxed = last_box(solution) == gold
     return solution if is_boxed else f"{solution}\nThe answer is $\\boxed{{{gold}}}$."
 

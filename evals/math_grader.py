@@ -226,9 +226,8 @@ def deepscaler(answer, gold):
         return ours == theirs
     answers, golds = _parts(ours), _parts(theirs)
     brackets = len(golds) == 1 or (ours[0], ours[-1]) == (theirs[0], theirs[-1])
-    if not brackets or len(answers) != len(golds):
-        return False
-    return all(_same_part(a.strip(), b.strip()) for a, b in zip(answers, golds, strict=True))
+    alike = brackets and len(answers) == len(golds)
+    return alike and all(map(_same_part, answers, golds))
 
 
 def _parts(text):

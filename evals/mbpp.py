@@ -19,7 +19,7 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main
-from evals.examples import as_text, parse_rows, user
+from evals.examples import as_text, parse_rows, user, worked
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -149,9 +149,8 @@ score, score_batch = scorers(job)
 
 def answer(example, draw=0):
     """The reference solution in the form of the solved tasks. SystemExit if unknown."""
-    if not example["solution"]:
-        raise SystemExit(f"mbpp: these rows have no solutions; take those of {HUB}, or mbpp.jsonl")
-    return f"[BEGIN]\n '{example['solution']}' \n[DONE]"
+    solution = worked("mbpp", example, f"take those of {HUB}, or mbpp.jsonl")
+    return f"[BEGIN]\n '{solution}' \n[DONE]"
 
 
 def _tests(example):

@@ -153,7 +153,7 @@ def test_private_tests(tmp_path, monkeypatch):
     found = livecodebench.tests_of({"public": [], "private": real, "source": "x"})
     assert found[0] == ["1\nabc\n", "YES\n"] and len(found) == 4
     bad = {
-        packed(Attack()): "not of one", packed([]): "not of one",
+        packed(Attack()): "too many values", packed([]): "not enough values",
         packed("no"): "Expecting value",
         packed('[{"input": "x"}]'): "output", "[{]": "Expecting", "not base64": "base64",
         "": "incomplete", packed(cases(("1", "2")))[:40]: "incomplete",
