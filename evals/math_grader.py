@@ -227,7 +227,8 @@ def deepscaler(answer, gold):
     answers, golds = _parts(ours), _parts(theirs)
     brackets = len(golds) == 1 or (ours[0], ours[-1]) == (theirs[0], theirs[-1])
     alike = brackets and len(answers) == len(golds)
-    return alike and all(map(_same_part, answers, golds))
+    pairs = zip(answers, golds, strict=False)
+    return alike and all(_same_part(ours.strip(), theirs.strip()) for ours, theirs in pairs)
 
 
 def _parts(text):
