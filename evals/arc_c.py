@@ -14,15 +14,14 @@ of the options on test and gets 45 to 60 % for the same models: a different quan
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import choices, main
-from evals.choices import LETTERS, lettered
+from evals import main
+from evals.choices import LETTERS, answer, extract, lettered, score  # noqa: F401
 from evals.examples import read_examples, user
 
 HUB, CONFIG = "allenai/ai2_arc", "ARC-Challenge"
 PRESETS = ("dare",)  # names that `load` takes besides files and hub ids
 VERSION = "OpenCompass ARC_c_gen_1e0de5"  # name of the prompt
 NEEDS = "question, choices.text, choices.label and answerKey, which is one of the labels"
-extract, score, answer = choices.extract, choices.score, choices.answer
 
 
 def load(split, path=None, limit=None):

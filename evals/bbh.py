@@ -24,7 +24,7 @@ from data.rows import read_rows
 from evals import main, tagged_answer
 from evals.choices import SPECIAL, letter
 from evals.examples import as_text, one_split, parse_rows, user
-from evals.math_grader import MAX_LENGTH, boxes
+from evals.math_grader import MAX_LENGTH, last_box
 
 HUB = "lukaemon/bbh"
 VERSION = {"shown": "OpenCompass bbh_gen_ee62e9", "alone": "ours"}  # name of the prompt, by style
@@ -89,10 +89,8 @@ def extract(completion, example):
     line = "\n\n" if " " in example["gold"] else "\n"
     *before, text = ANSWER_IS.split(completion)
     text = text.strip() if before else ""
-    if boxed := [box for box in boxes(text or completion) if box.strip()]:
-        text = boxed[-1]
-    elif not before and line not in completion.strip():
-        text = completion
+    alone = "" if before or line in completion.strip() else completion
+    text = last_box(text or completion) or text or alone
     text = text[: MAX_LENGTH + 1].strip().split(line)[0]
     bold = re.findall(r"(?<!\w)(?<!not )\*\*(.+?)\*\*(?!\s+or\b)", text)
     text = " ".join(bold if line == "\n\n" else bold[:1]) or text

@@ -15,8 +15,15 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
-from evals import choices, main
-from evals.choices import lettered, read_zip, with_shots
+from evals import main
+from evals.choices import (  # noqa: F401
+    answer,
+    extract,
+    lettered,
+    read_zip,
+    score,
+    with_shots,
+)
 from evals.examples import as_text, one_split, parse_rows, user
 
 HUB = "ceval/ceval-exam"
@@ -79,7 +86,6 @@ urban_and_rural_planner 注册城乡规划师
 veterinary_medicine 兽医学
 """.strip().splitlines()
 )
-extract, score, answer = choices.extract, choices.score, choices.answer
 
 
 def load(split, path=None, limit=None):

@@ -27,7 +27,9 @@ SAID = (  # a phrase such as "the answer is", then markup
     r"|\s{0,4}[*_]{0,2}\s{0,4}[:：–])"
     r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?"
     r"|(?:应|故|应该|因此|所以)[，,]?选(?:择|项)?\s{0,4}[:：]?"
-    r"|(?:正确|错误|符合题意)的?(?:选项|一项|说法)?(?:是|为)\s{0,4}[:：]?)"
+    r"|(?:正确|错误|符合题意)的?(?:选项|一项|说法)?(?:是|为)\s{0,4}[:：]?"
+    r"|\b(?:no|wait|actually|sorry)[,.:!]?\s{1,4}(?:it|that)"
+    r"(?:'s|\s{1,4}(?:is|must be|should be))\s{1,4})"
     r"[\s*_$\"'“‘]{0,8}(?:(?:option|choice|选项)\s{0,4})?[*_$\"'“‘]{0,4}"
 )
 EXPLICIT = re.compile(
@@ -43,6 +45,10 @@ LABEL = re.compile(
 # of an option that is not the answer; letters of options that follow on the line
 DENIED = re.compile(r"\s*(?:is|was)(?:n't| not| wrong| incorrect| false)\b")
 OTHERS = re.compile(r"\b([A-Z])(?=\s*(?:[.,:;|)]|$))")
+# The answer is A. No, it is B
+RETRACTED = re.compile(
+    r"[^.!?\n]{0,60}[.!?)\s]{1,4}(?:no|wait|actually|sorry)[,.:!]", re.IGNORECASE
+)
 NOT_SAID = re.compile(r"(?:n't|\bnot|\bnever)\b[^.,\n]*$")  # I don't think the answer is ...
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
 
@@ -66,6 +72,7 @@ def letter(completion, letters="ABCD"):
         next(filter(None, match.groups())).upper()
         for match in EXPLICIT.finditer(completion)
         if not NOT_SAID.search(completion[max(0, match.start() - 40) : match.start()])
+        and not RETRACTED.match(completion, match.end())
     ]
     if said := [choice for choice in said if choice in letters]:
         return said[-1]
@@ -109,9 +116,10 @@ def with_shots(examples, dev, path):
     for shot in dev:
         by_subject.setdefault(shot["subject"], []).append(shot)
     for example in examples:
-        if len(by_subject.get(example["subject"], [])) < SHOTS:
+        example["shots"] = by_subject.get(example["subject"], [])[:SHOTS]
+        if len(example["shots"]) < SHOTS:
             raise SystemExit(f"{path}: fewer than {SHOTS} dev rows of {example['subject']!r}")
-    return [example | {"shots": by_subject[example["subject"]][:SHOTS]} for example in examples]
+    return examples
 
 
 def read_zip(path, split, columns=None):

@@ -1,6 +1,7 @@
 """Examples of a task, read from the rows of a file or a hub data set, and their splits."""
 
 import re
+from pathlib import Path
 
 from data.rows import describe_columns, read_rows
 from evals import TRAIN_TASKS
@@ -20,11 +21,16 @@ def read_examples(read, needs, path, split, presets=(), limit=None, config=None)
     return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
 
 
-def source_and_style(data, styles=STYLES):
-    """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; other data -> itself, {}. Whether a file
-    name, preset or hub id is meant is not looked at; "d1" alone is "", the task's default."""
-    source, _, name = data.rpartition("@") if data not in styles else ("", "", data)
-    return (source, {"style": styles[name]}) if name in styles else (data, {})
+def source_and_style(data, default, styles=STYLES):
+    """ "rows.jsonl@d1" -> "rows.jsonl", {"style": "tags"}; "d1" -> default, {"style": "tags"};
+    other data -> itself, {}; none -> default, {}. SystemExit for a file with an unknown style lists
+    the known ones."""
+    source, _, name = (data or "").rpartition("@")
+    if name in styles:
+        return source or default, {"style": styles[name]}
+    if Path(source).is_file():
+        raise SystemExit(f"--data {data}: no style {name!r}; known: {', '.join(styles)}")
+    return data or default, {}
 
 
 def parse_rows(read, needs, path, rows, first=1):
@@ -48,6 +54,14 @@ def as_text(value):
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.40} is no text")
     return value
+
+
+def worked(task, example, where):
+    """The worked solution of an example. SystemExit if its rows have none, with `where` there are
+    some."""
+    if not example["solution"]:
+        raise SystemExit(f"{task}: these rows have no worked solutions; {where}")
+    return example["solution"]
 
 
 def user(content, shots=()):

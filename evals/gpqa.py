@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from random import Random
 
-from evals import choices, main
-from evals.choices import LETTERS, lettered
+from evals import main
+from evals.choices import LETTERS, extract, lettered, score  # noqa: F401
 from evals.examples import as_text, one_split, read_examples, user
 
 HUB = "Idavidrein/gpqa"
@@ -34,7 +34,6 @@ SHOWN_FORMAT = (
     "When you're ready to answer, please use the format 'The correct answer is (X)' where X is the "
     "correct letter choice from 'ABCD'."
 )
-extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):

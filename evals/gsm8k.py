@@ -19,8 +19,16 @@ from fractions import Fraction
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import WORDS, final_answer, main
-from evals.examples import STYLES, chat_row, held_out, parse_rows, source_and_style, user
-from evals.math_grader import MAX_LENGTH
+from evals.examples import (
+    STYLES,
+    chat_row,
+    held_out,
+    parse_rows,
+    source_and_style,
+    user,
+    worked,
+)
+from evals.math_grader import FRACTION, MAX_LENGTH, OVER
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -141,25 +149,8 @@ COLUMNS = (
     "or prompt and reward_model.ground_truth (DARE)"
 )
 
-# LaTeX and money as plain text: \text{dollars}, \frac{1}{2} and \frac12, -$18
-REPLACED = {
-    r"\!": "",
-    r"\,": "",
-    "{,}": ",",
-    "\\ ": " ",
-    "~": " ",
-    r"\$": "$",
-    r"\%": "",
-    "%": "",
-    "−": "-",
-    "–": "-",
-    r"\approx": "",
-    r"^\circ": "",
-    r"^{\circ}": "",
-    "°": "",
-}
-SHORT_FRACTION = re.compile(r"\\[dt]?frac([0-9])([0-9])")
-FRACTION = re.compile(r"((?<![\w)])-)?\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
+# LaTeX around numbers
+DROPPED = re.compile(r"\\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|°")
 FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
 MONEY = re.compile(r"((?<![\w)])-)?[$€£] *")
 
@@ -197,8 +188,7 @@ def load(split, path=None, limit=None):
     styles. The hub's train split gives "train" and "validation" (512 of 7,473 rows). A file gives
     the same rows for every split.
     """
-    path, style = source_and_style(path or HUB, PRESETS)
-    path = path or HUB
+    path, style = source_and_style(path, HUB, PRESETS)
     if path == HUB:
         rows = read_rows(HUB, "test" if split == "test" else "train", PRESETS, config="main")
         if split != "test":
@@ -253,10 +243,8 @@ def score(completion, example):
 def answer(example, draw=0):
     """The worked solution as the prompt asks for it, without the calculator's <<48/2=24>>.
     SystemExit if unknown."""
-    if not example["solution"]:
-        where = f"train on {HUB} or on a file with question and answer"
-        raise SystemExit(f"gsm8k: these rows have no worked solutions; {where}")
-    steps = re.sub(r"<<[^<>\n]*>>", "", example["solution"])
+    solution = worked("gsm8k", example, f"train on {HUB} or on a file with question and answer")
+    steps = re.sub(r"<<[^<>\n]*>>", "", solution)
     gold = f"\\boxed{{{example['gold']}}}" if "boxed" in example["style"] else example["gold"]
     if "tags" in example["style"]:
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{gold}\n</answer>"
@@ -266,19 +254,18 @@ def answer(example, draw=0):
 def plain(text):
     r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2,
     \text{eggs} -> eggs."""
-    for latex, replacement in REPLACED.items():
-        text = text.replace(latex, replacement)
-    text = MONEY.sub(r" \1", WORDS.sub(r"\1", FULL_HOUR.sub("", text)))
-    return FRACTION.sub(r" \1\2/\3", SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
+    text = text.replace("{,}", ",").replace("~", " ").replace("–", "-").replace("−", "-")
+    text = WORDS.sub(r"\1", FULL_HOUR.sub("", DROPPED.sub("", text)))
+    return FRACTION.sub(OVER, MONEY.sub(r" \1", text))
 
 
 def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
     "-1/2"; None for anything else."""
-    left, _, text = plain(answer[: MAX_LENGTH + 1]).rpartition("=")
-    is_short = len(answer) <= MAX_LENGTH and not left.endswith(("!", "<", ">"))
-    match = WHOLE.fullmatch(text.strip(" \t\r\n{}()")) if is_short else None
-    return match[1] + match[2].replace(",", "") if match else None
+    left, _, text = plain(answer).rpartition("=")
+    match = WHOLE.fullmatch(text.strip(" \t\r\n{}()"))
+    is_equal = match and not left.endswith(("!", "<", ">"))
+    return match[1] + match[2].replace(",", "") if is_equal else None
 
 
 def final_numbers(text):

@@ -17,21 +17,20 @@ import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
-from evals import choices, main
-from evals.choices import lettered
-from evals.examples import as_text, held_out, one_split, read_examples, user
+from evals import main
+from evals.choices import answer, extract, lettered, score  # noqa: F401
+from evals.examples import held_out, one_split, read_examples, user
 
 HUB = "Rowan/hellaswag"
 VERSION = "OpenCompass hellaswag_gen_6faab5"  # name of the prompt
-NEEDS = "ctx_a, ctx_b, four endings and label (0 to 3), or query, four choices and gold"
-extract, score, answer = choices.extract, choices.score, choices.answer
+NEEDS = "ctx_a, ctx_b, four endings and label (0 to 3)"
 
 
 def load(split, path=None, limit=None):
     """The first `limit` examples {"text", "options": 4, "gold": letter}.
 
-    path: empty for the hub's rows; a .jsonl or .parquet file or hub id with HUB's columns, or with
-    query, choices and gold (OpenCompass' file). A file gives the same rows for every split.
+    path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns. A
+    file gives the same rows for every split.
     """
     path, splits = path or HUB, {"test": "validation", "train": "train", "validation": "train"}
     examples = read_examples(_problem, NEEDS, path, one_split("hellaswag", split, splits))
@@ -55,15 +54,11 @@ def cleaned(text):
 
 
 def _problem(row):
-    if "query" in row:  # OpenCompass' file, whose text is clean
-        text, options, gold = str(row["query"]).split(": ", 1)[-1], row["choices"], row["gold"]
-    else:
-        text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")
-        options, gold = [cleaned(ending) for ending in row["endings"]], row["label"]
-    gold = dict(zip("0123", "ABCD", strict=True))[str(gold)]
-    if len(options) != 4:
+    text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")
+    gold = dict(zip("0123", "ABCD", strict=True))[str(row["label"])]
+    if len(row["endings"]) != 4:
         raise ValueError("not four endings")
-    return {"text": text, "options": [*map(as_text, options)], "gold": gold}
+    return {"text": text, "options": [*map(cleaned, row["endings"])], "gold": gold}
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ without any. OpenCompass, and so DARE, takes the first block and strips the inde
 which then does not parse.
 """
 
-import ast
 import re
 import sys
 import textwrap
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import evalplus, main
-from evals.examples import chat_row, one_split, read_examples, user
+from evals.examples import chat_row, one_split, read_examples, user, worked
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -31,16 +30,16 @@ COLUMNS = (
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
-def load(split, path=None, limit=None, hub=HUB, read=None, needs=COLUMNS):
+def load(split, path=None, limit=None, hub=HUB):
     """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown},
-    those of EvalPlus' files also with "seconds": their limit of time.
+    those of EvalPlus also with "seconds": their limit of time.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
     """
     path = path or hub
     split = one_split(hub, split, {"test": "test"}) if path == hub else split
-    return read_examples(read or _problem, needs, path, split, limit=limit)
+    return read_examples(_problem, COLUMNS, path, split, limit=limit)
 
 
 def prompt(example):
@@ -58,10 +57,10 @@ def program(completion, example):
     """The prompt, with its imports and helpers, followed by the code of the completion; None if
     there is none.
 
-    Code that defines the function goes after the stub, which it replaces. Other code is the body:
-    the first of these forms that makes one is used: as it is, dedented and indented by 4, with only
-    the first line indented by 4; then the same for the lines before the first unindented one, where
-    a base model goes on with something else.
+    Code that defines the function goes after the stub, which it replaces. Other code is the body,
+    in the first of these forms that parses: dedented and indented by 4, as it is, with only the
+    first line indented by 4; then the same for the lines before the first unindented one, where a
+    base model goes on with something else.
     """
     code = extract(completion, example)
     if code is None:
@@ -73,17 +72,17 @@ def program(completion, example):
     indent = lambda text: textwrap.indent(textwrap.dedent(text), "    ")
     indent_first = lambda text: re.sub(r"\A[^\S\n]*", "    ", text)
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
-    forms = [form(text) for text in (code, cut) for form in (str, indent, indent_first)]
+    forms = [form(text) for text in (code, cut) for form in (indent, str, indent_first)]
     programs = [f"{stub}{form}\n" for form in forms]
-    return next((text for text in programs if _has_body(text, example["entry_point"])), programs[1])
+    return next(filter(parsed, programs), programs[0])
 
 
-def job(completion, example, timeout=TIMEOUT):
+def job(completion, example):
     """The program of a completion and its tests; None if it is empty. The prompt's own helpers are
     trusted."""
     code, name = program(completion, example), example["entry_point"]
-    timeout = example.get("seconds", timeout)
-    return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=timeout)
+    seconds = example.get("seconds", TIMEOUT)
+    return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=seconds)
 
 
 score, score_batch = scorers(job)
@@ -91,18 +90,8 @@ score, score_batch = scorers(job)
 
 def answer(example, draw=0):
     """The reference solution as a completion. SystemExit if unknown."""
-    if not example["solution"]:
-        where = "take those of the hub, or HumanEval.jsonl.gz"
-        raise SystemExit(f"humaneval: these rows have no solutions; {where}")
-    return f"```python\n{example['prompt']}{example['solution']}```"
-
-
-def _has_body(text, name):
-    """Whether it parses and its last function of this name is more than a docstring."""
-    tree = parsed(text)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree else []
-    bodies = [node.body for node in functions if node.name == name]
-    return bool(bodies) and len(bodies[-1]) > 1
+    solution = worked("humaneval", example, "take those of the hub, or HumanEval.jsonl.gz")
+    return f"```python\n{example['prompt']}{solution}```"
 
 
 def _problem(row):

@@ -333,11 +333,8 @@ def unpacked(text):
     """The text in base64 of zlib of a pickle of it. The pickle is parsed, not loaded: loading one
     can run anything. ValueError or zlib.error if it does not hold one text."""
     data = zlib.decompress(base64.b64decode(text, validate=True))
-    values = [value for _, value, _ in pickletools.genops(data)]
-    texts = [value for value in values if isinstance(value, str)]
-    if len(texts) != 1:
-        raise ValueError(f"a pickle of {len(texts)} texts, not of one")
-    return texts[0]
+    [packed] = (value for _, value, _ in pickletools.genops(data) if isinstance(value, str))
+    return packed
 
 
 if __name__ == "__main__":

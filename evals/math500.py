@@ -17,7 +17,16 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import final_answer, main
-from evals.examples import STYLES, as_text, chat_row, held_out, parse_rows, source_and_style, user
+from evals.examples import (
+    STYLES,
+    as_text,
+    chat_row,
+    held_out,
+    parse_rows,
+    source_and_style,
+    user,
+    worked,
+)
 from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
 from evals.math_grader import last_box, math_verify
 
@@ -54,19 +63,20 @@ def load(split, path=None, limit=None):
     file gives the same rows for every split. Rows without an answer (DARE's train file has four)
     are left out and counted on stderr.
     """
-    path, style = source_and_style(path or "")
-    if style:
-        return [problem | style for problem in load(split, path, limit)]
-    path, held = path or HUB, split != "test"
-    if path != "full" and not (path == HUB and held):
-        return _problems(read_rows(path, split, PRESETS, limit), path)
-    part = "train" if held else "test"
-    rows = [row for name in PARTS for row in read_rows(FULL, part, PRESETS, config=name)]
-    examples = _problems(rows, FULL)
-    if held:
+    path, style = source_and_style(path, HUB)
+    held = split != "test"
+    if whole := path == "full" or path == HUB and held:
+        path, part = FULL, "train" if held else "test"
+        rows = [row for name in PARTS for row in read_rows(FULL, part, PRESETS, config=name)]
+    else:
+        rows = read_rows(path, split, PRESETS, limit)
+    examples = [example for example in parse_rows(problem, COLUMNS, path, rows) if example["gold"]]
+    if lost := len(rows) - len(examples):
+        print(f"{path}: {lost} of {len(rows)} rows left out: no answer", file=sys.stderr)
+    if whole and held:
         key = lambda i: stable_hash("math", examples[i]["question"])
         examples = held_out(examples, split, key)
-    return examples[:limit]
+    return [example | style for example in examples[:limit]]
 
 
 def prompt(example):
@@ -93,26 +103,16 @@ def score(completion, example):
 
 def answer(example, draw=0):
     """The worked solution, ending in the box. SystemExit if unknown."""
-    solution, gold = example["solution"], example["gold"]
-    if not solution:
-        where = f"train on {FULL} or on a file with problem and solution"
-        raise SystemExit(f"math500: these rows have no worked solutions; {where}")
+    where, gold = f"train on {FULL} or on a file with problem and solution", example["gold"]
+    solution = worked("math500", example, where)
     is_boxed = last_box(solution) == gold
     return solution if is_boxed else f"{solution}\nThe answer is $\\boxed{{{gold}}}$."
-
-
-def _problems(rows, path):
-    """Problems of rows; those without an answer are left out and counted on stderr."""
-    examples = [example for example in parse_rows(problem, COLUMNS, path, rows) if example["gold"]]
-    if lost := len(rows) - len(examples):
-        print(f"{path}: {lost} of {len(rows)} rows left out: they have no answer", file=sys.stderr)
-    return examples
 
 
 def problem(row):
     """{"question", "gold": "" if the row has none, "solution": "" if it has none} of a row. Raises
     for other columns."""
-    solution = row.get("solution") if isinstance(row.get("solution"), str) else ""
+    solution = row.get("solution") or ""
     if chat := chat_row(row):
         question, gold = chat
     else:

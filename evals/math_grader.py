@@ -39,12 +39,15 @@ UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 # what Math-Verify 0.9 does not see: the base of 52_8, and words of size
 IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
-# a number and what may surround it: $ \$ % \%, spaces and a final full stop
-NUMBER = re.compile(rf"([-+]?)(?:\\?\$)?({GROUPED}|[0-9]+)?(\.[0-9]+)?(?:\s*\\?%)?\.?")
+NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
+# thin spaces and degrees anywhere, a dollar in front of a number
+NOT_COUNTED = re.compile(r"\\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.])")
 LAST_NUMBER = re.compile(
     rf"(?<![\w.])(?<!\w-)-?(?:{GROUPED}(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/0*[1-9][0-9]*)?"
 )
-FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
+FRACTION = re.compile(  # in running text - is a sign unless it subtracts
+    r"((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
+)
 OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
 
 
@@ -63,12 +66,10 @@ def boxes(text, unclosed=False):
             start, is_box = opened.pop()
             if is_box and brace.start() - start <= MAX_LENGTH:
                 found.append((start, text[start : brace.start()]))
-    if unclosed:
-        lines = ((start, UNCLOSED.match(text, start)) for start, is_box in opened if is_box)
-        lines = ((start, line[1]) for start, line in lines if line)
-        found += [
-            (start, text + "}" * (text.count("{") - text.count("}"))) for start, text in lines
-        ]
+    for start, is_box in opened if unclosed else ():
+        if is_box and (line := UNCLOSED.match(text, start)):
+            lacking = line[1].count("{") - line[1].count("}")
+            found.append((start, line[1] + "}" * lacking))
     return [content for _, content in sorted(found)]
 
 
@@ -99,7 +100,7 @@ def math_verify(answer, gold, tolerance=0.0):
         return True
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
-        if ours == theirs or abs(ours - theirs) <= Fraction(tolerance) * Fraction(101, 100):
+        if abs(ours - theirs) <= 1.01 * tolerance:
             return True
         if ours.denominator == theirs.denominator == 1:
             return False
@@ -109,22 +110,15 @@ def math_verify(answer, gold, tolerance=0.0):
 def number(answer):
     r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2";
     None for anything else."""
-    text = answer.strip()
-    if text.count("$") == 2:
-        text = text.removeprefix("$").removesuffix("$")
-    text = re.sub(r"\\[!,]|\^\{?\\circ\}?|°", "", text.replace("{,}", ",")).strip()
-    if FRACTION.fullmatch(text):
-        text = FRACTION.sub(OVER, text).strip()
-    if re.fullmatch(r"-?[0-9]+/0*[1-9][0-9]*", text):
-        return Fraction(text)
-    match = NUMBER.fullmatch(text)
-    if not match or not (match[2] or match[3]):
-        return None
-    return Fraction(match[1] + (match[2] or "0").replace(",", "") + (match[3] or ""))
+    text = NOT_COUNTED.sub("", answer.replace("{,}", ",")).strip().rstrip(" .%$\\")
+    if fraction := FRACTION.fullmatch(text):
+        text = fraction.expand(OVER).strip()
+    return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
 # rewriting rules of the string matcher, in this order
 HENDRYCKS = [
+    (r"(?s)^\{(.*)\}$", r"\1"),  # \boxed{{5}}
     (r"\n|\\!|\\ |\.+$", ""),
     (r"\\\\", r"\\"),
     (r"\\[td]frac", r"\\frac"),
@@ -143,17 +137,23 @@ HENDRYCKS = [
     (r"\\frac([^{}\\])\{", r"\\frac{\1}{"),
     (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
 ]
-# words that Minerva's rule removes as units
-UNITS = re.compile(
+# Minerva's: without the words that it takes for units, and commas in numbers
+UNITS = (
     r"\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes"
     r"|digits|cents|degrees|cm|gm|pounds|meters|meals|edges|students|childrentickets|multiples"
     r"|sec|dollar|miles|yards|ft|units?|squared?)s?\b"
 )
+MINERVA = [
+    (r"\\text\{\(([^{}]*)\)\}", r"\1"),
+    (UNITS, ""),
+    *HENDRYCKS,
+    (r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", "")),
+]
 
 
 def rewritten(text, rules):
     for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text)
+        text = re.sub(pattern, replacement, text.strip())
     return text
 
 
@@ -164,18 +164,7 @@ def hendrycks(answer, gold):
     Mostly stricter than Math-Verify: 0.5 is not \\frac{1}{2}, and 9i+6 is not 6+9i; but 18 dollars
     is 18.
     """
-
-    def stripped(text):
-        text = re.sub(r"(?s)^\{(.*)\}$", r"\1", text.strip())  # \boxed{{5}}
-        for rule in HENDRYCKS:
-            text = rewritten(text.strip(), [rule])
-        return text
-
-    def bare(text):
-        plain = stripped(UNITS.sub("", re.sub(r"\\text\{\(([^{}]*)\)\}", r"\1", text)).strip())
-        return plain.replace(",", "") if re.fullmatch(r"-?[\d,]+(\.\d+)?", plain) else plain
-
-    return stripped(answer) == stripped(gold) or bare(answer) == bare(gold)
+    return any(rewritten(answer, rules) == rewritten(gold, rules) for rules in (HENDRYCKS, MINERVA))
 
 
 # rewriting rules of MATH's authors, in this order (deepscaler)
@@ -230,16 +219,16 @@ def deepscaler(answer, gold):
     parts). Fractions must be in lowest terms, and an integer must be written as one; nothing is
     calculated with more than two letters or a power of two digits.
     """
-    if rewritten(answer.strip(), MATHD) == rewritten(gold.strip(), MATHD):
+    if rewritten(answer, MATHD) == rewritten(gold, MATHD):
         return True
     ours, theirs = _plain(answer), _plain(gold)
     if ours == theirs or not ours:
         return ours == theirs
     answers, golds = _parts(ours), _parts(theirs)
     brackets = len(golds) == 1 or (ours[0], ours[-1]) == (theirs[0], theirs[-1])
-    if not brackets or len(answers) != len(golds):
-        return False
-    return all(_same_part(a.strip(), b.strip()) for a, b in zip(answers, golds, strict=True))
+    alike = brackets and len(answers) == len(golds)
+    pairs = zip(answers, golds, strict=False)
+    return alike and all(_same_part(ours.strip(), theirs.strip()) for ours, theirs in pairs)
 
 
 def _parts(text):
@@ -410,7 +399,6 @@ def serve():
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not _by_math_verify("0.5", "\\frac{1}{2}", 0.0):
         raise SystemExit("Math-Verify reads no LaTeX: its parser, antlr4, is missing")
     print("ready", file=replies, flush=True)

@@ -19,7 +19,7 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main
-from evals.examples import as_text, parse_rows, user
+from evals.examples import as_text, parse_rows, user, worked
 from evals.programs import code_of, defines, parsed, scorers
 from evals.sandbox import Job
 
@@ -36,38 +36,51 @@ COLUMNS = (
     "or prompt and reward_model.ground_truth (DARE)"
 )
 # tasks 2, 3 and 4 as OpenCompass' mbpp_gen_830460 shows them, to the byte of DARE's file
-TASK_2 = """Write a function to find the similar elements from the given two tuple lists.
+SHOWN = """\
+You are an expert Python programmer, and here is your task: Write a function to find the similar \
+elements from the given two tuple lists. Your code should pass these tests:
+
  assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)
 assert similar_elements((1, 2, 3, 4),(5, 4, 3, 7)) == (3, 4)\x20
-assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)
-def similar_elements(test_tup1, test_tup2):\r
+assert similar_elements((11, 12, 14, 13),(17, 15, 14, 13)) == (13, 14)\x20
+[BEGIN]
+ 'def similar_elements(test_tup1, test_tup2):\r
   res = tuple(set(test_tup1) & set(test_tup2))\r
-  return (res)"""
-TASK_3 = """Write a python function to identify non-prime numbers.
+  return (res)'\x20
+[DONE]\x20
+
+ You are an expert Python programmer, and here is your task: Write a python function to identify \
+non-prime numbers. Your code should pass these tests:
+
  assert is_not_prime(2) == False\x20
 assert is_not_prime(10) == True\x20
-assert is_not_prime(35) == True
-import math\r
+assert is_not_prime(35) == True\x20
+[BEGIN]
+ 'import math\r
 def is_not_prime(n):\r
     result = False\r
     for i in range(2,int(math.sqrt(n)) + 1):\r
         if n % i == 0:\r
             result = True\r
-    return result"""
-TASK_4 = """Write a function to find the largest integers from a given list of numbers using heap \
-queue algorithm.
+    return result'\x20
+[DONE]\x20
+
+ You are an expert Python programmer, and here is your task: Write a function to find the largest \
+integers from a given list of numbers using heap queue algorithm. Your code should pass these tests:
+
  assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],3)==[85, 75, 65]\x20
 assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],2)==[85, 75]\x20
-assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]
-import heapq as hq\r
+assert heap_queue_largest( [25, 35, 22, 85, 14, 65, 75, 22, 58],5)==[85, 75, 65, 58, 35]\x20
+[BEGIN]
+ 'import heapq as hq\r
 def heap_queue_largest(nums,n):\r
   largest_nums = hq.nlargest(n, nums)\r
-  return largest_nums"""
-SHOTS = []  # (question, answer)
-for shown in (TASK_2, TASK_3, TASK_4):
-    text, *tests, code = shown.split("\n", 4)
-    task = TASK.format(text=text, tests="\n".join(tests)[1:]).replace("  \n", " \n")
-    SHOTS.append((task, f"[BEGIN]\n '{code}' \n[DONE] \n\n "))
+  return largest_nums'\x20
+[DONE]\x20
+
+ """
+# (question, answer)
+SHOTS = re.findall(r"(You are.*?)(\[BEGIN\].*?\[DONE\] \n\n )", SHOWN, re.DOTALL)
 
 
 def load(split, path=None, limit=None):
@@ -115,19 +128,12 @@ def names_of(example):
     """What a program must define: names that the set-up code and the tests use and neither they nor
     Python define."""
     nodes = list(ast.walk(parsed(_tests(example)) or ast.Module([], [])))
-    used, own = set(), set(dir(builtins))
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-        elif isinstance(node, ast.alias):
-            own.add((node.asname or node.name).partition(".")[0])
-    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-    called = {function.id for function in functions if isinstance(function, ast.Name)}
-    return sorted(used - own) or sorted(called)  # task 126 asks for a function called sum
+    names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
+    # of functions, classes, imports, arguments
+    own = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "arg")}
+    own |= {name for name, context in names if context is ast.Store}
+    used = {name for name, _ in names} - own
+    return sorted(used - set(dir(builtins))) or sorted(used)  # task 126 asks for a function sum
 
 
 def job(completion, example):
@@ -143,9 +149,8 @@ score, score_batch = scorers(job)
 
 def answer(example, draw=0):
     """The reference solution in the form of the solved tasks. SystemExit if unknown."""
-    if not example["solution"]:
-        raise SystemExit(f"mbpp: these rows have no solutions; take those of {HUB}, or mbpp.jsonl")
-    return f"[BEGIN]\n '{example['solution']}' \n[DONE]"
+    solution = worked("mbpp", example, f"take those of {HUB}, or mbpp.jsonl")
+    return f"[BEGIN]\n '{solution}' \n[DONE]"
 
 
 def _tests(example):
@@ -155,9 +160,8 @@ def _tests(example):
 def _problem(row):
     setup = row.get("test_setup_code") or ""
     if isinstance(row.get("reward_model"), dict):
-        asked = [turn["content"] for turn in row["prompt"] if turn["role"] == "user"][-1]
-        form = re.escape(TASK).replace(r"\{text\}", "(.*)").replace(r"\{tests\}", ".*")
-        text = re.fullmatch(form, asked, re.S)[1]
+        asked = row["prompt"][2 * len(SHOTS)]["content"]
+        text = asked.partition(" task: ")[2].rpartition(" Your code should pass")[0]
         tests = json.loads(row["reward_model"]["ground_truth"])
     else:
         text, tests = row.get("text") or row["prompt"], row["test_list"]

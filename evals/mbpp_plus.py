@@ -1,6 +1,5 @@
 """MBPP+: 378 tasks of MBPP with about a hundred inputs each (EvalPlus).
 
-    python evals/mbpp_plus.py --model llada-8b  evalplus/mbppplus
     python evals/mbpp_plus.py --model llada-8b --data MbppPlus-v0.2.0.jsonl.gz
     python evals/mbpp_plus.py --completions FILE.jsonl --data MbppPlus-v0.2.0.jsonl.gz
 
@@ -11,38 +10,27 @@ of the answer are left out. Completions are read as for HumanEval.
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import evalplus, humaneval, humaneval_plus, main, mbpp
-from evals.examples import user
+from evals import evalplus, main
+from evals.examples import read_examples, user
+from evals.humaneval import answer, extract, job, score, score_batch  # noqa: F401
 
-HUB = "evalplus/mbppplus"
 VERSION = "EvalPlus"  # name of the prompt
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
 )
-COLUMNS = f"prompt, code, test_imports, test_list and test; or {evalplus.COLUMNS} (EvalPlus)"
-extract, job, answer = humaneval.extract, humaneval_plus.job, humaneval.answer
-score, score_batch = humaneval_plus.score, humaneval_plus.score_batch
 
 
 def load(split, path=None, limit=None):
-    """As humaneval.load, of HUB."""
-    return humaneval.load(split, path, limit, HUB, _problem, COLUMNS)
+    """As humaneval.load, of EvalPlus' file."""
+    if not path:
+        raise SystemExit("mbpp_plus: name EvalPlus' file, MbppPlus-v0.2.0.jsonl.gz, with --data")
+    return read_examples(evalplus.example_of, evalplus.COLUMNS, path, split, limit=limit)
 
 
 def prompt(example):
     """One user message, EvalPlus' to the byte."""
     return user(f"{INSTRUCTION}\n```\n{example['prompt'].strip()}\n```\n")
-
-
-def _problem(row):
-    if "plus_input" in row:
-        return evalplus.example_of(row)
-    tests, setup = row["test_list"], "\n".join(row["test_imports"])
-    [name] = mbpp.names_of({"setup": setup, "tests": tests})
-    text = f'"""\n{row["prompt"]}\n{tests[0]}\n"""\n'
-    example = {"prompt": text, "entry_point": name, "solution": f"{row['code']}\n"}
-    return example | {"tests": f"{setup}\n{row['test']}"}
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
-from evals import choices, main
-from evals.choices import lettered, read_zip, with_shots
+from evals import main
+from evals.choices import extract, lettered, read_zip, score, with_shots  # noqa: F401
 from evals.examples import as_text, one_split, parse_rows, source_and_style, user
 
 HUB = "cais/mmlu"
@@ -35,7 +35,6 @@ COT = (
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of ABCD. Think "
     "step by step before answering."
 )
-extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
@@ -45,8 +44,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows, a hub id with HUB's columns, or a zip of csv files; "cot", or
     @cot behind a path, for this style.
     """
-    path, style = source_and_style(path or HUB, PRESETS)
-    path = path or HUB
+    path, style = source_and_style(path, HUB, PRESETS)
     split = one_split("mmlu", split, {"test": "test", "validation": "validation"})
     if path.endswith(".zip") or Path(path).exists():
         columns, split = ["question", *"ABCD", "answer"], split.replace("validation", "val")

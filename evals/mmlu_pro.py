@@ -8,9 +8,8 @@ which DARE uses for LLaDA (256 tokens), Dream (128) and LLaDA2 (256). So few tok
 answers: look at `answered` and `truncated` in result.json. Its macro_accuracy, the plain mean of
 the categories, is what DARE's table prints: LLaDA-8B-Instruct 36.82, Dream-7B-Instruct 31.89,
 LLaDA2.0-mini 57.10. `--data 5-shot` shows the first five validation rows of the category with their
-reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf); `--data
-5-shot-direct` shows them in one message and asks for the letter alone, as DARE's lmdeploy runs of
-SDAR-8B-Chat (56.49). Of a file with @5-shot behind it the rows with cot_content are the examples.
+reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). Of a file with
+@5-shot behind it the rows with cot_content are the examples.
 """
 
 import sys
@@ -18,17 +17,16 @@ from functools import partial
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
-from evals import choices, main
-from evals.choices import LETTERS, with_shots
+from evals import main
+from evals.choices import LETTERS, extract, score, with_shots  # noqa: F401
 from evals.examples import as_text, one_split, parse_rows, source_and_style, user
 
 HUB = "TIGER-Lab/MMLU-Pro"
 # names that `load` takes besides files and hub ids: HUB's rows with worked examples
-PRESETS = {"5-shot": "reasons", "5-shot-direct": "letters"}
+PRESETS = {"5-shot": "reasons"}
 VERSION = {  # name of the prompt, by style
     "": "OpenCompass mmlu_pro_0shot_cot_gen_08c1de",
     "reasons": "OpenCompass mmlu_pro_gen_cdbebf",
-    "letters": "OpenCompass mmlu_pro_few_shot_gen_bfaf90",
 }
 NEEDS = "question, options (up to 16), answer (letter of one of them) and category"
 INSTRUCTION = (
@@ -36,11 +34,7 @@ INSTRUCTION = (
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
     "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
 )
-HINT = (
-    "Answer the following multiple choice question about {}, and give your answer option directly."
-)
 STEPS = "Let's think step by step."
-extract, score = choices.extract, choices.score
 
 
 def load(split, path=None, limit=None):
@@ -48,32 +42,29 @@ def load(split, path=None, limit=None):
     category}, with worked examples also "style" and "shots": examples with "reason".
 
     path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns, and
-    @5-shot or @5-shot-direct behind it for worked examples. Options "N/A" are left out; the others
+    @5-shot behind it for worked examples. Options "N/A" are left out; the others
     keep their letters.
     """
     split = one_split("mmlu_pro", split, {"test": "test", "validation": "validation"})
-    path, style = source_and_style(path or HUB, PRESETS)
-    read = partial(read_rows, path or HUB, presets=PRESETS)
-    parse = partial(parse_rows, _problem, NEEDS, path or HUB)
+    path, style = source_and_style(path, HUB, PRESETS)
+    read = partial(read_rows, path, presets=PRESETS)
+    parse = partial(parse_rows, _problem, NEEDS, path)
     if not style:
         return parse(read(split, limit=limit))
     rows = [row for row in read(split) if not row.get("cot_content")]
     dev = [row for row in read("validation") if row.get("cot_content")]
-    return [example | style for example in with_shots(parse(rows[:limit]), parse(dev), path or HUB)]
+    return [example | style for example in with_shots(parse(rows[:limit]), parse(dev), path)]
 
 
 def prompt(example):
-    """One user message; in the style "reasons" after five chat turns, in "letters" with five
-    answered questions."""
-    style, shots = example.get("style"), example.get("shots")
-    if not style:
+    """One user message, in the style "reasons" after five chat turns."""
+    if example.get("style") != "reasons":
         return user(f"{INSTRUCTION}\n\n{_asked(example, 2)}")
-    if style == "reasons":
-        turns = [(_asked(shot), f"Answer: {STEPS} {shot['reason']}") for shot in shots]
-        return user(_asked(example), turns)
-    answered = [f"{_asked(shot)}\nAnswer: {shot['gold']}\n" for shot in shots]
-    hint = HINT.format(example["subject"])
-    return user(f"{hint}\n{''.join(answered)}{_asked(example)}\nAnswer: ")
+    shots = example["shots"]
+    return user(
+        _asked(example),
+        [(_asked(shot), f"Answer: {STEPS} {shot['reason']}") for shot in shots],
+    )
 
 
 def _asked(row, lines=1):

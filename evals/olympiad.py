@@ -18,8 +18,6 @@ import re
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from itertools import accumulate
-
 from evals import main
 from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
@@ -38,6 +36,7 @@ TYPES = {
     "Equation": "an equation",
     "Interval": "an interval",
 }
+NAMED = re.compile(r"^.*\\in |^\([^()=]*\)\s*=\s*(?=\()", re.DOTALL)
 FREE = ("Need_human_evaluate", "Tuple")  # answer types that the prompt does not name
 
 
@@ -79,10 +78,9 @@ def score(completion, example):
     # one tolerance for all answers, or one each; \pm means two answers with the same tolerance
     errors = example["error"]
     errors = errors if len(errors) == len(golds) else errors[:1] * len(golds)
-    answers = [text for answer in answers for text in both_signs(answer)]
     pairs = zip(golds, errors, strict=True)
     golds = [(text, error) for gold, error in pairs for text in both_signs(gold)]
-    return float(len(answers) == len(golds) and matched(answers, golds))
+    return float(matched([text for answer in answers for text in both_signs(answer)], golds))
 
 
 def bare(text):
@@ -90,19 +88,20 @@ def bare(text):
     return re.sub(r"\\?\$|\\(?:left|right)(?![A-Za-z])", "", text).strip().rstrip(".").strip()
 
 
-def depths(text):
-    """Number of open brackets after each character; "(0, 1]" has one bracket of each direction."""
-    return list(accumulate((char in "([{") - (char in ")]}") for char in text))
+def depth(text):
+    """Number of open brackets at its end; "(0, 1]" has one bracket of each direction."""
+    return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
 
 def split_outside(text, separator=","):
     """Parts between separators outside all brackets."""
-    parts, start = [], 0
-    for i, depth in enumerate(depths(text)):
-        if depth == 0 and text.startswith(separator, i):
-            parts.append(text[start:i].strip())
-            start = i + len(separator)
-    return [part for part in [*parts, text[start:].strip()] if part]
+    parts = [""]
+    for piece in text.split(separator):
+        if depth(parts[-1]):
+            parts[-1] += separator + piece
+        else:
+            parts.append(piece)
+    return [part.strip() for part in parts if part.strip()]
 
 
 def answers_in(text, multiple):
@@ -120,26 +119,22 @@ def both_signs(answer):
 
 
 def matched(answers, golds):
-    """Whether answers and golds, of equal number, can be paired so that each pair is the same."""
-    return not golds or any(
-        same(answer, *golds[0]) and matched(answers[:i] + answers[i + 1 :], golds[1:])
-        for i, answer in enumerate(answers)
+    """Whether answers and golds can be paired so that each pair is the same."""
+    return len(answers) == len(golds) and (
+        not golds
+        or any(
+            same(answer, *golds[0]) and matched(answers[:i] + answers[i + 1 :], golds[1:])
+            for i, answer in enumerate(answers)
+        )
     )
 
 
 def same(answer, gold, error):
     """One answer against one gold: unions of intervals, tuples and intervals part by part, all else
     by Math-Verify."""
-    if answer == gold:
-        return True
-    if r"\in " in gold or r"\in " in answer:  # x \in (0, 1)
-        answer, gold = (text.rpartition(r"\in ")[2].strip() for text in (answer, gold))
-        return same(answer, gold, error)
-    # (x, y) = (1, 2) is (1, 2)
-    answer, gold = (re.sub(r"^\([^()=]*\)\s*=\s*(?=\()", "", text) for text in (answer, gold))
-    ours, theirs = split_outside(answer, r"\cup"), split_outside(gold, r"\cup")
-    if len(ours) != len(theirs):
-        return False
+    # x \in (0, 1) is (0, 1), and (x, y) = (1, 2) is (1, 2)
+    answer, gold = (NAMED.sub("", text).strip() for text in (answer, gold))
+    ours, theirs = (split_outside(text, r"\cup") for text in (answer, gold))
     if len(theirs) > 1:
         return matched(ours, [(part, error) for part in theirs])
     ours, theirs = members(answer), members(gold)
@@ -152,11 +147,10 @@ def same(answer, gold, error):
 
 def members(text):
     """a and b of (a, b), [a, b) and so on; otherwise nothing."""
-    if text[:1] not in ("(", "[") or text[-1] not in ")]":
-        return []
-    depth = depths(text)
     # one pair of brackets around everything: not (1, 2) + (3, 4)
-    return split_outside(text[1:-1]) if depth[-1] == 0 and 0 not in depth[:-1] else []
+    around = re.fullmatch(r"[(\[].*[)\]]", text, re.DOTALL) and not depth(text)
+    inside = around and all(depth(text[:end]) for end in range(1, len(text)))
+    return split_outside(text[1:-1]) if inside else []
 
 
 def _type_sentence(example):
@@ -177,18 +171,16 @@ def _kind(name):
 
 
 def _problem(row):
-    final, kind, multiple = row["final_answer"], row["answer_type"], row["is_multiple_answer"]
-    error = [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")]
+    final, kind = row["final_answer"], row["answer_type"]
     known = any(name in kind for name in FREE) or all(map(_kind, kind.split(",")))
-    good = known and type(multiple) is bool and isinstance(final, list) and final and all(final)
-    finite = all(0 <= part < float("inf") for part in error)
-    if not good or not finite or row.get("language", "English") != "English":
-        raise ValueError("an unknown answer, type, tolerance or language")
+    good = known and isinstance(final, list) and final and all(final)
+    if not good or row.get("language", "English") != "English":
+        raise ValueError("an unknown answer, type or language")
     return {
         "question": row["question"],
         "gold": ", ".join(map(bare, final)),
-        "error": error,
-        "multiple": multiple,
+        "error": [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")],
+        "multiple": row["is_multiple_answer"],
         "type": kind,
         "unit": bool(row.get("unit")),
         "field": "Math" if row.get("subject", "Math") == "Math" else "Physics",

@@ -27,6 +27,7 @@ from models import prompt_ids
 from models.atomic import is_first_rank, write_atomically
 from rollout.traces import gold
 
+QUOTES = str.maketrans("‘’“”", "''\"\"")
 DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows
 
 
@@ -83,8 +84,10 @@ def same_problem(task, example, row):
     asked = task.prompt(example)[-1]["content"]
     keys = [key for key in (*QUESTION, "puzzle", "numbers") if key in example]
     own = str(example[keys[0]]) if keys else asked
-    said, asked, own = (" ".join(text.split()) for text in (said, asked, own))
-    return said in asked or own in said
+    words = lambda text: " ".join(text.translate(QUOTES).split())
+    said, asked, own = words(said), words(asked), words(own)
+    whole = not keys or 2 * len(said) > len(own)  # not its first words alone
+    return own in said or whole and said in asked
 
 
 def _row(told, task, examples, repeats):

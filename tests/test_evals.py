@@ -25,6 +25,7 @@ from evals import TRAIN_TASKS, load_problems, load_splits, load_task, programs, 
 from evals.examples import shots_in
 from evals.math_grader import grade, number
 from evals.rewards import REWARDS, load_reward
+from evals.samples import same_problem
 from evals.sandbox import in_threads
 from models import load_tokenizer
 
@@ -255,7 +256,6 @@ HUB = {  # task: data set, config, hub's name of the test split
     "humaneval": ("openai/openai_humaneval", None, "test"),
     "humaneval_plus": ("evalplus/humanevalplus", None, "test"),
     "mbpp": ("google-research-datasets/mbpp", "full", "test"),
-    "mbpp_plus": ("evalplus/mbppplus", None, "test"),
 }
 
 
@@ -283,16 +283,17 @@ def test_held_out_rows_are_fixed(hub):
         rows["EleutherAI/hendrycks_math", part, "train"] = [problem(i) for i in range(100)]
         rows["EleutherAI/hendrycks_math", part, "test"] = [problem(-1)]
     hub(rows)
-    for task, key, size in (
-        ("gsm8k", "question", 1000),
-        ("hellaswag", "text", 600),
-        ("math500", "question", 700),
+    for task, key, size, held in (
+        ("gsm8k", "question", 1000, "198?"),
+        ("hellaswag", "text", 600, "Text 115. He"),
+        ("math500", "question", 700, "counting_and_probability 51?"),
     ):
         module = load_task(task)
         train, validation = module.load("train"), module.load("validation")
         assert (len(train), len(validation)) == (size - 512, 512)
         assert len({row[key] for row in train + validation}) == size
         assert module.load("validation", limit=3) == validation[:3]
+        assert validation[100][key] == held, "the same rows for ever"
     ids = [int(row["question"][:-1]) for row in load_task("gsm8k").load("train")]
     assert ids == sorted(ids)
     d1 = [row | {"style": "tags"} for row in load_task("math500").load("train")]
@@ -333,15 +334,13 @@ def test_worked_examples_of_mmlu_pro(tmp_path, hub):
     parts = {("TIGER-Lab/MMLU-Pro", None, "validation"): other + dev}
     hub(parts | {("TIGER-Lab/MMLU-Pro", None, "test"): [row] * 2})
     [plain, _] = pro.load("test")
-    for name, style in (("5-shot", "reasons"), ("5-shot-direct", "letters")):
-        [first, _] = found = pro.load("test", name)
-        assert [shot["reason"] for shot in first["shots"]] == [
-            f"Because {i}. The answer is (J)." for i in range(5)
-        ]
-        assert first == plain | {"style": style, "shots": first["shots"]}
-        assert shots_in(pro.prompt(first)) == 5
-        path = write(tmp_path / "rows.jsonl", [row, *other, *dev, row])
-        assert pro.load("test", f"{path}@{name}") == found and pro.load("test", name, 1) == [first]
+    [first, _] = found = pro.load("test", "5-shot")
+    reasons = [f"Because {i}. The answer is (J)." for i in range(5)]
+    assert [shot["reason"] for shot in first["shots"]] == reasons
+    assert first == plain | {"style": "reasons", "shots": first["shots"]}
+    assert shots_in(pro.prompt(first)) == 5
+    path = write(tmp_path / "rows.jsonl", [row, *other, *dev, row])
+    assert pro.load("test", f"{path}@5-shot") == found and pro.load("test", "5-shot", 1) == [first]
     path = write(tmp_path / "rows.jsonl", [row, *dev[:4]])
     assert "fewer than 5 dev rows of 'law'" in one_line(pro.load, "test", f"{path}@5-shot")
     assert shots_in(pro.prompt(plain)) == 0 and len(pro.load("test", path)) == 5
@@ -367,45 +366,16 @@ def test_worked_examples_of_gpqa(tmp_path):
 
 def test_evalplus_rows(tmp_path):
     """Inputs without outputs: the reference says what is right, with EvalPlus' exceptions."""
-    row = {"prompt": '"""\nDo.\nassert f(1)\n"""\n', "base_input": [[1, 2]], "atol": 0}
-    case = lambda task, name, body, inputs, **more: (
-        row
-        | {"task_id": task, "entry_point": name, "plus_input": inputs} | more
-        | {"canonical_solution": f"\ndef {name}(*x):\n    return {body}\n"}
-    )  # fmt: skip
-    pairs = [[[1, 2], [3, 4]], [[], []]]
-    rows_and_answers = [  # row, body, whether it is right
-        (case("Mbpp/2", "f", "x[0] + (1,)", pairs, base_input=[]), "x[0] + (1,)", True),
-        (case("Mbpp/2", "f", "len(x)", pairs, base_input=[]), "x[0] == (1, 2) and 2 or 2", True),
-        (case("Mbpp/9", "f", "sum(x)", [[0.1, 0.2]]), "round(sum(x), 7)", True),
-        (case("Mbpp/9", "f", "sum(x)", [[0.1, 0.2]]), "round(sum(x), 7) + 0.01", False),
-        (case("Mbpp/9", "f", "list(x)", [[3, 4]]), "tuple(x)", False),
-        (case("Mbpp/9", "f", "list(x)", [[3, 4]]), "[1, 2]", False),
-        (case("Mbpp/9", "f", "x[0]", [], atol=0.5), "x[0] + 0.25", False),
-        (case("Mbpp/9", "f", "x[0] + .0", [], atol=0.5), "x[0] + 0.25", True),
-        (case("Mbpp/7", "find_char_long", "[*x]", [[3, 4]]), "x[::-1]", True),
-        (case("Mbpp/7", "other", "[*x]", [[3, 4]]), "x[::-1]", False),
-        (case("Mbpp/1", "check_str", "x", [[3, 4]]), "True", True),
-        (case("Mbpp/1", "check_str", "__import__('re').match('a', 'a')", []), "True", True),
-        (case("Mbpp/295", "sum_div", "x", [[3, 4]]), "0", True),
-        (case("Mbpp/164", "are_equivalent", "1", [[3, 4]]), "2", True),
-        (case("Mbpp/558", "digit_distance_nums", "1", [[35, 4]]), "4 if x[0] > 9 else 1", True),
-        (case("Mbpp/581", "surface_Area", "1", [[3, 4]]), "35 if x[0] > 2 else 5", True),
-        (case("HumanEval/32", "find_zero", "0", [[[6, -5, 1]]], base_input=[]), "2", True),
-        (case("HumanEval/9", "f", "x[0]", [[None], [float("inf")]]), "x[0]", True),
-    ]  # fmt: skip
-    path, plain = tmp_path / "rows.jsonl.gz", tmp_path / "rows.jsonl"
-    write(plain, [row for row, *_ in rows_and_answers])
-    path.write_bytes(gzip.compress(plain.read_bytes()))
+    rows, bodies, right = zip(*of("evalplus")[0]["evalplus"], strict=True)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     plus, human = load_task("mbpp_plus"), load_task("humaneval_plus")
     examples = plus.load("test", str(path))
     assert human.load("test", str(path)) == examples
-    asked = "Please provide a self-contained Python script that solves the following problem in a "
-    asked += 'markdown code block:\n```\n"""\nDo.\nassert f(1)\n"""\n```\n'
-    assert plus.prompt(examples[0]) == [{"role": "user", "content": asked}]
+    assert "MbppPlus-v0.2.0.jsonl.gz" in one_line(plus.load, "test")
     code = "```python\ndef {}(*x):\n    return {}\n```"
-    texts = [code.format(row["entry_point"], body) for row, body, _ in rows_and_answers]
-    assert plus.score_batch(texts, examples) == [float(right) for *_, right in rows_and_answers]
+    texts = [code.format(row["entry_point"], body) for row, body in zip(rows, bodies, strict=True)]
+    assert plus.score_batch(texts, examples) == list(map(float, right))
     gold = [plus.answer(example) for example in examples[:12]]
     cheats = "__import__('sys').exit(0)", "type('Yes', (), {'__eq__': lambda *_: True})()"
     cheats = [code.format("f", cheat) for cheat in cheats] + ["import os\nos._exit(0)\ndef f(): 0"]
@@ -463,7 +433,7 @@ def test_bbh_clone(tmp_path):
 def test_splits(tmp_path):
     """Tasks without a train split name those to train on; MBPP's splits are task numbers."""
     for name in TASKS:
-        if name not in (*TRAIN_TASKS, "qa"):
+        if name not in (*TRAIN_TASKS, "qa", "mbpp_plus"):
             said = one_line(load_problems, load_task(name), "train", "", None, 1024)
             assert f"--split train: {load_task(name).HUB}" in said or f"{name} has only" in said
             assert "train on another task: arc_c, countdown" in said
@@ -561,6 +531,27 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     assert len(load(own(paths[0]), 0)["train"]) == 300 == len(load(own(*paths), 9)["train"])
 
 
+def test_the_problem_that_a_row_of_completions_is_about():
+    task, asked = load_task("gsm8k"), "Janet’s ducks lay 16 eggs a day. How many in a week?"
+    example = {"question": asked, "style": "boxed"}
+    for said, fits in {
+        asked: True, asked.replace("’", "'"): True, f"Q: {asked}\nA:": True, asked[:40]: True,
+        "Janet’s": False, asked.replace("16", "17"): False,
+    }.items():  # fmt: skip
+        assert same_problem(task, example, {"question": said}) == fits, said
+        assert same_problem(task, example, {"prompt": [{"content": said}]}) == fits
+    assert same_problem(task, example, {"prompt": task.prompt(example)})
+    assert same_problem(task, example, {"completion": "5"})
+
+
+def test_an_unknown_style_behind_a_file(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [row_of("gsm8k")])
+    assert load_task("gsm8k").load("test", f"{path}@d1")[0]["style"] == "tags"
+    for task, known in (("gsm8k", "d1, d1-eval, 4-shot"), ("mmlu_pro", "5-shot"), ("mmlu", "cot")):
+        said = one_line(load_task(task).load, "test", f"{path}@d2")
+        assert said == f"--data {path}@d2: no style 'd2'; known: {known}"
+
+
 def test_load_problems(tmp_path):
     tokenizer, gsm8k = load_tokenizer("tiny-sdar"), load_task("gsm8k")
     rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99, "<|MASK|>")]
@@ -629,17 +620,6 @@ def test_dares_files_have_our_prompts_and_rows():
         theirs = gsm8k.load(split, f"{DATA}/dare/{split}_gsm8k_1.parquet")
         ours = gsm8k.load(split, f"{DATA}/gsm8k/{split}.jsonl")
         assert theirs == [example | {"solution": ""} for example in ours]
-
-
-@needs_files
-def test_real_validation_rows_never_change(hub):
-    path = f"{DATA}/gsm8k/train.jsonl"
-    rows = list(read_rows(path, "train", ()))
-    hub({("openai/gsm8k", "main", "train"): rows})
-    train, validation = (load_task("gsm8k").load(split) for split in ("train", "validation"))
-    questions = [row["question"] for row in rows]
-    assert (len(train), len(validation)) == (6961, 512)
-    assert [questions.index(e["question"]) for e in validation[:4]] == [8, 34, 38, 81]
 
 
 @needs_files

@@ -19,7 +19,6 @@ from test_evals import of, one_line, row_of, write
 
 from evals import livecodebench, math_grader, programs, sandbox
 from evals.math_grader import grade, math_verify
-from evals.rewards import load_reward
 from evals.sandbox import in_threads
 
 ENDLESS = r"2^{2^{2^{100}}}"
@@ -83,26 +82,6 @@ def test_an_endless_answer_is_killed_and_the_next_is_judged(quick_timeout, capsy
         workers[1].wait()
         assert grade(r"\boxed{y+y}", "2y") is True
         assert len(workers) == 3 and len(math_grader.IDLE) == 1
-
-
-def test_an_answer_that_kills_the_grader_does_not_change_the_others(
-    quick_timeout, monkeypatch, capsys
-):
-    ask = math_grader.Worker.ask
-
-    def asked(worker, answer, *rest):
-        if answer == "k":  # as an answer that takes all memory
-            worker.process.kill()
-            worker.process.wait()
-        return ask(worker, answer, *rest)
-
-    monkeypatch.setattr(math_grader.Worker, "ask", asked)
-    from evals import math500
-
-    texts = [rf"\boxed{{{answer}}}" for answer in ("x+x", "k", "y+x", "2x+0", "2x+1")]
-    found = load_reward("", math500)(texts, [{"gold": "2x"}] * 5)
-    assert [parts["score"] for parts in found] == [1.0, 0.0, 0.0, 1.0, 0.0]
-    assert "counted as wrong: 'k'" in capsys.readouterr().err
 
 
 def test_model_text_is_not_run_and_no_secret_is_there(tmp_path, quick_timeout, monkeypatch):
@@ -174,7 +153,7 @@ def test_private_tests(tmp_path, monkeypatch):
     found = livecodebench.tests_of({"public": [], "private": real, "source": "x"})
     assert found[0] == ["1\nabc\n", "YES\n"] and len(found) == 4
     bad = {
-        packed(Attack()): "not of one", packed([]): "not of one",
+        packed(Attack()): "too many values", packed([]): "not enough values",
         packed("no"): "Expecting value",
         packed('[{"input": "x"}]'): "output", "[{]": "Expecting", "not base64": "base64",
         "": "incomplete", packed(cases(("1", "2")))[:40]: "incomplete",
