@@ -68,7 +68,6 @@ def load_weights(model, device):
         model.attention,
         torch.device(device).type,
         model.config.head_dim,
-        any(p.requires_grad for p in model.parameters()),
     )
     materialize(model, device)
     if directory is None:
