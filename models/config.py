@@ -59,8 +59,8 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
 
     fixed {key: value}: keys with a single supported value; no_effect: keys that may hold anything;
     needed: keys that must be stated, besides the fields without a default. Any other key must be
-    empty (None, False, 0, "" or []). SystemExit names missing keys and everything that is not
-    implemented.
+    empty (None, False, 0, "" or []), or layer_types that are all "full_attention". SystemExit names
+    missing keys and everything that is not implemented.
     """
 
     def refuse(name, value, why):
@@ -71,6 +71,8 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
     family, rope = raw.get("model_type"), raw.pop("rope_parameters", None) or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
+    if set(raw.get("layer_types") or ()) == {"full_attention"}:
+        raw.pop("layer_types")
     for name, value in rope.items():
         if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
             refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
@@ -92,8 +94,6 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
             refuse(name, value, f": {family} models need a whole number of at least {least}")
         if f.type is float and type(value) not in (int, float):
             refuse(name, value, ", which is not a number")
-    if (kinds := raw.get("layer_types")) and set(kinds) != {"full_attention"}:
-        refuse("layer_types", kinds, f"; {family} models are implemented with full attention only")
     return cls(**{name: raw[name] for name in own if name in raw})
 
 

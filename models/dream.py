@@ -33,8 +33,7 @@ class Config(DecoderKeys):
     @classmethod
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "use_sliding_window": False}
-        config = read_config(cls, raw, fixed | {"rope_scaling": None})
+        config = read_config(cls, raw, {"hidden_act": "silu"})
         refuse_odd_sizes(config, "hidden_size", "num_attention_heads", "num_key_value_heads")
         return config
 

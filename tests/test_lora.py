@@ -255,18 +255,18 @@ def rename(held):
 
 PLAIN, CONFIG = "only plain LoRA", "adapter_config.json"
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
-    "rank": (edit(CONFIG, r=8), ["q_proj.weight", "rank 8"]),
-    "names": (lambda d: tensors(d, rename), ["layers.7", "no layer of this model"]),
+    "rank": (edit(CONFIG, r=8), ["down_proj.weight", "rank 8"]),
+    "names": (lambda d: tensors(d, rename), ["no layer", "layers.7"]),
     "shapes": (
         lambda d: tensors(d, lambda t: t | {Q + "B.weight": torch.zeros(5, RANK)}),
-        ["q_proj", r"\[32, 16\]", r"\[5, 4\]"],
+        ["q_proj", r"\(32, 16\)", r"\(5, 4\)"],
     ),
     "half a pair": (
         lambda d: tensors(d, lambda t: {n: v for n, v in t.items() if n != Q + "B.weight"}),
         ["q_proj"],
     ),
-    "empty": (lambda d: tensors(d, lambda t: {}), ["no adapters"]),
     "DoRA": (edit(CONFIG, use_dora=True), [PLAIN, "use_dora"]),
+    "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),
     "rank_pattern": (edit(CONFIG, rank_pattern={"q_proj": 2}), [PLAIN, "rank_pattern"]),
     "not LoRA": (edit(CONFIG, peft_type="IA3"), [PLAIN, "IA3"]),
     "unknown base": (edit(CONFIG, base_model_name_or_path="me/unknown"), ["me/unknown"]),
