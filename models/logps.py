@@ -15,9 +15,9 @@ def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows
     """Yield (rows, output, values [n], their slope by the logits [n, V]) of one chunk after the
     other
 
-    output: 0 for log-probabilities, 1 for entropies. At temperature 1 logits stay in the dtype of the
-    model, as in the samplers: softmax reads them in fp32 itself. The banned token has probability
-    0. slope=False: None in place of the slope of log-probabilities.
+    output: 0 for log-probabilities, 1 for entropies. slope=False: leave out the slope of the
+    former. At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax
+    reads them in fp32 itself. The banned token has probability 0.
     """
     for i in range(0, len(hidden), rows):
         here = slice(i, i + rows)

@@ -41,8 +41,8 @@ class Config(DecoderKeys):
             needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
             fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
         no_effect = (
-            "debug ep_size fuse_cross_entropy micro_forward output_router_logits router_aux_loss_coef "
-            "skip_checkpoint"
+            "debug ep_size fuse_cross_entropy micro_forward output_router_logits "
+            "router_aux_loss_coef skip_checkpoint"
         )
         return read_config(cls, raw, fixed, no_effect.split(), needed)
 

@@ -574,7 +574,7 @@ DAMAGES = {
     "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["model-", "missing; download"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
     "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
-    "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special token", r"<\|MASK\|> 257"]),
+    "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
         ["states eos_token_id"],
@@ -618,14 +618,12 @@ def test_ids_are_tokens_of_the_model(saved, file, key):
         meta_model(saved)
     for value in (264, -1, [256, 264], "256") if key == "eos_token_id" else (264, -1):
         edit(file, **{key: value})(saved)
-        with exits_with_one_line(key, "outside the vocabulary of 264"):
+        with exits_with_one_line("outside the vocabulary of 264"):
             meta_model(saved)
 
 
 def test_names_without_files_are_refused(tmp_path):
-    with exits_with_one_line(
-        "tiny-dream is built in the process", "random_init.py --config tiny-dream"
-    ):
+    with exits_with_one_line("random:tiny-dream cannot be downloaded"):
         models.names.resolve("tiny-dream")
     with exits_with_one_line("sdar-9b", "sdar-8b", "tiny-sdar"):
         load_model("sdar-9b")
