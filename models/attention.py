@@ -191,14 +191,13 @@ class Backend:
     patterns: tuple = RAGGED
     devices: tuple = ("cuda",)
     dtypes: tuple = HALF
-    head_dims: range = range(8, 257, 8)
     installed: bool = True
 
 
 ANY = (*HALF, torch.float32, torch.float64)
 BACKENDS = {
-    "sdpa": Backend(sdpa, PATTERNS, ("cuda", "cpu"), ANY, range(1, 1 << 16)),
-    "flex": Backend(flex, PATTERNS, head_dims=range(16, 257)),
+    "sdpa": Backend(sdpa, PATTERNS, ("cuda", "cpu"), ANY),
+    "flex": Backend(flex, PATTERNS),
     "varlen": Backend(varlen),
     "flash-attn": Backend(flash_attn, installed=find_spec("flash_attn") is not None),
 }
@@ -224,7 +223,7 @@ AUTO = {
 }  # fmt: skip
 
 
-def refusal(name, pattern, device=None, head_dim=None, dtype=None):
+def refusal(name, pattern, device=None, dtype=None):
     """-> why a backend cannot do this, or None. device: "cpu" or "cuda"; None: not known yet"""
     backend = BACKENDS[name]
     if not backend.installed:
@@ -233,8 +232,6 @@ def refusal(name, pattern, device=None, head_dim=None, dtype=None):
         return f"has no {pattern} pattern"
     if device and device not in backend.devices:
         return f"does not run on {device}"
-    if head_dim and head_dim not in backend.head_dims:
-        return f"has no heads of {head_dim}"
     if dtype and dtype not in backend.dtypes:
         return f"does not compute in {dtype}"
     return None
@@ -247,7 +244,7 @@ def require(name, pattern, *facts):
         raise SystemExit(f"--attention {name} {why}; able to do {pattern} attention here: {able}")
 
 
-def check_backend(name, attention, device, head_dim):
+def check_backend(name, attention, device):
     """Refuse at start-up, in one line, a backend that cannot serve this model on this device.
 
     attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only
@@ -255,7 +252,7 @@ def check_backend(name, attention, device, head_dim):
     """
     if name != "auto":
         for pattern in RAGGED if attention == "bidirectional" else PATTERNS[3:]:
-            require(name, pattern, device, head_dim)
+            require(name, pattern, device)
 
 
 def make_attend(visibility, backend="auto"):
@@ -275,7 +272,7 @@ def make_attend(visibility, backend="auto"):
     compute = BACKENDS[name].prepare(visibility)
 
     def attend(layer, q, k, v):
-        facts = q.device.type, q.shape[-1], q.dtype
+        facts = q.device.type, q.dtype
         if backend != "auto":
             require(name, pattern, *facts)
         elif refusal(name, pattern, *facts):  # fp32 on CUDA: rare, so each layer makes the mask

@@ -63,12 +63,7 @@ def load_weights(model, device):
     anything is read, for an attention_backend that cannot serve the model on `device`. -> the model
     """
     directory, adapters = model.sources
-    check_backend(
-        model.attention_backend,
-        model.attention,
-        torch.device(device).type,
-        model.config.head_dim,
-    )
+    check_backend(model.attention_backend, model.attention, torch.device(device).type)
     materialize(model, device)
     if directory is None:
         random_weights(model)

@@ -86,23 +86,8 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
                 refuse(name, value, f"; {family} models are implemented with {fixed[name]!r}")
         elif value and not (name in own or name in NO_EFFECT or name in no_effect):
             refuse(name, value, f", which is not implemented for {family} models")
-    raw = {name: value for name, value in raw.items() if value is not None}  # null: the default
-    for name, f in own.items():
-        value = raw.get(name, f.default)
-        least = 0 if f.default == 0 or name.endswith("_id") else 1
-        if f.type is int and (type(value) is not int or value < least):
-            refuse(name, value, f": {family} models need a whole number of at least {least}")
-        if f.type is float and type(value) not in (int, float):
-            refuse(name, value, ", which is not a number")
-    return cls(**{name: raw[name] for name in own if name in raw})
-
-
-def refuse_odd_sizes(config, *names):
-    """SystemExit unless each of the named sizes is a multiple of the next."""
-    a, b, c = (getattr(config, name) for name in names)
-    if a % b or b % c:
-        given = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
-        raise SystemExit(f"config.json has {given}: each must be a multiple of the next")
+    # null: the default
+    return cls(**{name: raw[name] for name in own if raw.get(name) is not None})
 
 
 def stored_dtype(raw):

@@ -93,12 +93,12 @@ def adapter_tensors(model):
     return {name: value for name, value in model.state_dict().items() if ".lora_" in name}
 
 
-def export_adapter(model, dtype=None):
+def export_adapter(model):
     """Yield (name, full tensor) of the adapters, for an engine with the same adapters.
     Collective.
     """
     for name, value in adapter_tensors(model).items():
-        yield name, full_tensor(value).to(dtype or value.dtype)
+        yield name, full_tensor(value)
 
 
 @contextmanager

@@ -51,8 +51,7 @@ def resolve(name_or_dir):
 
 def random_config(name):
     """config.json of a model that is built in the process; None for any other name."""
-    kind, _, tiny = MODELS.get(name, str(name)).partition(":")
-    return TINY_CONFIGS.get(tiny) if kind == "random" else None
+    return TINY_CONFIGS.get(MODELS.get(name, str(name)).removeprefix("random:"))
 
 
 def source_of(name_or_dir):
