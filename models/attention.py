@@ -153,12 +153,9 @@ def packed(visibility, kernel):
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, H, h]
-        if len(index) == len(q):  # no padding
-            out = kernel(q, k, v, bounds, bounds, longest, longest)
-        else:
-            chosen = (x.index_select(0, index) for x in (q, k, v))
-            out = kernel(*chosen, bounds, bounds, longest, longest)
-            out = torch.zeros_like(q).index_copy(0, index, out)
+        rows = (x.index_select(0, index) for x in (q, k, v))
+        out = kernel(*rows, bounds, bounds, longest, longest)
+        out = torch.zeros_like(q).index_copy(0, index, out)
         return out.unflatten(0, valid.shape).transpose(1, 2)
 
     return attend

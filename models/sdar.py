@@ -48,7 +48,7 @@ class Config(DecoderKeys):
 
 
 # Rounded once, as in the fused kernel of the official code.
-RMSNorm = partial(AnyRMSNorm, round_first=False, one_kernel=True)
+RMSNorm = partial(AnyRMSNorm, round_first=False)
 
 
 class MoE(nn.Module):

@@ -33,7 +33,7 @@ from models import (
     save_model,
 )
 from models.checkpoint import set_special_tokens
-from models.layers import RMSNorm, rope_tables
+from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
 from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
 
@@ -258,8 +258,8 @@ def test_norms_and_tables_round_where_the_official_code_does(round_first):
     assert not small("sdar").model.norm.round_first and small("llada2").model.norm.round_first
     at = torch.tensor([[0, 63, 1023, 4095]])
     exact = torch.outer(at[0].double(), 1e6 ** -(torch.arange(0, 64, 2).double() / 64))
-    cos, sin = rope_tables(at, 64, lambda exponent: 1 / 1e6**exponent, torch.bfloat16)
-    for table, want in ((cos, exact.cos()), (sin, exact.sin())):
+    model = build_model(CONFIGS["sdar"] | {"head_dim": 64})
+    for table, want in zip(model.rope(at, torch.bfloat16), (exact.cos(), exact.sin()), strict=True):
         assert (table[0, 0].double() - torch.cat([want, want], -1)).abs().max() < 0.004
 
 
