@@ -504,44 +504,30 @@ def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
 
 
 @pytest.fixture
-def saved(tmp_path, monkeypatch):
-    """Directory of a checkpoint in shards."""
-    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 17000)
+def saved(tmp_path):
+    """Directory of a checkpoint."""
     save_model(model_of(), tmp_path / "checkpoint", byte_tokenizer())
     return tmp_path / "checkpoint"
 
 
 NORM = "model.layers.1.self_attn.q_norm.weight"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def tensors(change):
-    """A damage: a function of the tensors in the shard of NORM."""
+def tensors(change, file=WEIGHTS):
+    """A damage: change(tensors of the file)."""
 
     def damage(directory):
-        path = shard_of(directory, NORM)
-        held = load_file(path)
+        held = load_file(directory / file)
         change(held)
-        save_file(held, path, {"format": "pt"})
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        for name in held.keys() - index["weight_map"].keys():
-            index["weight_map"][name] = path.name
-        for name in index["weight_map"].keys() - held.keys():
-            if index["weight_map"][name] == path.name:
-                index["weight_map"].pop(name)
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(held, directory / file, {"format": "pt"})
 
     return damage
 
 
-def shard_of(directory, name):
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    return directory / index["weight_map"][name]
-
-
-def cut(size):
+def cut(size, file=WEIGHTS):
     def damage(directory):
-        path = shard_of(directory, NORM)
-        path.write_bytes(path.read_bytes()[:size])
+        (directory / file).write_bytes((directory / file).read_bytes()[:size])
 
     return damage
 
@@ -562,7 +548,6 @@ def edit(file="config.json", **changes):
     return damage
 
 
-INDEX = "model.safetensors.index.json"
 DAMAGES = {
     "missing tensor": (tensors(lambda t: t.pop(NORM)), [f"missing {NORM}", "checkpoint"]),
     "extra tensor": (tensors(lambda t: t.update(x=torch.zeros(2))), ["extra x"]),
@@ -570,8 +555,8 @@ DAMAGES = {
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
     "empty file": (cut(0), ["safetensors", "truncated"]),
     "cut off": (cut(-1), ["safetensors", "truncated"]),
-    "no weights": (lambda d: (d / INDEX).unlink(), ["model.safetensors", "missing; download"]),
-    "missing shard": (lambda d: shard_of(d, NORM).unlink(), ["model-", "missing; download"]),
+    "no weights": (lambda d: (d / WEIGHTS).unlink(), [WEIGHTS, "missing; download"]),
+    "missing shard": (write(INDEX, {"weight_map": {NORM: "model-1"}}), ["model-1", "download"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
     "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
     "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
@@ -607,17 +592,15 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(saved, damage, words):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id"])
-def test_ids_are_tokens_of_the_model(saved, file, key):
+def test_ids_are_tokens_of_the_model(saved, file):
     """264 rows: 263 is a token; ids that would fail at the first rollout are refused."""
-    if file == "config.json":
-        (saved / "generation_config.json").unlink()
-    good = [263, [263]] if key == "eos_token_id" else [263]
-    for value in good:
-        edit(file, **{key: value})(saved)
+    (saved / "generation_config.json").write_text("{}")
+    for facts in ({"eos_token_id": 263}, {"eos_token_id": [263]}, {"pad_token_id": 263}):
+        edit(file, **facts)(saved)
         meta_model(saved)
-    for value in (264, -1, [256, 264], "256") if key == "eos_token_id" else (264, -1):
-        edit(file, **{key: value})(saved)
+    wrong = [{"eos_token_id": i} for i in (264, -1, [256, 264], "256")]
+    for facts in [*wrong, {"eos_token_id": 256, "pad_token_id": 264}]:
+        edit(file, **facts)(saved)
         with exits_with_one_line("outside the vocabulary of 264"):
             meta_model(saved)
 
