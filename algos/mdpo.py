@@ -36,7 +36,7 @@ from models import (
     load_weights,
     meta_model,
 )
-from models.experts import router_metrics, routing_extremes
+from models.experts import router_metrics
 from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
@@ -647,7 +647,7 @@ def main(args):
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= {f"eval/{task.NAME}": score("validation")} | check()
-        metrics |= clock.with_step() | routing_extremes(routing)
+        metrics |= clock.with_step() | routing
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])

@@ -34,7 +34,7 @@ from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score
 from models import add_lora, load_tokenizer, load_weights, meta_model
-from models.experts import router_metrics, routing_extremes
+from models.experts import router_metrics
 from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
@@ -480,7 +480,7 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        metrics |= routing_extremes(routing)
+        metrics |= routing
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics[f"eval/{task.NAME}"] = score("validation")

@@ -30,7 +30,7 @@ from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
 from models import adapters_off, add_lora, load_tokenizer, load_weights, meta_model
-from models.experts import router_metrics, routing_extremes
+from models.experts import router_metrics
 from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
@@ -560,7 +560,7 @@ def main(args):
             scale = dist.get_world_size()  # FSDP averages over ranks
             sums = backward(model, batch, masks, ref_elbos, scale, args)
             metrics = optimizer_step(optimizer, sums, step, args)
-        metrics |= routing_extremes(routing)
+        metrics |= routing
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= score("validation", "eval")

@@ -131,8 +131,10 @@ class Curves:
 
     def call(self, script, folder, flags, may_fail=False):
         """Run algos/<script>.py --out folder: its output is in folder/log, its status in
-        folder/exit. A folder without a status holds a run that was cut off.
+        folder/exit. A folder with a status is finished; one without holds a run that was cut off.
         """
+        if (folder / "exit").is_file():
+            return
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         threads = max(1, len(os.sched_getaffinity(0)) // self.args.jobs)
@@ -169,17 +171,13 @@ class Curves:
         random.Random(0).shuffle(rows)
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        left = [f for f in self.args.families if not (self.root / f"sft-{f}/exit").is_file()]
-        for family in left:
-            init = self.root / f"init-{family}"
-            shutil.rmtree(init, ignore_errors=True)
-            model = set_special_tokens(random_model(SMALL[family]))
-            save_model(model, init, byte_tokenizer())
-        self.at_once(self.train_start, left, self.args.jobs)
+        self.at_once(self.train_start, self.args.families, self.args.jobs)
 
     def train_start(self, family):
-        flags = {"model": self.root / f"init-{family}", "data": self.root / "sft.jsonl"}
-        flags |= {"max_steps": START[family]}
+        init = self.root / f"init-{family}"
+        shutil.rmtree(init, ignore_errors=True)
+        save_model(set_special_tokens(random_model(SMALL[family])), init, byte_tokenizer())
+        flags = {"model": init, "data": self.root / "sft.jsonl", "max_steps": START[family]}
         self.call("sft", self.root / f"sft-{family}", SFT | flags)
 
     def validate(self, family, task):
@@ -199,19 +197,16 @@ class Curves:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     def train(self, run):
-        if (self.folder(run) / "exit").is_file():
-            return
         args, blocks = self.args, TASKS[run.task] // 4
         # One pass of SDAR's two copies replays a denoising step of all blocks.
         forwards = STEPS_PER_BLOCK * (1 if run.family == "sdar" else blocks)
         flags = SHARED | METHODS[run.method](args.passes, forwards)
         flags |= {"model": self.start(run.family), "task": run.task, "seed": run.seed}
         flags |= {"gen_length": TASKS[run.task], "learning_rate": run.rate}
-        for name in ("prompts_per_step", "max_steps", "eval_every"):
-            flags[name] = getattr(args, name)
-        flags["micro_batch_size"] = 8 * args.prompts_per_step
-        if run.stage == "rates":
-            flags["max_steps"] = args.rate_steps or args.max_steps
+        flags |= {"prompts_per_step": args.prompts_per_step, "eval_every": args.eval_every}
+        flags |= {"micro_batch_size": 8 * args.prompts_per_step, "max_steps": args.max_steps}
+        if run.stage == "rates" and args.rate_steps:
+            flags["max_steps"] = args.rate_steps
         if run.stage == "time":
             flags |= {"max_steps": TIMED_STEPS, "eval_limit": 0}
         # a diverging rate is a bad rate
@@ -256,14 +251,12 @@ class Curves:
         facts["rollouts_per_step"] = SHARED["num_generations"] * self.args.prompts_per_step
         for run in self.planned():
             rows, name = self.rows(run), f"eval/{run.task}"
-            is_timed = run.task == "countdown"
-            facts["seconds_per_step"] = self.seconds(run) if is_timed else None
+            facts["seconds_per_step"] = self.seconds(run) if run.task == "countdown" else None
             facts["rates_tried"] = self.tried((run.family, run.method))
             facts["test"] = values(rows, f"test/{run.task}")
             points = [(row["step"], row[name]) for row in rows if name in row]
             facts["validation"] = [(0, starts[run.family, run.task]), *points]
-            rewards = [round(value, 5) for value in values(rows, "reward/mean")]
-            kept.append(asdict(run) | facts | {"reward": rewards})
+            kept.append(asdict(run) | facts)
         file = ROOT / f"docs/curves/comparison/{self.args.size}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in kept))
         print(f"{len(kept)} runs kept in {file}")

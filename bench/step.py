@@ -26,13 +26,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.sft import parallelize, setup_distributed
 from bench.timing import Report, timed
 from models import add_lora, load_weights, meta_model
 from models.checkpoint import read_json, resolve
+from models.tensors import full_tensor
 
 LORA_ALPHA = 64
 
@@ -81,15 +81,14 @@ def flops(model, args, scored, backward):
     return sum(2 * p.numel() * n * (1 + backward * (1 + p.requires_grad)) for p, n in counted)
 
 
-def rates(run, args, work=None, matmul=None):
-    """run: of `median` -> facts of a line; tokens/s count all ranks, TFLOP/s one"""
+def rates(run, args, work=0, matmul=None):
+    """run: of `median`; work: FLOPs of a step; matmul: TFLOP/s -> facts of a line; tokens/s count
+    all ranks, TFLOP/s one
+    """
     seconds, value = run
-    tokens = args.rows * args.length * dist.get_world_size()
+    tokens, tflops = args.rows * args.length * dist.get_world_size(), work / seconds / 1e12
     facts = {"seconds": seconds, "tokens_per_s": tokens / seconds, "first_value": value}
-    if work:
-        tflops = work / seconds / 1e12
-        facts |= {"tflops": tflops, "share_of_matmul": tflops / matmul}
-    return facts
+    return facts | ({"tflops": tflops, "share_of_matmul": tflops / matmul} if work else {})
 
 
 def make_batch(args, mask_token_id, device):
@@ -114,15 +113,15 @@ def time_steps(micro_loss, params, args, micro_batch_size):
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()  # as the scripts do
+        full_tensor(norm).item()  # as the scripts do
         return loss.item()
 
     return median(step)
 
 
-def load(args, device, made):
-    """Append to `made` a model as the scripts make it: on meta, with adapters, sharded, then its
-    weights.
+def load(args, device):
+    """-> a model as the scripts make it: on meta, with adapters, sharded, then its weights; facts
+    of a line
     """
     frozen_bf16 = args.lora_rank and device.type == "cuda"
     model = meta_model(args.model, torch.bfloat16 if frozen_bf16 else torch.float32)
@@ -131,9 +130,8 @@ def load(args, device, made):
     model = parallelize(model, args)
     dist.barrier()
     seconds, _ = timed(lambda: load_weights(model, device))
-    made.append(model)
     gigabytes = sum(p.stat().st_size for p in Path(args.model).glob("*.safetensors")) / 1e9
-    return {"seconds": seconds, "gb_per_s": gigabytes / seconds}
+    return model, {"what": "load", "seconds": seconds, "gb_per_s": gigabytes / seconds}
 
 
 def our_forward(model, batch, args, matmul):
@@ -206,14 +204,14 @@ def main(args):
     device = setup_distributed()
     args.model = str(resolve(args.model))
     report = Report(ranks=dist.get_world_size(), **vars(args))
-    matmul = report.measure(matmul_rate, device, what="matmul").get("tflops")
-    made = []
+    matmul = report.measure(matmul_rate, device, what="matmul")["tflops"]
     if args.peer:
         report.measure(official_step, args, device, what="official step")
-    report.measure(load, args, device, made, what="load")
-    batch = make_batch(args, made[0].mask_token_id, device)
-    report.measure(our_forward, made[0], batch, args, matmul, what="forward")
-    report.measure(our_step, made[0], batch, args, matmul, what="step")
+    model, facts = load(args, device)
+    report.write(facts)
+    batch = make_batch(args, model.mask_token_id, device)
+    report.measure(our_forward, model, batch, args, matmul, what="forward")
+    report.measure(our_step, model, batch, args, matmul, what="step")
     dist.destroy_process_group()
     report.close()
 

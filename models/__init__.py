@@ -1,6 +1,7 @@
 """Model families of diffusion language models, one file each; models/names.py lists the
 checkpoints.
 """
+# ruff: noqa: F401
 
 from models.checkpoint import (
     export_weights,
@@ -13,9 +14,3 @@ from models.checkpoint import (
 )
 from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, source_of
-
-__all__ = [
-    "MODELS", "adapters_off", "add_lora", "export_adapter", "export_weights", "has_lora",
-    "load_model", "load_tokenizer", "load_weights", "meta_model", "prompt_ids", "save_adapter",
-    "save_model", "source_of",
-]  # fmt: skip

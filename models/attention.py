@@ -123,24 +123,17 @@ def sdpa(visibility):
     return attend
 
 
-def block_mask(visibility):
-    """-> FlexAttention's BlockMask: which tiles of 128 x 128 to skip; None: all tokens see all"""
-    if visibility.pattern == "full":
-        return None
-    B, S = visibility.block.shape
-    return create_block_mask(visibility.rule(), B, None, S, S, device=visibility.block.device)
-
-
 @cache
 def compiled_flex():
     """fullgraph: uncompiled it would hold all scores. dynamic: one kernel for all lengths."""
-    dynamic = torch.cuda.is_available()  # its C++ for CPUs does not compile with dynamic lengths
-    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def flex(visibility):
-    """FlexAttention."""
-    mask, kernel = block_mask(visibility), compiled_flex()
+    """FlexAttention. Its BlockMask tells which tiles of 128 x 128 to skip."""
+    mask, kernel, (B, S) = None, compiled_flex(), visibility.block.shape
+    if visibility.pattern != "full":
+        mask = create_block_mask(visibility.rule(), B, None, S, S, visibility.block.device)
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -160,12 +153,9 @@ def packed(visibility, kernel):
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, H, h]
-        if len(index) == len(q):  # no padding
-            out = kernel(q, k, v, bounds, bounds, longest, longest)
-        else:
-            chosen = (x.index_select(0, index) for x in (q, k, v))
-            out = kernel(*chosen, bounds, bounds, longest, longest)
-            out = torch.zeros_like(q).index_copy(0, index, out)
+        rows = (x.index_select(0, index) for x in (q, k, v))
+        out = kernel(*rows, bounds, bounds, longest, longest)
+        out = torch.zeros_like(q).index_copy(0, index, out)
         return out.unflatten(0, valid.shape).transpose(1, 2)
 
     return attend
@@ -196,16 +186,15 @@ RAGGED, HALF = PATTERNS[:3], (torch.bfloat16, torch.float16)
 class Backend:
     prepare: Callable  # Visibility -> attend(q, k, v)
     patterns: tuple = RAGGED
-    cpu: str = "nothing"  # what it does there: "training", "only the forward pass" or "nothing"
-    dtypes: tuple = HALF  # on CUDA
-    head_dims: range = range(8, 257, 8)
+    devices: tuple = ("cuda",)
+    dtypes: tuple = HALF
     installed: bool = True
 
 
 ANY = (*HALF, torch.float32, torch.float64)
 BACKENDS = {
-    "sdpa": Backend(sdpa, PATTERNS, "training", ANY, range(1, 1 << 16)),
-    "flex": Backend(flex, PATTERNS, "only the forward pass", HALF, range(16, 257)),
+    "sdpa": Backend(sdpa, PATTERNS, ("cuda", "cpu"), ANY),
+    "flex": Backend(flex, PATTERNS),
     "varlen": Backend(varlen),
     "flash-attn": Backend(flash_attn, installed=find_spec("flash_attn") is not None),
 }
@@ -231,24 +220,17 @@ AUTO = {
 }  # fmt: skip
 
 
-def refusal(name, pattern, device=None, head_dim=None, dtype=None, trains=False):
-    """-> why a backend cannot do this, or None
-
-    device: "cpu" or "cuda"; trains: with a backward pass. None: not known yet.
-    """
-    backend = BACKENDS.get(name)
-    if backend is None:
-        return "is unknown"
+def refusal(name, pattern, device=None, dtype=None):
+    """-> why a backend cannot do this, or None. device: "cpu" or "cuda"; None: not known yet"""
+    backend = BACKENDS[name]
     if not backend.installed:
         return "is not installed"
     if pattern not in backend.patterns:
         return f"has no {pattern} pattern"
-    if head_dim and head_dim not in backend.head_dims:
-        return f"has no heads of {head_dim}"
-    if device == "cuda" and dtype and dtype not in backend.dtypes:
+    if device and device not in backend.devices:
+        return f"does not run on {device}"
+    if dtype and dtype not in backend.dtypes:
         return f"does not compute in {dtype}"
-    if device == "cpu" and (backend.cpu == "nothing" or backend.cpu != "training" and trains):
-        return f"does {backend.cpu} on cpu"
     return None
 
 
@@ -259,15 +241,15 @@ def require(name, pattern, *facts):
         raise SystemExit(f"--attention {name} {why}; able to do {pattern} attention here: {able}")
 
 
-def check_backend(name, attention, device, head_dim, trains):
+def check_backend(name, attention, device):
     """Refuse at start-up, in one line, a backend that cannot serve this model on this device.
 
     attention: "bidirectional" or "block-causal", as model files state it. A wrong dtype shows only
     at the first forward.
     """
-    for pattern in RAGGED if attention == "bidirectional" else PATTERNS[3:]:
-        if name != "auto":
-            require(name, pattern, device, head_dim, None, trains)
+    if name != "auto":
+        for pattern in RAGGED if attention == "bidirectional" else PATTERNS[3:]:
+            require(name, pattern, device)
 
 
 def make_attend(visibility, backend="auto"):
@@ -287,7 +269,7 @@ def make_attend(visibility, backend="auto"):
     compute = BACKENDS[name].prepare(visibility)
 
     def attend(layer, q, k, v):
-        facts = q.device.type, q.shape[-1], q.dtype, q.requires_grad
+        facts = q.device.type, q.dtype
         if backend != "auto":
             require(name, pattern, *facts)
         elif refusal(name, pattern, *facts):  # fp32 on CUDA: rare, so each layer makes the mask

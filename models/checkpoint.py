@@ -63,13 +63,7 @@ def load_weights(model, device):
     anything is read, for an attention_backend that cannot serve the model on `device`. -> the model
     """
     directory, adapters = model.sources
-    check_backend(
-        model.attention_backend,
-        model.attention,
-        torch.device(device).type,
-        model.config.head_dim,
-        any(p.requires_grad for p in model.parameters()),
-    )
+    check_backend(model.attention_backend, model.attention, torch.device(device).type)
     materialize(model, device)
     if directory is None:
         random_weights(model)
@@ -116,17 +110,15 @@ def set_special_tokens(model, directory=None):
         files = "neither generation_config.json nor config.json"
         raise SystemExit(f"{directory}: {files} states eos_token_id")
     if named and model.mask_token_id not in named.values():
-        tokens = ", ".join(f"{token} {i}" for token, i in named.items())
         wrong = f"mask_token_id {model.mask_token_id} is no special token of its tokenizer"
-        raise SystemExit(f"{directory}: {wrong} ({tokens})")
+        raise SystemExit(f"{directory}: {wrong} {named}")
     turn_end = [named[model.turn_end]] if model.turn_end in named else []
     model.eos_token_ids = eos if isinstance(eos, list) else [*turn_end, *({eos} - set(turn_end))]
     model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
-    rows, stated = model.lm_head.out_features, [("eos", i) for i in model.eos_token_ids]
-    for name, i in [("mask", model.mask_token_id), *stated, ("pad", model.pad_token_id)]:
-        if type(i) is not int or not 0 <= i < rows:
-            where = f"{directory or 'config.json'}: {name}_token_id {i!r}"
-            raise SystemExit(f"{where} is outside the vocabulary of {rows}")
+    rows, ids = model.lm_head.out_features, [*model.eos_token_ids, model.pad_token_id]
+    if wrong := [i for i in [model.mask_token_id, *ids] if i not in range(rows)]:
+        where = f"{directory or 'config.json'}: mask, end or padding ids {wrong}"
+        raise SystemExit(f"{where} are outside the vocabulary of {rows}")
     return model
 
 
@@ -225,7 +217,7 @@ def save_model(model, directory, tokenizer):
         index = {"metadata": {"total_size": total}, "weight_map": shards}
         files["model.safetensors.index.json"] = index
     for name, content in files.items():
-        text = json.dumps(content, indent=2, default=str) + "\n"
+        text = json.dumps(content, indent=2) + "\n"
         save.attempt((save.folder / name).write_text, text, "utf-8")
     if tokenizer:
         save.attempt(tokenizer.save_pretrained, save.folder)

@@ -59,8 +59,8 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
 
     fixed {key: value}: keys with a single supported value; no_effect: keys that may hold anything;
     needed: keys that must be stated, besides the fields without a default. Any other key must be
-    empty (None, False, 0, "" or []). SystemExit names missing keys and everything that is not
-    implemented.
+    empty (None, False, 0, "" or []), or layer_types that are all "full_attention". SystemExit names
+    missing keys and everything that is not implemented.
     """
 
     def refuse(name, value, why):
@@ -71,6 +71,8 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
     family, rope = raw.get("model_type"), raw.pop("rope_parameters", None) or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
+    if set(raw.get("layer_types") or ()) == {"full_attention"}:
+        raw.pop("layer_types")
     for name, value in rope.items():
         if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
             refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
@@ -84,25 +86,8 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
                 refuse(name, value, f"; {family} models are implemented with {fixed[name]!r}")
         elif value and not (name in own or name in NO_EFFECT or name in no_effect):
             refuse(name, value, f", which is not implemented for {family} models")
-    raw = {name: value for name, value in raw.items() if value is not None}  # null: the default
-    for name, f in own.items():
-        value = raw.get(name, f.default)
-        least = 0 if f.default == 0 or name.endswith("_id") else 1
-        if f.type is int and (type(value) is not int or value < least):
-            refuse(name, value, f": {family} models need a whole number of at least {least}")
-        if f.type is float and type(value) not in (int, float):
-            refuse(name, value, ", which is not a number")
-    if (kinds := raw.get("layer_types")) and set(kinds) != {"full_attention"}:
-        refuse("layer_types", kinds, f"; {family} models are implemented with full attention only")
-    return cls(**{name: raw[name] for name in own if name in raw})
-
-
-def refuse_odd_sizes(config, *names):
-    """SystemExit unless each of the named sizes is a multiple of the next."""
-    a, b, c = (getattr(config, name) for name in names)
-    if a % b or b % c:
-        given = ", ".join(f"{name} = {getattr(config, name)}" for name in names)
-        raise SystemExit(f"config.json has {given}: each must be a multiple of the next")
+    # null: the default
+    return cls(**{name: raw[name] for name in own if raw.get(name) is not None})
 
 
 def stored_dtype(raw):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from models.config import DecoderKeys, Objective, read_config, refuse_odd_sizes
+from models.config import DecoderKeys, Objective, read_config
 from models.layers import MLP, Attention, Block, RMSNorm, decoder
 from models.scoring import Bidirectional
 
@@ -33,10 +33,7 @@ class Config(DecoderKeys):
     @classmethod
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "use_sliding_window": False}
-        config = read_config(cls, raw, fixed | {"rope_scaling": None})
-        refuse_odd_sizes(config, "hidden_size", "num_attention_heads", "num_key_value_heads")
-        return config
+        return read_config(cls, raw, {"hidden_act": "silu"})
 
 
 class Dream(Bidirectional):

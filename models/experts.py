@@ -132,19 +132,6 @@ def experts_grouped(x, index, weight, gate_up, down):
     return (out * weight[..., None]).sum(-2, dtype=wide(x)).to(x.dtype)
 
 
-def routing_metrics(sums):
-    """sums: of `add_routing` -> {"max_over_mean", "entropy"}
-
-    max_over_mean: of the experts' shares of all assignments, 1 when balanced. entropy: of the mean
-    routing distribution (each token's weights, made to sum to 1), in nats; ln E when balanced.
-    """
-    load, mean = sums / sums.sum(-1, keepdim=True)
-    return {
-        "max_over_mean": (load.max() / load.mean()).item(),
-        "entropy": torch.special.entr(mean).sum().item(),
-    }
-
-
 def add_routing(sums, index, weight):
     """sums [2, E] fp64; index, weight [..., k]: add to row 0 the tokens of each expert, to row 1
     the share of weight that they gave it.
@@ -155,36 +142,41 @@ def add_routing(sums, index, weight):
     sums += torch.zeros_like(sums).index_add(1, index.flatten(), values)
 
 
+def routing_metrics(sums):
+    """sums [layers, 2, E]: of `add_routing` -> the worst values of all layers, for the log
+
+    max_over_mean: of the experts' shares of all assignments, 1 when balanced. entropy: of the mean
+    routing distribution (each token's weights, made to sum to 1), in nats; ln E when balanced.
+    """
+    load, mean = (sums / sums.sum(-1, keepdim=True)).unbind(1)
+    return {
+        "router/max_over_mean": (load.amax(-1) / load.mean(-1)).max().item(),
+        "router/entropy": torch.special.entr(mean).sum(-1).min().item(),
+    }
+
+
 @contextmanager
 def router_metrics(model):
-    """with router_metrics(model) as metrics: ...   -> {name of an Experts module: routing_metrics}
+    """with router_metrics(model) as metrics: ...   -> `routing_metrics`, {} without experts
 
     Filled at the end, over all tokens of all ranks' forwards inside the block. These include
     recomputed forwards, padding and the clean copy of block models, so the values depend slightly
-    on the batch layout. Collective where ranks are. Empty for a model without experts.
+    on the batch layout. Collective where ranks are.
     """
-    metrics, modules = {}, model.named_modules()
-    watched = {name: module for name, module in modules if isinstance(module, Experts)}
+    metrics, modules = {}, [m for m in model.modules() if isinstance(m, Experts)]
+    if not modules:
+        yield metrics
+        return
     try:
-        for module in watched.values():
+        for module in modules:
             device = module.down.device
             module.sums = torch.zeros(2, len(module.down), dtype=torch.float64, device=device)
         yield metrics
-        for name, module in watched.items():
-            if dist.is_initialized():
-                dist.all_reduce(module.sums)
-            if (sums := module.sums.cpu()).any():
-                metrics[name] = routing_metrics(sums)
+        sums = torch.stack([module.sums for module in modules])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        if sums.any():
+            metrics.update(routing_metrics(sums))
     finally:
-        for module in watched.values():
+        for module in modules:
             module.sums = None
-
-
-def routing_extremes(metrics):
-    """metrics: of `router_metrics` -> the worst values of all layers, for the log; {} if empty"""
-    if not metrics:
-        return {}
-    return {
-        "router/max_over_mean": max(layer["max_over_mean"] for layer in metrics.values()),
-        "router/entropy": min(layer["entropy"] for layer in metrics.values()),
-    }

@@ -15,35 +15,22 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) * weight, computed in fp32.
 
     round_first: the quotient is rounded to the dtype of x before it is multiplied with the weight.
-    Official codes differ in this. one_kernel: use torch's kernel on CUDA; it rounds alike.
+    Official codes differ in this. On CUDA torch's own kernel rounds alike.
     """
 
-    def __init__(self, size, eps, round_first=True, one_kernel=False):
+    def __init__(self, size, eps, round_first=True):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-        self.round_first, self.one_kernel = round_first, one_kernel
+        self.weight, self.eps, self.round_first = nn.Parameter(torch.ones(size)), eps, round_first
 
     def forward(self, x):
         weight = None if self.round_first else self.weight
-        if self.one_kernel and not x.is_cpu:
+        if not x.is_cpu:
             y = F.rms_norm(x, self.weight.shape, weight, self.eps)
         else:
             y = x.to(wide(x))
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
             y = (y if self.round_first else y * weight).to(x.dtype)
         return self.weight * y if self.round_first else y
-
-
-def rope_tables(position_ids, size, frequency, dtype):
-    """position_ids [B, T] -> cos, sin [B, 1, T, size]
-
-    frequency: maps exponents 2 j / size [size / 2] fp32 to radians a position. Angles are computed
-    in fp32 from integers, so no cast rounds them.
-    """
-    exponent = torch.arange(0, size, 2, device=position_ids.device).float() / size
-    angle = position_ids[:, None, :, None].float() * frequency(exponent)  # [B, 1, T, size / 2]
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x, cos, sin):

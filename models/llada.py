@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.config import Keys, Objective, read_config, refuse_odd_sizes
+from models.config import Keys, Objective, read_config
 from models.layers import RMSNorm, project, rotate_and_attend
 from models.scoring import Bidirectional
 
@@ -55,9 +55,7 @@ class Config(Keys):
             "init_cutoff_factor init_device init_fn init_std max_sequence_length mlp_ratio "
             "precision vocab_size"
         )
-        config = read_config(cls, raw, fixed, no_effect.split(), needed)
-        refuse_odd_sizes(config, "d_model", "n_heads", "n_kv_heads")
-        return config
+        return read_config(cls, raw, fixed, no_effect.split(), needed)
 
 
 class Block(nn.Module):

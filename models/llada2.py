@@ -10,15 +10,13 @@ embedding has no padding_idx: the padding token also ends the text, so its row i
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from models.config import DecoderKeys, Objective, read_config
 from models.experts import Experts, Router
-from models.layers import MLP, Block, decoder, project, rotate_and_attend
-from models.layers import RMSNorm as AnyRMSNorm
+from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
 from models.logps import wide
 from models.scoring import BlockCausal
 
@@ -50,18 +48,7 @@ class Config(DecoderKeys):
         on = ("moe_router_enable_expert_bias", "norm_topk_prob", "use_qk_norm", "use_rmsnorm")
         fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
         fixed |= dict.fromkeys(on, True)
-        config = read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
-        offered = config.num_experts // config.n_group * config.topk_group
-        if (k := config.num_experts_per_tok) > offered:
-            raise SystemExit(f"config.json has num_experts_per_tok = {k}; groups offer {offered}")
-        stated = raw.get("rotary_dim", config.rotary_dim)
-        if stated != config.rotary_dim:
-            made = f"partial_rotary_factor makes it {config.rotary_dim}"
-            raise SystemExit(f"config.json has rotary_dim = {stated}, but {made}")
-        return config
-
-
-RMSNorm = partial(AnyRMSNorm, one_kernel=True)
+        return read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
 
 
 class Attention(nn.Module):
@@ -129,7 +116,7 @@ class LLaDA2(BlockCausal):
 
     def __init__(self, config):
         super().__init__(config, config.block_size)
-        self.model, self.lm_head = decoder(config, self.block, RMSNorm, "word_embeddings")
+        self.model, self.lm_head = decoder(config, self.block, embedding="word_embeddings")
 
     def block(self, layer):
         config, is_dense = self.config, layer < self.config.first_k_dense_replace

@@ -15,8 +15,8 @@ def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows
     """Yield (rows, output, values [n], their slope by the logits [n, V]) of one chunk after the
     other
 
-    output: 1 for entropies, 0 for log-probabilities, which come last because they overwrite the
-    logits. At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax
+    output: 0 for log-probabilities, 1 for entropies. slope=False: leave out the slope of the
+    former. At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax
     reads them in fp32 itself. The banned token has probability 0.
     """
     for i in range(0, len(hidden), rows):
@@ -28,23 +28,18 @@ def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows
             logits[:, banned_id] = float("-inf")
         if entropy:
             yield here, 1, *entropy_and_slope(logits)
-        yield here, 0, *logps_and_slope_(logits, targets[here], slope)
+        yield here, 0, *logps_and_slope(logits, targets[here, None], slope)
 
 
-def logps_and_slope_(logits, targets, slope=True):
-    """log softmax(logits)[targets] [n] in at least fp32, and its derivative by the logits [n, V] in
-    their dtype.
-
-    logits [n, V] are overwritten. slope=False: None in place of the derivative.
+def logps_and_slope(logits, targets, slope):
+    """logits [n, V], targets [n, 1] -> log softmax(logits)[targets] [n] in at least fp32, and its
+    derivative by the logits [n, V] in that dtype
     """
     log_p = logits.log_softmax(-1, dtype=wide(logits))
-    logps = log_p.gather(-1, targets[:, None])
-    if not slope:
-        return logps[:, 0], None
-    p = log_p.exp_()
-    at_target = 1 - p.gather(-1, targets[:, None])  # d log p_y / d z = onehot(y) - p
-    slope = torch.neg(p, out=logits) if p.dtype == logits.dtype else logits.copy_(p).neg_()
-    return logps[:, 0], slope.scatter_(-1, targets[:, None], at_target.to(slope.dtype))
+    logps = log_p.gather(-1, targets)
+    if slope:  # d log p_y / d z = onehot(y) - p
+        slope = log_p.exp_().neg_().scatter_add_(-1, targets, torch.ones_like(logps))
+    return logps[:, 0], slope
 
 
 def entropy_and_slope(logits):
@@ -76,6 +71,7 @@ class LinearLogps(torch.autograd.Function):
             outputs[i][rows] = values
             if need_hidden:
                 slopes[i][rows] = slope.div_(settings[0]).to(weight.dtype) @ weight
+            del slope  # before the next logits are made
         ctx.save_for_backward(*slopes, *((hidden, weight, targets) if need_weight else ()))
         ctx.settings = settings
         return tuple(outputs)
@@ -93,6 +89,7 @@ class LinearLogps(torch.autograd.Function):
             for rows, i, _, slope in chunks(hidden, weight, targets, True, *ctx.settings):
                 scaled = (grads[i][rows, None] / ctx.settings[0]) * hidden[rows]
                 grad_weight += slope.to(weight.dtype).T @ scaled.to(weight.dtype)
+                del slope
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, *[None] * 5
 

@@ -85,8 +85,7 @@ def has_lora(model):
 
 def lora_scaling(config):
     """config: the content of adapter_config.json, or vars of a LoraConfig -> the factor of B @ A"""
-    r = config["r"]
-    return config["lora_alpha"] / (math.sqrt(r) if config.get("use_rslora") else r)
+    return config["lora_alpha"] / config["r"]
 
 
 def adapter_tensors(model):
@@ -94,12 +93,12 @@ def adapter_tensors(model):
     return {name: value for name, value in model.state_dict().items() if ".lora_" in name}
 
 
-def export_adapter(model, dtype=None):
+def export_adapter(model):
     """Yield (name, full tensor) of the adapters, for an engine with the same adapters.
     Collective.
     """
     for name, value in adapter_tensors(model).items():
-        yield name, full_tensor(value).to(dtype or value.dtype)
+        yield name, full_tensor(value)
 
 
 @contextmanager
@@ -139,7 +138,7 @@ def save_adapter(model, directory, base, tokenizer):
 # What plain LoRA sets in adapter_config.json; anything else cannot be merged as B @ A.
 PLAIN = dict(
     peft_type="LORA", bias="none", modules_to_save=None, rank_pattern={}, alpha_pattern={},
-    lora_bias=False, use_dora=False,
+    lora_bias=False, use_dora=False, use_rslora=False,
 )  # fmt: skip
 
 
@@ -147,31 +146,26 @@ PLAIN = dict(
 def merge_adapter(model, directory):
     """Add the adapter of a peft directory to the weights, in fp32 before rounding. -> the model
 
-    SystemExit if it does not fit (tensors of another model or rank, listed) or is no plain LoRA.
+    SystemExit if it does not fit (a tensor of another model or rank) or is no plain LoRA.
     """
     config = read_json(Path(directory) / "adapter_config.json")
     if other := {k: config[k] for k, v in PLAIN.items() if config.get(k) not in (v, None)}:
         only = "only plain LoRA adapters can be merged"
         raise SystemExit(f"{directory}: {only}; this one has {other}")
-    pairs, problems, r = {}, [], config["r"]
+    parts, pairs, r = tensor_parts(model), {}, config["r"]
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         for name in file.keys():
             base, part, kind = name.removeprefix("base_model.model.").rsplit(".", 2)
             pairs.setdefault(f"{base}.{kind}", {})[part] = file.get_tensor(name)
-    parts = tensor_parts(model)
     for name, pair in pairs.items():
-        if name not in parts or parts[name][1] or pair.keys() != {"lora_A", "lora_B"}:
-            problems.append(f"{name} is no layer of this model")
-            continue
-        tensors = parts[name][0], pair["lora_A"], pair["lora_B"]
-        own, a, b = (list(tensor.shape) for tensor in tensors)
-        if (a, b) != ([r, own[1]], [own[0], r]):
-            problems.append(f"{name} is {own}, its adapter {b} x {a} at rank {r}")
-    if problems or not pairs:
-        listed = "; ".join(problems[:10]) or "it holds no adapters"
-        raise SystemExit(f"{directory} does not fit its base model: {listed}")
-    for name, pair in pairs.items():
-        weight, rows = local_rows(parts[name][0])
+        value, index = parts.get(name, (None, None))
+        if index != ():
+            raise SystemExit(f"{directory}: its base model has no layer {name}")
+        shapes = {part: tuple(tensor.shape) for part, tensor in pair.items()}
+        if shapes != {"lora_A": (r, value.shape[1]), "lora_B": (value.shape[0], r)}:
+            own = f"{name} is {tuple(value.shape)}, its adapter of rank {r} is {shapes}"
+            raise SystemExit(f"{directory} does not fit its base model: {own}")
+        weight, rows = local_rows(value)
         a, b = pair["lora_A"], pair["lora_B"][rows.start : rows.stop]
         a, b = (part.to(weight.device, torch.float32) for part in (a, b))
         weight.copy_(weight.float() + lora_scaling(config) * (b @ a))

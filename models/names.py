@@ -38,17 +38,12 @@ def resolve(name_or_dir):
     if source not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
         raise SystemExit(f"unknown model {source!r}: use {choices}")
-    if random_config(source):
-        how = f"python models/random_init.py --config {source.partition(':')[2]} --out DIR"
-        raise SystemExit(
-            f"{name_or_dir} is built in the process and has no files; to get some: {how}"
-        )
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(source, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # no network, no such repository, a gated one
+    except (OSError, ValueError) as error:  # no network, a gated repository, "random:tiny-dream"
         reason = " ".join(str(error).split())[:200]
         hint = "give --model a directory that holds it"
         raise SystemExit(f"{source} cannot be downloaded ({reason}): {hint}") from error
@@ -56,8 +51,7 @@ def resolve(name_or_dir):
 
 def random_config(name):
     """config.json of a model that is built in the process; None for any other name."""
-    kind, _, tiny = MODELS.get(name, str(name)).partition(":")
-    return TINY_CONFIGS.get(tiny) if kind == "random" else None
+    return TINY_CONFIGS.get(MODELS.get(name, str(name)).removeprefix("random:"))
 
 
 def source_of(name_or_dir):

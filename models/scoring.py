@@ -17,7 +17,6 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
-from models.layers import rope_tables
 from models.logps import linear_logps
 
 
@@ -55,9 +54,15 @@ class LanguageModel(nn.Module):
         return 1 / self.config.rope_theta**exponent
 
     def rope(self, position_ids, dtype):
-        """position_ids [B, T] -> cos, sin [B, 1, T, r]; r is config.rotary_dim, else head_dim"""
-        size = getattr(self.config, "rotary_dim", self.config.head_dim)
-        return rope_tables(position_ids, size, self.frequency, self.rope_dtype or dtype)
+        """position_ids [B, T] -> cos, sin [B, 1, T, r]; r is config.rotary_dim, else head_dim
+
+        Angles are computed in fp32 from integers, so no cast rounds them.
+        """
+        r = getattr(self.config, "rotary_dim", self.config.head_dim)
+        frequency = self.frequency(torch.arange(0, r, 2, device=position_ids.device).float() / r)
+        angle = position_ids[:, None, :, None].float() * frequency  # [B, 1, T, r / 2]
+        angle = torch.cat([angle, angle], -1)
+        return (table.to(self.rope_dtype or dtype) for table in (angle.cos(), angle.sin()))
 
     def hidden(self, input_ids, position_ids, attend):
         """The one forward: input_ids, position_ids [B, T] -> final hidden states [B, T, D], normed

@@ -34,22 +34,21 @@ class Config(DecoderKeys):
     @classmethod
     def from_dict(cls, raw):
         """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-        fixed["rope_scaling"], needed = None, ()
+        fixed, needed = {"hidden_act": "silu"}, ()
         if raw["model_type"] == "sdar_moe":
             # The official code's defaults for what config.json leaves out.
             raw = {"mask_token_id": 151669, "block_size": 4, "norm_topk_prob": False} | raw
             needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-            fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+            fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
         no_effect = (
-            "debug ep_size fuse_cross_entropy layer_types micro_forward output_router_logits "
+            "debug ep_size fuse_cross_entropy micro_forward output_router_logits "
             "router_aux_loss_coef skip_checkpoint"
         )
         return read_config(cls, raw, fixed, no_effect.split(), needed)
 
 
 # Rounded once, as in the fused kernel of the official code.
-RMSNorm = partial(AnyRMSNorm, round_first=False, one_kernel=True)
+RMSNorm = partial(AnyRMSNorm, round_first=False)
 
 
 class MoE(nn.Module):

@@ -9,7 +9,9 @@ from importlib import import_module
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
+from models.atomic import is_first_rank
 from models.config import stored_dtype
 from models.experts import expert_parts
 
@@ -138,22 +140,22 @@ def open_weights(directory):
 def read_weights(model, directory):
     """Copy the tensors of the directory into the model; each rank reads its own rows alone.
 
-    SystemExit lists missing, extra and misshapen tensors, and those that are not floating.
+    SystemExit lists missing, extra and misshapen tensors, and those that are not floating. On a
+    terminal a bar shows the progress of loads that take over 10 s.
     """
     files, want = open_weights(directory), tensor_shapes(model)
     problems = [f"missing {name}" for name in want.keys() - files.keys()]
     problems += [f"extra {name}" for name in files.keys() - want.keys()]
     for name in want.keys() & files.keys():
         view = files[name].get_slice(name)
-        shape, made = list(view.get_shape()), list(want[name])
-        if shape != made:
-            problems.append(f"{name} is {shape}, config.json makes it {made}")
-        if (kind := view.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-            problems.append(f"{name} is {kind}: only unquantised floating weights can be loaded")
+        shape, kind = view.get_shape(), view.get_dtype()
+        if shape != [*want[name]] or kind not in ("F64", "F32", "F16", "BF16"):
+            problems.append(f"{name} is {kind} {shape}, needed are floats {[*want[name]]}")
     if problems:
         listed = "; ".join(sorted(problems)[:20])
         raise SystemExit(f"{directory} does not fit its config.json: {listed}")
-    for name, (value, index) in tensor_parts(model).items():
+    bar = {"delay": 10, "leave": False, "disable": None if is_first_rank() else True}
+    for name, (value, index) in tqdm(tensor_parts(model).items(), "weights", **bar):
         view, (local, rows) = files[name].get_slice(name), local_rows(value)
         if index and index[0] in rows:
             local[index[0] - rows.start, index[1]].copy_(view[:])

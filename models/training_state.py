@@ -140,18 +140,9 @@ def load_state(state, model, optimizer):
             f"--resume: {state} was saved by {facts['world_size']} ranks, this run has {world_size}"
         )
     parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
-    held = dcp.FileSystemReader(state / "state").read_metadata().state_dict_metadata
-    names = {name.removeprefix("model.") for name in held if name.startswith("model.")}
-    if extra := ", ".join(sorted(names - parameters.keys())[:3]):
-        raise SystemExit(f"--resume: {state} is damaged or of another model: it also holds {extra}")
     loaded = load_parts(state, {"model": parameters, "optimizer": moments})
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-        options=OPTIONS,
-    )
+    moments = {"optim_state_dict": loaded["optimizer"], "options": OPTIONS}
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], **moments)
     return facts["step"]
 
 

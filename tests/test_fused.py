@@ -18,7 +18,7 @@ from kernels.decode import cached_attention
 from models import add_lora, export_adapter, export_weights
 from models.attention import block_causal, make_attend
 from models.experts import experts_loop
-from models.layers import RMSNorm, rope_tables, rotate
+from models.layers import RMSNorm, rotate
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from models.tiny import TINY_CONFIGS, random_model
@@ -90,7 +90,8 @@ def test_heads_are_normed_and_rotated_as_in_the_model_files(dtype, kind, H, K, h
     position_ids = torch.arange(15, device=DEVICE).view(3, 5) * 37 % 101
     r = h // 2 if kind == "LLaDA2" else h
     tables = torch.float32 if kind == "LLaDA" else dtype
-    cos, sin = rope_tables(position_ids, r, lambda e: 1 / 1e4**e, tables)
+    angle = position_ids[:, None, :, None] / 1e4 ** (torch.arange(0, r, 2, device=DEVICE) / r)
+    cos, sin = (torch.cat([x, x], -1).to(tables) for x in (angle.cos(), angle.sin()))
     q, k, _ = draw(3, 5, (H + 2 * K) * h, dtype=dtype).split([H * h, K * h, K * h], -1)
     norms = [norm_of(h, dtype, kind == "LLaDA2", seed) for seed in (3, 4)] * (
         kind in ("SDAR", "LLaDA2")

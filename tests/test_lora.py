@@ -6,16 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_models import (
     MASK,
     SMALL,
     SMALLS,
     assert_same_weights,
+    cut,
     edit,
     exits_with_one_line,
     model_of,
     random_ids,
+    tensors,
 )
 
 from algos import d1
@@ -118,11 +120,11 @@ def test_the_draws_are_keyed_by_the_seed():
     """'A is drawn from a generator keyed by seed, the same on every rank'; peft's distribution,
     Kaiming uniform.
     """
-    tensors = lambda seed: adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, seed=seed))
+    drawn = lambda seed: adapter_tensors(add_lora(model_of(SMALL), RANK, ALPHA, seed=seed))
     torch.manual_seed(1)
-    first = tensors(0)
+    first = drawn(0)
     torch.manual_seed(2)
-    again, other = tensors(0), tensors(1)
+    again, other = drawn(0), drawn(1)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(torch.equal(first[name], other[name]) == ("lora_B" in name) for name in first)
     assert not any(value.any() for name, value in first.items() if "lora_B" in name)
@@ -235,43 +237,30 @@ def test_every_export_starts_from_the_pristine_base():
 # --- what does not fit ---------------------------------------------------------------------------
 
 
-def tensors(directory, change):
-    path = directory / "adapter_model.safetensors"
-    held = load_file(path)
-    save_file(change(held), path, {"format": "pt"})
-
-
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 
 
-def cut(directory):
-    path = directory / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-
-
 def rename(held):
-    return {name.replace("layers.1", "layers.7"): value for name, value in held.items()}
+    for name in [name for name in held if "layers.1" in name]:
+        held[name.replace("layers.1", "layers.7")] = held.pop(name)
 
 
-PLAIN, CONFIG = "only plain LoRA", "adapter_config.json"
+PLAIN, CONFIG, WEIGHTS = "only plain LoRA", "adapter_config.json", "adapter_model.safetensors"
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
-    "rank": (edit(CONFIG, r=8), ["q_proj.weight", "rank 8"]),
-    "names": (lambda d: tensors(d, rename), ["layers.7", "no layer of this model"]),
+    "rank": (edit(CONFIG, r=8), ["down_proj.weight", "rank 8"]),
+    "names": (tensors(rename, WEIGHTS), ["no layer", "layers.7"]),
     "shapes": (
-        lambda d: tensors(d, lambda t: t | {Q + "B.weight": torch.zeros(5, RANK)}),
-        ["q_proj", r"\[32, 16\]", r"\[5, 4\]"],
+        tensors(lambda t: t.update({Q + "B.weight": torch.zeros(5, RANK)}), WEIGHTS),
+        ["q_proj", r"\(32, 16\)", r"\(5, 4\)"],
     ),
-    "half a pair": (
-        lambda d: tensors(d, lambda t: {n: v for n, v in t.items() if n != Q + "B.weight"}),
-        ["q_proj"],
-    ),
-    "empty": (lambda d: tensors(d, lambda t: {}), ["no adapters"]),
+    "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
     "DoRA": (edit(CONFIG, use_dora=True), [PLAIN, "use_dora"]),
+    "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),
     "rank_pattern": (edit(CONFIG, rank_pattern={"q_proj": 2}), [PLAIN, "rank_pattern"]),
     "not LoRA": (edit(CONFIG, peft_type="IA3"), [PLAIN, "IA3"]),
     "unknown base": (edit(CONFIG, base_model_name_or_path="me/unknown"), ["me/unknown"]),
     "no base": (edit(CONFIG, base_model_name_or_path=None), ["None"]),
-    "truncated weights": (cut, ["adapter_model.safetensors"]),
+    "truncated weights": (cut(-9, WEIGHTS), [WEIGHTS]),
 }
 
 

@@ -54,7 +54,7 @@ REFUSALS = [
     ),
     (
         f"algos/bgpo.py --attention flex {ALGO} --out TMP",
-        "--attention flex does only the forward pass on cpu",
+        "--attention flex does not run on cpu",
     ),
     ("algos/bgpo.py --rollout-backend masked --eval-limit 0", "cannot serve a block-causal model"),
     ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
