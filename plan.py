@@ -78,7 +78,7 @@ class Plan:
     """The plan of one of `ranks`. Counts are those of all ranks.
 
     fitting: the sizes of a micro-batch that fit; size: micro_batch_size, or the largest of them;
-    0: none.
+    0: none. rows: completions that the sampler makes together.
     """
 
     # flags of the scripts, under their names
@@ -132,8 +132,10 @@ class Plan:
         sizes = [max(1, self.coupled * self.copies)]
         while sizes[-1] < self.noised:
             sizes.append(2 * sizes[-1])
-        room = (1 - RESERVE) * self.room
-        self.fitting = [size for size in sizes if self.memory(size)["sum"] < room]
+        fits = lambda size: self.memory(size)["sum"] < (1 - RESERVE) * self.room
+        while self.rows > 1 and not fits(sizes[0]):
+            self.rows //= 2
+        self.fitting = list(filter(fits, sizes))
         self.size = self.micro_batch_size or max(self.fitting, default=0)
 
     def layout(self, size, prompt, scored):
@@ -224,27 +226,23 @@ class Plan:
 
     def sampler_seconds(self, completions):
         """Seconds in which all ranks make so many completions"""
-        number, n, steps, canvas = (
-            completions // self.ranks,
-            self.n,
-            self.steps,
-            self.prompt + self.gen_length,
-        )
-        rows = min(number, ROWS)
+        number, n, steps = completions // self.ranks, self.n, self.steps
+        rows, canvas = min(number, self.rows), self.prompt + self.gen_length
         window = n if self.cached else canvas  # tokens of a forward, besides the first of a block
         tokens = ((2 * n if self.is_block else canvas) + (steps - 1) * window) / steps
         forward = max(self.products(rows * tokens, rows * n / 2, 1), 2 * self.base / self.bandwidth)
         forward += self.cached * rows * canvas / self.bandwidth
         adapters = sum("lora_A" in name for name, _ in self.net.named_parameters())
         forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
-        return math.ceil(number / ROWS) * self.blocks * steps * forward
+        return math.ceil(number / max(rows, 1)) * self.blocks * steps * forward
 
     def table(self):
         """-> the plan in lines"""
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
         return (
-            f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}\n"
+            f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
+            f"{self.rows} completions at a time\n"
             f"  GB of {self.room / 1e9:.3g}: {line(memory)}\n"
             f"  seconds: {line(self.seconds()) or 'unknown on this GPU'}"
         )
@@ -272,8 +270,8 @@ FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-2:]
 
 
 def fit(on_cpu, **numbers):
-    """numbers: of a Plan -> the micro-batch size of a run: the one asked for, or the largest that
-    fits; on CPUs on_cpu.
+    """numbers: of a Plan -> the micro-batch size of a run, the one asked for or the largest that
+    fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
 
     Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
     the run does not fit the GPU.
@@ -284,13 +282,13 @@ def fit(on_cpu, **numbers):
             f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
         )
     if not (room := cuda_bytes()):
-        return size or max(on_cpu, together)
+        return size or max(on_cpu, together), ROWS
     plan = Plan(room=room, gpu=torch.cuda.get_device_name(), ranks=dist.get_world_size(), **numbers)
     if line := plan.refusal():
         raise SystemExit(line)
     if not dist.get_rank():
         print(plan.table(), flush=True)
-    return plan.size
+    return plan.size, plan.rows
 
 
 def fit_rollouts(problems, sequences, **numbers):

@@ -457,7 +457,9 @@ def load_data(args):
 
 
 def plan_run(problems, args):
-    """Plan memory and seconds. -> the micro-batch size asked for, or the largest that fits"""
+    """Plan memory and seconds. -> the micro-batch size asked for, or the largest that fits; the
+    completions that the sampler makes together
+    """
     return fit_rollouts(
         problems,
         args.prompts_per_step * args.num_generations,
@@ -469,13 +471,14 @@ def plan_run(problems, args):
     )
 
 
-def load_models(device, sampling, args):
+def load_models(device, sampling, rows, args):
     """-> policy, frozen reference, engine
 
     The reference is None without KL, and with LoRA: then it is the policy without its adapters.
     """
     # refuses settings that it cannot serve, before weights are read
-    engine = make_engine(args.model, args.rollout_backend, device, asked=(RECORDS, sampling))
+    asked = RECORDS, sampling
+    engine = make_engine(args.model, args.rollout_backend, device, None, rows, asked)
     # weights that are not trained have the engine's type: bf16 on GPU, fp32 on CPU
     model = meta_model(args.model, engine.dtype if args.lora_rank else torch.float32)
     if args.lora_rank:
@@ -553,8 +556,8 @@ def main(args):
     # >>> shared: start
     device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
-    args.micro_batch_size = plan_run(problems, args)
-    model, ref_model, engine = load_models(device, sampling, args)
+    args.micro_batch_size, rows = plan_run(problems, args)
+    model, ref_model, engine = load_models(device, sampling, rows, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
     stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), Stop(args.dead_steps)
     log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")

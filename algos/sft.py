@@ -104,6 +104,8 @@ class Args:
     """evaluation: tokens per denoising block; 0: the model's own"""
     denoising_steps: int = 2
     """evaluation: denoising steps per block"""
+    cache: Literal["none", "prefix", "dual"] = "none"
+    """evaluation: Fast-dLLM's caches of bidirectional models"""
     seed: int = 42
     """every draw is keyed by (seed, step, sample, ...)"""
     # memory and speed
@@ -142,7 +144,7 @@ class Args:
 # all weights. Rates are ours; empty: as above.
 BY_SIZE = {
     "tiny": {"learning_rate": 1e-3, "batch_size": 128, "betas": (0.9, 0.999)},
-    "lora": {"learning_rate": 1e-4},
+    "lora": {"learning_rate": 1e-4, "batch_size": 64, "eval_limit": 64},
     "full": {},
 }
 
@@ -324,6 +326,7 @@ def decoding(args):
         "gen_length": args.gen_length,
         "block_length": args.block_length,
         "denoising_steps": args.denoising_steps,
+        "cache": args.cache,
         "remasking": "low_confidence_static",
         "temperature": 0.0,
     }
@@ -458,14 +461,16 @@ def main(args):
     rows, held_out, facts = load_data(task, tokenizer, model, args)
     flags = {name: value for name, value in vars(args).items() if name in FLAGS}
     tail = args.eos_tail * (model.attention == "bidirectional")
-    args.micro_batch_size = fit_answers(
+    args.micro_batch_size, at_once = fit_answers(
         rows, held_out, args.batch_size, 1, tail, args.pack_length, **flags
     )
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
-    engine = make_engine(args.model, device=device) if args.eval_limit else None
+    engine = (
+        make_engine(args.model, device=device, max_batch_size=at_once) if args.eval_limit else None
+    )
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
     stream, stop = ShuffledStream(rows, args.seed, log.run_dir), Stop()
     log.say(facts)

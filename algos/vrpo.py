@@ -104,6 +104,8 @@ class Args:
     """evaluation: tokens per denoising block; 0: the model's own"""
     denoising_steps: int = 2
     """evaluation: denoising steps per block"""
+    cache: Literal["none", "prefix", "dual"] = "none"
+    """evaluation: Fast-dLLM's caches of bidirectional models"""
     seed: int = 42
     """every draw is keyed by (seed, step, sample, ...)"""
     # memory and speed
@@ -355,6 +357,7 @@ def decoding(args):
         "gen_length": args.gen_length,
         "block_length": args.block_length,
         "denoising_steps": args.denoising_steps,
+        "cache": args.cache,
         "remasking": "low_confidence_static",
         "temperature": 0.0,
     }
@@ -502,7 +505,7 @@ def load_data(task, tokenizer, model, args):
     return pairs, held_out, {split: rows for split, rows in compared.items() if rows}, facts
 
 
-def load_models(model, frozen, device, args):
+def load_models(model, frozen, device, at_once, args):
     """-> policy, frozen reference, engine. With LoRA the reference is the policy itself, used under
     adapters_off."""
     if args.lora_rank:
@@ -512,7 +515,9 @@ def load_models(model, frozen, device, args):
     if not args.lora_rank:
         ref_model = meta_model(args.model, frozen).requires_grad_(False)
         load_weights(parallelize(ref_model, args), device)
-    return model, ref_model, make_engine(args.model, device=device) if args.eval_limit else None
+    if not args.eval_limit:
+        return model, ref_model, None
+    return model, ref_model, make_engine(args.model, device=device, max_batch_size=at_once)
 
 
 def main(args):
@@ -528,10 +533,10 @@ def main(args):
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
     draws = args.mc_num * args.masks_per_timestep
     flags = {name: value for name, value in vars(args).items() if name in FLAGS}
-    args.micro_batch_size = fit_answers(
+    args.micro_batch_size, at_once = fit_answers(
         pairs, held_out, args.batch_size, draws, has_reference=True, **flags
     )
-    model, ref_model, engine = load_models(model, frozen, device, args)
+    model, ref_model, engine = load_models(model, frozen, device, at_once, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
     stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), Stop()
     log.say("\n".join(facts))

@@ -41,10 +41,14 @@ def training(model, task, lora_rank, by_size):
     """-> {field: value} of a run of `model` (as --model), on `task`, with that LoRA rank (0: all
     weights).
 
-    by_size: what a method sets by itself: {"tiny" | "lora" | "full": {field: value}}.
+    by_size: what a method sets by itself: {"tiny" | "lora" | "full" | "bidirectional": {field:
+    value}}; the last, where it is there, on real models of that attention.
     """
     config = checkpoint_config(model)[0]
     if config.get("hidden_size", config.get("d_model", 0)) < TINY_WIDTH:
         return TINY | by_size["tiny"]
     data = {"data": DATA[task]} if task in DATA else {}
-    return REAL | SAMPLING[config["model_type"]] | data | by_size["lora" if lora_rank else "full"]
+    sampling, own = SAMPLING[config["model_type"]], by_size["lora" if lora_rank else "full"]
+    if sampling is MASKED:
+        own = own | by_size.get("bidirectional", {})
+    return REAL | sampling | data | own

@@ -86,8 +86,8 @@ class MaskedEngine(Engine):
             if (sum(first), len(first)) != (settings["block_length"], settings["denoising_steps"]):
                 most = f"{settings['gen_length']} tokens in {len(first + later)} steps"
                 raise SystemExit(
-                    f"--schedule ascending reveals {most} and sets the blocks: leave out "
-                    "--block-length, lower --denoising-steps"
+                    f"--schedule ascending reveals {most} and sets the blocks: give "
+                    "--block-length 0, at most as many --denoising-steps"
                 )
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):

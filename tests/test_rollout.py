@@ -173,8 +173,12 @@ REFUSED = [
         {"alg_temp": 0.5},
         "--alg-temp 0.5 must be 0 for .* unless --remasking is low_conf.* or",
     ),
-    ("llada", ASCENDING, "ascending reveals 20 tokens in 4 steps .*lower --denoising-steps"),
-    ("llada", ASCENDING | {"denoising_steps": 4, "block_length": 3}, "leave out --block-length"),
+    (
+        "llada",
+        ASCENDING,
+        "ascending reveals 20 tokens in 4 steps .*at most as many --denoising-steps",
+    ),
+    ("llada", ASCENDING | {"denoising_steps": 4, "block_length": 3}, "give --block-length 0"),
 ]
 WRONG = dict(denoising_steps=0, gen_length=0, top_k=-1, top_p=0.0, factor=0.0, eb_threshold=-0.1)
 WRONG |= dict(confidence_threshold=1.01, editing_threshold=1.5, max_post_steps=-1, block_length=-4)
