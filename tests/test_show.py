@@ -166,7 +166,8 @@ def test_the_command(model):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     task, tokenizer = load_task("countdown"), load_tokenizer(model)
-    ids = prompt_ids(tokenizer, task.prompt(task.load("test", "", 4)[3]))
+    example = task.load("test", "", 4)[3]
+    ids = prompt_ids(tokenizer, task.prompt(example))
     settings = {
         "gen_length": 12,
         "denoising_steps": 2,
@@ -175,5 +176,7 @@ def test_the_command(model):
     }
     trace = make_engine(model).generate([ids], **settings)
     lines = done.stdout.splitlines()
-    assert lines[2] == tokenizer.decode(ids) and lines[-1] == trace.text(0, tokenizer) != ""
+    text = trace.text(0, tokenizer)
+    assert lines[2] == tokenizer.decode(ids) and lines[-2] == text != ""
+    assert lines[-1] == ("right" if task.score(text, example) else "wrong")
     assert "\x1b" not in done.stdout and sum(line.startswith("step ") for line in lines) == 4
