@@ -1,22 +1,22 @@
 # make demo: RL that visibly works, on CPU, in a few minutes.  make test: the tests.  make test-gpu: those of a GPU's kernels.
-# Each makes .venv first.
+# Each makes .venv first and says where it is.
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= tiny-sdar
 RUN = $(VENV)/bin/python
 
-demo: $(VENV)/installed
+demo: venv
 	$(RUN) algos/bgpo.py --model $(MODEL)
 
 # Two workers; the tests of a file stay in one of them, because they share what its fixtures make.
-test: $(VENV)/installed
+test: venv
 	$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 	@$(RUN) tests/size.py
 
-test-all: $(VENV)/installed
+test-all: venv
 	$(RUN) -m pytest -q tests --all
 
-test-gpu: $(VENV)/installed
+test-gpu: venv
 	$(RUN) -m pytest -q -m cuda tests
 
 $(VENV)/installed: requirements.txt
@@ -24,4 +24,7 @@ $(VENV)/installed: requirements.txt
 	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test test-all test-gpu
+venv: $(VENV)/installed
+	@echo "Python is $(abspath $(RUN)); to use it: source $(abspath $(VENV))/bin/activate"
+
+.PHONY: demo test test-all test-gpu venv

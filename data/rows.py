@@ -6,6 +6,7 @@ import gzip
 import json
 import tempfile
 import zlib
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -45,12 +46,26 @@ def is_hub_id(path):
     return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
 
 
+@cache
+def reach_hub():
+    """Asks the hub once. If it does not answer within 5 s, only its cache is read from then on: its
+    client would retry for half a minute."""
+    import datasets
+    import huggingface_hub
+
+    try:
+        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=5)
+    except Exception:  # httpx and requests have errors of their own
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
 def hub_splits(path):
     """Names of the splits of a hub data set; none for a file, and if the hub does not answer."""
     if not is_hub_id(path):
         return []
     import datasets  # slow to import, and needed only for hub data sets and parquet files
 
+    reach_hub()
     try:
         return datasets.get_dataset_split_names(path)
     except Exception:  # open_rows says what is wrong
@@ -69,6 +84,7 @@ def hub_split(path, names):
 def _load_hub(*name, split):
     import datasets
 
+    reach_hub()
     try:
         return datasets.load_dataset(*name, split=split)
     except OSError as error:

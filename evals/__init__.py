@@ -16,6 +16,7 @@ from data.planning import split_of
 from evals.math_grader import MAX_LENGTH, boxes
 from evals.sandbox import in_threads
 from models import prompt_ids
+from models.defaults import is_tiny
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
 # --data
@@ -97,9 +98,15 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
     """-> [(example, prompt ids)] of load_examples, number of problems dropped because their prompt
     is too long.
 
-    SystemExit if no problem is left, or if a prompt contains the mask token, which samplers refuse.
+    SystemExit if no problem is left, if a prompt contains the mask token, which samplers refuse, or
+    if prompts without words are for a model that is not tiny.
     """
     examples = load_examples(task, split, data, limit, divided)
+    if examples[0].get("style") == "compact" and not is_tiny(tokenizer.name_or_path):
+        raise SystemExit(
+            f"--data {data or 'default'}: prompts without words, for tiny models ({split}); "
+            "for others countdown has cd3, sudoku sudoku4-tags: name one with --data, --eval-data"
+        )
     problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import partial
 
-from data.rows import json_object, one_line, read_rows
+from data.rows import json_object, one_line, reach_hub, read_rows
 from evals import main
 from evals.examples import as_text, one_split, parse_rows
 from evals.programs import code_of, pass_or_fail
@@ -270,6 +270,7 @@ def _rows(path, split):
     if path in RELEASES:
         import huggingface_hub  # here, because scoring a file does not need it
 
+        reach_hub()
         fetch = partial(huggingface_hub.hf_hub_download, HUB, repo_type="dataset")
         try:
             files = [fetch(f"test{n if n > 1 else ''}.jsonl") for n in RELEASES[path]]

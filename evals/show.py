@@ -7,7 +7,8 @@
 A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
 colour: [in brackets]). The colour is the probability that a token had when it was revealed; tokens
 after the first EOS are dim. Where tokens are revised (rcr, editing) every version is shown. Frames
-come from the Trace only, whichever engine made it. The last line is the completion as text.
+come from the Trace only, whichever engine made it. At the end stands the completion as text and,
+with --task, whether it is right.
 """
 
 import math
@@ -132,7 +133,8 @@ def main(args):
         examples = task.load("test")
         if not 0 <= args.index < len(examples):
             raise SystemExit(f"--index {args.index}: {args.task} has {len(examples)}, from 0")
-        messages = task.prompt(examples[args.index])
+        example = examples[args.index]
+        messages = task.prompt(example)
     names = "gen_length block_length denoising_steps remasking temperature seed".split()
     settings = {name: getattr(args, name) for name in names}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +142,8 @@ def main(args):
     print(engine.plan(**settings), end="\n\n")
     trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
     play(trace, 0, tokenizer, engine.model.mask_token_id, args.delay, args.colour)
+    if args.task:
+        print("right" if task.score(trace.text(0, tokenizer), example) == 1 else "wrong")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ TINY = {
 TINY_WIDTH = 1024  # hidden size of a real model, at least
 
 
+def is_tiny(model):
+    config = checkpoint_config(model)[0]
+    return config.get("hidden_size", config.get("d_model", 0)) < TINY_WIDTH
+
+
 def training(model, task, lora_rank, by_size):
     """-> {field: value} of a run of `model` (as --model), on `task`, with that LoRA rank (0: all
     weights).
@@ -44,11 +49,11 @@ def training(model, task, lora_rank, by_size):
     by_size: what a method sets by itself: {"tiny" | "lora" | "full" | "bidirectional": {field:
     value}}; the last, where it is there, on real models of that attention.
     """
-    config = checkpoint_config(model)[0]
-    if config.get("hidden_size", config.get("d_model", 0)) < TINY_WIDTH:
+    if is_tiny(model):
         return TINY | by_size["tiny"]
     data = {"data": DATA[task]} if task in DATA else {}
-    sampling, own = SAMPLING[config["model_type"]], by_size["lora" if lora_rank else "full"]
+    sampling = SAMPLING[checkpoint_config(model)[0]["model_type"]]
+    own = by_size["lora" if lora_rank else "full"]
     if sampling is MASKED:
         own = own | by_size.get("bidirectional", {})
     return REAL | sampling | data | own

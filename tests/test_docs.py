@@ -1,16 +1,23 @@
 """Documentation: links lead somewhere, commands parse, generated tables are current."""
 
+import os
 import re
 import shlex
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from string import Template
+from types import SimpleNamespace
 
 import pytest
+import torch
 import tyro
 from readme_table import readme_with_table
 
+import plan
 from evals import load_task, score_all
 from evals.rewards import load_reward
+from models.names import MODELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -115,3 +122,46 @@ def test_pages_of_methods_name_functions_and_defaults_of_their_script(method):
         name = words[0].removeprefix("--").replace("-", "_")
         default, given = script.Args(), tyro.cli(script.Args, args=words)
         assert source and getattr(given, name) == getattr(default, name), flag
+
+
+@pytest.mark.skipif("CLEANDLLM_HF" not in os.environ, reason="CLEANDLLM_HF is not set")
+def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
+    """Planned for 80 GB, prompts and answers of the greatest length."""
+    page, names = (ROOT / "docs/recipes.md").read_text(), {"RUN": ""}
+    for name, value in re.findall(r'^    ([A-Z0-9]+)=("[^"]*"|\S+)', page, re.M):
+        names[name] = Template(value.strip('"')).substitute(names)
+    rows = re.findall(r"^\|[^|]+\| `\$RUN ([^`]+)` \| (\d) \|", page, re.M)
+    assert len(rows) == page.count("`$RUN ") > 60
+    build, adapt = plan.meta_model, plan.add_lora
+
+    @cache
+    def network(name, rank, targets):
+        folder = Path(os.environ["CLEANDLLM_HF"]) / Path(MODELS[name]).name
+        net = build(folder, torch.bfloat16 if rank else torch.float32)
+        if rank:
+            adapt(net, rank, 1, targets)
+        for module in (net, net.layers, net.layers[-1]):  # plans walk through them often
+            module.parameters = partial(iter, tuple(module.parameters()))
+        return net
+
+    monkeypatch.setattr(plan, "add_lora", lambda *_: None)
+    # counted, it is 74,000 to 107,000 bytes, and takes seconds
+    monkeypatch.setattr(plan, "kept_per_token", lambda *_: 1e5)
+    for command, ranks in rows:
+        path, *words = shlex.split(Template(command).substitute(names))
+        args, script = parse(path, words), import_module(path[:-3].replace("/", "."))
+        name = args.model if args.model in MODELS else "dream-7b"  # DiffuCoder is one
+        net = network(name, args.lora_rank, args.lora_targets)
+        monkeypatch.setattr(plan, "meta_model", lambda *_, net=net: net)
+        make = partial(plan.Plan, room=85e9, gpu="H100", ranks=int(ranks))
+        monkeypatch.setattr(plan, "fit", lambda on_cpu, make=make, **numbers: make(**numbers))
+        if "prompts_per_step" in (flags := vars(args)):
+            row = None, range(args.max_prompt_length)
+            run = script.plan_run({"train": [row], "test": [row] * 128}, args)
+        else:
+            sides, draws = (2, args.mc_num) if "mc_num" in flags else (1, 1)
+            bounds = args.max_length // 2 * torch.arange(2 + sides)
+            answers = SimpleNamespace(bounds=bounds, parts=1 + sides)
+            flags = {name: flags[name] for name in plan.FLAGS if name in flags}
+            run = plan.fit_answers(answers, {"test": range(128)}, args.batch_size, draws, **flags)
+        assert run.fitting, command

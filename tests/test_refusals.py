@@ -7,6 +7,7 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from evals.rewards import REWARDS
 
 ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
-# command line (TMP: an empty folder, ROWS: a file of GSM8K problems), words of its last line
+# command line (TMP: an empty folder, ROWS: a file of GSM8K problems, WIDE: a large model without
+# weights), words of its last line
 REFUSALS = [
     ("algos/bgpo.py --model nothing", "nothing"),
     ("algos/bgpo.py --task nothing", "unknown task 'nothing': use one of"),
@@ -27,6 +29,7 @@ REFUSALS = [
         "algos/d1.py --task gsm8k --data ROWS",
         "no problems in it for validation: name some with --eval",
     ),
+    ("algos/bgpo.py --model WIDE --task countdown --data small", "words, for tiny models (train)"),
     ("algos/d1.py --task qa", "qa has no rows of its own: name a file"),
     ("algos/d1.py --task none.py", "none.py: no such file"),
     ("algos/d1.py --task runlog.py", "runlog.py: needs a function load of 3 arguments"),
@@ -102,8 +105,12 @@ def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
     row = {"question": "1 + 1?", "answer": "Two.\n#### 2"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "TMP").mkdir()
-    places = {"TMP": str(tmp_path / "TMP"), "ROWS": str(tmp_path / "rows.jsonl")}
-    script, *flags = (places.get(word, word) for word in command.split())
+    wide = tmp_path / "wide"
+    copytree(ROOT / "models/tiny-sdar", wide, ignore=ignore_patterns("*.safetensors"))
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"hidden_size": 1024}))
+    places = {"TMP": tmp_path / "TMP", "ROWS": tmp_path / "rows.jsonl", "WIDE": wide}
+    script, *flags = (str(places.get(word, word)) for word in command.split())
 
     def body(rank, world_size):
         dist.destroy_process_group()  # the script makes its own

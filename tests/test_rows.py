@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.rows import hub_split, read_rows
+from data.rows import hub_split, reach_hub, read_rows
 
 ROWS = [{"prompt": f"number {i} é", "response": str(i)} for i in range(2000)]
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -107,6 +108,23 @@ def test_what_the_hub_says_becomes_one_line(monkeypatch):
     monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
     refused("owner/name", "the hub says: it is not there (--data FILE reads a copy)")
     assert hub_split("owner/name", ("a", "b")) == "b"
+
+
+def test_without_a_network_the_hub_is_asked_once(monkeypatch):
+    asked = []
+
+    class Session:
+        def head(self, url, timeout):
+            asked.append(url)
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", Session)
+    for settings in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+    reach_hub.cache_clear()
+    for _ in range(2):
+        refused("owner/nothing", "the hub says: Couldn't reach 'owner/nothing' on the Hub")
+    assert asked == [huggingface_hub.constants.ENDPOINT]
 
 
 def test_a_hub_data_set_is_streamed_where_no_cache_can_be_written(monkeypatch):

@@ -142,9 +142,12 @@ def test_the_command():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     task, tokenizer = load_task("countdown"), load_tokenizer("tiny-llada")
-    ids = prompt_ids(tokenizer, task.prompt(task.load("test", "", 4)[3]))
+    example = task.load("test", "", 4)[3]
+    ids = prompt_ids(tokenizer, task.prompt(example))
     settings = {"gen_length": 12, "denoising_steps": 2, "remasking": "low_confidence_static"}
     trace = make_engine("tiny-llada").generate([ids], temperature=0.0, **settings)
     lines = done.stdout.splitlines()
-    assert lines[2] == tokenizer.decode(ids) and lines[-1] == trace.text(0, tokenizer) != ""
+    text = trace.text(0, tokenizer)
+    assert lines[2] == tokenizer.decode(ids) and lines[-2] == text != ""
+    assert lines[-1] == ("right" if task.score(text, example) else "wrong")
     assert "\x1b" not in done.stdout and sum(line.startswith("step ") for line in lines) == 4
