@@ -101,13 +101,21 @@ def test_the_size_grows_with_memory_and_the_need_with_the_size(on_gpu):
     assert need(on_gpu(10, ranks=2), 64) < whole
 
 
+def test_a_sampler_takes_fewer_completions_at_a_time_where_their_cache_does_not_fit(on_gpu):
+    fields = {"model": "tiny-llada", "gen_length": 1024, "block_length": 4, "cache": "dual"}
+    small, large = on_gpu(0.2, **fields), on_gpu(10, **fields)
+    assert 1 < small.rows < large.rows == 64 and small.size
+    small.rows *= 2
+    assert need(small, 1) > 0.93 * 0.2e9
+
+
 def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):
     with pytest.raises(SystemExit, match="^--micro-batch-size 256 .* try --micro-batch-size 16$"):
         on_gpu(0.04, micro_batch_size=256)
-    words = "^--micro-batch-size 1 needs 0.0[0-9]+ GB on a GPU of 0.016 GB: try 4 x the GPUs$"
+    words = "^--micro-batch-size 1 needs 0.0[0-9]+ GB on a GPU of 0.01 GB: try 4 x the GPUs$"
     with pytest.raises(SystemExit, match=words):
-        on_gpu(0.016)
-    assert on_gpu(0.016, ranks=4).size
+        on_gpu(0.01)
+    assert on_gpu(0.01, ranks=4).size
 
 
 def test_config_has_the_choice_and_resume_keeps_it(run_ranks, tmp_path, on_gpu, monkeypatch, capfd):
