@@ -270,6 +270,7 @@ DYNAMIC = {"remasking": "low_confidence_dynamic", "denoising_steps": 4}
 REFUSED = [
     ({"remasking": "random"}, ("--remasking random", "lmdeploy has low_confidence_static")),
     ({"denoising_steps": 3}, ("--denoising-steps 3", "give 1 or 2 or 4")),
+    ({"denoising_steps": 5}, ("--denoising-steps 5", "give 1 or 2 or 4")),
     (DYNAMIC | {"denoising_steps": 2}, ("--denoising-steps 2", "give 4")),
     ({"denoising_steps": 0}, ("--denoising-steps 0",)),
     ({"block_length": 8}, ("--block-length 8", "give 4")),

@@ -258,7 +258,7 @@ def assert_is_naive(trace, i, model, number, **options):
     assert trace.truncated[i] == (not ends) and trace.sample_index[i] == number
     if trace.records:
         own = trace.records["events"][trace.records["events"][:, 0] == number].tolist()
-        assert sorted(own) == sorted(events)
+        assert own == sorted(events)  # by step, then column
 
 
 SEEDS = [(42 << 32) + 7, -43, 2**63 + 5]  # training: (--seed << 32) + step; evaluations: < 0
