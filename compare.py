@@ -1,4 +1,4 @@
-"""Compare runs, as an ablation needs it: a table on the screen, curves in compare.png.
+"""Compare runs, as an ablation needs it: a table on the screen, curves in compare.png (--out).
 
     python compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
     python compare.py runs/sft-* --metric loss/total
@@ -77,12 +77,10 @@ def table(runs, metric):
 
 def draw(runs, metric, path):
     """Curves of a metric over UNITS, at the steps that all runs of a group have."""
-    from matplotlib import style
     from matplotlib.figure import Figure
 
-    with style.context("tableau-colorblind10"):
-        figure = Figure((12, 4.2), layout="constrained")
-        panels = figure.subplots(1, len(UNITS), sharey=True)
+    figure = Figure((12, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(UNITS), sharey=True)
     for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):
         steps = rows.groupby("step")
         common = steps.size() == rows.index.unique("seed").size
@@ -97,12 +95,13 @@ def draw(runs, metric, path):
     figure.savefig(path, dpi=110)
 
 
-def main(runs: tuple[str, ...], /, metric: str = ""):
-    """Compare runs: a table, and curves over rollouts, tokens and seconds in compare.png.
+def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
+    """Compare runs: a table, and curves over rollouts, tokens and seconds.
 
     Args:
         runs: directories of runs
         metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
+        out: file of the curves
     """
     rows = read_runs(runs)
     metrics = [metric] if metric else sorted(filter(is_score, rows)) or ["reward/mean"]
@@ -110,7 +109,8 @@ def main(runs: tuple[str, ...], /, metric: str = ""):
         raise SystemExit(f"--metric {metric}: the runs have {', '.join(rows)}")
     for name in metrics:
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
-    draw(rows, metrics[0], "compare.png")
+    draw(rows, metrics[0], out)
+    print(f"curves: {Path(out).resolve()}")
 
 
 if __name__ == "__main__":

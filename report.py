@@ -38,7 +38,7 @@ def is_score(key):
 
 def complete_lines(path):
     """The lines of a .jsonl as bytes, [] without the file. A last line without its end is dropped:
-    it is being written, or its process was killed."""
+    it is being written, or its process was killed in the middle, even of a character."""
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
@@ -48,7 +48,7 @@ def read_rows(run_dir):
 
 
 def write_report(folder):
-    """Write folder/report.html, at most MAX_BYTES long.
+    """Write folder/report.html, at most MAX_BYTES long. -> the samples that it shows, [dict]
 
     folder: of a run (config.json, metrics.jsonl, samples.jsonl) or of a task of an evaluation
     (samples.jsonl, result.json). What is missing is left out of the page.
@@ -70,6 +70,7 @@ def write_report(folder):
     page["samples"] = chosen(lines, MAX_BYTES - len(template.encode()) - len(embedded(page)))
     text = template.replace("DATA", embedded(page).decode())
     (folder / "report.html").write_text(text, encoding="utf-8")
+    return page["samples"]
 
 
 def embedded(data):

@@ -11,7 +11,7 @@ The files are the only state: table, figure and page are made from them, so that
 """
 
 import atexit
-import csv
+import inspect
 import json
 import math
 import os
@@ -25,10 +25,8 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -36,7 +34,8 @@ from tqdm import tqdm
 
 from models.atomic import from_first_rank, is_first_rank, new_directory, write_atomically
 from models.defaults import training
-from report import PANELS, is_score, read_rows, write_report
+from models.ranks import all_reduce
+from report import PANELS, complete_lines, is_score, read_rows, write_report
 
 # What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
 SUMMARY = {
@@ -73,6 +72,7 @@ def summary(row):
     return scores | {key: text.format(row[key]) for key, text in shown.items()}
 
 
+COLUMNS = "step prompt completion gold reward".split()  # of the table of samples in wandb
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 
 
@@ -89,7 +89,7 @@ class RunLog:
             beyond = f"at step {step} already, beyond --max-steps {max_steps}"
             raise SystemExit(f"--resume {resume}: the run is {beyond}")
         self.is_writer, self.max_steps, self.latest = is_first_rank(), max_steps, {}
-        self.started = time.perf_counter()
+        self.started, self.compiled = time.perf_counter(), False
         self.bar = self.metrics_file = self.wandb_run = None
         self.run_dir = Path(resume) if resume else from_first_rank(lambda: make_run_dir(out, name))
         if not self.is_writer:
@@ -100,15 +100,13 @@ class RunLog:
         else:
             config_text = json.dumps(describe_run(name, config), indent=2) + "\n"
             write_atomically(self.run_dir / "config.json", config_text)
-        # Flushed after every line. A run that stops with an error leaves its table and figure too.
+        # flushed after every line
         self.metrics_file = open(self.run_dir / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
-        atexit.register(self.close, failed=True)
         if track:
-            import wandb
-
-            self.wandb_run = wandb.init(
-                project="cleandllm", name=self.run_dir.name, config=config, dir=self.run_dir
-            )
+            self.wandb_run = follow(self.run_dir, config)
+        # A run that stops with an error leaves its table and figure too. Registered behind wandb's
+        # own handler, which ends its run: the last one is called first.
+        atexit.register(self.close, failed=True)
         if sys.stderr.isatty():
             form = "{n_fmt}/{total_fmt} {bar:12} {elapsed}<{remaining}{postfix}"
             self.bar = tqdm(total=max_steps, initial=step, bar_format=form, dynamic_ncols=True)
@@ -124,6 +122,9 @@ class RunLog:
         row = {key: v if isinstance(v, int) else float(v) for key, v in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
         self.metrics_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        if not self.compiled and (seconds := row.get("speed/compile_s")):
+            self.say(f"compiling took {seconds:.0f} s so far; later steps do not take this time")
+            self.compiled = True
         parts = summary(row)
         if self.bar:  # the last score stays visible
             scores = {key: text for key, text in self.latest.items() if is_score(key)}
@@ -143,15 +144,13 @@ class RunLog:
         if self.is_writer:
             with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
                 for row in rows:
-                    row = {"step": step, **row}
-                    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                    line = json.dumps({"step": step} | row, ensure_ascii=False, allow_nan=False)
+                    file.write(f"{line}\n")
 
     def history(self, key):
         """[(step, value)] of one key so far, on every rank. Collective."""
-        found = lambda: [
-            (r["step"], r[key]) for r in read_rows(self.run_dir) if r.get(key) is not None
-        ]
-        return from_first_rank(found)
+        rows = from_first_rank(lambda: read_rows(self.run_dir))
+        return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
     def say(self, text):
         """Print a line without breaking the bar."""
@@ -160,15 +159,21 @@ class RunLog:
             sys.stdout.flush()  # otherwise a pipe shows it late
 
     def plot(self):
-        """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html."""
+        """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html,
+        whose samples wandb gets as a table.
+        """
+        import pandas as pd
+
         rows = read_rows(self.run_dir)
-        with open(self.run_dir / "metrics.csv", "w", newline="", encoding="utf-8") as file:
-            columns = dict.fromkeys(["step", *(key for row in rows for key in row)])
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        frame = pd.DataFrame(rows or {"step": []}, dtype=object)
+        frame.to_csv(self.run_dir / "metrics.csv", index=False)
         draw_curves(self.run_dir)
-        write_report(self.run_dir)
+        samples = write_report(self.run_dir)
+        if self.wandb_run and samples:
+            import wandb
+
+            table = wandb.Table(COLUMNS, [[sample[key] for key in COLUMNS] for sample in samples])
+            self.wandb_run.log({"samples": table}, step=rows[-1]["step"])
 
     def end(self, weights):
         """Say how long the run took and where its curves and weights (a path) are, and close."""
@@ -194,11 +199,23 @@ class RunLog:
             if self.wandb_run:
                 self.wandb_run.finish(exit_code=int(failed))
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, error_type, error, traceback):
-        self.close(failed=error_type is not None)
+def follow(run_dir, config):
+    """-> a new run of wandb, or the one that the run in this directory has had before"""
+    import wandb
+
+    kept = run_dir / "wandb-id"
+    known = kept.read_text() if kept.exists() else None
+    run = wandb.init(
+        project="cleandllm",
+        name=run_dir.name,
+        dir=run_dir,
+        config=config,
+        id=known,
+        resume="allow",
+    )
+    kept.write_text(run.id)
+    return run
 
 
 class Stop:
@@ -219,12 +236,9 @@ class Stop:
         """On any rank. advantages: of this rank's completions; metrics: with those of the rollout,
         for the line that after DEAD_STEPS dead steps, and at the end, says why. Collective.
         """
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        is_alive = advantages is None or bool(advantages.any())
-        flags = torch.tensor([self.received, is_alive], dtype=torch.int, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        received, is_alive = flags.tolist()
-        self.dead = 0 if is_alive else self.dead + 1
+        is_alive = advantages is None or advantages.any()
+        received, alive = all_reduce({"received": self.received, "alive": is_alive}).values()
+        self.dead = 0 if alive else self.dead + 1
         is_dead = self.dead >= (self.dead_steps or math.inf)
         if is_first_rank() and (is_dead or self.dead == DEAD_STEPS):
             tqdm.write(why_dead(self.dead, metrics, self.dead_steps), file=sys.stderr)
@@ -272,12 +286,15 @@ class Stopwatch(dict):
 
 def machine_metrics():
     """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU; on
-    GPU also how many graphs torch.compile has made so far.
+    GPU also how many graphs torch.compile has made so far, and its seconds.
     """
     if torch.cuda.is_available():
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        return {"memory/peak_gb": peak, "speed/compiled_graphs": graphs}
+        compiler = torch._dynamo.utils
+        return {
+            "memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "speed/compiled_graphs": compiler.counters["stats"]["unique_graphs"],
+            "speed/compile_s": compiler.calculate_time_spent()["total_wall_time"],
+        }
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
 
@@ -308,11 +325,14 @@ def describe_run(name, config):
 
 def describe_git():
     """-> commit, and whether files differ from it or are new; None outside a repository"""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    call = lambda *args: subprocess.run([*git, *args], capture_output=True, text=True)
-    if not shutil.which("git") or (head := call("rev-parse", "--verify", "HEAD")).returncode:
+    if not shutil.which("git"):
         return None
-    return {"commit": head.stdout.strip(), "dirty": bool(call("status", "--porcelain").stdout)}
+    status = "git", "-C", Path(__file__).resolve().parent, "status", "--porcelain=v2", "--branch"
+    lines = subprocess.run(status, capture_output=True, text=True).stdout.splitlines()
+    if not lines:
+        return None
+    # lines about the branch, with #, come first
+    return {"commit": lines[0].split()[-1], "dirty": not lines[-1].startswith("#")}
 
 
 def describe_device():
@@ -324,21 +344,17 @@ def describe_device():
 
 
 def truncate_rows(path, step):
-    """Keep the rows of a .jsonl file up to `step`, without a last test score, which is made again.
-
-    A last line without its end was being written when the run was killed.
-    """
-    if path.exists():
-        # Bytes: a kill may cut a character in two, and text has other line ends.
-        kept = []
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            row = json.loads(line)
-            is_last_test = row["step"] and any(key.startswith("test/") for key in row)
-            if row["step"] <= step and not is_last_test:
-                kept.append(line.decode() + "\n")
-        write_atomically(path, "".join(kept))
+    """Keep the rows of a .jsonl up to `step`, without a last test score, which is made again."""
+    kept = []
+    for line in complete_lines(path):
+        row = json.loads(line)
+        is_last_test = row["step"] and any(key.startswith("test/") for key in row)
+        if row["step"] <= step and not is_last_test:
+            kept.append(line.decode() + "\n")
+    write_atomically(path, "".join(kept))
 
 
+NOTE = "Defaults below are the method's. A flag left out takes the model's value, if it has one."
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
 
 
@@ -349,11 +365,10 @@ def command_line(arguments, by_size):
     the model's size (by_size). SystemExit if a flag has another value than the run had, but for
     CHANGEABLE.
     """
-    note = (
-        "Defaults below are the method's. A flag left out takes the model's value, if it has one."
-    )
-    given = parsed(arguments, description=note)
-    known = [field.name for field in fields(arguments)]
+    if {"-h", "--help"} & {*sys.argv}:
+        print_help(arguments)
+    given = parsed(arguments)
+    known = inspect.signature(arguments).parameters
     if not given.resume:
         for _ in range(2):  # the first sets lora_rank, on which others depend
             chosen = training(given.model, given.task, given.lora_rank, by_size)
@@ -381,6 +396,21 @@ def command_line(arguments, by_size):
     return check_numbers(now)
 
 
+def print_help(arguments):
+    """--help, with flags in groups, whose titles are comments in the source of the dataclass."""
+    import tyro
+
+    left, groups = dict(arguments.__dataclass_fields__), {}
+    source = inspect.getsource(arguments)
+    for title, name in re.findall(r"^(?:class|    #) (\w.+)|^    (\w+): ", source, re.M):
+        if title:
+            own = {}  # the only fields of this group
+            groups[title] = type(title, (arguments,), {"__dataclass_fields__": own})()
+        elif name in left:  # a field that replaces another keeps its place
+            own[name] = left.pop(name)
+    tyro.cli(tyro.conf.OmitArgPrefixes[dict], default=groups, description=NOTE, args=["-h"])
+
+
 def parsed(arguments, **options):
     """The flags as the dataclass; files of --task and --reward with their whole path."""
     import tyro
@@ -401,8 +431,8 @@ def flags_of(args):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value not in ("", ()):
             values = value if isinstance(value, tuple) else [value]
-            words += [f"--{flag}", *(shlex.quote(str(value)) for value in values)]
-    return " ".join(words)
+            words += [f"--{flag}", *map(str, values)]
+    return shlex.join(words)
 
 
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.
@@ -423,7 +453,7 @@ def check_numbers(args):
     """-> args; SystemExit names the first number that is too small or NaN."""
     for name, value in vars(args).items():
         flag, least = f"--{name.replace('_', '-')}", LEAST.get(name, 0)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if type(value) in (int, float):
             if name in ABOVE_ZERO and not value > 0:
                 raise SystemExit(f"{flag} {value} must be above 0: {ABOVE_ZERO[name]}")
             if not value >= least:
@@ -435,54 +465,44 @@ def check_numbers(args):
 
 
 def draw_curves(run_dir):
-    """curves.png: up to six of PANELS, those whose keys the run has."""
+    """curves.png from metrics.csv: up to six of PANELS, those whose keys the run has."""
+    import pandas as pd
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
-    data = {}  # key -> (steps, values)
-    for row in read_rows(run_dir):
-        for key, value in row.items():
-            steps, values = data.setdefault(key, ([], []))
-            steps.append(row["step"])
-            values.append(math.nan if value is None else value)  # a gap in the line
-    if max(map(abs, data.get("loss/total", ([], [0.0]))[1])) < NO_LOSS:
-        data.pop("loss/total", None)
-    panels = [panel for panel in PANELS if any(re.fullmatch(panel[1], key) for key in data)]
+    data = pd.read_csv(run_dir / "metrics.csv", index_col="step")
+    if "loss/total" in data and data["loss/total"].abs().max() < NO_LOSS:
+        del data["loss/total"]
+    keys = lambda pattern: data.filter(regex=f"^({pattern})$")
+    panels = [panel for panel in PANELS if not keys(panel[1]).empty]
     panels = panels[:5] + panels[5:][-1:]
     if not panels:
         return
-    columns = min(3, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(5.2 * columns, 3.7 * lines + 0.7), layout="constrained")
-    args = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["args"]
-    facts = [
-        f"{key} {Path(str(args[key])).name}" for key in ("model", "task", "seed") if key in args
-    ]
-    figure.suptitle("     ".join([run_dir.name.split("-")[0], *facts]), fontweight="bold")
-    figure.supxlabel("faint: every step      bold: moving average of 5 % of the steps", fontsize=9)
+    figure = Figure((15.6, 8.1), layout="constrained")
+    note = "faint: every step, bold: moving average of 5 % of the steps"
+    figure.suptitle(f"{run_dir.resolve().name}\n{note}", x=0.01, ha="left")
     for place, (title, left, right) in enumerate(panels, start=1):
-        axes = figure.add_subplot(lines, columns, place, xlabel="training step")
+        axes = figure.add_subplot(2, 3, place, xlabel="training step")
         axes.set_title(title, loc="left", fontweight="bold", pad=24)
         axes.grid(alpha=0.25)
-        for key in data:
-            if re.fullmatch(left, key):
-                draw_line(axes, key, *data[key])
+        for key, values in keys(left).items():
+            draw_line(axes, key, values)
         legend = {"bbox_to_anchor": (0, 1, 1, 0), "borderaxespad": 0, "frameon": False}
         axes.legend(loc="lower left", ncols=4, fontsize=8, **legend)
         if right in data:
             twin = axes.twinx()
-            draw_line(twin, f"{right}, right axis", *data[right], color="tab:orange")
+            draw_line(twin, f"{right}, right axis", data[right], color="tab:orange")
             twin.legend(loc="lower right", fontsize=8, **legend)
-    figure.savefig(run_dir / "curves.png", dpi=110)
+    figure.savefig(run_dir / "curves.png", dpi=110, bbox_inches="tight")
 
 
-def draw_line(axes, label, steps, values, color=None):
+def draw_line(axes, label, values, color=None):
+    values = values.dropna()
     window = len(values) // 40  # to either side
-    if window:
-        (line,) = axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-        color = line.get_color()
-        values = [fmean(values[max(0, i - window) : i + window + 1]) for i in range(len(values))]
+    mean = values.rolling(2 * window + 1, center=True, min_periods=1).mean()
     style = "*" if label.startswith("test/") else "-" if window else ".-"
-    axes.plot(steps, values, style, color=color, linewidth=2, label=label)
+    (line,) = axes.plot(mean, style, color=color, linewidth=2, label=label)
+    if window:
+        axes.plot(values, color=line.get_color(), alpha=0.25, linewidth=1)
     if style == "*":
-        for place in zip(steps, values, strict=True):
+        for place in values.items():
             axes.annotate(f"{place[1]:.1%}", place, (8, 8), textcoords="offset points")

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent / "curves"
@@ -27,10 +28,6 @@ HEAD = """| model | task | method | rate | test before | after, seed by seed | s
 """
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def finish(figure, name):
     for axes in figure.axes:
         if "loss" not in axes.get_title():
@@ -42,24 +39,21 @@ def finish(figure, name):
 
 def draw(folder):
     """curves/<method>.png: what the runs of a method learned, in training and held out."""
-    runs = {path.stem: read(path) for path in sorted(folder.glob("*.jsonl"))}
-    keys = {key for rows in runs.values() for row in rows for key in row}
+    paths = sorted(folder.glob("*.jsonl"))
+    runs = {path.stem: pd.read_json(path, lines=True).set_index("step") for path in paths}
+    keys = set().union(*runs.values())
     # One panel of training: a preference run also logs a loss, an online run both others.
     training = [title for title, patterns in PANELS.items() if patterns[0] in keys][:1]
     titles = training + ["problems solved, held out"] * any(k.startswith("eval/") for k in keys)
     figure = Figure((4.75 * len(titles), 3.8), layout="constrained")
     for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
         axes.set(title=title, xlabel="step")
-        for color, (name, rows) in enumerate(runs.items()):
+        for color, (name, run) in enumerate(runs.items()):
             axes.plot([], [], f"C{color}", label=name)
             for style, pattern in zip(("-", ".-", "*"), PANELS[title], strict=True):
-                points = [
-                    (row["step"], row[k]) for row in rows for k in row if re.fullmatch(pattern, k)
-                ]
-                steps, values = np.array(points).reshape(-1, 2).T
-                if style == "-" and points:
-                    steps, values = steps[5:-5], np.convolve(values, np.ones(11) / 11, "valid")
-                axes.plot(steps, values, style, color=f"C{color}", markersize=8)
+                for _, values in run.filter(regex=f"^({pattern})$").items():
+                    mean = values.dropna().rolling(11 if style == "-" else 1, center=True).mean()
+                    axes.plot(mean, style, color=f"C{color}", markersize=8)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{folder.name}\n(lines: mean over 11 steps; dots: validation; stars: test)")
     finish(figure, folder.name)
@@ -68,8 +62,9 @@ def draw(folder):
 def comparison(size):
     """-> {(family, task, method): runs}"""
     grouped = defaultdict(list)
+    lines = (FOLDER / f"comparison/{size}.jsonl").read_text().splitlines()
     order = lambda run: (run["family"] != "sdar", run["task"])
-    for run in sorted(read(FOLDER / f"comparison/{size}.jsonl"), key=order):
+    for run in sorted(map(json.loads, lines), key=order):
         grouped[run["family"], run["task"], run["method"]].append(run)
     return grouped
 

@@ -18,13 +18,11 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
-from tqdm import tqdm
-
 from data.rows import json_object
 from evals import math_grader, results, score_all
 from evals.examples import QUESTION
 from models import prompt_ids
-from models.atomic import is_first_rank, write_atomically
+from models.atomic import progress, write_atomically
 from rollout.traces import gold
 
 QUOTES = str.maketrans("‘’“”", "''\"\"")
@@ -183,8 +181,7 @@ def write_scored(path, batches, task, examples, reward, total, name):
     with (
         open(path, "a", encoding="utf-8") as file,
         ThreadPoolExecutor(1) as scorer,
-        # None: only on a terminal
-        tqdm(desc=name, total=total, disable=None if is_first_rank() else True) as shown,
+        progress(None, name, total=total) as shown,
     ):
 
         def write(batch):

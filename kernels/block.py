@@ -27,6 +27,7 @@ import torch
 from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs
+from models.atomic import progress
 from models.attention import block_causal, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
@@ -181,6 +182,7 @@ class FastBlockEngine(BlockEngine):
         entered = launched = 0  # samples taken from the queue; steps
         unseen = None  # the progress of the last step
         is_live = lambda r: start[places[r]] < end[places[r]]
+        bar = progress(None, "completions", total=N)
         while True:
             free = [r for r in range(R) if not is_live(r)]
             if entered < N and free:
@@ -188,7 +190,9 @@ class FastBlockEngine(BlockEngine):
                 self._enter(slots, places, free, samples, prompt_ids, owners)
                 entered = samples.stop
             live = list(filter(is_live, range(R)))
+            bar.update(entered - len(live) - bar.n)
             if not live:
+                bar.close()
                 return
             joined = self._is_joined(R, rule, launched)
             # How far a row can be: a step ends at most one block, and a joined one begins the next.

@@ -1,4 +1,6 @@
-"""Files and directories that appear only when complete, and work that rank 0 does for all ranks."""
+"""Files and directories that appear only when complete, and work that rank 0 does for all ranks,
+progress bars too.
+"""
 
 import os
 import shutil
@@ -7,10 +9,17 @@ from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 
 def is_first_rank():
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def progress(items, name, **options):
+    """items (None with total=) -> tqdm of them: a bar on the terminal of rank 0, after 10 s."""
+    disable = None if is_first_rank() else True  # None: unless it is a terminal
+    return tqdm(items, name, delay=10, leave=False, disable=disable, **options)
 
 
 def from_first_rank(make):

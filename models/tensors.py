@@ -9,9 +9,8 @@ from importlib import import_module
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
-from models.atomic import is_first_rank
+from models.atomic import progress
 from models.config import stored_dtype
 from models.experts import expert_parts
 
@@ -154,8 +153,7 @@ def read_weights(model, directory):
     if problems:
         listed = "; ".join(sorted(problems)[:20])
         raise SystemExit(f"{directory} does not fit its config.json: {listed}")
-    bar = {"delay": 10, "leave": False, "disable": None if is_first_rank() else True}
-    for name, (value, index) in tqdm(tensor_parts(model).items(), "weights", **bar):
+    for name, (value, index) in progress(tensor_parts(model).items(), "weights"):
         view, (local, rows) = files[name].get_slice(name), local_rows(value)
         if index and index[0] in rows:
             local[index[0] - rows.start, index[1]].copy_(view[:])

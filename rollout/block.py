@@ -22,6 +22,7 @@ from itertools import count
 import torch
 import torch.nn.functional as F
 
+from models.atomic import progress
 from models.attention import block_causal, make_attend
 from rollout.engine import BROKEN, Engine, select
 from rollout.schedules import reveal_quota
@@ -72,7 +73,8 @@ class BlockEngine(Engine):
         eos = torch.tensor(settings["eos_token_ids"], device=device)
 
         row = torch.arange(N, device=device)  # rows that are still generating
-        for start in range(prefilled, width, n):  # the block of columns start to start + n
+        # the block of columns start to start + n
+        for start in progress(range(prefilled, width, n), "blocks"):
             here = row, slice(start, start + n)
             forward = partial(self._forward, cache, start, position[here], position[row] >= 0)
             *results, forwards, changes = self._denoise(

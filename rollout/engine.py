@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from models.atomic import progress
 from models.lora import adapter_tensors
 from models.ranks import cuda_bytes
 from models.tensors import tensor_names
@@ -326,7 +327,8 @@ class Engine:
                 raise SystemExit(f"{held}: is the tokenizer the model's?")
         samples = torch.arange(len(prompt_ids) * num_samples, device=self.device)
         parts = []
-        for batch in [samples] if self.refills else samples.split(self.max_batch_size):
+        batches = [samples] if self.refills else samples.split(self.max_batch_size)
+        for batch in progress(batches, "batches of completions"):
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
             rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
             try:

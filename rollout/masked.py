@@ -21,6 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from models.atomic import progress
 from rollout.engine import ADAPTIVE, BROKEN, RULES, Engine, select
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
 from rollout.traces import Trace, left_padded, scored
@@ -108,7 +109,7 @@ class MaskedEngine(Engine):
         records = kind and kind(step_map, sum(map(len, quotas)), model.pad_token_id)
         row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
-        for quota in quotas:
+        for quota in progress(quotas, "blocks"):
             end = start + sum(quota)
             rows = tokens[row], positions[row], bias[row], sample_index[row]
             kept = None if settings["cache"] == "none" else {}  # a new cache for each block

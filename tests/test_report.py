@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from compare import draw, read_runs, table
+from compare import main, read_runs, table
 from report import MAX_BYTES, write_report
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
@@ -32,7 +32,7 @@ def test_page(tmp_path, count, repeats, shown):
     assert all(sample == want for sample in page["samples"])
 
 
-def test_differences_and_their_errors(tmp_path):
+def test_differences_and_their_errors(tmp_path, capsys):
     """Paired over the common seeds, 0 and 1; unpaired against a group with other seeds."""
     step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
     names, scores = [], {"a0": 1, "a1": 2, "a2": 6, "b0": 2, "b1": 5, "c8": 4, "c9": 6}
@@ -49,6 +49,7 @@ def test_differences_and_their_errors(tmp_path):
     assert [row[0] for row in found] == ["beta a", "beta b", "beta c"]
     assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
     assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
-    draw(runs, "test/x", tmp_path / "compare.png")
+    main(tuple(names), out=str(tmp_path / "it.png"))
+    assert capsys.readouterr().out.endswith(f"curves: {tmp_path}/it.png\n")
     with pytest.raises(SystemExit, match="of seed 0 in the group 'all'"):
         read_runs([names[0], names[0]])

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,7 +268,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
 
 def run_directory(tmp_path, rows=6, **args):
     """A run's directory as RunLog leaves it."""
-    with RunLog(tmp_path, "x", {"seed": 1} | args, rows) as log:
+    with closing(RunLog(tmp_path, "x", {"seed": 1} | args, rows)) as log:
         log.write(0, {"loss/total": 2.0})
         for step in range(1, rows + 1):
             log.write(step, {"loss/total": 1 / step})
@@ -282,7 +283,8 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     """
     directory = run_directory(tmp_path)
     config = (directory / "config.json").read_bytes()
-    with RunLog("elsewhere", "y", {"seed": 2}, 6, resume=str(directory), step=4) as log:
+    log = RunLog("elsewhere", "y", {"seed": 2}, 6, resume=str(directory), step=4)
+    with closing(log):
         assert log.run_dir == directory and log.history("loss/total")[-1] == (4, 0.25)
         assert [row["step"] for row in rows_of(directory)] == [0, 1, 2, 3, 4]
         lines = (directory / "samples.jsonl").read_bytes().decode().split("\n")[:-1]

@@ -3,14 +3,20 @@
 import csv
 import io
 import json
+import re
 import sys
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+from golden_runs import rows_of
 from matplotlib.figure import Figure
 
 import runlog
+from algos import mdpo
+from models.atomic import new_directory
 from runlog import RunLog, Stop, Stopwatch, check_numbers
 
 NAN = float("nan")
@@ -24,42 +30,28 @@ def open_log(out, **options):
     return RunLog(out, "bgpo-tiny-sdar-countdown-s42", ARGS, 300, **options)
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def is_png(path):
-    return path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_config_says_how_to_repeat_the_run(tmp_path):
-    with open_log(tmp_path) as log:
+    with closing(open_log(tmp_path)) as log:
         config = json.loads((log.run_dir / "config.json").read_text())
     keys = "script args command git torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
 
 
-def test_directories_of_the_same_second_are_numbered(tmp_path, monkeypatch):
-    noon = type("Noon", (runlog.datetime,), {"now": lambda: runlog.datetime(2026, 1, 2, 12)})
-    monkeypatch.setattr(runlog, "datetime", noon)
-    names = [runlog.make_run_dir(tmp_path, "d1").name for _ in range(3)]
-    assert names == [f"d1-0102-120000{end}" for end in ("", "-2", "-3")]
+def test_directories_of_one_name_are_numbered(tmp_path):
+    names = [new_directory(tmp_path / "d1").name for _ in range(3)]
+    assert names == ["d1", "d1-2", "d1-3"]
 
 
 def test_rows_are_flushed_non_finite_is_null_and_csv_has_the_union_of_keys(tmp_path):
-    with open_log(tmp_path) as log:
+    with closing(open_log(tmp_path)) as log:
         log.write(0, {"eval/countdown": 0.25})
-        log.write(1, {"loss/total": float("nan"), "reward/mean": torch.tensor(0.5)})
-        log.samples(3, [{"completion": "3 × 4 = 12\n", "step_map": [0, 1]}])
-        log.samples(4, [{"completion": "5"}])
-        rows = read_jsonl(log.run_dir / "metrics.jsonl")
+        log.write(1, {"loss/total": NAN, "reward/mean": torch.tensor(0.5)})
+        rows = rows_of(log.run_dir)
     assert rows[1] == {"step": 1, "loss/total": None, "reward/mean": 0.5}
     with open(log.run_dir / "metrics.csv", newline="") as file:
         keys = ["step", "eval/countdown", "loss/total", "reward/mean"]
         assert list(csv.reader(file)) == [keys, ["0", "0.25", "", ""], ["1", "", "", "0.5"]]
-    assert "3 × 4" in (log.run_dir / "samples.jsonl").read_text(encoding="utf-8")
-    assert [row["step"] for row in read_jsonl(log.run_dir / "samples.jsonl")] == [3, 4]
 
 
 PROBE = {"probe/distinct_frac": 0.5, "probe/logp_gap_mean": 0.01, "probe/greedy_agreement": 0.95}
@@ -89,16 +81,18 @@ def test_a_plain_line_or_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys, is_t
     screen = io.StringIO()
     screen.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stderr", screen)
-    with open_log(tmp_path) as log:
+    with closing(open_log(tmp_path)) as log:
         log.write(0, {"eval/countdown": 0.41})
-        log.write(12, RL_ROW)
-        log.say("saved")
+        for _ in range(2):  # compiling is told once
+            log.write(12, RL_ROW | {"speed/compile_s": 41.6})
     lines = capsys.readouterr().out.splitlines()
+    compiled = "compiling took 42 s so far; later steps do not take this time"
     if is_terminal:
-        assert lines == ["saved"] and "12/300" in screen.getvalue() and log.bar.disable
+        assert lines == [compiled] and "12/300" in screen.getvalue() and log.bar.disable
         assert log.bar.n == 12 and log.bar.postfix == f"eval 0.410  {SUMMARY}"
     else:
-        assert lines == ["step   0/300  eval 0.410", f"step  12/300  {SUMMARY}", "saved"]
+        step = f"step  12/300  {SUMMARY}"
+        assert lines == ["step   0/300  eval 0.410", compiled, step, step]
         assert screen.getvalue() == ""
 
 
@@ -109,51 +103,68 @@ PLOTS = [
     ([(0, SCORE), (1, RL_ROW | OPTIM)],
      ["Score on problems not trained on", *RL, "Seconds per step"]),
     ([(0, {"test/countdown": 0.9})], ["Score on problems not trained on"]),
-    ([(step, OPTIM | {"loss/total": float("nan")}) for step in range(1, 50)],
-     ["Loss", "Gradient", "Speed"]),
+    ([(1, OPTIM | {"loss/total": NAN})], ["Loss", "Gradient", "Speed"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows, titles", PLOTS)
-def test_panels_follow_the_keys(tmp_path, monkeypatch, rows, titles):
-    drawn, save = [], Figure.savefig
-
-    def watch(figure, *args, **options):
-        drawn.append([axes.get_title("left") for axes in figure.axes])
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", watch)
-    with open_log(tmp_path) as log:
+def test_panels_follow_the_keys_and_a_score_redraws_them(tmp_path, monkeypatch, rows, titles):
+    drawn = []
+    save = lambda figure, *_, **__: drawn.append([axes.get_title("left") for axes in figure.axes])
+    monkeypatch.setattr(Figure, "savefig", save)
+    with closing(open_log(tmp_path)) as log:
         for step, row in rows:
             log.write(step, row)
-            has_score = any(key.startswith(("eval/", "test/")) for key in row)
-            assert has_score <= (log.run_dir / "curves.png").exists(), "a score redraws the plot"
-    assert [title for title in drawn[-1] if title] == titles and is_png(log.run_dir / "curves.png")
+    assert len(drawn) == 1 + any(map(runlog.is_score, rows[0][1]))
+    assert list(filter(None, drawn[-1])) == titles
 
 
-def test_an_error_leaves_table_and_plot_and_is_not_hidden(tmp_path):
-    with pytest.raises(FloatingPointError, match="loss is nan"):
-        with open_log(tmp_path) as log:
-            log.write(1, RL_ROW)
-            raise FloatingPointError("loss is nan")
-    assert is_png(log.run_dir / "curves.png") and (log.run_dir / "metrics.csv").exists()
-    log.close()  # a second close does nothing
-    with pytest.raises(KeyError, match="no model"):
-        with open_log(tmp_path) as log:
-            raise KeyError("no model")
-    assert (log.run_dir / "metrics.csv").read_text() == "step\n"
+def test_an_error_leaves_table_and_plot(tmp_path, capsys):
+    for row in {}, RL_ROW:
+        log = open_log(tmp_path)
+        log.write(1, row)
+        for _ in range(2):  # a second close does nothing
+            log.close(failed=True)
+        assert (log.run_dir / "metrics.csv").read_text().startswith("step")
+        assert capsys.readouterr().err == f"run directory: {log.run_dir}\n"
+    assert (log.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wandb_mirrors_the_rows_offline(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with open_log(tmp_path, track=True) as log:
+def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    wandb = MagicMock()
+    run = wandb.init.return_value
+    run.id = "x1"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with closing(open_log(tmp_path, track=True)) as log:
         log.write(1, RL_ROW)
-        assert log.wandb_run.project == "cleandllm" and log.wandb_run.name == log.run_dir.name
-    wandb.teardown()  # its process may write the rows after the end of the run
-    (record,) = log.run_dir.glob("wandb/offline-run-*/*.wandb")
-    assert b"reward/mean" in record.read_bytes()
+        log.samples(1, [{"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}])
+    table = {"samples": wandb.Table.return_value}
+    assert run.log.mock_calls == [call(RL_ROW, step=1), call(table, step=1)]
+    wandb.Table.assert_called_with(runlog.COLUMNS, [[1, "1 2", "1+2", "3", 1.0]])
+    open_log("", track=True, resume=str(log.run_dir), step=1).close()
+    first, second = (made.kwargs for made in wandb.init.call_args_list)
+    assert first["config"] == ARGS and second["resume"] == "allow"
+    assert (first["id"], second["id"]) == (None, "x1")
+
+
+GROUPS = ["the method's own", "task and data", "rollout", "length of the run and evaluation",
+          "memory and speed", "LoRA", "log and saves"]  # fmt: skip
+
+
+def test_help_is_in_groups(monkeypatch, capsys):
+    """Every flag once, with its default; a replaced field stays in its group, with its new help."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["mdpo.py", "--lora-rank", "4", "--help"])
+    with pytest.raises(SystemExit):
+        runlog.command_line(mdpo.Args, {})
+    text = capsys.readouterr().out
+    groups = re.split(r"(\w[\w' ]+) options\b", text)[1:]
+    assert groups[::2] == GROUPS and "rcr (Running" in groups[5]
+    assert (
+        len(re.findall(r"^\W* --\w", text, re.M))
+        == text.count("(default:")
+        == len(fields(mdpo.Args))
+    )
 
 
 def test_the_stopwatch_adds_up_phases(monkeypatch):
@@ -205,7 +216,7 @@ def test_numbers_that_are_too_small_are_named(name, value, words):
 
 def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     """Five steps without an advantage on any rank: one line. The limit: another, and the end."""
-    monkeypatch.setattr(runlog.dist, "all_reduce", lambda flags, operation: None)
+    monkeypatch.setattr(runlog.dist, "all_reduce", lambda flags: None)
     names = "truncated empty distinct".split()
     metrics = {f"completion/{name}_frac": 0.25 * i for i, name in enumerate(names, 1)}
     metrics |= {"reward/mean": 0.1, "reward/std": 0.0}
