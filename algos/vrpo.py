@@ -17,7 +17,7 @@ Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,10 +37,12 @@ from models.ranks import (
     close_distributed,
     rank_share,
     reduce_gradients,
+    reduce_metrics,
     setup_distributed,
     sharding,
 )
-from plan import FLAGS, fit_answers
+from models.schedule import share_at
+from plan import fit_answers
 from rollout import make_engine, sync_engine
 from rollout.sampling import keyed_uniform
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
@@ -283,30 +285,20 @@ def parallelize(model, args):
     return model
 
 
-def lr_at(step, args):
-    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
-    steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    if step < warmup:
-        return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1, (step - warmup) / max(steps - warmup, 1))
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
-    return args.learning_rate * decay[args.lr_schedule]
-
-
 def optimizer_step(optimizer, sums, step, args):
-    """Clip the gradient and step. sums: this rank's metrics. -> metrics summed over ranks
+    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
 
     A loss or gradient that is not finite on any rank stops the run before the step.
     """
-    (group,), metrics = optimizer.param_groups, all_reduce(sums)
+    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
     if not math.isfinite(metrics["loss/total"] + norm):
         raise SystemExit(
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    group["lr"] = lr_at(step, args)
+    steps = args.schedule_steps or args.max_steps
+    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
@@ -324,7 +316,7 @@ def open_run(task, model, tokenizer, args):
     )
     start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
-    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(
         log.run_dir,
         model,
@@ -346,8 +338,7 @@ def open_run(task, model, tokenizer, args):
 def load_held_out(task, tokenizer, args):
     """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
     data = args.eval_data or (args.data if args.data.partition("@")[0] in task.PRESETS else "")
-    sources = {"validation": data, "test": data}
-    held_out, dropped = load_splits(task, sources, tokenizer, args.max_length, args.eval_limit)
+    held_out, dropped = load_splits(task, None, data, tokenizer, args.max_length, args.eval_limit)
     return held_out, f"held-out problems dropped because of --max-length: {dropped}"
 
 
@@ -363,17 +354,10 @@ def decoding(args):
     }
 
 
-def evaluate(engine, model, task, tokenizer, problems, args):
-    """Mean score of the current model on held-out problems."""
+def evaluate(engine, model, task, tokenizer, problems, name, args):
+    """Mean score of the current model on held-out problems. -> {name/task: score}"""
     sync_engine(engine, model)
-    return mean_score(engine, task, tokenizer, problems, **decoding(args))
-
-
-def log_step(log, metrics, clock, tokens, step):
-    """Write a step's metrics with its speed and memory. tokens: of this rank"""
-    tokens = all_reduce({"tokens": tokens})["tokens"]
-    speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | machine_metrics())
+    return mean_score(engine, task, tokenizer, problems, name, **decoding(args))
 
 
 # <<< shared: evaluation
@@ -532,9 +516,8 @@ def main(args):
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
     draws = args.mc_num * args.masks_per_timestep
-    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
     args.micro_batch_size, at_once = fit_answers(
-        pairs, held_out, args.batch_size, draws, has_reference=True, **flags
+        pairs, held_out, vars(args), draws, has_reference=True
     )
     model, ref_model, engine = load_models(model, frozen, device, at_once, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
@@ -546,11 +529,10 @@ def main(args):
         for split, rows in compared.items():
             compared[split] = held_out_draws(rows, args, model, reference, device)
 
-    def score(split, prefix):
-        score = evaluate(engine, model, task, tokenizer, held_out[split], args)
-        metrics = {f"{prefix}/{task.NAME}": score}
+    def score(split, name):
+        metrics = evaluate(engine, model, task, tokenizer, held_out[split], name, args)
         if split in compared:
-            metrics |= held_out_metrics(model, *compared[split], prefix, args)
+            metrics |= held_out_metrics(model, *compared[split], name, args)
         return metrics
 
     if args.eval_limit and not start:
@@ -565,11 +547,12 @@ def main(args):
             scale = dist.get_world_size()  # FSDP averages over ranks
             sums = backward(model, batch, masks, ref_elbos, scale, args)
             metrics = optimizer_step(optimizer, sums, step, args)
-        metrics |= routing
-        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+        if engine and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= score("validation", "eval")
-        log_step(log, metrics, clock, batch.valid_mask.sum(), step)
+        tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
+        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | clock | routing
+        log.write(step + 1, metrics | machine_metrics())
         # >>> shared: offline_save
         stopped = stop.is_set()
         saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
