@@ -32,12 +32,13 @@ from evals.rewards import load_reward
 from models import (
     adapters_off,
     add_lora,
+    compile_blocks,
     load_tokenizer,
     load_weights,
     meta_model,
+    router_metrics,
+    share_at,
 )
-from models.experts import router_metrics
-from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
     close_distributed,
@@ -48,10 +49,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.schedule import share_at
 from plan import fit_rollouts
-from rollout import make_engine, probe, rollout_metrics, sync_engine
-from rollout.sampling import keyed_uniform
+from rollout import keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -195,24 +194,20 @@ DRAWS = lambda args, replays: args.train_steps  # noisy copies of a completion i
 DRAWS_TOGETHER = False  # a row has one of them
 
 
-def step_rewards(trace, rewards, reward, tokenizer, examples):
+def step_rewards(trace, reward, tokenizer, examples):
     """Reward of every step's prediction up to its EOS; a step without a forward repeats the last.
 
-    rewards [B] and examples: of the completions; reward: the function that graded them -> [B, S]
+    reward: the function that grades completions, equal ones once; examples [B] -> [B, S]
     """
-    eos, shown = set(trace.settings["eos_token_ids"]), []
-    graded = {(b, tuple(trace.completion(b))): value for b, value in enumerate(rewards.tolist())}
-    made = trace.records["masked"].any(2).tolist()
-    for b, steps in enumerate(trace.records["predictions"].tolist()):
-        for s, ids in enumerate(steps):
+    eos, made, texts = set(trace.settings["eos_token_ids"]), trace.records["masked"].any(2), []
+    for predictions, is_made in zip(trace.records["predictions"].tolist(), made, strict=True):
+        for ids, is_new in zip(predictions, is_made, strict=True):
             end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
-            shown.append((b, tuple(ids[:end])) if made[b][s] else shown[-1])
-    # one batch, each prediction once
-    missing = list(dict.fromkeys(key for key in shown if key not in graded))
-    texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for _, ids in missing]
-    parts = reward(texts, [examples[b] for b, _ in missing])
-    graded |= {key: float(sum(part.values())) for key, part in zip(missing, parts, strict=True)}
-    return rewards.new_tensor([graded[key] for key in shown]).view(len(rewards), -1)
+            text = tokenizer.decode(ids[:end], skip_special_tokens=True) if is_new else texts[-1]
+            texts.append(text)
+    S = made.shape[1]
+    parts = reward(texts, [example for example in examples for _ in range(S)])
+    return torch.tensor([sum(part.values()) for part in parts], device=made.device).view(-1, S)
 
 
 def sample_masks(batch, iteration, args):
@@ -475,7 +470,7 @@ def backward(model, rows, scale, args):
     old = estimates.detach() if rows.old is None else rows.old
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
     (scale * loss).backward()
-    return {name: value.detach() for name, value in (metrics | {"loss/total": loss}).items()}
+    return metrics | {"loss/total": loss}
 
 
 # <<< shared: inner
@@ -584,7 +579,7 @@ def update(model, ref_model, optimizer, batch, step, args):
             reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
             for name, value in backward(model, micro, scale, args).items():
-                sums[name] += value * (scale > 0)
+                sums[name] += value.detach() * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
     return metrics
 
@@ -625,7 +620,7 @@ def main(args):
             rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
         batch = Batch(trace, model)
         # <<< shared: rollout
-        graded = step_rewards(trace, rewards, reward, tokenizer, examples)  # [B, S]
+        graded = step_rewards(trace, reward, tokenizer, examples)  # [B, S]
         batch.advantages = compute_advantages(graded, args)
         # >>> shared: update
         with clock("update"), router_metrics(model) as routing:
@@ -645,7 +640,7 @@ def main(args):
         log.write(step + 1, metrics | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break

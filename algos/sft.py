@@ -33,9 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score
-from models import add_lora, load_tokenizer, load_weights, meta_model
-from models.experts import router_metrics
-from models.layers import compile_blocks
+from models import (
+    add_lora,
+    compile_blocks,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+    router_metrics,
+    share_at,
+)
 from models.ranks import (
     all_reduce,
     close_distributed,
@@ -45,10 +51,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.schedule import share_at
 from plan import fit_answers
-from rollout import make_engine, sync_engine
-from rollout.sampling import keyed_uniform
+from rollout import keyed_uniform, make_engine, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B rows, T tokens of a row
@@ -476,13 +480,13 @@ def main(args):
         log.write(step + 1, metrics | machine_metrics())
         # >>> shared: offline_save
         stopped = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: offline_save
     else:  # not stopped
-        if args.eval_limit:
+        if engine:
             log.write(args.max_steps, score("test", "test"))
     log.end(saves.newest)
     close_distributed()

@@ -33,12 +33,13 @@ from evals.rewards import load_reward
 from models import (
     adapters_off,
     add_lora,
+    compile_blocks,
     load_tokenizer,
     load_weights,
     meta_model,
+    router_metrics,
+    share_at,
 )
-from models.experts import router_metrics
-from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
     close_distributed,
@@ -49,10 +50,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.schedule import share_at
 from plan import fit_rollouts
-from rollout import make_engine, probe, rollout_metrics, sync_engine
-from rollout.sampling import keyed_uniform
+from rollout import keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -473,7 +472,7 @@ def backward(model, rows, scale, args):
     old = estimates.detach() if rows.old is None else rows.old
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
     (scale * loss).backward()
-    return {name: value.detach() for name, value in (metrics | {"loss/total": loss}).items()}
+    return metrics | {"loss/total": loss}
 
 
 # <<< shared: inner
@@ -582,7 +581,7 @@ def update(model, ref_model, optimizer, batch, step, args):
             reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
             for name, value in backward(model, micro, scale, args).items():
-                sums[name] += value * (scale > 0)
+                sums[name] += value.detach() * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
     return metrics
 
@@ -646,7 +645,7 @@ def main(args):
         log.write(step + 1, metrics | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break

@@ -17,6 +17,7 @@ Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,9 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
-from models import adapters_off, add_lora, load_tokenizer, load_weights, meta_model
-from models.experts import router_metrics
-from models.layers import compile_blocks
+from models import (
+    adapters_off,
+    add_lora,
+    compile_blocks,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+    router_metrics,
+    share_at,
+)
 from models.ranks import (
     all_reduce,
     close_distributed,
@@ -41,10 +49,8 @@ from models.ranks import (
     setup_distributed,
     sharding,
 )
-from models.schedule import share_at
 from plan import fit_answers
-from rollout import make_engine, sync_engine
-from rollout.sampling import keyed_uniform
+from rollout import keyed_uniform, make_engine, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
@@ -407,15 +413,6 @@ def draw_elbos(model, batch, masks, rows):
     return (weights.to(logps.dtype) * logps).sum(2)
 
 
-def micro_batches(masks, args):
-    """Slices of the sequences for each forward: whole pairs, at most --micro-batch-size sequences x
-    draws. Equally many on every rank, because all have as many pairs.
-    """
-    B, n, _ = masks.masked.shape
-    size = 2 * (args.micro_batch_size // (2 * n))
-    return [slice(i, i + size) for i in range(0, B, size)]
-
-
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
     """One-draw ELBOs of the whole batch. Without a graph the draws of a sequence always fit.
@@ -427,16 +424,22 @@ def elbo_values(model, batch, masks, args):
     return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
 
 
-def backward(model, batch, masks, ref_elbos, scale, args):
-    """Gradient of scale * preference_loss, pair by pair. -> metrics"""
-    micros, sums = micro_batches(masks, args), {}
-    for i, rows in enumerate(micros):
-        reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
+def backward(model, batch, masks, ref_elbos, args):
+    """Gradient of preference_loss. -> metrics
+
+    A forward takes whole pairs, at most --micro-batch-size sequences x draws. Every rank runs as
+    many forwards, because all have as many pairs.
+    """
+    (B, n, _), sums = masks.masked.shape, Counter()
+    size = 2 * (args.micro_batch_size // (2 * n))
+    for i in range(0, B, size):
+        rows = slice(i, i + size)
+        reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
         elbos = draw_elbos(model, batch, masks, rows)
         loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
-        (scale * loss).backward()
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks
         for name, value in (metrics | {"loss/total": loss}).items():
-            sums[name] = sums.get(name, 0) + value.detach()
+            sums[name] += value.detach()
     return sums
 
 
@@ -535,7 +538,7 @@ def main(args):
             metrics |= held_out_metrics(model, *compared[split], name, args)
         return metrics
 
-    if args.eval_limit and not start:
+    if engine and not start:
         log.write(0, score("test", "test"))
     for step in range(start, args.max_steps):
         clock = Stopwatch(args.micro_batch_size)
@@ -544,8 +547,7 @@ def main(args):
         with clock("reference"), adapters_off(ref_model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:
-            scale = dist.get_world_size()  # FSDP averages over ranks
-            sums = backward(model, batch, masks, ref_elbos, scale, args)
+            sums = backward(model, batch, masks, ref_elbos, args)
             metrics = optimizer_step(optimizer, sums, step, args)
         if engine and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
@@ -555,13 +557,13 @@ def main(args):
         log.write(step + 1, metrics | machine_metrics())
         # >>> shared: offline_save
         stopped = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: offline_save
     else:  # not stopped
-        if args.eval_limit:
+        if engine:
             log.write(args.max_steps, score("test", "test"))
     log.end(saves.newest)
     close_distributed()

@@ -116,7 +116,8 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
     """
 
     def body(rank, world_size):
-        settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.05, "warmup_steps": 4}
+        settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.05}
+        settings |= {"lr_schedule": "linear", "schedule_steps": 2}
         args = module.Args(**settings, **{"beta": 0.0} if module is d1 else {"mc_num": 2})
         plain, model = tiny_model(), sharded_model(module)
         adamw = lambda m: torch.optim.AdamW(m.parameters(), betas=(0.8, 0.9), weight_decay=0.1)
@@ -137,7 +138,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
         for rows in draws:
             got = module.backward(plain, rows, 1.0, args)
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
-            reference.param_groups[0]["lr"] = 0.5e-2  # warm-up: step 1 of 4
+            reference.param_groups[0]["lr"] = 0.5e-2  # step 1 of 2
             reference.step()
             reference.zero_grad()
         assert norm > 0.05
