@@ -269,14 +269,16 @@ class Plan:
 FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-2:]
 
 
-def fit(on_cpu, **numbers):
-    """numbers: of a Plan -> the micro-batch size of a run, the one asked for or the largest that
-    fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
+def fit(on_cpu, flags, **numbers):
+    """flags: of a script, {name: value}; numbers: the rest of a Plan -> the micro-batch size of the
+    run, asked for or the largest that fits, and the completions that its sampler makes together; on
+    CPUs on_cpu and ROWS.
 
     Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
     the run does not fit the GPU.
     """
-    size, together = numbers["micro_batch_size"], numbers["coupled"] * numbers["draws"](1)
+    numbers |= {name: flags[name] for name in FLAGS if name in flags}
+    size, together = flags["micro_batch_size"], numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
         raise SystemExit(
             f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
@@ -291,33 +293,38 @@ def fit(on_cpu, **numbers):
     return plan.size, plan.rows
 
 
-def fit_rollouts(problems, sequences, **numbers):
+def fit_rollouts(problems, flags, **numbers):
     """`fit` for a script with rollouts. problems {split: [(example, prompt ids)]}"""
+    sequences = flags["prompts_per_step"] * flags["num_generations"]
     prompts = [len(ids) for rows in problems.values() for _, ids in rows]
     return fit(
         256,
-        lengths=torch.tensor([(prompt, numbers["gen_length"]) for prompt in prompts]),
+        flags,
+        lengths=torch.tensor([(prompt, flags["gen_length"]) for prompt in prompts]),
         held_out=len(problems.get("test", ())),
         sequences=sequences,
         rollout=sequences,
+        has_reference=flags["beta"] > 0,
         **numbers,
     )
 
 
-def fit_answers(rows, held_out, batch_size, draws=1, tail=0, pack_length=0, **numbers):
+def fit_answers(rows, held_out, flags, draws=1, tail=0, **numbers):
     """`fit` for a script without rollouts. The answers of a row share a forward.
 
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
-    answer; tail: tokens behind it; pack_length: of rows that hold several answers, 0: do not.
+    answer; tail: tokens behind it. Flag pack_length: of rows that hold several answers.
     """
+    pack_length = flags.get("pack_length", 0)
     prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
     lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
     packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
     return fit(
         64,
+        flags,
         lengths=torch.cat([lengths, packed]) if pack_length else lengths,
         held_out=len(held_out.get("test", ())),
-        sequences=batch_size * len(sides),
+        sequences=flags["batch_size"] * len(sides),
         draws=lambda replays: draws,
         coupled=len(sides),
         **numbers,

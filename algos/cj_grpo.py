@@ -17,7 +17,7 @@ import math
 import sys
 from collections import Counter
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,24 +31,25 @@ from evals.rewards import load_reward
 from models import (
     adapters_off,
     add_lora,
+    compile_blocks,
     load_tokenizer,
     load_weights,
     meta_model,
+    router_metrics,
+    share_at,
 )
-from models.experts import router_metrics
-from models.layers import compile_blocks
 from models.ranks import (
     all_reduce,
     close_distributed,
     maximum,
     rank_share,
     reduce_gradients,
+    reduce_metrics,
     setup_distributed,
     sharding,
 )
-from plan import FLAGS, fit_rollouts
-from rollout import make_engine, probe, rollout_metrics, sync_engine
-from rollout.sampling import keyed_uniform
+from plan import fit_rollouts
+from rollout import keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -284,30 +285,20 @@ def parallelize(model, args):
     return model
 
 
-def lr_at(step, args):
-    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
-    steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    if step < warmup:
-        return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1, (step - warmup) / max(steps - warmup, 1))
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
-    return args.learning_rate * decay[args.lr_schedule]
-
-
 def optimizer_step(optimizer, sums, step, args):
-    """Clip the gradient and step. sums: this rank's metrics. -> metrics summed over ranks
+    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
 
     A loss or gradient that is not finite on any rank stops the run before the step.
     """
-    (group,), metrics = optimizer.param_groups, all_reduce(sums)
+    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
     if not math.isfinite(metrics["loss/total"] + norm):
         raise SystemExit(
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    group["lr"] = lr_at(step, args)
+    steps = args.schedule_steps or args.max_steps
+    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
@@ -325,7 +316,7 @@ def open_run(task, model, tokenizer, args):
     )
     start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
-    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(
         log.run_dir,
         model,
@@ -359,8 +350,9 @@ class Batch:
         # [B, L] likelihood block: its tokens are predicted jointly, given the blocks before it
         self.block_ids = model.grid(self.valid_mask)[1][:, self.P :]
         self.mask_token_id = model.mask_token_id
-        counts = {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
-        self.num_tokens, self.num_sequences = all_reduce(counts).values()  # of this step
+        self.num_tokens, self.num_sequences = all_reduce(  # of this step
+            {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
+        ).values()
 
     def uniform(self, iteration, draw):
         """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
@@ -454,7 +446,7 @@ def backward(model, rows, scale, args):
     old = estimates.detach() if rows.old is None else rows.old
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
     (scale * loss).backward()
-    return {name: value.detach() for name, value in (metrics | {"loss/total": loss}).items()}
+    return metrics | {"loss/total": loss}
 
 
 # <<< shared: inner
@@ -471,9 +463,8 @@ def load_data(args):
         raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     reward = load_reward(args.reward, task)
-    sources = {"train": args.data, "validation": args.eval_data, "test": args.eval_data}
     problems, dropped = load_splits(
-        task, sources, tokenizer, args.max_prompt_length, args.eval_limit
+        task, args.data, args.eval_data, tokenizer, args.max_prompt_length, args.eval_limit
     )
     reward([TRIAL], [problems["train"][0][0]])
     facts = f"{len(problems['train'])} problems; dropped by --max-prompt-length: {dropped}"
@@ -486,12 +477,10 @@ def plan_run(problems, args):
     """
     return fit_rollouts(
         problems,
-        args.prompts_per_step * args.num_generations,
+        vars(args),
         draws=lambda replays: DRAWS(args, replays),
         coupled=DRAWS_TOGETHER,
         has_old=USES_OLD,
-        has_reference=args.beta > 0,
-        **{name: getattr(args, name) for name in FLAGS},
     )
 
 
@@ -566,11 +555,9 @@ def update(model, ref_model, optimizer, batch, step, args):
             reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
             scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
             for name, value in backward(model, micro, scale, args).items():
-                sums[name] += value * (scale > 0)
+                sums[name] += value.detach() * (scale > 0)
         metrics = optimizer_step(optimizer, sums, step, args)
-    weight = metrics.pop("policy/weight")  # 0 if no row on any rank had a gradient
-    divisors = {name: weight if name.startswith("policy/") else 1 for name in metrics}
-    return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
+    return metrics
 
 
 # <<< shared: loop
@@ -587,12 +574,12 @@ def main(args):
     log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")
     check = lambda: probe(engine, model, problems["train"][0][1], seed=args.seed, **sampling)
     scored = sampling | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
-    score = lambda split: mean_score(engine, task, tokenizer, problems[split], **scored)
+    score = lambda split, name: mean_score(engine, task, tokenizer, problems[split], name, **scored)
     sync_engine(engine, model)
     if not start:
         log.write(0, check())
         if args.eval_limit:
-            log.write(0, {f"test/{task.NAME}": score("test")})
+            log.write(0, score("test", "test"))
     # <<< shared: start
     for step in range(start, args.max_steps):
         # >>> shared: rollout
@@ -615,13 +602,13 @@ def main(args):
         metrics |= rollout_metrics(trace, rewards, parts, args.num_generations)
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= {f"eval/{task.NAME}": score("validation")} | check()
+                metrics |= score("validation", "eval") | check()
         metrics |= clock.with_step() | routing
         metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
         log.write(step + 1, metrics | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
@@ -629,8 +616,8 @@ def main(args):
     else:  # not stopped
         # >>> shared: end
         if args.eval_limit:
-            before, after = log.history(f"test/{task.NAME}")[0][1], score("test")
-            log.write(args.max_steps, {f"test/{task.NAME}": after})
+            log.write(args.max_steps, score("test", "test"))
+            before, *_, after = dict(log.history(f"test/{task.NAME}")).values()
             facts = f"{task.NAME} on {len(problems['test'])} held-out problems"
             log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
     if start < args.max_steps:

@@ -22,7 +22,7 @@ Run it on the tiny model on CPU, or on eight GPUs:
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -33,20 +33,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score
-from models import add_lora, load_tokenizer, load_weights, meta_model
-from models.experts import router_metrics
-from models.layers import compile_blocks
+from models import (
+    add_lora,
+    compile_blocks,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+    router_metrics,
+    share_at,
+)
 from models.ranks import (
     all_reduce,
     close_distributed,
     rank_share,
     reduce_gradients,
+    reduce_metrics,
     setup_distributed,
     sharding,
 )
-from plan import FLAGS, fit_answers
-from rollout import make_engine, sync_engine
-from rollout.sampling import keyed_uniform
+from plan import fit_answers
+from rollout import keyed_uniform, make_engine, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B rows, T tokens of a row
@@ -252,30 +258,20 @@ def parallelize(model, args):
     return model
 
 
-def lr_at(step, args):
-    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
-    steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    if step < warmup:
-        return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1, (step - warmup) / max(steps - warmup, 1))
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
-    return args.learning_rate * decay[args.lr_schedule]
-
-
 def optimizer_step(optimizer, sums, step, args):
-    """Clip the gradient and step. sums: this rank's metrics. -> metrics summed over ranks
+    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
 
     A loss or gradient that is not finite on any rank stops the run before the step.
     """
-    (group,), metrics = optimizer.param_groups, all_reduce(sums)
+    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
     if not math.isfinite(metrics["loss/total"] + norm):
         raise SystemExit(
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    group["lr"] = lr_at(step, args)
+    steps = args.schedule_steps or args.max_steps
+    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
@@ -293,7 +289,7 @@ def open_run(task, model, tokenizer, args):
     )
     start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
-    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(
         log.run_dir,
         model,
@@ -315,8 +311,7 @@ def open_run(task, model, tokenizer, args):
 def load_held_out(task, tokenizer, args):
     """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
     data = args.eval_data or (args.data if args.data.partition("@")[0] in task.PRESETS else "")
-    sources = {"validation": data, "test": data}
-    held_out, dropped = load_splits(task, sources, tokenizer, args.max_length, args.eval_limit)
+    held_out, dropped = load_splits(task, None, data, tokenizer, args.max_length, args.eval_limit)
     return held_out, f"held-out problems dropped because of --max-length: {dropped}"
 
 
@@ -332,17 +327,10 @@ def decoding(args):
     }
 
 
-def evaluate(engine, model, task, tokenizer, problems, args):
-    """Mean score of the current model on held-out problems."""
+def evaluate(engine, model, task, tokenizer, problems, name, args):
+    """Mean score of the current model on held-out problems. -> {name/task: score}"""
     sync_engine(engine, model)
-    return mean_score(engine, task, tokenizer, problems, **decoding(args))
-
-
-def log_step(log, metrics, clock, tokens, step):
-    """Write a step's metrics with its speed and memory. tokens: of this rank"""
-    tokens = all_reduce({"tokens": tokens})["tokens"]
-    speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | machine_metrics())
+    return mean_score(engine, task, tokenizer, problems, name, **decoding(args))
 
 
 # <<< shared: evaluation
@@ -459,11 +447,8 @@ def main(args):
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     rows, held_out, facts = load_data(task, tokenizer, model, args)
-    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
     tail = args.eos_tail * (model.attention == "bidirectional")
-    args.micro_batch_size, at_once = fit_answers(
-        rows, held_out, args.batch_size, 1, tail, args.pack_length, **flags
-    )
+    args.micro_batch_size, at_once = fit_answers(rows, held_out, vars(args), tail=tail)
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
     # sharded before weights are read: no rank ever holds the whole model
@@ -476,7 +461,9 @@ def main(args):
     log.say(facts)
     if engine:
         log.say(f"evaluations: {engine.plan(**decoding(args))}")
-    score = lambda split: evaluate(engine, model, task, tokenizer, held_out[split], args)
+    score = lambda split, name: evaluate(
+        engine, model, task, tokenizer, held_out[split], name, args
+    )
     for step in range(start, args.max_steps):
         clock, first = Stopwatch(args.micro_batch_size), step * args.batch_size
         with clock("data"):
@@ -485,21 +472,22 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        metrics |= routing
-        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+        if engine and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics[f"eval/{task.NAME}"] = score("validation")
-        log_step(log, metrics, clock, (batch.document_ids >= 0).sum(), step)
+                metrics |= score("validation", "eval")
+        tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
+        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | clock | routing
+        log.write(step + 1, metrics | machine_metrics())
         # >>> shared: offline_save
         stopped = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: offline_save
     else:  # not stopped
-        if args.eval_limit:
-            log.write(args.max_steps, {f"test/{task.NAME}": score("test")})
+        if engine:
+            log.write(args.max_steps, score("test", "test"))
     log.end(saves.newest)
     close_distributed()
 

@@ -17,7 +17,8 @@ Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
 
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,20 +30,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from evals import load_splits, load_task, mean_score, score_all
-from models import adapters_off, add_lora, load_tokenizer, load_weights, meta_model
-from models.experts import router_metrics
-from models.layers import compile_blocks
+from models import (
+    adapters_off,
+    add_lora,
+    compile_blocks,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+    router_metrics,
+    share_at,
+)
 from models.ranks import (
     all_reduce,
     close_distributed,
     rank_share,
     reduce_gradients,
+    reduce_metrics,
     setup_distributed,
     sharding,
 )
-from plan import FLAGS, fit_answers
-from rollout import make_engine, sync_engine
-from rollout.sampling import keyed_uniform
+from plan import fit_answers
+from rollout import keyed_uniform, make_engine, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
@@ -283,30 +291,20 @@ def parallelize(model, args):
     return model
 
 
-def lr_at(step, args):
-    """Learning rate of optimizer step 0, 1, ...: linear warm-up, then the schedule."""
-    steps, warmup = args.schedule_steps or args.max_steps, args.warmup_steps
-    if step < warmup:
-        return args.learning_rate * ((step + 1) / warmup)
-    progress = min(1, (step - warmup) / max(steps - warmup, 1))
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    decay = {"constant": 1, "linear": 1 - progress, "cosine": cosine}
-    return args.learning_rate * decay[args.lr_schedule]
-
-
 def optimizer_step(optimizer, sums, step, args):
-    """Clip the gradient and step. sums: this rank's metrics. -> metrics summed over ranks
+    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
 
     A loss or gradient that is not finite on any rank stops the run before the step.
     """
-    (group,), metrics = optimizer.param_groups, all_reduce(sums)
+    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
     if not math.isfinite(metrics["loss/total"] + norm):
         raise SystemExit(
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    group["lr"] = lr_at(step, args)
+    steps = args.schedule_steps or args.max_steps
+    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
@@ -324,7 +322,7 @@ def open_run(task, model, tokenizer, args):
     )
     start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
-    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track, args.resume, start)
+    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
     saves = Saves(
         log.run_dir,
         model,
@@ -346,8 +344,7 @@ def open_run(task, model, tokenizer, args):
 def load_held_out(task, tokenizer, args):
     """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
     data = args.eval_data or (args.data if args.data.partition("@")[0] in task.PRESETS else "")
-    sources = {"validation": data, "test": data}
-    held_out, dropped = load_splits(task, sources, tokenizer, args.max_length, args.eval_limit)
+    held_out, dropped = load_splits(task, None, data, tokenizer, args.max_length, args.eval_limit)
     return held_out, f"held-out problems dropped because of --max-length: {dropped}"
 
 
@@ -363,17 +360,10 @@ def decoding(args):
     }
 
 
-def evaluate(engine, model, task, tokenizer, problems, args):
-    """Mean score of the current model on held-out problems."""
+def evaluate(engine, model, task, tokenizer, problems, name, args):
+    """Mean score of the current model on held-out problems. -> {name/task: score}"""
     sync_engine(engine, model)
-    return mean_score(engine, task, tokenizer, problems, **decoding(args))
-
-
-def log_step(log, metrics, clock, tokens, step):
-    """Write a step's metrics with its speed and memory. tokens: of this rank"""
-    tokens = all_reduce({"tokens": tokens})["tokens"]
-    speed = {"speed/tokens_per_s": tokens / clock["time/update"]}
-    log.write(step + 1, metrics | clock | speed | machine_metrics())
+    return mean_score(engine, task, tokenizer, problems, name, **decoding(args))
 
 
 # <<< shared: evaluation
@@ -423,15 +413,6 @@ def draw_elbos(model, batch, masks, rows):
     return (weights.to(logps.dtype) * logps).sum(2)
 
 
-def micro_batches(masks, args):
-    """Slices of the sequences for each forward: whole pairs, at most --micro-batch-size sequences x
-    draws. Equally many on every rank, because all have as many pairs.
-    """
-    B, n, _ = masks.masked.shape
-    size = 2 * (args.micro_batch_size // (2 * n))
-    return [slice(i, i + size) for i in range(0, B, size)]
-
-
 @torch.no_grad()
 def elbo_values(model, batch, masks, args):
     """One-draw ELBOs of the whole batch. Without a graph the draws of a sequence always fit.
@@ -443,16 +424,22 @@ def elbo_values(model, batch, masks, args):
     return torch.cat([draw_elbos(model, batch, masks, rows) for rows in parts])
 
 
-def backward(model, batch, masks, ref_elbos, scale, args):
-    """Gradient of scale * preference_loss, pair by pair. -> metrics"""
-    micros, sums = micro_batches(masks, args), {}
-    for i, rows in enumerate(micros):
-        reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
+def backward(model, batch, masks, ref_elbos, args):
+    """Gradient of preference_loss. -> metrics
+
+    A forward takes whole pairs, at most --micro-batch-size sequences x draws. Every rank runs as
+    many forwards, because all have as many pairs.
+    """
+    (B, n, _), sums = masks.masked.shape, Counter()
+    size = 2 * (args.micro_batch_size // (2 * n))
+    for i in range(0, B, size):
+        rows = slice(i, i + size)
+        reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
         elbos = draw_elbos(model, batch, masks, rows)
         loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
-        (scale * loss).backward()
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks
         for name, value in (metrics | {"loss/total": loss}).items():
-            sums[name] = sums.get(name, 0) + value.detach()
+            sums[name] += value.detach()
     return sums
 
 
@@ -532,9 +519,8 @@ def main(args):
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
     pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
     draws = args.mc_num * args.masks_per_timestep
-    flags = {name: value for name, value in vars(args).items() if name in FLAGS}
     args.micro_batch_size, at_once = fit_answers(
-        pairs, held_out, args.batch_size, draws, has_reference=True, **flags
+        pairs, held_out, vars(args), draws, has_reference=True
     )
     model, ref_model, engine = load_models(model, frozen, device, at_once, args)
     optimizer, start, log, saves = open_run(task, model, tokenizer, args)
@@ -546,14 +532,13 @@ def main(args):
         for split, rows in compared.items():
             compared[split] = held_out_draws(rows, args, model, reference, device)
 
-    def score(split, prefix):
-        score = evaluate(engine, model, task, tokenizer, held_out[split], args)
-        metrics = {f"{prefix}/{task.NAME}": score}
+    def score(split, name):
+        metrics = evaluate(engine, model, task, tokenizer, held_out[split], name, args)
         if split in compared:
-            metrics |= held_out_metrics(model, *compared[split], prefix, args)
+            metrics |= held_out_metrics(model, *compared[split], name, args)
         return metrics
 
-    if args.eval_limit and not start:
+    if engine and not start:
         log.write(0, score("test", "test"))
     for step in range(start, args.max_steps):
         clock = Stopwatch(args.micro_batch_size)
@@ -562,23 +547,23 @@ def main(args):
         with clock("reference"), adapters_off(ref_model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:
-            scale = dist.get_world_size()  # FSDP averages over ranks
-            sums = backward(model, batch, masks, ref_elbos, scale, args)
+            sums = backward(model, batch, masks, ref_elbos, args)
             metrics = optimizer_step(optimizer, sums, step, args)
-        metrics |= routing
-        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+        if engine and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= score("validation", "eval")
-        log_step(log, metrics, clock, batch.valid_mask.sum(), step)
+        tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
+        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | clock | routing
+        log.write(step + 1, metrics | machine_metrics())
         # >>> shared: offline_save
         stopped = stop.is_set()
-        saves.after_step(step + 1, metrics.get(f"eval/{task.NAME}"), stopped)
+        saves.after_step(step + 1, metrics, stopped)
         if stopped:
             log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
             break
         # <<< shared: offline_save
     else:  # not stopped
-        if args.eval_limit:
+        if engine:
             log.write(args.max_steps, score("test", "test"))
     log.end(saves.newest)
     close_distributed()

@@ -122,21 +122,20 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
     return kept, len(problems) - len(kept)
 
 
-def load_splits(task, sources, tokenizer, max_prompt_length, eval_limit):
+def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit):
     """-> {split: problems}, {split: number dropped}, both as of load_problems
 
-    sources: {split: data}. If the others are "", they are splits of the training data; a file is
-    divided. Of a split other than train at most eval_limit problems are loaded; if that is 0, the
-    split is left out.
+    data: to train on; None: nothing. eval_data: for validation and test; "": splits of data; a file
+    is divided. Of a split other than train at most eval_limit problems are loaded; if that is 0,
+    the split is left out.
     """
-    problems, dropped, own = {}, {}, sources.get("train", "")
-    is_file = Path(own.partition("@")[0]).is_file()
-    for split, data in sources.items():
+    problems, dropped, own = {}, {}, data or ""
+    divided = bool(eval_limit and not eval_data and Path(own.partition("@")[0]).is_file())
+    for split, source in {"train": data, "validation": eval_data, "test": eval_data}.items():
         limit = None if split == "train" else eval_limit
-        if limit != 0:
-            divided = bool(is_file and eval_limit and not sources["validation"])
+        if limit != 0 and source is not None:
             problems[split], dropped[split] = load_problems(
-                task, split, data or own, tokenizer, max_prompt_length, limit, divided
+                task, split, source or own, tokenizer, max_prompt_length, limit, divided
             )
     return problems, dropped
 
@@ -148,9 +147,9 @@ def score_all(task, completions, examples):
     return in_threads(task.score, completions, examples)
 
 
-def mean_score(engine, task, tokenizer, problems, **settings):
+def mean_score(engine, task, tokenizer, problems, name, **settings):
     """Mean exact score of one completion per problem; the ranks of a run share the problems. ->
-    float
+    {name/task: float}
 
     problems: from load_problems; settings: for engine.generate.
     """
@@ -163,7 +162,7 @@ def mean_score(engine, task, tokenizer, problems, **settings):
         examples = [example for example, _ in mine]
         score += sum(score_all(task, trace.texts(tokenizer), examples))
     dist.all_reduce(score)
-    return score.item() / len(problems)
+    return {f"{name}/{task.NAME}": score.item() / len(problems)}
 
 
 def tagged_answer(completion):

@@ -12,5 +12,8 @@ from models.checkpoint import (
     prompt_ids,
     save_model,
 )
+from models.experts import router_metrics
+from models.layers import compile_blocks
 from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, source_of
+from models.schedule import share_at

@@ -90,6 +90,16 @@ def all_reduce(values):
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
+def reduce_metrics(sums):
+    """`all_reduce` of a step's metrics, those under policy/ as means with the weights whose sum is
+    policy/weight. They are left out if it is 0: no row on any rank had a gradient.
+    """
+    metrics = all_reduce(sums)
+    weight = metrics.pop("policy/weight", 1)
+    divisors = {name: weight if name.startswith("policy/") else 1 for name in metrics}
+    return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
+
+
 def maximum(number):
     """The largest of an integer over all ranks."""
     tensor = torch.tensor(number)

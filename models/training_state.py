@@ -66,12 +66,11 @@ class Saves:
         if step:
             load_parts(self.resume / f"step-{step:06d}", {"also": model.state_dict()})
 
-    def after_step(self, step, score=None, stopped=False):
+    def after_step(self, step, metrics, stopped=False):
         """Save weights and state every `every` steps and when the run is stopped; the weights also
-        after the last step and when `score` is the best so far.
-
-        score: on validation problems; None: not evaluated.
+        after the last step and when the validation score, eval/..., is the best so far.
         """
+        score = next((value for name, value in metrics.items() if name.startswith("eval/")), None)
         state = stopped or (self.every and step % self.every == 0)
         weights = state or step == self.last
         is_best = score is not None and (self.best is None or score > self.best[1])

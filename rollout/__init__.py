@@ -8,6 +8,7 @@ from models import export_adapter, export_weights, has_lora, load_weights, meta_
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
+from rollout.sampling import keyed_uniform
 from rollout.traces import Trace, rollout_metrics
 
 
@@ -58,4 +59,4 @@ def sync_engine(engine, model):
     engine.load_weights(exported)
 
 
-__all__ = ["Trace", "make_engine", "probe", "rollout_metrics", "sync_engine"]
+__all__ = ["Trace", "keyed_uniform", "make_engine", "probe", "rollout_metrics", "sync_engine"]

@@ -85,15 +85,13 @@ def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=
     )
 
 
-def made_rows(module, weights, advantages, num_tokens=None, num_sequences=None):
+def made_rows(module, weights, advantages):
     """Rows for a loss or an estimate alone. weights [R, K, L]"""
     weights = torch.as_tensor(weights, dtype=torch.float64)
     R, K, L = weights.shape
     c = (weights != 0).any(1)
     batch = made_batch(module, torch.zeros(R, L, dtype=torch.long), c)
     batch.advantages = torch.as_tensor(advantages, dtype=torch.float64)
-    batch.num_tokens = num_tokens or batch.num_tokens
-    batch.num_sequences = num_sequences or batch.num_sequences
     return changed(module.Rows(batch, weights != 0, weights), weights=weights)
 
 

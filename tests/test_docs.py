@@ -154,14 +154,16 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         net = network(name, args.lora_rank, args.lora_targets)
         monkeypatch.setattr(plan, "meta_model", lambda *_, net=net: net)
         make = partial(plan.Plan, room=85e9, gpu="H100", ranks=int(ranks))
-        monkeypatch.setattr(plan, "fit", lambda on_cpu, make=make, **numbers: make(**numbers))
-        if "prompts_per_step" in (flags := vars(args)):
+        flags = vars(args)
+        numbers = {name: flags[name] for name in plan.FLAGS if name in flags}
+        make = partial(make, **numbers)
+        monkeypatch.setattr(plan, "fit", lambda cpu, flags, make=make, **rest: make(**rest))
+        if "prompts_per_step" in flags:
             row = None, range(args.max_prompt_length)
             run = script.plan_run({"train": [row], "test": [row] * 128}, args)
         else:
             sides, draws = (2, args.mc_num) if "mc_num" in flags else (1, 1)
             bounds = args.max_length // 2 * torch.arange(2 + sides)
             answers = SimpleNamespace(bounds=bounds, parts=1 + sides)
-            flags = {name: flags[name] for name in plan.FLAGS if name in flags}
-            run = plan.fit_answers(answers, {"test": range(128)}, args.batch_size, draws, **flags)
+            run = plan.fit_answers(answers, {"test": range(128)}, flags, draws)
         assert run.fitting, command

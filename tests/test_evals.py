@@ -519,16 +519,15 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     tokenizer, qa = load_tokenizer("tiny-sdar"), load_task("qa")
     rows = [{"question": f"{i % 250}?", "answer": f"{i}"} for i in range(300)]
     paths = [write(tmp_path / f"{n}.jsonl", rows[-n:]) for n in (300, 200)]
-    own = lambda path, other="": {"train": path, "validation": other, "test": other}
-    load = lambda sources, limit: load_splits(qa, sources, tokenizer, 999, limit)[0]
+    load = lambda limit, path, other="": load_splits(qa, path, other, tokenizer, 999, limit)[0]
     asked = lambda problems: {example["question"] for example, _ in problems}
-    found, fewer = (load(own(path), 99) for path in paths)
+    found, fewer = (load(99, path) for path in paths)
     assert all(15 < len(found[split]) < 50 for split in ("validation", "test"))
     assert len(set().union(*map(asked, found.values()))) == 250
     assert sum(len(asked(problems)) for problems in found.values()) == 250
     assert all(asked(fewer[split]) <= asked(found[split]) for split in found)
-    assert {split: len(part) for split, part in load(own(paths[0]), 3).items()}["test"] == 3
-    assert len(load(own(paths[0]), 0)["train"]) == 300 == len(load(own(*paths), 9)["train"])
+    assert {split: len(part) for split, part in load(3, paths[0]).items()}["test"] == 3
+    assert len(load(0, paths[0])["train"]) == 300 == len(load(9, *paths)["train"])
 
 
 def test_the_problem_that_a_row_of_completions_is_about():

@@ -9,28 +9,24 @@ import pytest
 import torch
 from oracles import changed, rollout_batch, tiny_model
 
-from algos import bgpo, cj_grpo, coupled_grpo, d1, sft, spg
+from algos import bgpo, cj_grpo, coupled_grpo, d1, spg
 from models import add_lora
+from models.schedule import share_at
 
 ARGS = {"num_generations": 4, "num_iterations": 2, "micro_batch_size": 5}
-SCHEDULES = [  # settings, learning rates of steps 0, 1, ... for a rate of 1
-    ({}, [1, 1, 1]),
-    ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1]),
-    ({"lr_schedule": "linear", "max_steps": 4}, [1, 0.75, 0.5, 0.25, 0, 0]),
-    ({"lr_schedule": "linear", "schedule_steps": 4}, [1, 0.75, 0.5, 0.25, 0, 0]),
-    ({"lr_schedule": "linear", "schedule_steps": 6, "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5]),
-    (
-        {"lr_schedule": "cosine", "schedule_steps": 5, "warmup_steps": 3},
-        [1 / 3, 2 / 3, 1, 1, 0.5, 0],
-    ),
+SCHEDULES = [  # schedule, steps of warm-up, of the schedule; shares of the rate in steps 0, 1, ...
+    ("constant", 0, 100, [1, 1, 1]),
+    ("constant", 4, 100, [0.25, 0.5, 0.75, 1, 1]),
+    ("linear", 0, 4, [1, 0.75, 0.5, 0.25, 0, 0]),
+    ("linear", 2, 6, [0.5, 1, 1, 0.75, 0.5]),
+    ("cosine", 3, 5, [1 / 3, 2 / 3, 1, 1, 0.5, 0]),
 ]
 
 
-@pytest.mark.parametrize("settings, want", SCHEDULES)
-def test_learning_rate_schedules(settings, want):
-    for module in (d1, sft):
-        args = module.Args(learning_rate=1.0, **settings)
-        assert [module.lr_at(step, args) for step in range(len(want))] == pytest.approx(want)
+@pytest.mark.parametrize("schedule, warmup, steps, want", SCHEDULES)
+def test_learning_rate_schedules(schedule, warmup, steps, want):
+    found = [share_at(step, schedule, warmup, steps) for step in range(len(want))]
+    assert found == pytest.approx(want)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -120,7 +116,8 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
     """
 
     def body(rank, world_size):
-        settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.05, "warmup_steps": 4}
+        settings = ARGS | {"learning_rate": 1e-2, "max_grad_norm": 0.05}
+        settings |= {"lr_schedule": "linear", "schedule_steps": 2}
         args = module.Args(**settings, **{"beta": 0.0} if module is d1 else {"mc_num": 2})
         plain, model = tiny_model(), sharded_model(module)
         adamw = lambda m: torch.optim.AdamW(m.parameters(), betas=(0.8, 0.9), weight_decay=0.1)
@@ -141,7 +138,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
         for rows in draws:
             got = module.backward(plain, rows, 1.0, args)
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
-            reference.param_groups[0]["lr"] = 0.5e-2  # warm-up: step 1 of 4
+            reference.param_groups[0]["lr"] = 0.5e-2  # step 1 of 2
             reference.step()
             reference.zero_grad()
         assert norm > 0.05

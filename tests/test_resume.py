@@ -240,7 +240,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
         model, optimizer = build()
         saves, seen = saves_of(tmp_path, model, optimizer, keep=2), []
         for step, score in enumerate([0.2, 0.5, None, 0.5, 0.1, None, 0.6, 0.6], start=1):
-            saves.after_step(step, score)
+            saves.after_step(step, {"eval/t": score})
             seen.append(listing(tmp_path))
         assert seen == [
             ([1], [], 1),
@@ -252,7 +252,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
             ([2, 4, 6, 7], [4, 6], 7),  # a kill now goes back to state 6, whose best is 2
             ([7, 8], [6, 8], 7),
         ]
-        saves.after_step(9)
+        saves.after_step(9, {})
         assert listing(tmp_path) == ([7, 8, 9], [6, 8], 7)
         assert Saves.load(tmp_path, *build()) == 8
         saves_of(tmp_path, model, optimizer, scores=[(7, 0.6)])

@@ -103,7 +103,7 @@ def test_mdpo_replays_what_the_sampler_predicted(family, how):
     letters = SimpleNamespace(decode=decode)
     texts = [letters.decode(trace.completion(i), True) for i in range(12)]
     final = torch.tensor([parts["x"] for parts in reward(texts, [None] * 12)])
-    graded = mdpo.step_rewards(trace, final, reward, letters, [None] * 12)
+    graded = mdpo.step_rewards(trace, reward, letters, [None] * 12)
     assert torch.equal(graded[:, -1], final) and (graded[:, 0] != final).any()
 
 

@@ -31,6 +31,7 @@ families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
 def one_rank(monkeypatch):
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
     monkeypatch.setattr(vrpo, "all_reduce", as_floats)
+    monkeypatch.setattr(vrpo.dist, "get_world_size", lambda: 1)
 
 
 def args_of(**fields):
@@ -180,7 +181,7 @@ def full_graph_loss(model, batch, masks, ref, args):
 
 def gradient_of(model, batch, masks, ref, args):
     model.zero_grad()
-    metrics = vrpo.backward(model, batch, masks, ref, 1, args)
+    metrics = vrpo.backward(model, batch, masks, ref, args)
     return gradient(model), metrics
 
 
