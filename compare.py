@@ -77,10 +77,12 @@ def table(runs, metric):
 
 def draw(runs, metric, path):
     """Curves of a metric over UNITS, at the steps that all runs of a group have."""
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    figure = Figure((12, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(UNITS), sharey=True)
+    with style.context("tableau-colorblind10"):
+        figure = Figure((12, 4.2), layout="constrained")
+        panels = figure.subplots(1, len(UNITS), sharey=True)
     for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):
         steps = rows.groupby("step")
         common = steps.size() == rows.index.unique("seed").size

@@ -33,7 +33,7 @@ IN_WORK = 2
 # seconds to launch a block forward and backward
 PRODUCTS, TOUCHES, SDPA, FLEX, LAUNCH = 0.92, 11, 285e12, 130e12, 6e-4
 # A sampler's forward: share of the roofline; seconds of an adapter, which takes four kernels
-SAMPLER, ADAPTER = 0.8, 2e-5
+SAMPLER, ADAPTER = 0.66, 2e-5
 
 CHANGES = {
     "--sync-every-backward": {"sync_every_backward": True},
