@@ -71,7 +71,9 @@ def test_what_a_block_keeps_is_what_its_graph_holds(family, rank):
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_parameters_and_moments_are_those_of_real_tensors(on_gpu, rank):
-    memory = on_gpu(10, lora_rank=rank).memory(4)
+    planned = on_gpu(10, lora_rank=rank)
+    planned.has_reference = True  # under adapters it is the policy itself
+    memory = planned.memory(4)
     model = meta_model("tiny-sdar", torch.bfloat16 if rank else torch.float32)
     if rank:
         add_lora(model, rank, 8)
@@ -88,9 +90,10 @@ def test_parameters_and_moments_are_those_of_real_tensors(on_gpu, rank):
     assert memory["optimizer"] == total(value for value in moments if value.dim())
     engine = load_model("tiny-sdar", dtype=torch.bfloat16)
     assert memory["sampler"] == total(engine.parameters()) + bool(rank) * total(trained) / 2
+    assert memory["reference"] == (not rank) * total(engine.parameters())
 
 
-def test_the_size_grows_with_memory_and_the_need_with_the_size(on_gpu):
+def test_the_size_grows_with_memory_and_the_need_with_the_size(on_gpu, monkeypatch):
     plans = [on_gpu(gigabytes) for gigabytes in (0.04, 0.06, 0.1, 10)]
     sizes = [each.size for each in plans]
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[-1] == 64 * 4
@@ -98,7 +101,9 @@ def test_the_size_grows_with_memory_and_the_need_with_the_size(on_gpu):
     assert needs == sorted(needs)
     whole, changes = need(plans[-1], 64), ({"lora_rank": 4}, {"activation_checkpointing": True})
     assert all(need(on_gpu(10, **change), 64) < whole for change in changes)
-    assert need(on_gpu(10, ranks=2), 64) < whole
+    assert need(two := on_gpu(10, ranks=2), 64) < whole
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # a copy of what is sharded on every node
+    assert on_gpu(10, ranks=4).memory(64)["optimizer"] > two.memory(64)["optimizer"] / 2
 
 
 def test_a_sampler_takes_fewer_completions_at_a_time_where_their_cache_does_not_fit(on_gpu):

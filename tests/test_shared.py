@@ -109,6 +109,7 @@ def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
         parsed[kind], line = lora, capsys.readouterr().err.splitlines()[-2].split()
         assert parse(*line[2:]) == lora
         assert (lora.task, lora.lora_rank, lora.gen_length) == ("gsm8k", 128, 256)
+        assert all(getattr(lora, name) == value for name, value in module.BY_SIZE["lora"].items())
         assert full.lora_rank == 0 and lora.learning_rate > full.learning_rate / 2
         assert parse("--model", str(tmp_path), "--gen-length", "64").gen_length == 64
         assert parse("--model", str(tmp_path), "--task", "countdown").data == "cd3"
