@@ -11,7 +11,7 @@ from report import MAX_BYTES, write_report
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
 
 
-@pytest.mark.parametrize("count, repeats, shown", [(400, 4, 200), (30, 150, 5), (1, 4000, 0)])
+@pytest.mark.parametrize("count, repeats, shown", [(400, 4, 200), (300, 40, 50), (1, 4000, 0)])
 def test_page(tmp_path, count, repeats, shown):
     """Hostile texts stay texts; as many completions as fit."""
     text = HOSTILE * repeats
@@ -19,7 +19,8 @@ def test_page(tmp_path, count, repeats, shown):
     line = json.dumps(row | {"logps": [-0.1054] * len(text)})
     # the run was killed while it wrote the last line
     (tmp_path / "samples.jsonl").write_text(f"{line}\n" * count + line[:50])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss/total": null}\n' * 3000)
+    rows = '{"step": 1, "loss/total": null}\n' * 3000 + '{"step": 2, "test/x": 1.0}\n{"st'
+    (tmp_path / "metrics.jsonl").write_text(rows)
     write_report(tmp_path)
     content, seen, parser = (tmp_path / "report.html").read_bytes(), [], HTMLParser()
     parser.handle_starttag = lambda name, _: seen.append(name)
@@ -27,7 +28,7 @@ def test_page(tmp_path, count, repeats, shown):
     parser.feed(content.decode())
     assert len(content) <= MAX_BYTES and seen.count("script") == 2 and "img" not in seen
     page = json.loads(seen[seen.index("script") + 1])
-    assert len(page["metrics"]) == 300 and len(page["samples"]) >= shown
+    assert page["metrics"][-1]["test/x"] == 1 and len(page["samples"]) >= shown
     want = json.loads(json.dumps(row).replace("\\udfff", "?")) | {"percent": [90] * len(text)}
     assert all(sample == want for sample in page["samples"])
 
