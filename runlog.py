@@ -482,7 +482,7 @@ def draw_curves(run_dir):
     figure.suptitle(f"{run_dir.resolve().name}\n{note}", x=0.01, ha="left")
     for place, (title, left, right) in enumerate(panels, start=1):
         axes = figure.add_subplot(2, 3, place, xlabel="training step")
-        axes.set_title(title, loc="left", fontweight="bold", pad=24)
+        axes.set_title(title, loc="left", fontweight="bold", pad=34)
         axes.grid(alpha=0.25)
         for key, values in keys(left).items():
             draw_line(axes, key, values)
