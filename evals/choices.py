@@ -45,9 +45,11 @@ LABEL = re.compile(
 # of an option that is not the answer; letters of options that follow on the line
 DENIED = re.compile(r"\s*(?:is|was)(?:n't| not| wrong| incorrect| false)\b")
 OTHERS = re.compile(r"\b([A-Z])(?=\s*(?:[.,:;|)]|$))")
-# The answer is A. No, it is B
+# The answer is A. No, it is B. But options of MMLU begin with "No, because" too.
 RETRACTED = re.compile(
-    r"[^.!?\n]{0,60}[.!?)\s]{1,4}(?:no|wait|actually|sorry)[,.:!]", re.IGNORECASE
+    r"[^.!?\n]{0,60}[.!?)\s]{1,4}(?:(?:wait|actually|sorry)[,.:!]"
+    r"|no[,.:!]\s{1,4}(?:(?:it|that|this)\b|\(?(?-i:[A-Z])\b))",
+    re.IGNORECASE,
 )
 NOT_SAID = re.compile(r"(?:n't|\bnot|\bnever)\b[^.,\n]*$")  # I don't think the answer is ...
 LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
