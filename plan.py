@@ -125,7 +125,7 @@ class Plan:
         self.blocks, self.steps = math.ceil(self.gen_length / n), min(self.denoising_steps, n)
         self.copies = self.draws(self.steps * (1 if self.is_block else self.blocks))
         self.noised = self.sequences * self.copies // self.ranks
-        self.rows = min(ROWS, max(self.rollout, self.held_out) // self.ranks)
+        self.rows = min(ROWS, math.ceil(max(self.rollout, self.held_out) / self.ranks))
         self.cached = 4 * len(net.layers) * config.num_key_value_heads * config.head_dim
         self.cached *= self.is_block or self.cache != "none"
         self.prompt, self.scored = self.lengths.double().mean(0).tolist()

@@ -1,6 +1,7 @@
 """The plan of a run against real tensors, on CPU, and what scripts do with it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,8 @@ def test_a_sampler_takes_fewer_completions_at_a_time_where_their_cache_does_not_
     assert 1 < small.rows < large.rows == 64 and small.size
     small.rows *= 2
     assert need(small, 1) > 0.93 * 0.2e9
+    # fewer held-out problems than ranks
+    assert replace(large, rollout=0, held_out=4, ranks=8).rows == 1
 
 
 def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):
