@@ -7,7 +7,7 @@
 A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
 colour: [in brackets]). The colour is the probability that a token had when it was revealed; tokens
 after the first EOS are dim. Where tokens are revised (rcr, editing) every version is shown. Frames
-come from the Trace only, whichever engine made it. At the end stands the completion as text and,
+come from the Trace only, whichever engine made it. The last lines are the completion as text and,
 with --task, whether it is right.
 """
 

@@ -1,5 +1,5 @@
-"""Files and directories that appear only when complete, and work that rank 0 does for all ranks,
-progress bars too.
+"""Files and directories that appear only when complete, work that rank 0 does for all ranks, and
+progress bars.
 """
 
 import os

@@ -47,7 +47,7 @@ def training(model, task, lora_rank, by_size):
     weights).
 
     by_size: what a method sets by itself: {"tiny" | "lora" | "full" | "bidirectional": {field:
-    value}}; the last, where it is there, on real models of that attention.
+    value}}; the last, if present, applies to real models of that attention.
     """
     if is_tiny(model):
         return TINY | by_size["tiny"]

@@ -91,8 +91,9 @@ def all_reduce(values):
 
 
 def reduce_metrics(sums):
-    """`all_reduce` of a step's metrics, those under policy/ as means with the weights whose sum is
-    policy/weight. They are left out if it is 0: no row on any rank had a gradient.
+    """Sum a step's metrics over ranks (`all_reduce`), then divide those under policy/ by
+    policy/weight, the sum of their weights. If that is 0, no row on any rank had a gradient, and
+    they are left out.
     """
     metrics = all_reduce(sums)
     weight = metrics.pop("policy/weight", 1)
