@@ -157,6 +157,8 @@ def merge_adapter(model, directory):
         for name in file.keys():
             base, part, kind = name.removeprefix("base_model.model.").rsplit(".", 2)
             pairs.setdefault(f"{base}.{kind}", {})[part] = file.get_tensor(name)
+    if not pairs:
+        raise SystemExit(f"{directory} holds no adapters")
     for name, pair in pairs.items():
         value, index = parts.get(name, (None, None))
         if index != ():

@@ -253,6 +253,7 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
         tensors(lambda t: t.update({Q + "B.weight": torch.zeros(5, RANK)}), WEIGHTS),
         ["q_proj", r"\(32, 16\)", r"\(5, 4\)"],
     ),
+    "empty": (tensors(dict.clear, WEIGHTS), ["holds no adapters"]),
     "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
     "DoRA": (edit(CONFIG, use_dora=True), [PLAIN, "use_dora"]),
     "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),
