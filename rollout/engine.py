@@ -171,8 +171,8 @@ class Engine:
     refills = False
     # bytes that the last make_room freed: the memory that the update after it had beside its own
     kept = None
+    # the fast engines replace both by Triton kernels
     keyed_uniform = staticmethod(keyed_uniform)
-    # the fast engines replace it by Triton kernels
     sample_categorical = staticmethod(sample_categorical)
 
     def __init__(self, model, max_batch_size):

@@ -112,9 +112,11 @@ def test_draws_stay_inside_the_support():
 
 @pytest.mark.cuda
 def test_the_kernels_draw_the_same():
-    """Tokens of the plain draw unless u is within rounding of an edge of its bin."""
-    from kernels.sampling_triton import sample_fused
+    """Keyed numbers bit for bit; tokens unless u is within rounding of an edge of its bin."""
+    from kernels.sampling_triton import sample_fused, uniform_fused
 
+    to = lambda x: x.cuda() if isinstance(x, torch.Tensor) else x
+    same_keys(lambda *key: uniform_fused(*(to(x) for x in (torch.tensor(key[0]), *key[1:]))))
     edges(sample_fused, "cuda")
     generator = torch.Generator().manual_seed(0)
     for V, dtype in ((151936, torch.bfloat16), (5000, torch.float32), (7, torch.float16)):
