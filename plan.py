@@ -193,10 +193,12 @@ class Plan:
         update = self.pass_seconds(2 + self.activation_checkpointing, 1)
         update += 40 * self.trained / self.ranks / self.bandwidth  # clipping and AdamW
         values = (self.has_old and self.num_iterations > 1) + self.has_reference
+        if self.draws(1) == self.draws(2):  # masks are drawn anew; replays of a rollout stay
+            values *= self.num_iterations
         evaluation = self.sampler_seconds(self.held_out)
         phases = {
             "rollout": self.sampler_seconds(self.rollout),
-            "old and reference values": values * self.num_iterations * self.pass_seconds(1, 0),
+            "old and reference values": values * self.pass_seconds(1, 0),
             "update": self.num_iterations * update,
             "evaluations": evaluation / (self.eval_every or math.inf),
         }
@@ -234,7 +236,7 @@ class Plan:
         forward += self.cached * rows * canvas / self.bandwidth
         adapters = sum("lora_A" in name for name, _ in self.net.named_parameters())
         forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
-        return math.ceil(number / max(rows, 1)) * self.blocks * steps * forward
+        return number / max(rows, 1) * self.blocks * steps * forward
 
     def table(self):
         """-> the plan in lines"""
