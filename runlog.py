@@ -338,9 +338,7 @@ def describe_git():
 def describe_device():
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def truncate_rows(path, step):

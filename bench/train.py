@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
 from data.planning import stable_hash
 from evals.rewards import REWARDS
+from report import read_rows
 
 SIZE = (
     "--data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 --denoising-steps 4 "
@@ -100,8 +101,7 @@ def main():
     if int(os.environ.get("RANK", 0)):
         return
     run_dir = max(Path(args.out).glob("*"), key=lambda path: path.stat().st_mtime)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss/total" in row]
+    rows = [row for row in read_rows(run_dir) if "loss/total" in row]
     for row, seconds in zip(rows, estimates, strict=True):
         row |= {"time/estimate": seconds, "time/update": row["time/update"] - seconds}
     shown = ("time/", "speed/", "memory/", "completion/length")

@@ -110,13 +110,6 @@ def sudoku_d1(completion, example):
     return {"cells": sum(right) / len(right) if digits and right else 0.0}
 
 
-def gsm8k_boxed(completion, example):
-    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} with a number."""
-    found = boxes(completion)
-    one_number = len(found) == 1 and gsm8k.normalised(found[0]) is not None
-    return {"correct": gsm8k.score(completion, example), "format": 0.1 if one_number else 0.0}
-
-
 def graded(completion, example, grader):
     return {"correct": float(grade(completion, example["gold"], grader))}
 
@@ -272,7 +265,6 @@ REWARDS = (
     countdown_d1,
     sudoku_cells,
     sudoku_d1,
-    gsm8k_boxed,
     gsm8k_tags,
     gsm8k_d1,
     math500_tags,

@@ -526,7 +526,7 @@ ONE_REFUSED = {  # flags of evals/countdown.py
     "": "give either --model (generate and score) or --completions (only score)",
     "--model m --completions c": "give either --model",
     "--model m --reward cells": "no such reward; known: countdown_partial for countdown",
-    "--model m --reward gsm8k_boxed": "does not fit countdown",
+    "--model m --reward gsm8k_d1": "does not fit countdown",
     "--model m --data cd9": "presets: small, cd3, cd4",
     "--model m --limit 0": "--limit 0 must be at least 1",
     "--completions none.jsonl": "none.jsonl: no such file",
@@ -605,7 +605,7 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--schedule ascending --eos-policy eoser --no-stop-at-eos",
+        "--schedule ascending --eos-policy eoser",
         "--schedule timesteps --remasking entropy --alg-temp 0.5 --eos-policy demote",
         "--remasking origin --cache dual --eos-policy suppress",
     ],
@@ -615,4 +615,3 @@ def test_sampler_options_reach_the_sampler(tmp_path, flags, cli):
     made = ["--model", "tiny-llada", "--limit", "2", "--out", tmp_path / "out", *flags.split()]
     settings = cli(*made)["settings"]
     assert {key: str(settings[key.replace("-", "_")]) for key in asked} == asked
-    assert settings["stop_at_eos"] == ("--no-stop-at-eos" not in flags)
