@@ -467,8 +467,7 @@ def load_models(device, sampling, rows, args):
     The reference is None without KL, and with LoRA: then it is the policy without its adapters.
     """
     # refuses settings that it cannot serve, before weights are read
-    asked = RECORDS, sampling
-    engine = make_engine(args.model, args.rollout_backend, device, None, rows, asked)
+    engine = make_engine(args.model, args.rollout_backend, device, None, rows, (RECORDS, sampling))
     # weights that are not trained have the engine's type: bf16 on GPU, fp32 on CPU
     model = meta_model(args.model, engine.dtype if args.lora_rank else torch.float32)
     if args.lora_rank:

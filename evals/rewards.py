@@ -16,7 +16,6 @@ from numbers import Real
 
 from data.planning import sudoku_solutions
 from evals import (
-    TRAIN_TASKS,
     countdown,
     gsm8k,
     load_file,
@@ -274,16 +273,8 @@ REWARDS = (
     math500_deepscaler,
     math500_last_number,
     mbpp_diffucoder,
-    code_format,
 )
 REWARDS = {reward.__name__: reward for reward in REWARDS}
-
-
-def task_of(name):
-    """The task whose examples the reward `name` reads, which its name starts with; "" if it suits
-    every task."""
-    task = name.partition("_")[0]
-    return task if task in TRAIN_TASKS else ""
 
 
 def load_reward(name, task):
@@ -300,10 +291,9 @@ def load_reward(name, task):
     if file.endswith(".py"):
         module = load_file(file, {function_name: 2})
         function = getattr(module, function_name)
-    elif name and (name not in REWARDS or task_of(name) not in (own, "")):
-        problem = f"does not fit {own}" if name in REWARDS else "no such reward"
-        known = "; ".join(f"{reward} for {task_of(reward) or 'every task'}" for reward in REWARDS)
-        raise SystemExit(f"--reward {name}: {problem}; known: {known}")
+    elif name and not (function and name.startswith(f"{own}_")):
+        problem = f"does not fit {own}" if function else "no such reward"
+        raise SystemExit(f"--reward {name}: {problem}; known: {', '.join(REWARDS)}")
 
     def parts_of(completion, example):
         paid = function(completion, example)

@@ -270,8 +270,9 @@ def evaluate(args, program, tasks, data, files):
                 write_report(folder)
                 if not alone:
                     results.write_all(out, args.model, made, lost)
-        if not rank and not alone:
-            print(results.table(made, lost) + f"\n{out}/results.json", flush=True)
+        if not rank:
+            shown = "" if alone else results.table(made, lost) + "\n"
+            print(f"{shown}directory: {out}", flush=True)
     return made, lost
 
 

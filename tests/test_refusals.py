@@ -60,6 +60,7 @@ REFUSALS = [
         "--attention flex does not run on cpu",
     ),
     ("algos/bgpo.py --rollout-backend masked --eval-limit 0", "cannot serve a block-causal model"),
+    ("algos/d1.py --rollout-backend lmdeploy --lora-rank 4", "add --lora-merged-rollout"),
     ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
     ("algos/spg.py --mc-num 1", "--mc-num 1: with one draw"),
     (
