@@ -321,8 +321,9 @@ def optimizer_step(optimizer, sums, step, args):
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    steps = args.schedule_steps or args.max_steps
-    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
+    group["lr"] = args.learning_rate * share_at(
+        step, args.lr_schedule, args.warmup_steps, args.schedule_steps or args.max_steps
+    )
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
@@ -649,8 +650,10 @@ def main(args):
         if args.eval_limit:
             log.write(args.max_steps, score("test", "test"))
             before, *_, after = dict(log.history(f"test/{task.NAME}")).values()
-            facts = f"{task.NAME} on {len(problems['test'])} held-out problems"
-            log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
+            log.say(
+                f"{task.NAME} on {len(problems['test'])} held-out problems: "
+                f"{before:.1%} before, {after:.1%} after"
+            )
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))
     log.end(saves.newest)

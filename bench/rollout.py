@@ -37,16 +37,11 @@ class Args:
     """ours: what make_engine picks on this device; plain: rollout/block.py or rollout/masked.py"""
     cache: tuple[Literal["none", "prefix", "dual"], ...] = ("none",)
     """for bidirectional models"""
-    prompt_length: int | None = None
-    """tokens; default 217 for block-causal models, 256 for bidirectional ones"""
     gen_length: int | None = None
     """tokens; default 512 and 256"""
-    block_length: int | None = None
-    """tokens; default: the model's own"""
     denoising_steps: int | None = None
     """per block; default 16, or one per token if the block is shorter"""
     remasking: str = "low_confidence_static"
-    temperature: float = 1.0
 
 
 def build(sampler, args, device):
@@ -81,14 +76,13 @@ def main(args):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report, model = Report(model=Path(args.model).name), meta_model(args.model)
     is_block = model.attention == "block-causal"
-    length = args.prompt_length or (217 if is_block else 256)
-    block_length = args.block_length or model.block_length
+    length = 217 if is_block else 256  # of the prompts
     settings = {
         "gen_length": args.gen_length or (512 if is_block else 256),
-        "block_length": block_length,
-        "denoising_steps": args.denoising_steps or min(16, block_length),
+        "block_length": model.block_length,
+        "denoising_steps": args.denoising_steps or min(16, model.block_length),
         "remasking": args.remasking,
-        "temperature": args.temperature,
+        "temperature": 1.0,
     }
     kinds = [{}] if is_block else [{"cache": kind} for kind in args.cache]
     for sampler in args.samplers:
