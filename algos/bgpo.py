@@ -620,10 +620,8 @@ def main(args):
         if args.eval_limit:
             log.write(args.max_steps, score("test", "test"))
             before, *_, after = dict(log.history(f"test/{task.NAME}")).values()
-            log.say(
-                f"{task.NAME} on {len(problems['test'])} held-out problems: "
-                f"{before:.1%} before, {after:.1%} after"
-            )
+            facts = f"{task.NAME} on {len(problems['test'])} held-out problems"
+            log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))
     log.end(saves.newest)

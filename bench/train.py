@@ -27,7 +27,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
 from data.planning import stable_hash
-from evals.rewards import REWARDS
 from report import read_rows
 
 SIZE = (
@@ -94,9 +93,8 @@ def time_estimates(script):
 
 def main():
     script = import_module(f"algos.{sys.argv[1]}")
-    REWARDS["coin"] = coin
     estimates = time_estimates(script)
-    args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", "coin"])
+    args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", f"{__file__}:coin"])
     script.main(args)
     if int(os.environ.get("RANK", 0)):
         return
