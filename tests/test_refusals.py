@@ -171,6 +171,6 @@ def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, warm, tmp_path, monk
 STOPPED = {
     "": "the next step",
     "sandbox": "sandbox: no answer from its supervisor",
-    "reward": "--task countdown: b of completion 0 of 1 is nan, not finite; --reward countdown_odd",
-    "rollout": "--task countdown: b of completion 0 of 16 is nan, not finite; --reward countdown_odd",
+    "reward": "--task countdown: b of completion 0 of 1 is nan, not finite; --reward countdown_o",
+    "rollout": "--task countdown: b of completion 0 of 16 is nan, not finite; --reward countdown_o",
 }
