@@ -9,13 +9,12 @@ error; otherwise (pairs 0) the difference of the means, with Welch's standard er
 means over seeds, shaded from the lowest to the highest.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from report import is_score, read_rows
+from report import is_score, read_json, read_rows
 
 # flags that do not change what a run learns
 FREE = "seed out resume track save_every keep_saves".split()
@@ -26,13 +25,15 @@ def read_runs(folders):
     """folders: directories of runs -> a frame of the rows of metrics.jsonl and UNITS, with the
     index group, seed, row
 
-    A group is called by the flags in which the runs differ. SystemExit if a directory is no run, or
-    if two runs of a group have the same seed.
+    A group is called by the flags in which the runs differ. Prints which directories are left out.
+    SystemExit if none is left, or if two runs of a group have the same seed.
     """
-    for folder in folders:
-        if not Path(folder, "metrics.jsonl").is_file():
-            raise SystemExit(f"{folder!r} is no directory of a run: it has no metrics.jsonl")
-    configs = [json.loads(Path(folder, "config.json").read_text()) for folder in folders]
+    found = {folder: pd.DataFrame(read_rows(Path(folder))) for folder in folders}
+    if early := [folder for folder in found if "time/update" not in found[folder]]:
+        print(f"left out, as they have no training step in metrics.jsonl: {', '.join(early)}")
+    if not (folders := [folder for folder in folders if folder not in early]):
+        raise SystemExit("no run to compare")
+    configs = [read_json(Path(folder, "config.json")) for folder in folders]
     flags = pd.DataFrame([{"script": c["script"], **c["args"]} for c in configs], dtype=object)
     told = flags.drop(columns=FREE, errors="ignore").astype(str)
     told, runs = told.loc[:, told.nunique() > 1], {}
@@ -40,7 +41,7 @@ def read_runs(folders):
         key = ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
         if key in runs:
             raise SystemExit(f"{folder}: a second run of seed {seed} in the group {key[0]!r}")
-        runs[key] = with_units(pd.DataFrame(read_rows(Path(folder))))
+        runs[key] = with_units(found[folder])
     return pd.concat(runs, names=["group", "seed"])
 
 
@@ -79,6 +80,7 @@ def draw(runs, metric, path):
     """Curves of a metric over UNITS, at the steps that all runs of a group have."""
     from matplotlib import style
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     with style.context("tableau-colorblind10"):
         figure = Figure((12, 4.2), layout="constrained")
@@ -93,6 +95,7 @@ def draw(runs, metric, path):
             axes.set(xlabel=unit)
             axes.grid(alpha=0.25)
     panels[0].set(ylabel=metric)
+    panels[UNITS.index("tokens")].xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -111,6 +114,9 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
         raise SystemExit(f"--metric {metric}: the runs have {', '.join(rows)}")
     for name in metrics:
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
+    counts = rows.groupby(["group", "seed"], sort=False)[metrics[0]].count()
+    if lost := [f"{group} seed {seed}" for group, seed in counts.index[counts == 0]]:
+        print(f"not drawn, as they have no {metrics[0]}: {'; '.join(lost)}")
     draw(rows, metrics[0], out)
     print(f"curves: {Path(out).resolve()}")
 

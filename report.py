@@ -36,6 +36,14 @@ def is_score(key):
     return key.startswith(("eval/", "test/"))
 
 
+def read_json(path):
+    """The value of a JSON file. SystemExit if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{path} is damaged: {error}") from error
+
+
 def complete_lines(path):
     """The lines of a .jsonl as bytes, [] without the file. A last line without its end is dropped:
     it is being written, or its process was killed in the middle, even of a character."""
@@ -65,7 +73,7 @@ def write_report(folder):
     # the tasks of evals/run.py share the config.json of the folder above
     for path in folder.parent / "config.json", folder / "config.json", folder / "result.json":
         if path.is_file():
-            page[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+            page[path.stem] = read_json(path)
     template = TEMPLATE.read_text(encoding="utf-8")
     page["samples"] = chosen(lines, MAX_BYTES - len(template.encode()) - len(embedded(page)))
     text = template.replace("DATA", embedded(page).decode())

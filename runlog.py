@@ -35,7 +35,7 @@ from tqdm import tqdm
 from models.atomic import from_first_rank, is_first_rank, new_directory, write_atomically
 from models.defaults import training
 from models.ranks import all_reduce
-from report import PANELS, complete_lines, is_score, read_rows, write_report
+from report import PANELS, complete_lines, is_score, read_json, read_rows, write_report
 
 # What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
 SUMMARY = {
@@ -324,23 +324,18 @@ def describe_run(name, config):
 
 
 def describe_git():
-    """-> commit, and whether files differ from it or are new; None outside a repository"""
+    """-> commit, with -dirty behind it if files differ from it; "" outside a repository"""
     if not shutil.which("git"):
-        return None
-    status = "git", "-C", Path(__file__).resolve().parent, "status", "--porcelain=v2", "--branch"
-    lines = subprocess.run(status, capture_output=True, text=True).stdout.splitlines()
-    if not lines:
-        return None
-    # lines about the branch, with #, come first
-    return {"commit": lines[0].split()[-1], "dirty": not lines[-1].startswith("#")}
+        return ""
+    command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
+    here = Path(__file__).resolve().parent
+    return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
 
 
 def describe_device():
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def truncate_rows(path, step):
@@ -380,7 +375,7 @@ def command_line(arguments, by_size):
     path, script = Path(given.resume) / "config.json", Path(sys.argv[0]).stem
     if not path.is_file():
         raise SystemExit(f"--resume {given.resume} is no run directory: it has no config.json")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     if config.get("script", script) != script:
         other = f"a run of {config['script']}.py, not of {script}.py"
         raise SystemExit(f"--resume {given.resume} is {other}")
@@ -450,7 +445,13 @@ ABOVE_ZERO = {
 
 
 def check_numbers(args):
-    """-> args; SystemExit names the first number that is too small or NaN."""
+    """-> args; SystemExit names the first number that is too small or NaN, or a sampler that
+    cannot take the adapters.
+    """
+    if getattr(args, "rollout_backend", "") == "lmdeploy" and args.lora_rank:
+        if not args.lora_merged_rollout:
+            needed = "needs merged weights: add --lora-merged-rollout"
+            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
     for name, value in vars(args).items():
         flag, least = f"--{name.replace('_', '-')}", LEAST.get(name, 0)
         if type(value) in (int, float):

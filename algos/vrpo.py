@@ -303,8 +303,9 @@ def optimizer_step(optimizer, sums, step, args):
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    steps = args.schedule_steps or args.max_steps
-    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
+    group["lr"] = args.learning_rate * share_at(
+        step, args.lr_schedule, args.warmup_steps, args.schedule_steps or args.max_steps
+    )
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}

@@ -46,6 +46,7 @@ from evals import load_task
 from models import save_model
 from models.checkpoint import set_special_tokens
 from models.tiny import TINY_LLADA, TINY_SDAR, byte_tokenizer, random_model
+from report import read_rows
 from runlog import describe_device
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
@@ -194,7 +195,7 @@ class Curves:
 
     def rows(self, run):
         (file,) = self.folder(run).glob("*/metrics.jsonl")
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        return read_rows(file.parent)
 
     def train(self, run):
         args, blocks = self.args, TASKS[run.task] // 4

@@ -37,16 +37,11 @@ class Args:
     """ours: what make_engine picks on this device; plain: rollout/block.py or rollout/masked.py"""
     cache: tuple[Literal["none", "prefix", "dual"], ...] = ("none",)
     """for bidirectional models"""
-    prompt_length: int | None = None
-    """tokens; default 217 for block-causal models, 256 for bidirectional ones"""
     gen_length: int | None = None
     """tokens; default 512 and 256"""
-    block_length: int | None = None
-    """tokens; default: the model's own"""
     denoising_steps: int | None = None
     """per block; default 16, or one per token if the block is shorter"""
     remasking: str = "low_confidence_static"
-    temperature: float = 1.0
 
 
 def build(sampler, args, device):
@@ -70,12 +65,10 @@ def measure(engine, rows, length, mask_token_id, settings):
     first_s, _ = timed(lambda: roll(0))
     seconds, trace = timed(lambda: roll(1))
     tokens = int(trace.completion_mask.sum())
-    facts = {"tokens_per_s": tokens / seconds, "tokens": tokens}
-    facts |= {"seconds": seconds, "first_s": first_s}
+    facts = {"tokens_per_s": tokens / seconds, "seconds": seconds, "first_s": first_s}
     total = 0 if trace.num_forwards is None else int(trace.num_forwards.sum())
     if total > 0:  # lmdeploy does not tell
         facts |= {"forwards": total / rows, "tokens_per_forward": tokens / total}
-        facts["ms_per_forward"] = 1e3 * seconds * rows / total
     return facts
 
 
@@ -83,14 +76,13 @@ def main(args):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report, model = Report(model=Path(args.model).name), meta_model(args.model)
     is_block = model.attention == "block-causal"
-    length = args.prompt_length or (217 if is_block else 256)
-    block_length = args.block_length or model.block_length
+    length = 217 if is_block else 256  # of the prompts
     settings = {
         "gen_length": args.gen_length or (512 if is_block else 256),
-        "block_length": block_length,
-        "denoising_steps": args.denoising_steps or min(16, block_length),
+        "block_length": model.block_length,
+        "denoising_steps": args.denoising_steps or min(16, model.block_length),
         "remasking": args.remasking,
-        "temperature": args.temperature,
+        "temperature": 1.0,
     }
     kinds = [{}] if is_block else [{"cache": kind} for kind in args.cache]
     for sampler in args.samplers:

@@ -27,7 +27,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
 from data.planning import stable_hash
-from evals.rewards import REWARDS
+from report import read_rows
 
 SIZE = (
     "--data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 --denoising-steps 4 "
@@ -93,15 +93,13 @@ def time_estimates(script):
 
 def main():
     script = import_module(f"algos.{sys.argv[1]}")
-    REWARDS["coin"] = coin
     estimates = time_estimates(script)
-    args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", "coin"])
+    args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", f"{__file__}:coin"])
     script.main(args)
     if int(os.environ.get("RANK", 0)):
         return
     run_dir = max(Path(args.out).glob("*"), key=lambda path: path.stat().st_mtime)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss/total" in row]
+    rows = [row for row in read_rows(run_dir) if "loss/total" in row]
     for row, seconds in zip(rows, estimates, strict=True):
         row |= {"time/estimate": seconds, "time/update": row["time/update"] - seconds}
     shown = ("time/", "speed/", "memory/", "completion/length")

@@ -157,24 +157,19 @@ def pairs_of_samples(rows, per_prompt):
                 pair = {"prompt": prompt[-1]["content"]}
                 for side, text in zip(SIDES, sides, strict=True):
                     pair[side] = [*prompt, {"role": "assistant", "content": text}]
-                names = ("score_chosen", "score_rejected")
-                pairs.append(pair | dict(zip(names, scores, strict=True)))
+                pairs.append(pair)
     return pairs
 
 
 def read_samples(path):
     """-> rows of samples.jsonl. SystemExit names the first line that can make no pair."""
-    rows, prompts = [], {}
-    needed = {"index": int, "prompt": list, "completion": str, "score": int | float}
+    rows, prompts, needed = [], {}, ["index", "prompt", "completion", "score"]
     for line, row in read_jsonl(path):
-        problem = ""
-        if not all(isinstance(row.get(key), kind) for key, kind in needed.items()):
+        if not {*needed} <= row.keys():
             problem = f"needs {', '.join(needed)}, has {describe_columns(row)}"
-        elif not is_dialogue(row["prompt"]):
-            problem = "prompt must be messages, each with role and content as text"
-        elif prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
+            raise SystemExit(f"{path} line {line}: {problem}")
+        if prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
             problem = f"index {row['index']} had another prompt before; are these two evaluations?"
-        if problem:
             raise SystemExit(f"{path} line {line}: {problem}")
         rows.append(row)
     return rows

@@ -25,11 +25,10 @@ def training_rows(task, data, held_out=()):
 
 def source_rows(task, data):
     if data and data not in (*task.PRESETS, getattr(task, "HUB", "")):
-        rows, seen = iter(open_rows(data, hub_split(data, SPLITS), task.PRESETS)), []
-        for row in rows:
-            seen.append(row)
-            if "messages" in row or {"prompt", "response"} <= row.keys():
-                return map(conversation, chain(seen, rows))
+        rows = iter(open_rows(data, hub_split(data, SPLITS), task.PRESETS))
+        first = next(rows, {})
+        if "messages" in first or {"prompt", "response"} <= first.keys():
+            return map(conversation, chain([first], rows))
     return gold_answers(task, data)
 
 

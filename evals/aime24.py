@@ -21,18 +21,13 @@ HUB, HUB_SPLIT = "HuggingFaceH4/aime_2024", "train"  # the hub's name of the onl
 VERSION = "OpenCompass aime2024, DARE"  # name of the prompt
 
 
-def load(split, path=None, limit=None):
+def load(split, path=None, limit=None, task="aime24", hub=HUB, hub_split=HUB_SPLIT):
     """The first `limit` examples {"question", "gold": integer as text, "solution": worked, "" if
     unknown}.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .csv or .parquet file, which
     gives the same rows for every split; or a hub id.
     """
-    return problems("aime24", HUB, HUB_SPLIT, split, path, limit)
-
-
-def problems(task, hub, hub_split, split, path, limit):
-    """`load` of aime24 and aime25."""
     path = path or hub
     split = one_split(task, split, {"test": hub_split}) if path == hub else split
     needs = f"{COLUMNS}, with an integer from 0 to 999 as answer"

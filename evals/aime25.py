@@ -20,7 +20,7 @@ extract, score = aime24.extract, aime24.score
 
 def load(split, path=None, limit=None):
     """As `load` of evals/aime24.py."""
-    examples = aime24.problems("aime25", HUB, HUB_SPLIT, split, path, limit)
+    examples = aime24.load(split, path, limit, "aime25", HUB, HUB_SPLIT)
     bare = lambda question: question.removesuffix(INSTRUCTION).strip()
     return [example | {"question": bare(example["question"])} for example in examples]
 

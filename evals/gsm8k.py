@@ -170,7 +170,12 @@ SENTENCE = re.compile(
 )
 DENIED = re.compile(rf"(?:\bnot|n't|\bor)\W{{0,4}}{NUMBER}\D*$")  # 20, not 18
 LISTED = re.compile(rf"{NUMBER},\s+{NUMBER}\W*$")  # 1, 2, 3: which one?
-ANSWER_IS = re.compile("answer is(?! not)", re.IGNORECASE)
+# behind it is the answer: "the answer is 18", or 20 of "the answer is 18. No, it is 20"
+ANSWER_IS = re.compile(
+    r"answer is(?! not)(?:[^\n]{0,60}[.!?]\s{1,4}(?:no|wait|actually|sorry)[,.:!]\s{1,4}"
+    r"(?:it|that)(?:'s|\s+is)(?! not))?",
+    re.IGNORECASE,
+)
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
 WHOLE = re.compile(
     rf"(-?)\s*({UNSIGNED})(?!{SCALE})\s*"

@@ -18,6 +18,7 @@ from statistics import pstdev
 
 import tyro
 
+import report
 from models.atomic import new_directory, write_atomically
 
 HEADER = (
@@ -112,7 +113,7 @@ def write_json(path, value):
 
 def read_json(path, default):
     """-> its value; `default` if there is no such file"""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else default
+    return report.read_json(path) if path.is_file() else default
 
 
 def write_all(out, model, results, lost):

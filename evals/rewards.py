@@ -16,7 +16,6 @@ from numbers import Real
 
 from data.planning import sudoku_solutions
 from evals import (
-    TRAIN_TASKS,
     countdown,
     gsm8k,
     load_file,
@@ -108,13 +107,6 @@ def sudoku_d1(completion, example):
     cells = zip(example["puzzle"], example["solution"], digits.ljust(16, "0"), strict=False)
     right = [cell == solution for given, solution, cell in cells if given == "0"]
     return {"cells": sum(right) / len(right) if digits and right else 0.0}
-
-
-def gsm8k_boxed(completion, example):
-    r"""1.0 for the right number, and 0.1 for exactly one complete \boxed{...} with a number."""
-    found = boxes(completion)
-    one_number = len(found) == 1 and gsm8k.normalised(found[0]) is not None
-    return {"correct": gsm8k.score(completion, example), "format": 0.1 if one_number else 0.0}
 
 
 def graded(completion, example, grader):
@@ -272,7 +264,6 @@ REWARDS = (
     countdown_d1,
     sudoku_cells,
     sudoku_d1,
-    gsm8k_boxed,
     gsm8k_tags,
     gsm8k_d1,
     math500_tags,
@@ -282,16 +273,8 @@ REWARDS = (
     math500_deepscaler,
     math500_last_number,
     mbpp_diffucoder,
-    code_format,
 )
 REWARDS = {reward.__name__: reward for reward in REWARDS}
-
-
-def task_of(name):
-    """The task whose examples the reward `name` reads, which its name starts with; "" if it suits
-    every task."""
-    task = name.partition("_")[0]
-    return task if task in TRAIN_TASKS else ""
 
 
 def load_reward(name, task):
@@ -308,10 +291,9 @@ def load_reward(name, task):
     if file.endswith(".py"):
         module = load_file(file, {function_name: 2})
         function = getattr(module, function_name)
-    elif name and (name not in REWARDS or task_of(name) not in (own, "")):
-        problem = f"does not fit {own}" if name in REWARDS else "no such reward"
-        known = "; ".join(f"{reward} for {task_of(reward) or 'every task'}" for reward in REWARDS)
-        raise SystemExit(f"--reward {name}: {problem}; known: {known}")
+    elif name and not (function and name.startswith(f"{own}_")):
+        problem = f"does not fit {own}" if function else "no such reward"
+        raise SystemExit(f"--reward {name}: {problem}; known: {', '.join(REWARDS)}")
 
     def parts_of(completion, example):
         paid = function(completion, example)

@@ -77,8 +77,6 @@ class Sampling:
     eos_policy: str | None = None
     """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
     """
-    stop_at_eos: bool = True
-    """stop after the block with the end of text (--no-stop-at-eos: all blocks); same answers"""
     temperature: float | None = None
     """sampling temperature; 0 is greedy"""
     top_k: int = 0
@@ -272,8 +270,9 @@ def evaluate(args, program, tasks, data, files):
                 write_report(folder)
                 if not alone:
                     results.write_all(out, args.model, made, lost)
-        if not rank and not alone:
-            print(results.table(made, lost) + f"\n{out}/results.json", flush=True)
+        if not rank:
+            shown = "" if alone else results.table(made, lost) + "\n"
+            print(f"{shown}directory: {out}", flush=True)
     return made, lost
 
 
@@ -357,9 +356,7 @@ def task_settings(args, engine, name, task, examples, alone):
         "eos_token_ids": list(model.eos_token_ids),
         "batch_size": args.batch_size,
     }
-    asked = generation(settings)
-    del asked["stop_at_eos"]  # plan counts all blocks
-    plan = engine.plan(**asked)  # SystemExit for what the engine cannot do
+    plan = engine.plan(**generation(settings))  # SystemExit for what the engine cannot do
     if is_first_rank():
         print(f"{name}: {plan}", file=sys.stderr)
     return settings

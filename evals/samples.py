@@ -23,6 +23,7 @@ from evals import math_grader, results, score_all
 from evals.examples import QUESTION
 from models import prompt_ids
 from models.atomic import progress, write_atomically
+from report import complete_lines
 from rollout.traces import gold
 
 QUOTES = str.maketrans("‘’“”", "''\"\"")
@@ -208,7 +209,7 @@ def gather(folder):
     samples.jsonl. Called on one rank. A last line without a line end is dropped: its rank was
     killed while writing it."""
     main, files = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl"))
-    lines = (line for path in files for line in path.read_bytes().split(b"\n")[:-1])
+    lines = (line for path in files for line in complete_lines(path))
     rows = {key(row): row for row in map(json.loads, lines)}
     merged = [rows[place] for place in sorted(rows)]
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in merged))

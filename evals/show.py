@@ -30,6 +30,7 @@ from rollout import make_engine
 # red to green for equal sixths of 0..1; legible on dark and light backgrounds
 PROBABILITY = (160, 166, 172, 142, 106, 34)
 CLEAR = "\x1b[2J\x1b[H"  # an empty terminal
+DELAY = 0.4  # seconds between frames, on a terminal only
 
 
 @dataclass
@@ -55,8 +56,6 @@ class Args:
     """sampling temperature; 0 is greedy"""
     seed: int = 0
     """sampling seed"""
-    delay: float = 0.4
-    """seconds between frames, on a terminal only"""
     colour: bool = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     """on by default on a terminal, unless NO_COLOR is set"""
 
@@ -103,8 +102,6 @@ def frames(trace, i, spell, mask_token_id, colour=False):
         header = f"step {now + 1}/{len(changes)}  tokens {len(known)}/{length}"
         if new := [known[j][1] for j in changed if j in known]:
             header += f"  {len(new)} new, probability {min(new):.2f} to {max(new):.2f}"
-        if again := len(changed) - len(new):
-            header += f", {again} masked again"
         yield header, line
 
 
@@ -141,7 +138,7 @@ def main(args):
     tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
     print(engine.plan(**settings), end="\n\n")
     trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
-    play(trace, 0, tokenizer, engine.model.mask_token_id, args.delay, args.colour)
+    play(trace, 0, tokenizer, engine.model.mask_token_id, DELAY, args.colour)
     if args.task:
         print("right" if task.score(trace.text(0, tokenizer), example) == 1 else "wrong")
 

@@ -7,14 +7,11 @@ is used elsewhere.
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from kernels import has_kernels
+from models.attention import KERNELS
 
-BACKENDS = [
-    getattr(SDPBackend, name)
-    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-]
 HEADS = (16, 32, 64, 128)  # head sizes of the Triton kernel
 
 
@@ -44,7 +41,7 @@ def cached_attention(q, k, v, keys, values, start, block_length=None, bias=None)
 
 def attention(q, k, v, bias=None):
     """q [R, H, T, h]; k, v [R, K, S, h]; bias [R, 1, 1 or T, S] -> [R, H, T, h]"""
-    with sdpa_kernel(BACKENDS, set_priority=True):
+    with sdpa_kernel(KERNELS, set_priority=True):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]
         )

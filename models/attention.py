@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 PATTERNS = ("full", "padded", "packed", "block-causal", "copies")
 NEVER = torch.iinfo(torch.int32).max
+# torch's kernels, the first that can
+KERNELS = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION, kind.MATH]
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,9 @@ def sdpa(visibility):
     """
     mask = visibility.dense()
     mask = mask if mask is None else mask[:, None]
-    order = [kind.CUDNN_ATTENTION, kind.FLASH_ATTENTION, kind.EFFICIENT_ATTENTION, kind.MATH]
 
     def attend(q, k, v):
-        with sdpa_kernel(order, set_priority=True):
+        with sdpa_kernel(KERNELS, set_priority=True):
             gqa = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 

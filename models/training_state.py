@@ -160,8 +160,6 @@ def first_cause(error):
     """A CheckpointException has one (exception, stack) per failed rank. -> the first, as a line"""
     rank, (cause, _) = next(iter(error.failures.items()))
     text = (str(cause) or type(cause).__name__).splitlines()[0]
-    if "unexpected pos" in text:  # all that torch's writer says when a write was cut short
-        text = f"No space left, or a limit on file size ({text})"
     return f"{text} (rank {rank})"
 
 

@@ -1,4 +1,5 @@
 """Samplers: engines with their own weights that generate completions and record how."""
+# ruff: noqa: F401
 
 from pathlib import Path
 
@@ -57,6 +58,3 @@ def sync_engine(engine, model):
     """
     exported = export_adapter(model) if has_lora(engine.model) else export_weights(model)
     engine.load_weights(exported)
-
-
-__all__ = ["Trace", "keyed_uniform", "make_engine", "probe", "rollout_metrics", "sync_engine"]

@@ -14,6 +14,8 @@ import atexit
 import logging
 import os
 import threading
+import time
+from concurrent.futures import wait
 from dataclasses import fields
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +34,7 @@ FLAG = "--rollout-backend lmdeploy"
 MASK_TOKEN_ID = 151669  # in lmdeploy's configuration of SDAR, whatever config.json says
 MEMORY_SHARE = 0.3  # of what the weights leave free, for the KV cache; the learner needs the rest
 BUCKET_BYTES = 2**30  # of weights that are gathered before they are handed over
+STALL = 300.0  # seconds without a new token after which lmdeploy counts as hung
 
 
 class LmdeployEngine(Engine):
@@ -96,7 +99,8 @@ class LmdeployEngine(Engine):
     def close(self):
         """End lmdeploy's tasks."""
         atexit.unregister(self.close)
-        self.loop.call_soon_threadsafe(self.closed.set)
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.closed.set)
         self.thread.join(20)
 
     def check(self, settings):
@@ -124,8 +128,6 @@ class LmdeployEngine(Engine):
 
         def gathered():
             for name, value in weights:
-                if ".lora_" in name:
-                    raise SystemExit(f"{FLAG} needs merged weights: add --lora-merged-rollout")
                 yield name, value
                 bucket.append((name, value))
                 # lmdeploy walks over all its parameters once per bucket
@@ -159,7 +161,7 @@ class LmdeployEngine(Engine):
             request.temperature = settings["temperature"]  # the constructor allows 2 at most
             requests.append(request)
         work, completions = self._decode(prompts, requests), []
-        results = asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        results = self._result(work)
         for (status, ids), prompt, request in zip(results, prompts, requests, strict=True):
             length = request.max_new_tokens
             # lmdeploy does not stop at an EOS in the block that the prompt ends in
@@ -179,6 +181,15 @@ class LmdeployEngine(Engine):
             num_forwards=None, settings=settings,
         )  # fmt: skip
 
+    def _result(self, work):
+        """-> the result of a coroutine in lmdeploy's thread. RuntimeError if it comes no nearer."""
+        future, self.progress = asyncio.run_coroutine_threadsafe(work, self.loop), time.monotonic()
+        while not future.done() and time.monotonic() - self.progress < STALL:
+            wait([future], timeout=1)
+        if not future.done() or future.cancelled():  # cancelled: its thread has ended
+            raise RuntimeError(f"{FLAG}: its engine has died, or gave no token for {STALL:.0f} s")
+        return future.result()
+
     async def _decode(self, prompts, requests):
         """-> for each request its last status and the token ids after the prompt, through the
         terminal block
@@ -188,6 +199,7 @@ class LmdeployEngine(Engine):
         async def complete(ids, request):
             session, completion = next(self.sessions), []
             async for output in instance.async_stream_infer(session, ids, request):
+                self.progress = time.monotonic()
                 if output.status.name == "FINISH":  # its own token_ids end with the EOS
                     # the generator ends the session next
                     (sequence,) = self.engine.scheduler.get_session(session).sequences.values()

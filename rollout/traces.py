@@ -1,7 +1,6 @@
 """What a rollout returns: tokens, and the order in which they were revealed."""
 
 from dataclasses import dataclass, fields
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -134,33 +133,24 @@ class Trace:
             row["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
         return row
 
-    def draw(self, i, tokenizer, width=110, max_lines=6):
-        """Completion i for a terminal: each revealed token over the denoising step of its block
-        that revealed it.
-
-        Bars separate blocks, which are never broken; max_lines pairs of lines of about `width`
-        columns.
+    def draw(self, i, tokenizer, most=40):
+        """The first tokens of completion i for a terminal, each over the denoising step of its
+        block that revealed it. Bars separate blocks.
         """
-        prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
+        lines = [f"prompt   {tokenizer.decode(self.prompt_ids[i])}"]
         if self.step_map is None:
-            return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
-        block, ids, steps = self.blocks(i), self.completion_ids[i], self.step_map[i].tolist()
-        revealed, lines = [j for j, step in enumerate(steps) if step >= 0], []
-        for _, positions in groupby(revealed, key=block.__getitem__):
-            top, bottom = "", ""
-            for j in positions:
-                token = repr(tokenizer.decode([int(ids[j])]))[1:-1]  # a newline is shown as \n
-                step = str(steps[j] + 1)
-                cell = max(len(token), len(step)) + 1
-                top, bottom = top + token.ljust(cell), bottom + step.ljust(cell)
-            if lines and len(lines[-1][0]) <= width:
-                lines[-1] = lines[-1][0] + "| " + top, lines[-1][1] + "  " + bottom
-            else:
-                lines.append((top, bottom))
-        shown = [f"tokens   {top}\nstep     {bottom}" for top, bottom in lines[:max_lines]]
-        if len(lines) > max_lines:
-            shown.append(f"... {len(revealed)} tokens in all, see samples.jsonl")
-        return "\n".join([prompt, *shown])
+            return f"{lines[0]}\ntokens   {self.text(i, tokenizer)!r}"
+        block, top, bottom = self.blocks(i), "tokens   ", "step     "
+        ids, steps = self.completion_ids[i].tolist(), self.step_map[i].tolist()
+        revealed = [j for j, step in enumerate(steps) if step >= 0][:most]
+        for j in revealed:
+            bar = "| " * (j > 0 and block[j] != block[j - 1])
+            token = repr(tokenizer.decode([ids[j]]))[1:-1]  # a newline is shown as \n
+            step = str(steps[j] + 1)
+            cell = max(len(token), len(step)) + 1
+            top += bar + token.ljust(cell)
+            bottom += " " * len(bar) + step.ljust(cell)
+        return "\n".join([*lines, top, bottom])
 
 
 def gold(example):

@@ -29,7 +29,7 @@ ONLINE = EVERY | {
     "prompts_per_step": 2,
     "num_generations": 4,
     "micro_batch_size": 6,
-    "reward": "coin",
+    "reward": "countdown_coin",
 }
 OFFLINE = EVERY | {"batch_size": 4, "micro_batch_size": 3}
 LORA = {"lora_rank": 4}
@@ -71,7 +71,7 @@ def _child(rank, ranks, nodes, port, script, flags, out):
 
     torch.set_num_threads(1)
     torch.manual_seed(port)  # draws are keyed: the global generators change nothing
-    rewards.REWARDS["coin"], runlog.RunLog.plot = coin, lambda self: None
+    rewards.REWARDS["countdown_coin"], runlog.RunLog.plot = coin, lambda self: None
     load_few_problems()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "RANK": rank}

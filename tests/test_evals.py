@@ -118,8 +118,7 @@ def test_rewards(reward):
             found = load_reward(reward, task)(texts, [case["example"]] * len(texts))
             assert found == [pytest.approx(parts, abs=1e-12) for _, parts in case["pays"]]
             other = load_task("sudoku" if case["task"] != "sudoku" else "gsm8k")
-            if reward != "code_format":
-                assert f"{reward}: does not fit" in one_line(load_reward, reward, other)
+            assert f"{reward}: does not fit" in one_line(load_reward, reward, other)
     assert any(case["reward"] == reward for case in of("reward"))
 
 
@@ -466,18 +465,18 @@ def test_load_reward(monkeypatch):
     found = load_reward("", mbpp)([right, kill, right], [dict(example) for _ in range(3)])
     assert [parts["score"] for parts in found] == [1.0, 0.0, 1.0]
     odd = lambda completion, example: {"a": 1.0, "b": float("nan") if completion == "x" else 0.0}
-    monkeypatch.setitem(REWARDS, "odd", odd)
-    reward = load_reward("odd", load_task("countdown"))
+    monkeypatch.setitem(REWARDS, "countdown_odd", odd)
+    reward = load_reward("countdown_odd", load_task("countdown"))
     assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
     said = one_line(reward, ["y", "y", "x"], [example] * 3)
     assert said.startswith(
-        "--task countdown: b of completion 2 of 3 is nan, not finite; --reward odd"
+        "--task countdown: b of completion 2 of 3 is nan, not finite; --reward countdown_odd"
     )
     said = one_line(load_reward, "cells", mbpp)
     assert said.startswith(
-        "--reward cells: no such reward; known: countdown_partial for countdown; "
+        "--reward cells: no such reward; known: countdown_partial, countdown_d1, "
     )
-    assert said.endswith("code_format for every task; odd for every task")
+    assert said.endswith("mbpp_diffucoder, countdown_odd")
     for name, task in (("gsm8k_d1", "gsm8k"), ("math500_tags", "math500")):
         boxed = {"question": "?", "gold": "18", "style": "boxed"}
         assert "--data d1" in one_line(load_reward(name, load_task(task)), ["18"], [boxed])

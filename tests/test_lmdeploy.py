@@ -355,9 +355,6 @@ def test_weights_that_do_not_fit_are_named(engine):
         engine.load_weights(iter(weights[:-1]))
     with pytest.raises(ValueError, match="norm.weight.*no tensor of this model, or came twice"):
         engine.load_weights([*weights, ("model.norm.weight", torch.ones(64))])
-    adapter = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    with exits_with_one_line("needs merged weights", "--lora-merged-rollout"):
-        engine.load_weights([(adapter, torch.ones(2, 64))])
 
 
 def test_a_failing_loop_ends_the_run(engine):
@@ -368,6 +365,19 @@ def test_a_failing_loop_ends_the_run(engine):
     engine.engine.fault = fault
     with exits_with_one_line("--rollout-backend lmdeploy", "ended with ENGINE_STOP_ERROR"):
         engine.generate([[3, 4, 5]], num_samples=3, gen_length=24, stop_at_eos=False, **STATIC)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_engine_that_stands_still_ends_the_run(engine, monkeypatch, alive):
+    async def infer(*request):
+        if not alive:
+            engine.closed.set()
+        yield await asyncio.sleep(60)
+
+    engine.engine.async_stream_infer = infer
+    monkeypatch.setattr(backend, "STALL", 0.5 if alive else 60)
+    with pytest.raises(RuntimeError, match="^--rollout-backend lmdeploy: its engine has died, or"):
+        engine.generate([[3, 4, 5]], num_samples=3, gen_length=8, **STATIC)
 
 
 def tokenizer_with_the_mask():

@@ -186,7 +186,7 @@ def test_splits_of_a_hub_data_set(monkeypatch, case):
     names, *want = HUB[case]
     rows, asked = [{"prompt": "1+1", "chosen": str(i), "rejected": "x"} for i in range(5)], []
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: names)
-    load = lambda name, split: asked.append(split) or datasets.Dataset.from_list(rows)
+    load = lambda name, config, split: asked.append(split) or datasets.Dataset.from_list(rows)
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = [chosen(training("owner/name")), *(chosen(held_out(s, "owner/name")) for s in SPLITS)]
     assert found == [list(part[1]) if part else [] for part in want]
@@ -255,7 +255,6 @@ def test_best_answers_meet_worst_and_none_is_used_twice():
     rows = samples(*((1, *text) for text in texts), (0, "half", 0.5), (0, "none", 0.0))
     rows += samples((0, "whole", 1.0), (2, "r", 1.0), (2, "R", 1.0), (3, "w", 0.0))
     first, *others = pairs_of_samples(rows, 9)
-    assert (first["score_chosen"], first["score_rejected"]) == (1.0, 0.0)
     found = [preference(row) for row in (first, *others)]
     texts = [(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in found]
     assert texts == [("p0", "whole", "none"), ("p1", "r1", "w3"), ("p1", "r2", "w2")]
@@ -276,8 +275,6 @@ REFUSED = [
     ([{"index": 0, "completion": "a"}], "samples.jsonl line 1: needs index, prompt, completion"),
     ([*samples((0, "a", 1.0)), samples((0, "b", 0.0))[0] | {"prompt": turns("p1")}],
      "line 2: index 0 had another prompt before"),
-    *(([*samples((0, "a", 1.0)), samples((0, "b", 0.0))[0] | {"prompt": prompt}],
-       "line 2: prompt must be messages") for prompt in ([], ["p0"], [{"role": "user"}])),
 ]  # fmt: skip
 
 

@@ -60,6 +60,7 @@ REFUSALS = [
         "--attention flex does not run on cpu",
     ),
     ("algos/bgpo.py --rollout-backend masked --eval-limit 0", "cannot serve a block-causal model"),
+    ("algos/d1.py --rollout-backend lmdeploy --lora-rank 4", "add --lora-merged-rollout"),
     ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
     ("algos/spg.py --mc-num 1", "--mc-num 1: with one draw"),
     (
@@ -149,12 +150,12 @@ def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, warm, tmp_path, monk
 
     def body(rank, world_size):
         dist.destroy_process_group()  # the script makes its own
-        monkeypatch.setitem(REWARDS, "odd", odd)
+        monkeypatch.setitem(REWARDS, "countdown_odd", odd)
         monkeypatch.setattr(bgpo, "update" if broken == "rollout" else "load_models", next_step)
         if broken == "sandbox":
             monkeypatch.setattr(sandbox, "CHILD", tmp_path / "no_such_file.py")
         programs = {"task": "mbpp", "data": str(tmp_path / "rows.jsonl")}
-        chosen = {"reward": "odd"} if broken in ("reward", "rollout") else programs
+        chosen = {"reward": "countdown_odd"} if broken in ("reward", "rollout") else programs
         small = {"prompts_per_step": 2, "eval_limit": 0, "max_prompt_length": 9999}
         try:
             bgpo.main(bgpo.Args(**small, **chosen, out=str(tmp_path)))
@@ -170,6 +171,6 @@ def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, warm, tmp_path, monk
 STOPPED = {
     "": "the next step",
     "sandbox": "sandbox: no answer from its supervisor",
-    "reward": "--task countdown: b of completion 0 of 1 is nan, not finite; --reward odd",
-    "rollout": "--task countdown: b of completion 0 of 16 is nan, not finite; --reward odd",
+    "reward": "--task countdown: b of completion 0 of 1 is nan, not finite; --reward countdown_o",
+    "rollout": "--task countdown: b of completion 0 of 16 is nan, not finite; --reward countdown_o",
 }

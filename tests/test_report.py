@@ -50,7 +50,21 @@ def test_differences_and_their_errors(tmp_path, capsys):
     assert [row[0] for row in found] == ["beta a", "beta b", "beta c"]
     assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
     assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
-    main(tuple(names), out=str(tmp_path / "it.png"))
-    assert capsys.readouterr().out.endswith(f"curves: {tmp_path}/it.png\n")
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early/metrics.jsonl").write_text('{"step": 0, "test/x": 1}\n')
+    folder = tmp_path / "a7"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"script": "d1", "args": {"seed": 7, "beta": "a"}})
+    )
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1} | step) + "\n")
+    main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
+    first, *_, lost, last = capsys.readouterr().out.splitlines()
+    assert first == f"left out, as they have no training step in metrics.jsonl: {tmp_path}/early"
+    assert lost == "not drawn, as they have no test/x: beta a seed 7"
+    assert last == f"curves: {tmp_path}/it.png"
+    (folder / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match=f"^{folder}/config.json is damaged: "):
+        read_runs([str(folder)])
     with pytest.raises(SystemExit, match="of seed 0 in the group 'all'"):
         read_runs([names[0], names[0]])

@@ -275,11 +275,10 @@ def test_draw():
         "step     12   1 4             2  3",
     ]
     trace = trace_of([[97 + j % 26 for j in range(41)]], [41], prompts=[[258, 104, 259]])
-    lines = trace.draw(0, tokenizer, width=20, max_lines=3).splitlines()
-    assert len(lines) == 1 + 2 * 3 + 1 and "41 tokens" in lines[-1]
-    tops = [line[9:].split("|") for line in lines[1:7:2]]
-    sizes = [len(block.split()) for top in tops for block in top]
-    assert sizes == [1] + [4] * (len(sizes) - 1)
+    _, top, bottom = trace.draw(0, tokenizer).splitlines()
+    assert len(bottom.split()) == 1 + 40  # the first 40 tokens
+    blocks = top.removeprefix("tokens   ").split("|")
+    assert [len(block.split()) for block in blocks] == [1] + [4] * 9 + [3]
 
 
 def test_concatenate_pads_to_the_widest():

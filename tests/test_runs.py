@@ -309,7 +309,8 @@ def test_a_real_model_on_many_benchmarks(tmp_path, run_ranks):
     names = ["countdown", "gsm8k", "aime25"]
     assert list(everything["tasks"]) == names and list(everything["not evaluated"]) == ["aime24"]
     table = (one / "table.md").read_text()
-    assert done.stdout.startswith(table) and len({len(row) for row in table.splitlines()[:5]}) == 1
+    assert done.stdout == f"{table}\ndirectory: {one}\n"
+    assert len({len(row) for row in table.splitlines()[:5]}) == 1
     assert "| 3 x 2 |" in table and "\naime24: not evaluated: " in table
     flags[1] = str(ROOT / flags[1])
     run_ranks(2, run_on_ranks, flags, two)
@@ -525,8 +526,8 @@ REFUSED = {  # flags of evals/run.py
 ONE_REFUSED = {  # flags of evals/countdown.py
     "": "give either --model (generate and score) or --completions (only score)",
     "--model m --completions c": "give either --model",
-    "--model m --reward cells": "no such reward; known: countdown_partial for countdown",
-    "--model m --reward gsm8k_boxed": "does not fit countdown",
+    "--model m --reward cells": "no such reward; known: countdown_partial, countdown_d1",
+    "--model m --reward gsm8k_d1": "does not fit countdown",
     "--model m --data cd9": "presets: small, cd3, cd4",
     "--model m --limit 0": "--limit 0 must be at least 1",
     "--completions none.jsonl": "none.jsonl: no such file",
@@ -605,7 +606,7 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--schedule ascending --eos-policy eoser --no-stop-at-eos",
+        "--schedule ascending --eos-policy eoser",
         "--schedule timesteps --remasking entropy --alg-temp 0.5 --eos-policy demote",
         "--remasking origin --cache dual --eos-policy suppress",
     ],
@@ -615,4 +616,3 @@ def test_sampler_options_reach_the_sampler(tmp_path, flags, cli):
     made = ["--model", "tiny-llada", "--limit", "2", "--out", tmp_path / "out", *flags.split()]
     settings = cli(*made)["settings"]
     assert {key: str(settings[key.replace("-", "_")]) for key in asked} == asked
-    assert settings["stop_at_eos"] == ("--no-stop-at-eos" not in flags)

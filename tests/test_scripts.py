@@ -117,7 +117,9 @@ def test_the_commands_of_a_user(tmp_path, ranks):
     assert re.match(rf"\d+ s; curves: {directory}/curves.png; weights: .*step-000002", last)
     model = directory / "checkpoints/step-000002"
     done = command("evals/countdown.py", "--model", model, "--limit", 4, "--out", tmp_path / "eval")
-    assert json.loads(done.stdout.splitlines()[-1])["n"] == 4, done.stderr[-3000:]
+    where, result = done.stdout.splitlines()[-2:]
+    assert json.loads(result)["n"] == 4, done.stderr[-3000:]
+    assert where == f"directory: {tmp_path}/eval"
 
 
 TASK = """

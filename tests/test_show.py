@@ -110,7 +110,7 @@ def test_tokens_that_are_masked_again_or_replaced_are_shown():
     assert list(frames(trace, 0, SPELL, 24)) == [
         ("step 1/4  tokens 2/4  2 new, probability 0.25 to 0.50", "│[h]░[b]░"),
         (
-            "step 2/4  tokens 2/4  1 new, probability 0.75 to 0.75, 1 masked again",
+            "step 2/4  tokens 2/4  1 new, probability 0.75 to 0.75",
             "│h[e]░░",
         ),
         ("step 3/4  tokens 4/4  2 new, probability 0.50 to 1.00", "│he[l][.]"),
