@@ -1,6 +1,7 @@
 """Rows of a .jsonl (or .jsonl.gz), .csv or .parquet file, or of a hub data set, as plain dicts."""
 
 import csv
+import errno
 import gzip
 import json
 import tempfile
@@ -24,11 +25,8 @@ def open_rows(path, split, presets, config=None):
     if file.is_file() and file.suffix in READERS:
         return READERS[file.suffix](file)
     if is_hub_id(path):
-        import datasets  # slow to import, and needed only for hub data sets and parquet files
-
-        reach_hub()
         try:
-            return _python_rows(datasets.load_dataset(path, config, split=split))
+            return _python_rows(_load_hub(path, config, split=split))
         except Exception as error:  # no such id or split, no network, bad files, a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
@@ -65,7 +63,7 @@ def hub_splits(path):
     """Names of the splits of a hub data set; none for a file, and if the hub does not answer."""
     if not is_hub_id(path):
         return []
-    import datasets
+    import datasets  # slow to import, and needed only for hub data sets and parquet files
 
     reach_hub()
     try:
@@ -81,6 +79,26 @@ def hub_split(path, names):
     """
     found = hub_splits(path)
     return next((name for name in names if name in found), names[-1])
+
+
+def _load_hub(*name, split):
+    import datasets
+
+    reach_hub()
+    try:
+        return datasets.load_dataset(*name, split=split)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        return _stream(*name, split=split)  # no cache can be written
+
+
+def _stream(*name, **options):
+    """A data set that needs no writable home: what `datasets` writes goes to a temporary folder."""
+    import datasets
+
+    with tempfile.TemporaryDirectory() as folder:
+        return datasets.load_dataset(*name, **options, streaming=True, cache_dir=folder)
 
 
 def _python_rows(dataset):
@@ -142,13 +160,8 @@ def read_csv(path):
 
 def read_parquet(path):
     """Rows of a parquet file; streamed, so that no copy is written to a cache."""
-    import datasets
-
-    how = {"split": "train", "streaming": True}
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            how["cache_dir"] = folder
-            yield from _python_rows(datasets.load_dataset("parquet", data_files=str(path), **how))
+        yield from _python_rows(_stream("parquet", data_files=str(path), split="train"))
     except Exception as error:  # several kinds, of pyarrow and of datasets
         problem = "is no parquet file, or a truncated or damaged one"
         raise SystemExit(f"{path} {problem}: {one_line(error)}") from error

@@ -15,6 +15,7 @@ runner calls it as a function with a fake stdin. There is no train split. LLaDA2
 
 import base64
 import json
+import os
 import pickletools
 import re
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 import zlib
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 
@@ -44,7 +46,7 @@ COLUMNS = (
 )
 TIMEOUT = 6  # seconds per test; (TIMEOUT + 1) * tests + 5 for all of them
 MEMORY = 4 << 30  # bytes
-PACKED = 1 << 28  # bytes of packed tests that are judged at a time, in 15 times their memory
+JUDGING = 15  # bytes of memory for each byte of packed tests, while they are judged
 
 SYSTEM = (
     "You are an expert Python programmer. You will be given a question (problem specification) "
@@ -240,13 +242,23 @@ def score(completion, example):
 
 
 def score_batch(completions, examples):
-    """`score` of each, on all cores as far as PACKED allows. Tests are in memory only while their
+    """`score` of each, on all cores that memory allows. Tests are in memory only while their
     program runs."""
     pairs = list(zip(completions, examples, strict=True))
     jobs = [None if extract(*pair) is None else partial(job, *pair) for pair in pairs]
     tests = [example["private"] for example in examples]
     packed = max((len(t) if isinstance(t, str) else t[2] for t in tests), default=0)
-    return pass_or_fail(jobs, max(1, min(PACKED // max(packed, 1), own_cores())))
+    most = free_memory() // (JUDGING * max(packed, 1))
+    return pass_or_fail(jobs, max(1, min(most, own_cores())))
+
+
+def free_memory():
+    """Bytes that this rank may use: its share of what the machine has left and its container may
+    have."""
+    free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _rows(path, split):

@@ -133,24 +133,25 @@ class Trace:
             row["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
         return row
 
-    def draw(self, i, tokenizer, most=40):
-        """The first tokens of completion i for a terminal, each over the denoising step of its
-        block that revealed it. Bars separate blocks.
+    def draw(self, i, tokenizer):
+        """The first tokens of completion i, about 100 columns for a terminal, each over the
+        denoising step of its block that revealed it. Bars separate blocks.
         """
-        lines = [f"prompt   {tokenizer.decode(self.prompt_ids[i])}"]
+        prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
         if self.step_map is None:
-            return f"{lines[0]}\ntokens   {self.text(i, tokenizer)!r}"
+            return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
         block, top, bottom = self.blocks(i), "tokens   ", "step     "
         ids, steps = self.completion_ids[i].tolist(), self.step_map[i].tolist()
-        revealed = [j for j, step in enumerate(steps) if step >= 0][:most]
-        for j in revealed:
+        for j, step in enumerate(steps):
+            if step < 0 or len(top) > 100:
+                continue
             bar = "| " * (j > 0 and block[j] != block[j - 1])
             token = repr(tokenizer.decode([ids[j]]))[1:-1]  # a newline is shown as \n
-            step = str(steps[j] + 1)
+            step = str(step + 1)
             cell = max(len(token), len(step)) + 1
             top += bar + token.ljust(cell)
             bottom += " " * len(bar) + step.ljust(cell)
-        return "\n".join([*lines, top, bottom])
+        return f"{prompt}\n{top}\n{bottom}"
 
 
 def gold(example):

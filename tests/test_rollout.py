@@ -276,9 +276,9 @@ def test_draw():
     ]
     trace = trace_of([[97 + j % 26 for j in range(41)]], [41], prompts=[[258, 104, 259]])
     _, top, bottom = trace.draw(0, tokenizer).splitlines()
-    assert len(bottom.split()) == 1 + 40  # the first 40 tokens
+    assert len(top) == len(bottom) == 101 and len(bottom.split()) == 1 + 37  # of 41 tokens
     blocks = top.removeprefix("tokens   ").split("|")
-    assert [len(block.split()) for block in blocks] == [1] + [4] * 9 + [3]
+    assert [len(block.split()) for block in blocks] == [1] + [4] * 9
 
 
 def test_concatenate_pads_to_the_widest():

@@ -1,5 +1,6 @@
 """Files as users have them: whole, cut off, in another encoding, damaged. One line each."""
 
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -124,6 +125,16 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch):
     for _ in range(2):
         refused("owner/nothing", "the hub says: Couldn't reach 'owner/nothing' on the Hub")
     assert asked == [huggingface_hub.constants.ENDPOINT]
+
+
+def test_a_hub_data_set_is_streamed_where_no_cache_can_be_written(monkeypatch):
+    def load(*name, split, streaming=False, cache_dir=None):
+        if not streaming:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_rows("owner/name", "train", ()) == ROWS
 
 
 def test_presets_are_named_where_there_are_some():
