@@ -249,6 +249,7 @@ def policy_loss(estimates, old, ref, rows, args):
     }
 
 
+# >>> shared: reference
 @torch.no_grad()
 def move_reference(ref_model, model, args):
     """reference <- ref_mixup policy + (1 - ref_mixup) reference"""
@@ -256,6 +257,9 @@ def move_reference(ref_model, model, args):
         # a reference that every rank holds whole is no DTensor
         new = new if hasattr(ref, "to_local") else new.full_tensor()
         ref.lerp_(new.to(ref.dtype), args.ref_mixup)
+
+
+# <<< shared: reference
 
 
 # >>> shared: setup
