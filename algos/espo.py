@@ -172,7 +172,7 @@ class Args:
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. All weights: the official recipe for code.
 BY_SIZE = {
-    "tiny": {"learning_rate": 3e-4, "num_iterations": 4},
+    "tiny": {"learning_rate": 3e-4, "num_iterations": 2},
     "lora": {},
     "full": {"learning_rate": 1e-6},
 }

@@ -44,6 +44,11 @@ METHODS = {
         "paper": "2508.13148",
         "families": ("llada", "dream"),
     },
+    "espo": {
+        "title": "ESPO: one ratio per completion, of its ELBO per token, from complementary masks",
+        "paper": "2512.03759",
+        "families": ALL,
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
