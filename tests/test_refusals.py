@@ -95,7 +95,7 @@ REFUSALS = [
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
     *(
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
-        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo")
+        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "espo")
     ),
 ]
 
