@@ -607,8 +607,10 @@ def main(args):
         if args.eval_limit:
             log.write(0, score("test", "test"))
     # <<< shared: start
+    # >>> shared: reference_kept
     if ref_moves := ref_model and args.ref_sync_steps:
         saves.include(ref_model, start)
+    # <<< shared: reference_kept
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
@@ -624,11 +626,13 @@ def main(args):
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, ref_model, optimizer, batch, step, args)
         # <<< shared: update
+        # >>> shared: reference_moved
         if (
             ref_moves
             and (step + 1) * args.num_iterations % args.ref_sync_steps < args.num_iterations
         ):
             move_reference(ref_model, model, args)
+        # <<< shared: reference_moved
         # >>> shared: log
         with clock("sync"):
             sync_engine(engine, model)
