@@ -49,6 +49,11 @@ METHODS = {
         "paper": "2512.03759",
         "families": ALL,
     },
+    "ebpo": {
+        "title": "EBPO (LLaDA2.1): one ratio per completion, of the ELBO of all its blocks",
+        "paper": "2602.08676",
+        "families": ("sdar", "sdar-moe", "llada2"),
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
