@@ -19,10 +19,9 @@ def batch_of(u, noise):
     ids = torch.tensor(PROMPT + COMPLETION + [0] * 3).expand(n, -1)
     c = (torch.arange(12) < 9).expand(n, -1)
     batch = made_batch(ebpo, ids, c, BLOCKS.expand(n, -1), mask=MASK)
-    column = torch.arange(18) % 4
-    batch.uniform = lambda iteration, key: (
-        u[:, None].expand(-1, 18) if key == "level" else noise[:, column]
-    )
+    level, column = torch.where(torch.arange(18) == 6, u[:, None], 0.99), torch.arange(18) % 4
+    draws = {"level": level, 0: noise[:, column], 1: noise.flip(1)[:, column]}
+    batch.uniform = lambda iteration, key: draws[key]
     return batch
 
 
@@ -46,12 +45,13 @@ def test_each_block_is_unbiased():
 
 
 def test_counts_of_the_released_code():
-    """_forward_process_ebpo of yjyddq/DARE 83ae8a3 for 6 + 9 tokens, three draws, offset 0.3."""
-    noise = torch.tensor([[0.4, 0.1, 0.3, 0.2]])
-    batch = batch_of(torch.tensor([0.3]).double(), noise)
-    chosen = ebpo.sample_masks(batch, 0, ebpo.Args(mc_num=3)).weights[0] != 0
+    """_forward_process_ebpo of yjyddq/DARE 83ae8a3 for 6 + 9 tokens, two draws, offset 0.35."""
+    batch = batch_of(torch.tensor([0.35]).double(), torch.tensor([[0.4, 0.1, 0.3, 0.2]]))
+    chosen = ebpo.sample_masks(batch, 0, ebpo.Args(mc_num=2)).weights[0] != 0
     counts = [[int(draw[BLOCKS == b].sum()) for b in range(3)] for draw in chosen]
-    assert counts == [[1, 2, 2], [2, 3, 3], [2, 1, 1]]
+    assert counts == [[1, 3, 3], [2, 1, 1]]
+    # tokens of least noise: of .4 .1 .3 .2 three, then of .2 .3 .1 .4 one
+    assert chosen[:, 2:6].tolist() == [[False, True, True, True], [False, False, True, False]]
 
 
 def test_clip_in_log_space():
