@@ -249,6 +249,7 @@ def policy_loss(estimates, old, ref, rows, args):
     }
 
 
+# >>> shared: reference
 @torch.no_grad()
 def move_reference(ref_model, model, args):
     """reference <- ref_mixup policy + (1 - ref_mixup) reference"""
@@ -256,6 +257,9 @@ def move_reference(ref_model, model, args):
         # a reference that every rank holds whole is no DTensor
         new = new if hasattr(ref, "to_local") else new.full_tensor()
         ref.lerp_(new.to(ref.dtype), args.ref_mixup)
+
+
+# <<< shared: reference
 
 
 # >>> shared: setup
@@ -590,8 +594,10 @@ def main(args):
         if args.eval_limit:
             log.write(0, score("test", "test"))
     # <<< shared: start
+    # >>> shared: reference_kept
     if ref_moves := ref_model and args.ref_sync_steps:
         saves.include(ref_model, start)
+    # <<< shared: reference_kept
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
@@ -607,11 +613,13 @@ def main(args):
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, ref_model, optimizer, batch, step, args)
         # <<< shared: update
+        # >>> shared: reference_moved
         if (
             ref_moves
             and (step + 1) * args.num_iterations % args.ref_sync_steps < args.num_iterations
         ):
             move_reference(ref_model, model, args)
+        # <<< shared: reference_moved
         # >>> shared: log
         with clock("sync"):
             sync_engine(engine, model)

@@ -203,6 +203,12 @@ def full_graph_loss(name, model, rows, args):
                 d = sum(w[k, j] * lp[k][j] for j in range(L)) - rows.old[r, k]
                 g = A * (1 + d) if A >= 0 else A * d.exp()
                 total = total - g / (sequences * args.mc_num)
+        elif name in ("espo", "ebpo"):
+            elbo, n = sum(mean(j) for j in range(L)) / K, c.sum() if name == "espo" else 1
+            ratio = ((elbo - rows.old[r]) / n).exp()
+            clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+            kl = (elbo - rows.ref[r]) ** 2 / (2 * n) if name == "espo" else 0
+            total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / sequences
         elif name != "spg":
             terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
             if name in ("cj_grpo", "mdpo"):

@@ -5,7 +5,13 @@ import re
 
 from sync_shared import ALL, METHODS, OFFLINE, ROOT, source
 
-NAMES = {"llada": "LLaDA", "dream": "Dream"}
+NAMES = {
+    "llada": "LLaDA",
+    "dream": "Dream",
+    "sdar": "SDAR",
+    "sdar-moe": "SDAR-MoE",
+    "llada2": "LLaDA2",
+}
 
 
 def added_lines(script, reference):

@@ -44,6 +44,16 @@ METHODS = {
         "paper": "2508.13148",
         "families": ("llada", "dream"),
     },
+    "espo": {
+        "title": "ESPO: one ratio per completion, of its ELBO per token, from complementary masks",
+        "paper": "2512.03759",
+        "families": ALL,
+    },
+    "ebpo": {
+        "title": "EBPO (LLaDA2.1): one ratio per completion, of the ELBO of all its blocks",
+        "paper": "2602.08676",
+        "families": ("sdar", "sdar-moe", "llada2"),
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",

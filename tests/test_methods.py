@@ -28,7 +28,7 @@ from oracles import (
     tiny_model,
 )
 
-from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg
+from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, mdpo, sft, spg
 from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 def one_rank(monkeypatch):
     """The scripts' counts are collectives; here they are those of one rank."""
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    for module in (bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg):
+    for module in (bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, mdpo, sft, spg):
         monkeypatch.setattr(module, "all_reduce", as_floats)
         if module is not sft:
             monkeypatch.setattr(module, "maximum", int)
@@ -303,7 +303,7 @@ def test_coupled_masks_partition_the_completion():
     )
 
 
-@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg])
+@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg, espo, ebpo])
 def test_draws_depend_on_the_sample_alone(module):
     """Not on padding, on the part of the batch that a rank holds, or on the width of other
     completions.
@@ -401,6 +401,8 @@ ADVANTAGES = [  # script, settings, rewards, advantages
     (spg, {}, [2.0, 0, 0, 0, 0, 1], [1.5, -0.5, -0.5, -0.5, -0.5, 0.5]),
     (coupled_grpo, {}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
     (coupled_grpo, {"baseline": "loo"}, [1.0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
+    (ebpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
+    (espo, {}, [1.0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
     (bgpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {"scale_rewards": False}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
@@ -493,9 +495,9 @@ def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, 
 
 TOLD = [
     (method, family)
-    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo")
+    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "espo", "ebpo")
     for family in ("sdar", "llada", "dream")
-    if (method, family) != ("mdpo", "sdar")
+    if (method, family) != ("mdpo", "sdar") and (method != "ebpo" or family == "sdar")
 ]
 
 
@@ -505,8 +507,9 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     of rows and draws, clip and KL active; one shifted mask is seen.
     """
     module, model = importlib.import_module(f"algos.{method}"), tiny_model(family)
-    clip = {"beta": 0.3, "epsilon": 0.1} if hasattr(module.Args, "epsilon") else {"mc_num": 3}
-    args = module.Args(num_generations=4, **clip)
+    chosen = {"beta": 0.3, "epsilon": 0.1, "mc_num": 3}
+    chosen = {name: value for name, value in chosen.items() if hasattr(module.Args, name)}
+    args = module.Args(num_generations=4, **chosen)
     batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
