@@ -203,6 +203,8 @@ def full_graph_loss(name, model, rows, args):
                 d = sum(w[k, j] * lp[k][j] for j in range(L)) - rows.old[r, k]
                 g = A * (1 + d) if A >= 0 else A * d.exp()
                 total = total - g / (sequences * args.mc_num)
+        elif name == "wd1":
+            total = total - A * sum(lp[0]) * args.num_generations / sequences
         elif name != "spg":
             terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
             if name in ("cj_grpo", "mdpo"):

@@ -44,6 +44,11 @@ METHODS = {
         "paper": "2508.13148",
         "families": ("llada", "dream"),
     },
+    "wd1": {
+        "title": "wd1: weighted log-likelihood of good and bad completions, without a ratio",
+        "paper": "2507.08838",
+        "families": ALL,
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
