@@ -210,6 +210,8 @@ def full_graph_loss(name, model, rows, args):
             if name in ("cj_grpo", "mdpo"):
                 places = w.nonzero().tolist()
                 terms = [(lp[k][j], k, j, w[k, j] / sequences) for k, j in places]
+            elif name == "justgrpo":
+                terms = [(lp[k][j], k, j, w[k, j] / tokens) for k, j in w.nonzero().tolist()]
             old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
             scale = L / noisy_mask.sum().item() if name == "mdpo" else 1
             for score, k, j, share in terms:

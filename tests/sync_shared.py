@@ -49,6 +49,11 @@ METHODS = {
         "paper": "2507.08838",
         "families": ALL,
     },
+    "justgrpo": {
+        "title": "JustGRPO: left to right, with the exact likelihood of every completion",
+        "paper": "2601.15165",
+        "families": ALL,
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",

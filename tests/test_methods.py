@@ -28,7 +28,7 @@ from oracles import (
     tiny_model,
 )
 
-from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, wd1
+from algos import bgpo, cj_grpo, coupled_grpo, d1, justgrpo, mdpo, sft, spg, wd1
 from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 def one_rank(monkeypatch):
     """The scripts' counts are collectives; here they are those of one rank."""
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    for module in (bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, wd1):
+    for module in (bgpo, cj_grpo, coupled_grpo, d1, justgrpo, mdpo, sft, spg, wd1):
         monkeypatch.setattr(module, "all_reduce", as_floats)
         if module is not sft:
             monkeypatch.setattr(module, "maximum", int)
@@ -404,6 +404,7 @@ ADVANTAGES = [  # script, settings, rewards, advantages
     (bgpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {"scale_rewards": False}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+    (justgrpo, {}, [1.0, 1] + [0.0] * 6, [1.619836] * 2 + [-0.539945] * 6),
     # softmax of A and of -A as in the released code
     (wd1, {}, [2.0, 0, 0, 0, 0, 1], [0.493721] + [-0.151178] * 4 + [0.110993]),
     (wd1, {"psi": 0.5}, [2.0, 0, 0, 0, 0, 1], [0.250927] + [-0.081512] * 4 + [0.075120]),
@@ -497,7 +498,7 @@ def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, 
 
 TOLD = [
     (method, family)
-    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "wd1")
+    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "wd1", "justgrpo")
     for family in ("sdar", "llada", "dream")
     if (method, family) != ("mdpo", "sdar")
 ]
