@@ -46,6 +46,8 @@ CASES = {
     "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
     "espo-llada": {"num_iterations": 2, "ref_sync_steps": 3, "epsilon": 4e-4},
     "ebpo-sdar": {"num_iterations": 2, "mc_num": 3},
+    "wd1-llada": LORA | {"num_iterations": 2, "psi": 0.5},
+    "justgrpo-llada": LORA | {"denoising_steps": 4, "num_iterations": 2, "positions": 3},
     "sft-sdar": {"pack_length": 128, "max_length": 100},
     "sft-dream": LORA | {"cart_p": 0.2},
     "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},

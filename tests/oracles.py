@@ -209,11 +209,15 @@ def full_graph_loss(name, model, rows, args):
             clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
             kl = (elbo - rows.ref[r]) ** 2 / (2 * n) if name == "espo" else 0
             total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / sequences
+        elif name == "wd1":
+            total = total - A * sum(lp[0]) * args.num_generations / sequences
         elif name != "spg":
             terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
             if name in ("cj_grpo", "mdpo"):
                 places = w.nonzero().tolist()
                 terms = [(lp[k][j], k, j, w[k, j] / sequences) for k, j in places]
+            elif name == "justgrpo":
+                terms = [(lp[k][j], k, j, w[k, j] / tokens) for k, j in w.nonzero().tolist()]
             old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
             scale = L / noisy_mask.sum().item() if name == "mdpo" else 1
             for score, k, j, share in terms:

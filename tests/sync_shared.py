@@ -53,6 +53,15 @@ METHODS = {
         "title": "EBPO (LLaDA2.1): one ratio per completion, of the ELBO of all its blocks",
         "paper": "2602.08676",
         "families": ("sdar", "sdar-moe", "llada2"),
+    "wd1": {
+        "title": "wd1: weighted log-likelihood of good and bad completions, without a ratio",
+        "paper": "2507.08838",
+        "families": ALL,
+    },
+    "justgrpo": {
+        "title": "JustGRPO: left to right, with the exact likelihood of every completion",
+        "paper": "2601.15165",
+        "families": ALL,
     },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",

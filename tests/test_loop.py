@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles import changed, rollout_batch, tiny_model
 
-from algos import bgpo, cj_grpo, coupled_grpo, d1, spg
+from algos import bgpo, cj_grpo, coupled_grpo, d1, spg, wd1
 from models import add_lora
 from models.schedule import share_at
 
@@ -63,7 +63,7 @@ def draws_of(rows):
     return sorted(torch.cat([ids, rows.masked, rows.weights], 2).flatten(0, 1).tolist())
 
 
-@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg])
+@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg, wd1])
 def test_rows_are_prepared_before_the_first_update(run_ranks, module):
     """Short sequences first, at most a micro-batch of draws in a row. Without KL dead rows go, one
     stays if all are dead, and counts stay; old and reference values are of their models.
@@ -154,7 +154,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
     run_ranks(ranks, body)
 
 
-@pytest.mark.parametrize("module", [d1, bgpo, spg, coupled_grpo, cj_grpo])
+@pytest.mark.parametrize("module", [d1, bgpo, spg, coupled_grpo, cj_grpo, wd1])
 def test_a_dead_step_moves_weights_by_weight_decay_alone(run_ranks, module):
     def body(rank, world_size):
         args = module.Args(**ARGS, beta=0.0, learning_rate=1e-2)

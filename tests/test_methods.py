@@ -29,6 +29,7 @@ from oracles import (
 )
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, mdpo, sft, spg
+from algos import bgpo, cj_grpo, coupled_grpo, d1, justgrpo, mdpo, sft, spg, wd1
 from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
@@ -40,6 +41,7 @@ def one_rank(monkeypatch):
     """The scripts' counts are collectives; here they are those of one rank."""
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
     for module in (bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, mdpo, sft, spg):
+    for module in (bgpo, cj_grpo, coupled_grpo, d1, justgrpo, mdpo, sft, spg, wd1):
         monkeypatch.setattr(module, "all_reduce", as_floats)
         if module is not sft:
             monkeypatch.setattr(module, "maximum", int)
@@ -223,12 +225,12 @@ def test_counts_are_uniform_and_stratified_and_subsets_are_random(module):
     assert nested.double().mean() == pytest.approx(1 / 2, abs=0.1)
 
 
-def test_d1_and_spg_hide_the_prompt_in_both_copies():
+def test_d1_spg_and_wd1_hide_the_prompt_in_both_copies():
     """About 15 % of the valid prompt, new for each update; a block model reads the prompt from the
     clean copy.
     """
     model, prompts = tiny_model(), [list(range(1, 5)) * 8, [1, 2, 3]]
-    for module in (d1, spg):
+    for module in (d1, spg, wd1):
         args, masks = module.Args(num_generations=4), []
         batch = rollout_batch(module, model, args, prompts)
         for iteration in range(40):
@@ -304,6 +306,7 @@ def test_coupled_masks_partition_the_completion():
 
 
 @pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg, espo, ebpo])
+@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg, wd1])
 def test_draws_depend_on_the_sample_alone(module):
     """Not on padding, on the part of the batch that a rank holds, or on the width of other
     completions.
@@ -406,6 +409,10 @@ ADVANTAGES = [  # script, settings, rewards, advantages
     (bgpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
     (cj_grpo, {"scale_rewards": False}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+    (justgrpo, {}, [1.0, 1] + [0.0] * 6, [1.619836] * 2 + [-0.539945] * 6),
+    # softmax of A and of -A as in the released code
+    (wd1, {}, [2.0, 0, 0, 0, 0, 1], [0.493721] + [-0.151178] * 4 + [0.110993]),
+    (wd1, {"psi": 0.5}, [2.0, 0, 0, 0, 0, 1], [0.250927] + [-0.081512] * 4 + [0.075120]),
     # three steps: gains 1 -1 1, 0 1 0 and 0 0 0 plus means of the later rewards
     (
         mdpo,
@@ -451,15 +458,16 @@ RELEASED = [  # module, masks, lengths, advantages, loss, gradient norm, first e
     ),
     (spg, SPG, [7, 12], [1.5, -0.5], 1.5620037, 74.788597, [-7.721592, -7.770414]),
     (spg, SPG, [7, 12], [-0.5, 1.5], 6.8037224, 88.594437, [-7.721592, -7.770414]),
+    # rewards 0 and 0.5
+    (wd1, D1, [7, 12], [-0.24491867, 0.24491867], 12.351006, 191.84248, [-6.655033, -5.137215]),
 ]
 
 
 @pytest.mark.parametrize("module, masks, lengths, A, loss, norm, first", RELEASED)
 def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, norm, first):
-    """compute_loss and its backward of dllm-reasoning/d1 837888f, apple/ml-diffucoder f735e01 and
-    facebookresearch/SPG
-    a1c7120 on this model's logits, the mask token left out as in ours; old and reference values of
-    tilted models."""
+    """compute_loss and its backward of dllm-reasoning/d1 837888f, apple/ml-diffucoder f735e01,
+    facebookresearch/SPG a1c7120 and xiaohangt/wd1 0898985 on this model's logits, the mask token
+    left out as in ours; old and reference values of tilted models."""
 
     def tilted(tilt=0.0):
         model = random_model(TINY_LLADA)
@@ -478,8 +486,8 @@ def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, 
     batch = made_batch(module, TEXT, c, mask=model.mask_token_id)
     batch.advantages = torch.tensor(A)
     rows, args = (
-        module.Rows(batch, masked, weights if module is not d1 else c[:, None]),
-        module.Args(),
+        module.Rows(batch, masked, c[:, None] if masks is D1 else weights),
+        module.Args(num_generations=2),
     )
     got = estimates_of(module, model, rows, args)
     got = got[0, : len(first)]
@@ -496,6 +504,7 @@ def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, 
 TOLD = [
     (method, family)
     for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "espo", "ebpo")
+    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "wd1", "justgrpo")
     for family in ("sdar", "llada", "dream")
     if (method, family) != ("mdpo", "sdar") and (method != "ebpo" or family == "sdar")
 ]
@@ -510,6 +519,8 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     chosen = {"beta": 0.3, "epsilon": 0.1, "mc_num": 3}
     chosen = {name: value for name, value in chosen.items() if hasattr(module.Args, name)}
     args = module.Args(num_generations=4, **chosen)
+    clip = {"beta": 0.3, "epsilon": 0.1} if hasattr(module.Args, "epsilon") else {"mc_num": 3}
+    args = module.Args(num_generations=4, **clip if module is not wd1 else {})
     batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)

@@ -47,6 +47,9 @@ REFUSALS = [
     ("algos/bgpo.py --num-generations 1", "--num-generations 1 must be at least 2"),
     ("algos/d1.py --task gsm8k --reward countdown_d1", "countdown_d1: does not fit gsm8k"),
     ("algos/bgpo.py --beta 0.1", "--beta 0.1: this method has no KL to a reference"),
+    ("algos/justgrpo.py --denoising-steps 2", "left to right, a block of 4 takes 4"),
+    ("algos/justgrpo.py --model tiny-llada --cache dual --eval-limit 0", "--cache dual is approx"),
+    ("algos/wd1.py --beta 0.1", "--beta 0.1: this method has no KL to a reference"),
     (
         "algos/bgpo.py --gen-length 13 --eval-limit 0",
         "--gen-length 13 is no multiple of the block length 4",
@@ -99,6 +102,7 @@ REFUSALS = [
     *(
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
         for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "espo", "ebpo")
+        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", "justgrpo")
     ),
 ]
 

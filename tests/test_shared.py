@@ -32,6 +32,8 @@ MOST = {
     "espo": 155,
     "ebpo": 145,
 }
+MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670}
+MOST |= {"wd1": -100, "justgrpo": 210}
 
 
 def own(text):
