@@ -44,6 +44,11 @@ METHODS = {
         "paper": "2508.13148",
         "families": ("llada", "dream"),
     },
+    "tpg": {
+        "title": "TPG: the sampler's exact policy gradient, from all tokens that it drew",
+        "paper": None,
+        "families": ALL,
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
@@ -58,7 +63,9 @@ METHODS = {
 OFFLINE = ("sft", "vrpo")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    ("tpg", "inner"): "draw_logps also scores tokens that were drawn but not revealed.",
+}
 MARK = re.compile(r"^\s*# (>>>|<<<) shared: (\w+)\s*$")
 
 
