@@ -28,7 +28,7 @@ from oracles import (
     tiny_model,
 )
 
-from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg
+from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, tpg
 from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 def one_rank(monkeypatch):
     """The scripts' counts are collectives; here they are those of one rank."""
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    for module in (bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg):
+    for module in (bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, tpg):
         monkeypatch.setattr(module, "all_reduce", as_floats)
         if module is not sft:
             monkeypatch.setattr(module, "maximum", int)
@@ -493,7 +493,7 @@ def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, 
 
 TOLD = [
     (method, family)
-    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo")
+    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "tpg")
     for family in ("sdar", "llada", "dream")
     if (method, family) != ("mdpo", "sdar")
 ]
@@ -506,13 +506,13 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     """
     module, model = importlib.import_module(f"algos.{method}"), tiny_model(family)
     clip = {"beta": 0.3, "epsilon": 0.1} if hasattr(module.Args, "epsilon") else {"mc_num": 3}
-    args = module.Args(num_generations=4, **clip)
+    args = module.Args(num_generations=4, micro_batch_size=1, **clip)
     batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
     K, draws = rows.masked.shape[1], module.DRAWS(args, batch.trace.num_replays)
     assert len(rows.masked) * K <= len(batch.input_ids) * draws  # what the plan counts
-    assert method == "mdpo" or K == draws
+    assert method in ("mdpo", "tpg") or K == draws
 
     def valued(rows):
         rows = changed(rows, weights=rows.weights.double())

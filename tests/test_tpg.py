@@ -1,12 +1,13 @@
-"""TPG: the gradient of the expected reward by enumeration, its random steps, its inner loop."""
+"""TPG: the gradient of the expected reward by enumeration, and its random steps."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from oracles import changed, full_graph_loss, gradient, relative, rollout_batch, tiny_model
+from oracles import changed, gradient, relative, rollout_batch, tiny_model
 from test_samplers import naive_rule, naive_score
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from algos import tpg
 from rollout import make_engine
@@ -22,16 +23,15 @@ PROMPT = [1, 0, 0, 1]
 def one_rank(monkeypatch):
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
     monkeypatch.setattr(tpg, "all_reduce", as_floats)
-    monkeypatch.setattr(tpg, "maximum", int)
 
 
 def reward(completion):
     """Any function of the tokens up to the EOS."""
-    ids = list(itertools.takewhile(lambda token: token != EOS, completion))
-    return math.sin(7 * len(ids) + sum(3**k * token for k, token in enumerate(ids)))
+    ids = itertools.takewhile(lambda token: token != EOS, completion)
+    return math.sin(sum(4**k * (token + 1) for k, token in enumerate(ids)))
 
 
-def expected_reward(model, rule, threshold):
+def expected_reward(model, rule):
     """With its graph: every draw at every mask of two blocks of two tokens, a step for each."""
     states = list(itertools.product(range(4), repeat=4))
     logits = model.logits(torch.tensor([PROMPT + list(state) for state in states]))[:, 4:, :MASK]
@@ -47,7 +47,7 @@ def expected_reward(model, rule, threshold):
                     j: naive_score(rule, p[j].tolist(), p[j, v].log().item(), 0)
                     for j, v in token.items()
                 }
-                choices = [naive_rule(scores, masked, 1, rule, threshold, 0, 0)]
+                choices = [naive_rule(scores, masked, 1, rule, 0.5, 0, 0)]
                 if rule == "random" and masked:
                     choices = [[j] for j in masked]
                 share = math.prod((p[j, v] for j, v in token.items()), start=chance) / len(choices)
@@ -58,7 +58,7 @@ def expected_reward(model, rule, threshold):
     return sum(chance * reward(state) for state, chance in now.items())
 
 
-def every_path(model, rule, threshold):
+def every_path(model, rule):
     """A rollout in which sample i draws the digits of i: each path of the sampler, some of them
     more than once.
     """
@@ -81,20 +81,21 @@ def every_path(model, rule, threshold):
     engine.keyed_uniform, engine.sample_categorical = digit, draw
     return engine.generate(
         [PROMPT], num_samples=samples, gen_length=4, block_length=2, denoising_steps=2,
-        temperature=T, remasking=rule, confidence_threshold=threshold, records="draws",
+        temperature=T, remasking=rule, confidence_threshold=0.5, records="draws",
     )  # fmt: skip
 
 
-CASES = [(family, rule) for family in ("sdar", "llada") for rule in (*REMASKING, "entropy")]
+CASES = [("sdar", rule) for rule in REMASKING]
+CASES += [("llada", rule) for rule in (*REMASKING[:2], "entropy")] + [("dream", REMASKING[0])]
 
 
-@pytest.mark.parametrize("family, rule", [*CASES, ("dream", "low_confidence_static")])
+@pytest.mark.parametrize("family, rule", CASES)
 def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     """Also by differences of the reward itself, which see whether reveals move. Without the draws
     that were not revealed, as in CJ-GRPO, it is another where confidences decide.
     """
     model = tiny_model(family, 1, **IDS | OWN[family])
-    trace = every_path(model, rule, threshold := 0.5)
+    trace = every_path(model, rule)
     args = tpg.Args(temperature=T, remasking=rule, micro_batch_size=4)
     batch = tpg.Batch(trace, model)
     texts = [trace.completion(i) for i in range(len(trace.prompt_ids))]
@@ -108,7 +109,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     def estimated(rows):
         return -gradient(model, tpg.policy_loss(logps, logps.detach(), None, rows, args)[0], True)
 
-    want, got = gradient(model, expected_reward(model, rule, threshold)), estimated(rows)
+    want, got = gradient(model, expected_reward(model, rule)), estimated(rows)
     assert relative(got, want) < 1e-10
     draws = trace.records["draws"]
     shown = trace.replay_map[:, None] == torch.arange(draws.shape[1])[:, None]
@@ -116,54 +117,25 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights.double())
     error = relative(estimated(few), want)
     assert error > 0.05 if rule.startswith("low") else error < 1e-10
-    with torch.no_grad():
-        values, h = [], 1e-6 / want.norm()
-        for sign in (1, -2):
-            step = (sign * h * want).split([p.numel() for p in model.parameters()])
-            for p, change in zip(model.parameters(), step, strict=True):
-                p += change.view_as(p)
-            values.append(expected_reward(model, rule, threshold))
-    assert relative((values[0] - values[1]) / (2 * h), want.norm() ** 2) < 1e-6
+    here, h = parameters_to_vector(model.parameters()).detach(), 1e-6 / want.norm()
+    ahead, behind = (
+        vector_to_parameters(here + way * want, model.parameters()) or expected_reward(model, rule)
+        for way in (h, -h)
+    )
+    assert relative((ahead - behind) / (2 * h), want.norm() ** 2) < 1e-6
 
 
 @pytest.mark.parametrize("family, n", [("llada", 1), ("llada", 3), ("sdar", 1)])
 def test_a_few_random_steps_weigh_what_all_do(family, n):
-    """Mean over all orders of the steps: 1 for every draw, also of sequences that end early."""
+    """Mean over all orders of the steps: every draw counts once, also if a sequence ends early."""
     args = tpg.Args(num_generations=4, train_steps=n)
     batch = rollout_batch(tpg, tiny_model(family), args, length=8, records="draws")
-    batch.trace.records["draws"][:4, -1] = -1  # a step less
-    draws, mean = batch.trace.records["draws"], 0.0
-    S = draws.shape[1]
-    orders = list(itertools.permutations(range(S)))
+    draws, total, ones = batch.trace.records["draws"], 0, torch.ones(batch.input_ids.shape)
+    draws[:4, -1] = -1  # a step less
+    orders = list(itertools.permutations(range(draws.shape[1])))
     for order in orders:
-        ids = torch.ones_like(batch.input_ids).double()
-        rows = tpg.sample_masks(changed(batch, uniform=lambda i, s: order[s] / S * ids), 0, args)  # noqa: B023
+        batch.uniform = lambda iteration, step: order[step] / len(order) * ones  # noqa: B023
+        rows = tpg.sample_masks(batch, 0, args)
         assert rows.masked.shape[1] == n
-        taken = (torch.tensor(order) + S * (draws < 0).all(2)).argsort(1)[:, :n, None]
-        mean = mean + torch.zeros(draws.shape).scatter(
-            1, taken.expand_as(rows.weights), rows.weights
-        )
-    torch.testing.assert_close(mean / len(orders), (draws >= 0).float())
-
-
-@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
-def test_the_gradient_is_that_of_the_full_graph(family):
-    """To 1e-10 in fp64 for micro-batches of some rows and some steps, clip and KL active."""
-    model, grads = tiny_model(family), []
-    before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
-    args = tpg.Args(num_generations=4, beta=0.3, epsilon=0.1, temperature=T, train_steps=2)
-    batch = rollout_batch(tpg, model, args, length=8, records="draws")
-    for size in (1000, 6, 3):
-        args.micro_batch_size = size
-        rows = tpg.sample_masks(batch, 0, args).split(size)
-        rows.weights = rows.weights.double()
-        with torch.no_grad():
-            rows.old, rows.ref = (tpg.draw_logps(m, rows) for m in (before, reference))
-        if size == 1000:
-            assert tuple(rows.masked.shape[:2]) == (len(batch.input_ids), 2)
-            want = gradient(model, full_graph_loss("tpg", model, rows, args))
-        model.zero_grad()
-        micros = [micro for micro, _ in tpg.micro_batches(rows, args)]
-        clipped = [tpg.backward(model, micro, 1, args)["policy/clip_frac"] for micro in micros]
-        grads.append(gradient(model))
-    assert max(clipped) > 0 and max(relative(grad, want) for grad in grads) < 1e-10
+        total += (rows.weights * (rows.targets[..., batch.P :] + 1)).sum(1)
+    torch.testing.assert_close(total / len(orders), (draws + 1.0).sum(1))
