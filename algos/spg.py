@@ -182,7 +182,7 @@ BY_SIZE = {
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 # The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
-RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
+RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
 USES_OLD = False  # no ratio
 USES_REF = False  # no KL in this method
 DRAWS = lambda args, replays: args.mc_num  # noisy copies of a completion in a step

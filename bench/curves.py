@@ -71,6 +71,7 @@ METHODS = {
     "cj_grpo": lambda p, forwards: {"num_iterations": max(1, p // forwards)},
     "mdpo": lambda p, forwards: {"num_iterations": 1, "train_steps": p},
     "wd1": lambda p, forwards: {"num_iterations": p},
+    "tpg": lambda p, forwards: {"num_iterations": max(1, p // forwards), "train_steps": p},
 }
 SHARED = {"num_generations": 8, "temperature": 1.0, "denoising_steps": STEPS_PER_BLOCK}
 SHARED |= {"betas": (0.9, 0.99), "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_steps": 5}

@@ -46,11 +46,13 @@ bench/train.py spg --model {llada} {one} --num-iterations 2
 bench/train.py bgpo --model {llada} {one} --mc-num 4
 bench/train.py cj_grpo --model {llada} {one} --num-iterations 1
 bench/train.py mdpo --model {llada} {one} --train-steps 4
+bench/train.py tpg --model {llada} {one} --train-steps 4
 bench/train.py d1 --model {sdar} {one} --num-iterations 4
 bench/train.py coupled_grpo --model {sdar} {one} --num-iterations 2
 bench/train.py spg --model {sdar} {one} --num-iterations 2
 bench/train.py bgpo --model {sdar} {one} --mc-num 4
 bench/train.py cj_grpo --model {sdar} {one} --num-iterations 1
+bench/train.py tpg --model {sdar} {one} --train-steps 4
 """
 
 

@@ -335,8 +335,9 @@ class FastBlockEngine(BlockEngine):
         block = torch.where(chosen, drawn, block)
         if rule["records"]:
             when = step[:, None], *here
+            kept = masked if rule["records"] == "draws" else chosen
             for values, new in zip(slots.history, (drawn.int(), logps), strict=True):
-                values[when] = torch.where(chosen, new, values[when])
+                values[when] = torch.where(kept, new, values[when])
         if rule["stop_at_eos"]:
             has_eos = ((block[..., None] == slots.eos).any(-1) & (offset >= 0)).any(1)
             end = torch.where(is_whole & has_eos, start + n, end)

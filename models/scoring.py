@@ -95,27 +95,29 @@ class LanguageModel(nn.Module):
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
-        document_ids=None,
+        document_ids=None, targets=None,
     ):  # fmt: skip
         """Log-probabilities of the clean tokens of R rows, given K noisy copies of each.
 
         input_ids [R, T] int64: clean tokens. noisy_ids [R, K, T] int64: the same with some replaced
         by the mask token. score_mask [R, K, T] bool: which tokens to score; copies without any are
         not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T] int64: the
-        document of each token in a packed row; every document is computed as if alone. The mask
-        token has probability 0.
+        document of each token in a packed row; every document is computed as if alone. targets
+        [R, K, T] int64: tokens to score instead of the clean ones. The mask token has probability
+        0.
         -> [R, K, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
         pair (logps, entropy in nats). What a token sees: the classes below.
         """
         valid = all_valid(valid_mask, input_ids)
         place, forward = self.noisy_pass(input_ids, noisy_ids, score_mask, valid, document_ids)
+        targets = input_ids[:, None] if targets is None else targets
         # Before the forward, because nonzero waits for the GPU.
         scored = score_mask.flatten()[place].flatten().nonzero()[:, 0]
         index = place.flatten()[scored]
         values = linear_logps(
             forward().flatten(0, 1).index_select(0, scored),  # the head sees scored tokens alone
             self.lm_head.weight,
-            input_ids[:, None].expand_as(noisy_ids).flatten()[index],
+            targets.expand_as(noisy_ids).flatten()[index],
             temperature=temperature,
             banned_id=self.mask_token_id,
             entropy=entropy,

@@ -32,7 +32,7 @@ from rollout.traces import Trace, below, events_of, most_steps, scored
 class BlockEngine(Engine):
     """Sampler of a block-causal model in plain PyTorch; the fast one is in kernels/block.py."""
 
-    records = (None, "steps", "events")
+    records = (None, "steps", "events", "draws")
 
     def block_length(self, asked):
         n = self.model.block_length
@@ -67,7 +67,7 @@ class BlockEngine(Engine):
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         history = None
-        if settings["records"]:  # what each step of a block changes, and an edited block's commit
+        if settings["records"]:  # what each step changes or draws, and an edited block's commit
             steps = most_steps(settings) + 1
             history = [values.repeat(steps, 1, 1) for values in (step_map, logps)]
         eos = torch.tensor(settings["eos_token_ids"], device=device)
@@ -153,8 +153,8 @@ class BlockEngine(Engine):
 
         forward(block) -> hidden states; block [R, n] tokens; offset [R, n]: their places in the
         completions, below 0 in the prompts
-        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step the new tokens, -1 where
-        none, and their log-probabilities [R, n]
+        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step the new tokens (all drawn
+        ones for the record "draws"), -1 where none, and their log-probabilities [R, n]
         """
         n, edits = block.shape[1], settings["editing_threshold"] is not None
         quotas = reveal_quota(n, settings["denoising_steps"])  # tokens to reveal at each step
@@ -186,7 +186,8 @@ class BlockEngine(Engine):
             block = torch.where(change, drawn, block)
             step_map = step_map.masked_fill(change, step)
             logps = torch.where(change, drawn_logps, logps)
-            changes.append((torch.where(change, drawn, -1), drawn_logps))
+            kept = masked | change if settings["records"] == "draws" else change
+            changes.append((torch.where(kept, drawn, -1), drawn_logps))
             working &= (change if edits else masked).any(1)
             if not working.any():
                 return block, step_map, logps, num_forwards, changes
@@ -196,8 +197,8 @@ class BlockEngine(Engine):
     ):
         """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
 
-        canvas: tokens, step_map, logps [N, S]; history: new tokens, -1 where none, and their logps
-        [steps, N, S], or None; first, end [N]: columns of the completions
+        canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
+        [steps, N, S], as _denoise gives them, or None; first, end [N]: columns of the completions
         """
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
@@ -208,10 +209,13 @@ class BlockEngine(Engine):
             torch.where(on_canvas, values.gather(1, at), fill)
             for values, fill in zip(canvas, fills, strict=True)
         )
+        records = history and events_of(*history, sample_index, first)
+        if settings["records"] == "draws":  # behind the canvas those of column 0: none
+            drawn = history[0][: most_steps(settings)].take_along_dim(at[None], 2)
+            records = {"draws": drawn.transpose(0, 1).int()}
         return Trace(
             [prompt_ids[i] for i in owner.tolist()], completion_ids,
             scored(completion_ids, canvas_length, eos), canvas_length, step_map,
             step_map,  # as replay_map: one forward of [clean | noisy] replays a step of all blocks
-            logps, sample_index, num_forwards, settings,
-            history and events_of(*history, sample_index, first),
+            logps, sample_index, num_forwards, settings, records,
         )  # fmt: skip

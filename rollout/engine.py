@@ -256,7 +256,7 @@ class Engine:
             ),
             (records not in self.records, f"{self.title} keeps no records of kind {records!r}"),
             (
-                records == "steps" and is_revised,
+                records in ("steps", "draws") and is_revised,
                 f"{revises} revises tokens, so there is no single step at which a token was "
                 "revealed: not for a method that reads step maps",
             ),
@@ -306,7 +306,7 @@ class Engine:
         """Sample num_samples completions of each prompt (ragged lists of token ids). -> Trace
 
         sampling: fields of `Sampling`. Generation ends with the block that holds an EOS unless
-        stop_at_eos is False. records: "steps" needs nothing; "events", "states": see Trace.records.
+        stop_at_eos is False. records: "steps" needs nothing; the others: see Trace.records.
         Where tokens are revised (rcr, editing), which no step map can tell, a trace always has one
         of these.
 

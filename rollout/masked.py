@@ -77,7 +77,7 @@ class MaskedEngine(Engine):
         "cache": ("none", "prefix", "dual"),
         "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
-    records = (None, "steps", "events", "states")
+    records = (None, "steps", "events", "states", "draws")
     adaptive = (*ADAPTIVE, "origin")  # rules that decide how many tokens a step reveals
     ordered = "low_confidence_static", "entropy", "topk_margin"
 
@@ -105,7 +105,7 @@ class MaskedEngine(Engine):
         logps = torch.zeros_like(step_map, dtype=dtype)
         replay_map, num_forwards = step_map.clone(), torch.zeros_like(sample_index)
         self.eos = tokens.new_tensor(model.eos_token_ids)
-        kind = {"events": Events, "states": States}.get(settings["records"])
+        kind = {"events": Events, "states": States, "draws": Draws}.get(settings["records"])
         records = kind and kind(step_map, sum(map(len, quotas)), model.pad_token_id)
         row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
@@ -146,8 +146,8 @@ class MaskedEngine(Engine):
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
         revealed up to this step; all others are masked again, earlier reveals too. A token keeps
         the confidence of its own draw.
-        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step what Events or States.add
-        takes
+        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step what the `add` of the
+        records takes
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
@@ -177,6 +177,8 @@ class MaskedEngine(Engine):
                 seen = block.tokens[:, block.prompt_length :].clone()
                 history.append((number, seen, drawing, *drawn[:2]))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
+            if kind == "draws":
+                history.append((number, torch.where(masked, token, -1)))
             order = partial(uniform, inside, step, "order")
             score = self._score(confidence, token, number, order, settings)
             due += quota
@@ -248,3 +250,14 @@ class States:
         drawing, tokens, p = (F.pad(x[made], (start, 0)) for x in (drawing, tokens, logps.exp()))
         self.masked[at], self.confidences[at] = drawing, torch.where(drawing, p, 0.0).float()
         self.predictions[at] = torch.where(drawing, tokens, seen).int()
+
+
+class Draws:
+    """Trace.records of kind "draws": what each forward drew in the block in work."""
+
+    def __init__(self, step_map, num_steps, pad_token_id):
+        self.draws = step_map[:, None].int().repeat(1, num_steps, 1)  # -1
+
+    def add(self, row, sample_index, start, step, tokens):
+        """tokens [R, n]: of the block that starts at `start`, -1 where it had no mask"""
+        self.draws[row, step, start : start + tokens.shape[1]] = tokens.int()

@@ -45,6 +45,8 @@ class Trace:
     # "predictions" [N, K, L] int32: the whole completion, with a drawn token at every masked
     # position; pad id where no forward was made. "confidences" [N, K, L] fp32: the probability of
     # each drawn token, as in logps, 0 elsewhere. 9 N K L bytes in all.
+    # records="draws": "draws" [N, K, L] int32, for each of K = num_replays forwards the tokens that
+    # it drew at the masks of the block in work, revealed or not; -1 elsewhere.
     records: dict | None = None
 
     @property
@@ -253,19 +255,18 @@ def concatenate(traces, pad_token_id):
     """Traces of one rollout, generated in parts -> one Trace, padded to the widest."""
     width = max(trace.completion_ids.shape[1] for trace in traces)
     fills = {"completion_ids": pad_token_id, "completion_mask": False, "logps": 0.0}
-    fills |= {"step_map": -1, "replay_map": -1}
+    fills |= {"step_map": -1, "replay_map": -1, "recorded draws": -1}
 
-    def join(name):
-        parts = [getattr(trace, name) for trace in traces]
+    def join(name, parts):
         if name == "prompt_ids":
             return sum(parts, [])
         if name == "records":
             keys = parts[0] or {}
-            return {key: torch.cat([part[key] for part in parts]) for key in keys} or None
+            return {key: join(f"recorded {key}", [x[key] for x in parts]) for key in keys} or None
         if not isinstance(parts[0], torch.Tensor):
             return parts[0]
         if name in fills:
-            parts = [F.pad(x, (0, width - x.shape[1]), value=fills[name]) for x in parts]
+            parts = [F.pad(x, (0, width - x.shape[-1]), value=fills[name]) for x in parts]
         return torch.cat(parts)
 
-    return Trace(**{f.name: join(f.name) for f in fields(Trace)})
+    return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})

@@ -48,6 +48,8 @@ CASES = {
     "ebpo-sdar": {"num_iterations": 2, "mc_num": 3},
     "wd1-llada": LORA | {"num_iterations": 2, "psi": 0.5},
     "justgrpo-llada": LORA | {"denoising_steps": 4, "num_iterations": 2, "positions": 3},
+    "tpg-sdar": {"num_iterations": 2, "denoising_steps": 4, "train_steps": 3, "beta": 0.1},
+    "tpg-dream": LORA | {"train_steps": 2, "remasking": "low_confidence_dynamic"},
     "sft-sdar": {"pack_length": 128, "max_length": 100},
     "sft-dream": LORA | {"cart_p": 0.2},
     "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},

@@ -184,6 +184,7 @@ def full_graph_loss(name, model, rows, args):
         valid = rows.valid_mask[r]
         clean, noisy_mask = rows.input_ids[r][valid], rows.masked[r][:, valid]
         P = len(valid) - L - int((~valid[:-L]).sum())
+        targets = rows.targets[r][:, valid] if name == "tpg" else clean.expand(K, -1)
         lp = [[torch.zeros((), dtype=torch.float64)] * L for _ in range(K)]
         for k, j in (rows.weights[r] != 0).nonzero().tolist():
             # a block model sees clean blocks and the token's own; others see the noisy canvas
@@ -195,7 +196,7 @@ def full_graph_loss(name, model, rows, args):
             logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, P + j]
             logits = logits / rows.temperature
             logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
-            lp[k][j] = logits.log_softmax(-1)[clean[P + j]]
+            lp[k][j] = logits.log_softmax(-1)[targets[k, P + j]]
         A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]
         mean = lambda j: sum(w[k, j] * lp[k][j] for k in range(K))  # noqa: B023
         if name == "bgpo":
@@ -213,7 +214,7 @@ def full_graph_loss(name, model, rows, args):
             total = total - A * sum(lp[0]) * args.num_generations / sequences
         elif name != "spg":
             terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
-            if name in ("cj_grpo", "mdpo"):
+            if name in ("cj_grpo", "mdpo", "tpg"):
                 places = w.nonzero().tolist()
                 terms = [(lp[k][j], k, j, w[k, j] / sequences) for k, j in places]
             elif name == "justgrpo":
@@ -238,10 +239,13 @@ def full_graph_loss(name, model, rows, args):
     return total
 
 
-def gradient(model, loss=None):
-    """All gradients as one vector: of a loss, or those that the parameters hold."""
+def gradient(model, loss=None, again=False):
+    """All gradients as one vector: of a loss, whose graph stays if it is used again, or those that
+    the parameters hold.
+    """
     parameters = list(model.parameters())
-    grads = [p.grad for p in parameters] if loss is None else torch.autograd.grad(loss, parameters)
+    of = lambda loss: torch.autograd.grad(loss, parameters, retain_graph=again)
+    grads = [p.grad for p in parameters] if loss is None else of(loss)
     return torch.cat([grad.flatten() for grad in grads]).clone()
 
 

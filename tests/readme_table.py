@@ -31,7 +31,8 @@ def table():
         served = "all" if families == ALL else ", ".join(NAMES[family] for family in families)
         reference = "sft" if script in OFFLINE else "d1"
         added = f"{reference}.py: {added_lines(script, reference)}" if script != reference else "-"
-        link = f"[{facts['paper']}](https://arxiv.org/abs/{facts['paper']})"
+        paper = facts["paper"]
+        link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper else "ours"
         rows.append(
             f"| [algos/{script}.py](algos/{script}.py) | [{name}](docs/algos/{script}.md): {what} "
             f"| {link} | {served} | {len(source(script).splitlines())} | {added} |"

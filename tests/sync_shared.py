@@ -61,6 +61,9 @@ METHODS = {
     "justgrpo": {
         "title": "JustGRPO: left to right, with the exact likelihood of every completion",
         "paper": "2601.15165",
+    "tpg": {
+        "title": "TPG: the sampler's exact policy gradient, from all tokens that it drew",
+        "paper": None,
         "families": ALL,
     },
     "sft": {
@@ -77,7 +80,9 @@ METHODS = {
 OFFLINE = ("sft", "vrpo")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    ("tpg", "inner"): "draw_logps also scores tokens that were drawn but not revealed.",
+}
 MARK = re.compile(r"^\s*# (>>>|<<<) shared: (\w+)\s*$")
 
 
@@ -122,7 +127,7 @@ def main():
     if reference not in METHODS:
         raise SystemExit(f"usage: python tests/sync_shared.py {{{','.join(METHODS)}}}")
     for script in METHODS:
-        skip = [block for name, block in EXCEPTIONS if name == script]
+        skip = [block for name, block in EXCEPTIONS if name in (script, reference)]
         text = sync(source(reference), source(script), skip)
         (ROOT / f"algos/{script}.py").write_text(text)
 

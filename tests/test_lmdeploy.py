@@ -292,7 +292,7 @@ def test_unmasking_is_set_for_a_rollout_and_what_is_not_the_same_is_refused(engi
     for wrong, words in REFUSED:
         with exits_with_one_line(*words):
             engine.plan(gen_length=4, **STATIC | wrong)
-    for records in ("steps", "events", "states"):  # a method's RECORDS
+    for records in ("steps", "events", "states", "draws"):  # a method's RECORDS
         with exits_with_one_line(f"lmdeploy keeps no records of kind '{records}'"):
             engine.plan(records, gen_length=4, **STATIC)
 

@@ -192,6 +192,12 @@ def assert_is_naive(trace, i, model, number, **options):
         assert records["events"][own].tolist() == [list(event[:4]) for event in events]
         want = [event[4] for event in events]
         assert records["logps"][own].tolist() == pytest.approx(want, abs=1e-9)
+    if "draws" in records:
+        want = torch.full((trace.num_replays, len(tokens)), -1)
+        for now, (_, guess) in states.items():
+            for j, (v, _) in guess.items():
+                want[now, j] = v
+        assert torch.equal(records["draws"][i].long(), want)
     if "masked" in records:
         for now in range(trace.num_replays):
             masked, guess = states.get(now, ([False] * len(tokens), {}))
@@ -204,7 +210,10 @@ def assert_is_naive(trace, i, model, number, **options):
 
 
 SHAPES = [(12, 4, 4), (9, 5, 7), (5, 1, 1)]  # gen_length, block_length, denoising_steps
-CASES = [{"remasking": rule, "temperature": 0.8} for rule in MaskedEngine.choices["remasking"][:8]]
+CASES = [
+    {"remasking": rule, "temperature": 0.8, "records": "draws"}
+    for rule in MaskedEngine.choices["remasking"][:8]
+]
 CASES += [{"remasking": rule, "temperature": 0} for rule in ("low_confidence_dynamic", "rcr")]
 CASES += [{"remasking": "random", "top_k": 4, "top_p": 0.8, "seed": -43}]
 CASES += [

@@ -30,6 +30,7 @@ from oracles import (
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, mdpo, sft, spg
 from algos import bgpo, cj_grpo, coupled_grpo, d1, justgrpo, mdpo, sft, spg, wd1
+from algos import bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, tpg
 from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
@@ -42,6 +43,7 @@ def one_rank(monkeypatch):
     as_floats = lambda values: {name: float(value) for name, value in values.items()}
     for module in (bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, mdpo, sft, spg):
     for module in (bgpo, cj_grpo, coupled_grpo, d1, justgrpo, mdpo, sft, spg, wd1):
+    for module in (bgpo, cj_grpo, coupled_grpo, d1, mdpo, sft, spg, tpg):
         monkeypatch.setattr(module, "all_reduce", as_floats)
         if module is not sft:
             monkeypatch.setattr(module, "maximum", int)
@@ -505,6 +507,7 @@ TOLD = [
     (method, family)
     for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "espo", "ebpo")
     for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "wd1", "justgrpo")
+    for method in ("d1", "bgpo", "coupled_grpo", "spg", "cj_grpo", "mdpo", "tpg")
     for family in ("sdar", "llada", "dream")
     if (method, family) != ("mdpo", "sdar") and (method != "ebpo" or family == "sdar")
 ]
@@ -521,12 +524,13 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     args = module.Args(num_generations=4, **chosen)
     clip = {"beta": 0.3, "epsilon": 0.1} if hasattr(module.Args, "epsilon") else {"mc_num": 3}
     args = module.Args(num_generations=4, **clip if module is not wd1 else {})
+    args = module.Args(num_generations=4, micro_batch_size=1, **clip)
     batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
     K, draws = rows.masked.shape[1], module.DRAWS(args, batch.trace.num_replays)
     assert len(rows.masked) * K <= len(batch.input_ids) * draws  # what the plan counts
-    assert method == "mdpo" or K == draws
+    assert method in ("mdpo", "tpg") or K == draws
 
     def valued(rows):
         rows = changed(rows, weights=rows.weights.double())

@@ -96,6 +96,7 @@ REFUSALS = [
     ("algos/vrpo.py --data docs", "the folder has no train.jsonl and no train.parquet"),
     ("data/preferences.py --samples none.jsonl --out x.jsonl", "none.jsonl: no such file"),
     ("data/preferences.py --samples x --out x --per-prompt 0", "--per-prompt 0 must be at least 1"),
+    ("algos/tpg.py --model tiny-llada --cache dual", "what a method replays would not be what was"),
     ("algos/mdpo.py --train-steps 0", "--train-steps 0 must be at least 1"),
     ("algos/d1.py --betas 0.9 1.0", "--betas 0.9 1.0 must be at least 0 and below 1"),
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
@@ -103,6 +104,7 @@ REFUSALS = [
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
         for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "espo", "ebpo")
         for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", "justgrpo")
+        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "tpg")
     ),
 ]
 

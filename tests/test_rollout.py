@@ -158,6 +158,7 @@ REFUSED = [
     ("sdar", {"editing_threshold": 0.5}, "--editing-threshold 0.5: SDAR was not trained to edit"),
     ("llada2", {"editing_threshold": 0.5, "records": "steps"}, "threshold 0.5 revises tokens"),
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
+    ("llada", {"remasking": "rcr", "records": "draws"}, "--remasking rcr revises tokens"),
     ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
     ("llada", {"remasking": "sequential", "eos_policy": "demote"}, "demote changes confidences"),
     (

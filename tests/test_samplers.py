@@ -114,6 +114,8 @@ def same_draws(a, b, tolerance=1e-12, forwards=True):
     if (a.records is None) != (b.records is None) or a.prompt_ids != b.prompt_ids:
         return False
     pairs = [(a.logps, b.logps)]
+    if a.records and "draws" in a.records:
+        pairs.append([one.records["draws"] for one in (a, b)])
     if a.records and "events" in a.records:  # in order within a sample; batches come in turn
         order = [one.records["events"][:, 0].argsort(stable=True) for one in (a, b)]
         for key in a.records:
@@ -197,12 +199,12 @@ def naive_sample(
 ):  # fmt: skip
     """One completion of a block-causal model without a cache.
 
-    -> tokens, steps, logps, number of forwards, events
+    -> tokens, steps, logps, number of forwards, events, draws
     """
     n, P = model.block_length, len(prompt)
     total = math.ceil((P + gen_length) / n) * n
     ids, masked = prompt + [M] * (total - P), [p >= P for p in range(total)]
-    steps, logps, forwards, events = [-1] * total, [0.0] * total, 0, []
+    steps, logps, forwards, events, drawn = [-1] * total, [0.0] * total, 0, [], set()
     edits, stop = editing_threshold is not None, False
     for start in range(P // n * n, total, n):
         post = 0
@@ -230,6 +232,7 @@ def naive_sample(
             if edits and (places or post < max_post_steps):
                 sure = lambda p, draw=draw: math.exp(draw[p][1]) > editing_threshold
                 changed += [p for p in draw if not masked[p] and draw[p][0] != ids[p] and sure(p)]
+            drawn |= {(step, p - P, draw[p][0]) for p in places}
             for p in changed:
                 (ids[p], logps[p], _), steps[p], masked[p] = draw[p], step, False
                 events.append([number, step, p - P, ids[p]])
@@ -240,11 +243,11 @@ def naive_sample(
         if stop:
             break
     end = start + n
-    return ids[P:end], steps[P:end], logps[P:end], forwards, events
+    return ids[P:end], steps[P:end], logps[P:end], forwards, events, drawn
 
 
 def assert_is_naive(trace, i, model, number, **options):
-    tokens, steps, logps, forwards, events = naive_sample(
+    tokens, steps, logps, forwards, events, drawn = naive_sample(
         model, trace.prompt_ids[i], number, **options
     )
     width, rest = len(tokens), trace.completion_ids.shape[1] - len(tokens)
@@ -256,14 +259,19 @@ def assert_is_naive(trace, i, model, number, **options):
     scored = [j <= ends[0] if ends else True for j in range(width)] + [False] * rest
     assert trace.completion_mask[i].tolist() == scored
     assert trace.truncated[i] == (not ends) and trace.sample_index[i] == number
-    if trace.records:
+    records = trace.records or {}
+    if "draws" in records:
+        of = records["draws"][i]
+        assert {(*at, of[*at].item()) for at in (of >= 0).nonzero().tolist()} == drawn
+        assert len(of) == trace.num_replays
+    if "events" in records:
         own = trace.records["events"][trace.records["events"][:, 0] == number].tolist()
         assert own == sorted(events)  # by step, then column
 
 
 SEEDS = [(42 << 32) + 7, -43, 2**63 + 5]  # training: (--seed << 32) + step; evaluations: < 0
 HOW = [
-    dict(temperature=0.7),
+    dict(temperature=0.7, records="draws"),
     dict(temperature=0, stop_at_eos=False, records="events"),
     dict(temperature=1.2, top_k=4, top_p=0.8),
 ]
@@ -327,6 +335,10 @@ EVERY += [
     (family, rule, {"block_length": 4})
     for family in ("llada", "dream")
     for rule in MaskedEngine.choices["remasking"]
+]
+EVERY += [
+    (family, "low_confidence_dynamic", {"block_length": 4, "records": "draws"})
+    for family in ("sdar", "llada")
 ]
 
 
@@ -403,7 +415,8 @@ def test_a_step_can_be_captured_and_replayed(small_buckets):
     changes = [{"denoising_steps": 4}, {"temperature": 0}, {"confidence_threshold": 0.1}]
     changes += [{"remasking": rule} for rule in RULES] + [{"top_k": 3}, {"top_p": 0.5}]
     changes += [{"remasking": "low_confidence_factor", "factor": 3.0}, {"stop_at_eos": False}]
-    changes += [{"remasking": "entropy_bounded", "eb_threshold": 2.0}, {"records": "events"}, {}]
+    changes += [{"remasking": "entropy_bounded", "eb_threshold": 2.0}, {"records": "events"}]
+    changes += [{"records": "draws"}, {}]
     for change in changes:
         pair = [one.generate(prompts_of([3, 6]), **OPTIONS | change) for one in (fast, plain)]
         assert same_draws(*pair, forwards=False), change
