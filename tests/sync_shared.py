@@ -44,6 +44,11 @@ METHODS = {
         "paper": "2508.13148",
         "families": ("llada", "dream"),
     },
+    "dtreerpo": {
+        "title": "d-TreeRPO: trees of rollouts, each segment judged by its siblings",
+        "paper": "2512.09675",
+        "families": ALL,
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
@@ -58,7 +63,9 @@ METHODS = {
 OFFLINE = ("sft", "vrpo")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
-EXCEPTIONS = {}
+EXCEPTIONS = {
+    ("dtreerpo", "rollout"): "Its rollouts are trees, which `grow_trees` makes of partial ones.",
+}
 MARK = re.compile(r"^\s*# (>>>|<<<) shared: (\w+)\s*$")
 
 
