@@ -74,6 +74,8 @@ REFUSALS = [
     ("algos/spg.py --eubo-beta 0.5", "--eubo-beta 0.5"),
     ("algos/coupled_grpo.py --t-range 0.0 0.8", "--t-range 0.0 0.8"),
     ("algos/mdpo.py --model tiny-sdar", "mdpo needs a bidirectional model; a block-causal one"),
+    ("algos/dtreerpo.py --branches 3", "--num-generations 8 must be --branches 3"),
+    ("algos/dtreerpo.py --height 4", "times at least 2: the children of the root"),
     ("algos/vrpo.py --beta 0", "--beta 0.0"),
     (
         "algos/sft.py --pack-length 63 --max-length 64",
@@ -95,7 +97,7 @@ REFUSALS = [
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
     *(
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
-        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo")
+        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "dtreerpo")
     ),
 ]
 
