@@ -208,24 +208,23 @@ def branching(args):
 
 
 def forks(block_length, args):
-    """-> the denoising steps at which the segments begin: height ints, the first 0"""
+    """-> the denoising steps before which nodes branch, without the root: height - 1 ints"""
     steps = math.ceil(args.gen_length / block_length) * args.denoising_steps
-    return [k * steps // args.height for k in range(args.height)]
+    return [s * steps // args.height for s in range(1, args.height)]
 
 
 def grow_trees(engine, stream, sampling, step, args):
     """Partial rollouts, each continued from its fork on by all children of that node. -> Trace of
     the leaves, example of each
     """
-    trunk, (_, *ends) = copy(args), forks(engine.block_length(args.block_length), args)
+    trunk, until = copy(args), [*forks(engine.block_length(args.block_length), args), None]
     trunk.num_generations, *later = branching(args)
-    until, *ends = *ends, None
-    trace, examples = roll_out(engine, stream, sampling | {"until": until}, step, trunk)
-    for K, until in zip(later, ends, strict=True):
+    trace, examples = roll_out(engine, stream, sampling | {"until": until[0]}, step, trunk)
+    for K, end in zip(later, until[1:], strict=True):
         trace = engine.generate(
             trace.prompt_ids,
             canvas=trace,
-            until=until,
+            until=end,
             num_samples=K,
             seed=trace.settings["seed"],
             sample_offset=K * int(trace.sample_index[0]),
@@ -267,8 +266,8 @@ def sample_masks(batch, iteration, args):
     is_eos = torch.isin(ids, ids.new_tensor(trace.settings["eos_token_ids"]))
     block = batch.block_ids - batch.block_ids[:, :1]
     step = block * args.denoising_steps + trace.replay_map  # of the whole rollout
-    begin = ids.new_tensor(forks(trace.settings["block_length"], args))
-    depth = torch.bucketize(step, begin, right=True) - 1  # [B, L], of the segment of each token
+    fork = ids.new_tensor(forks(trace.settings["block_length"], args))
+    depth = torch.bucketize(step, fork, right=True)  # [B, L], of the segment of each token
     depth[trace.step_map < 0] = args.height
     weight, tau = schedule(batch.progress, args)
     for s, K in enumerate(branching(args)):
