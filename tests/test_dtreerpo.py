@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracles import changed, full_graph_loss, gradient, relative, tiny_model
 from test_samplers import (
+    EOS,
     OPTIONS,
     SIZES,
     exact_distribution,
@@ -100,9 +101,12 @@ def test_segments_of_one_step(family):
     with torch.no_grad():
         logps = dtreerpo.draw_logps(model, rows)[:, 0].double()
     times, got = (along_paths(args, x) for x in (rows.weights[:, 0] > 0, logps))
-    assert times.max() == 1 and times[batch.completion_mask].all() and not times.all()
     torch.testing.assert_close(got, batch.trace.logps * times, atol=1e-5, rtol=0)
-    assert len(batch.trace.completion_ids.unique(dim=0)) > 12
+    ids, steps = batch.trace.completion_ids, batch.trace.step_map
+    is_eos, when = torch.isin(ids, torch.tensor(EOS)), torch.arange(8) // 4 * 2 + steps
+    seen = is_eos[:, None] & (when[:, None] <= when[..., None]) & torch.ones(8, 8).tril(-1).bool()
+    assert torch.equal(times, (~seen.any(2) & (steps >= 0)).long())
+    assert len(ids.unique(dim=0)) > 12 and (times != batch.completion_mask).any()
     assert dtreerpo.sample_masks(batch, 1, args) is None
 
 
