@@ -323,6 +323,8 @@ class Engine:
         """
         is_part = canvas is not None or until is not None
         settings = self._settings("steps" if is_part else records, sampling)
+        if canvas and not settings.items() <= canvas.settings.items():
+            raise ValueError("a canvas is continued under the settings that it was made under")
         start = canvas.settings["steps"].stop if canvas else 0
         settings["steps"] = range(start, sys.maxsize if until is None else until)
         settings |= {"num_samples": num_samples, "seed": seed}

@@ -63,6 +63,8 @@ def test_parts_make_the_whole_rollout(family):
                 again = {"num_samples": 1, "canvas": part, "until": until}
                 part = engine.generate(part.prompt_ids, **OPTIONS | how | again)
             assert same_draws(part, whole, forwards=False)
+    with pytest.raises(ValueError, match="under the settings"):
+        engine.generate(part.prompt_ids, canvas=part, **OPTIONS | {"denoising_steps": 2})
 
 
 def test_advantages():
