@@ -433,10 +433,10 @@ def flags_of(args):
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.
 AT_LEAST_ONE = (
     "max_steps batch_size prompts_per_step num_iterations mc_num gen_length "
-    "denoising_steps max_length masks_per_timestep train_steps lora_alpha"
+    "denoising_steps max_length masks_per_timestep train_steps lora_alpha height"
 )
 # a group of one completion has nothing to compare it with
-LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2}
+LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2, "branches": 2}
 # flags with which a run at 0 would go on and learn nothing, and why
 ABOVE_ZERO = {
     "temperature": "at 0 all completions of a group are the same, and none is better than another",

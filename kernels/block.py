@@ -140,7 +140,10 @@ class FastBlockEngine(BlockEngine):
     def release(self):
         self.slots = self.graphs = None
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, *canvas):
+        if canvas:  # a part of a rollout: the plain sampler
+            rows = prompt_ids, owner, sample_index, settings, stop_at_eos
+            return super()._generate(*rows, *canvas)
         N, R = len(owner), bucket(min(len(owner), self.max_batch_size))
         slots = self._open(N, R, max(map(len, prompt_ids)), settings)
         slots.fill(self.model, prompt_ids, owner, sample_index, settings)

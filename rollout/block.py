@@ -17,7 +17,6 @@ max_post_steps of these extra forwards may edit.
 """
 
 from functools import partial
-from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ class BlockEngine(Engine):
             raise SystemExit(f"--block-length {asked}: {trained}; leave it out or give {n}")
         return n
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas=None):
         """Prefill, then denoise and commit one block after the other; arguments as in Engine."""
         n, N, device = self.model.block_length, len(owner), self.device
         # Rows are padded on the left by whole blocks, so that their blocks share columns:
@@ -66,6 +65,12 @@ class BlockEngine(Engine):
         offset = column - first[:, None]  # [N, width] in the completion; below 0 in the prompt
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
+        if canvas:  # a part of a rollout
+            at = offset.clamp(0, canvas[0].shape[1] - 1)
+            known, steps, values = (held.gather(1, at) for held in canvas[:3])
+            is_known, num_forwards = (at == offset) & (steps >= 0), canvas[3]
+            tokens, step_map = tokens.where(~is_known, known), step_map.where(~is_known, steps)
+            logps = logps.where(~is_known, values)
         history = None
         if settings["records"]:  # what each step changes or draws, and an edited block's commit
             steps = most_steps(settings) + 1
@@ -75,12 +80,17 @@ class BlockEngine(Engine):
         row = torch.arange(N, device=device)  # rows that are still generating
         # the block of columns start to start + n
         for start in progress(range(prefilled, width, n), "blocks"):
-            here = row, slice(start, start + n)
+            here, done = (row, slice(start, start + n)), (start - prefilled) // n
+            first_step = done * settings["denoising_steps"]
+            if first_step >= settings["steps"].stop:
+                break
             forward = partial(self._forward, cache, start, position[here], position[row] >= 0)
             *results, forwards, changes = self._denoise(
-                forward, tokens[here], offset[here], sample_index[row], settings
+                forward, tokens[here], offset[here], sample_index[row], settings, first_step
             )
-            tokens[here], step_map[here], logps[here] = results
+            tokens[here], steps, block_logps = results
+            step_map[here] = torch.maximum(steps, step_map[here])  # -1 where not revealed
+            logps[here] += block_logps  # 0 where not revealed
             num_forwards[row] += forwards
             if settings["records"]:
                 for step, change in enumerate(changes):
@@ -147,22 +157,25 @@ class BlockEngine(Engine):
 
         return self.model.hidden(block, position, attend)
 
-    def _denoise(self, forward, block, offset, sample_index, settings):
+    def _denoise(self, forward, block, offset, sample_index, settings, first_step):
         """Forward the block, draw a token for every position and reveal some of the masked ones;
         repeat until no row has a mask, or with token editing until a forward changes nothing.
 
         forward(block) -> hidden states; block [R, n] tokens; offset [R, n]: their places in the
-        completions, below 0 in the prompts
+        completions, below 0 in the prompts; first_step: number of steps in earlier blocks
         -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step the new tokens (all drawn
         ones for the record "draws"), -1 where none, and their log-probabilities [R, n]
         """
         n, edits = block.shape[1], settings["editing_threshold"] is not None
         quotas = reveal_quota(n, settings["denoising_steps"])  # tokens to reveal at each step
-        masked = offset >= 0
+        masked = block == self.model.mask_token_id
         step_map, logps, changes = torch.full_like(block, -1), 0.0, []
-        working = torch.ones_like(sample_index, dtype=torch.bool)  # rows that need more forwards
+        working = masked.any(1)  # rows that need more forwards
         num_forwards, post_steps = torch.zeros_like(sample_index), torch.zeros_like(sample_index)
-        for step in count():
+        steps = settings["steps"]
+        for step in range(max(steps.start - first_step, 0), steps.stop - first_step):
+            if not working.any():
+                break
             key = settings["seed"], sample_index[:, None], offset, step
             uniform = self.keyed_uniform(*key, "token")
             draws = self._sample(forward(block).flatten(0, 1), uniform.flatten(), settings)
@@ -189,8 +202,7 @@ class BlockEngine(Engine):
             kept = masked | change if settings["records"] == "draws" else change
             changes.append((torch.where(kept, drawn, -1), drawn_logps))
             working &= (change if edits else masked).any(1)
-            if not working.any():
-                return block, step_map, logps, num_forwards, changes
+        return block, step_map, logps, num_forwards, changes
 
     def _finish(
         self, prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings

@@ -3,6 +3,7 @@ reveal, loading of weights.
 """
 
 import math
+import sys
 from dataclasses import asdict, dataclass
 
 import torch
@@ -153,7 +154,8 @@ class Engine:
 
     A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings,
     stop_at_eos) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]]; owner,
-    sample_index [N].
+    sample_index [N]. For a part of a rollout it also gets the canvas to continue: tokens, step map,
+    logps [N, L] and num_forwards [N], or None.
     """
 
     # the values that this engine accepts
@@ -301,7 +303,7 @@ class Engine:
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, seed=0, sample_offset=0, stop_at_eos=True,
-        records=None, **sampling,
+        records=None, canvas=None, until=None, **sampling,
     ):  # fmt: skip
         """Sample num_samples completions of each prompt (ragged lists of token ids). -> Trace
 
@@ -313,8 +315,19 @@ class Engine:
         Sample i of prompt p has the number sample_offset + p * num_samples + i, and every draw is
         keyed by (seed, that number, position, step): batch size, other prompts and ranks do not
         change it.
+
+        A rollout may be made in parts. until: the step before which this one stops; the steps of
+        block b begin with number b * denoising_steps. What is not yet revealed then has step_map
+        -1. canvas: such a Trace, made under the same settings: its row p, instead of masks alone,
+        is what the samples of prompt p continue. Parts keep no events or states.
         """
-        settings = self._settings(records, sampling) | {"num_samples": num_samples, "seed": seed}
+        is_part = canvas is not None or until is not None
+        settings = self._settings("steps" if is_part else records, sampling)
+        if canvas and not settings.items() <= canvas.settings.items():
+            raise ValueError("a canvas is continued under the settings that it was made under")
+        start = canvas.settings["steps"].stop if canvas else 0
+        settings["steps"] = range(start, sys.maxsize if until is None else until)
+        settings |= {"num_samples": num_samples, "seed": seed}
         V, mask_id = self.model.lm_head.weight.shape[0], self.model.mask_token_id
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
@@ -327,10 +340,13 @@ class Engine:
                 raise SystemExit(f"{held}: is the tokenizer the model's?")
         samples = torch.arange(len(prompt_ids) * num_samples, device=self.device)
         parts = []
-        batches = [samples] if self.refills else samples.split(self.max_batch_size)
+        at_once = self.refills and not is_part
+        batches = [samples] if at_once else samples.split(self.max_batch_size)
         for batch in progress(batches, "batches of completions"):
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
             rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
+            if is_part:
+                rows += (canvas and canvas.canvas(batch // num_samples),)
             try:
                 parts.append(self._generate(prompt_ids[first : last + 1], *rows))
             except torch.OutOfMemoryError:

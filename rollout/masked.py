@@ -91,7 +91,7 @@ class MaskedEngine(Engine):
                     "--block-length 0, at most as many --denoising-steps"
                 )
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas=None):
         """Denoise one block after the other; arguments as in Engine."""
         model, quotas = self.model, block_quotas(**settings)
         prompt_ids = [prompt_ids[i] for i in owner.tolist()]
@@ -103,7 +103,11 @@ class MaskedEngine(Engine):
         step_map = torch.full_like(completion_ids, -1)
         dtype = torch.promote_types(self.dtype, torch.float32)
         logps = torch.zeros_like(step_map, dtype=dtype)
-        replay_map, num_forwards = step_map.clone(), torch.zeros_like(sample_index)
+        num_forwards = torch.zeros_like(sample_index)
+        if canvas:
+            known, step_map, logps, num_forwards = canvas
+            completion_ids.copy_(known.masked_fill(step_map < 0, model.mask_token_id))
+        replay_map = torch.full_like(step_map, -1)
         self.eos = tokens.new_tensor(model.eos_token_ids)
         kind = {"events": Events, "states": States, "draws": Draws}.get(settings["records"])
         records = kind and kind(step_map, sum(map(len, quotas)), model.pad_token_id)
@@ -116,8 +120,10 @@ class MaskedEngine(Engine):
             block = Block(model, *rows, P, P + start, quota, first_step, kept)
             ids, steps, block_logps, forwards, history = self._denoise(block, settings)
             here = row, slice(start, end)
-            completion_ids[here], step_map[here], logps[here] = ids, steps, block_logps
-            replay_map[here] = first_step + steps
+            steps = torch.maximum(steps, step_map[here])  # -1 where not revealed
+            completion_ids[here], step_map[here] = ids, steps
+            logps[here] += block_logps  # 0 where not revealed
+            replay_map[here] = torch.where(steps >= 0, first_step + steps, -1)
             num_forwards[row] += forwards
             for entry in history:
                 records.add(row, sample_index[row], start, *entry)
@@ -152,7 +158,7 @@ class MaskedEngine(Engine):
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
         step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
-        masked, logps, history = step_map < 0, 0.0 * ids, []
+        masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
         # rcr: confidences of the block's tokens, and how many of them stay after this step
         running, due = logps, 0
         uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
@@ -160,10 +166,12 @@ class MaskedEngine(Engine):
         # places in the completion: of the block, and of the masks behind it
         inside, behind = (columns - block.prompt_length).tensor_split([n])
         window = None  # the first forward of a block runs all columns
-        for step, quota in enumerate(block.quota):
+        for number, quota in enumerate(block.quota, block.first_step):
+            step = number - block.first_step
             if not (masked.any() if remasking in self.adaptive else quota):
                 continue  # no mask is left, or this step of the schedule reveals nothing
-            number = block.first_step + step
+            if number not in settings["steps"]:
+                continue  # another part of the rollout
             drawing, draws = masked, uniform(inside, step, "token")
             if kind == "states":  # also predict the masks behind the block, for the record alone
                 more = uniform(behind, number, "guess")

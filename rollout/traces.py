@@ -65,6 +65,11 @@ class Trace:
         is_eos = among(self.completion_ids, self.settings["eos_token_ids"])
         return ~(is_eos & self.completion_mask).any(1)
 
+    def canvas(self, index):
+        """Rows to continue -> tokens, step map, logps [N, L], num_forwards [N]"""
+        held = self.completion_ids, self.step_map, self.logps, self.num_forwards
+        return [values[index] for values in held]
+
     def completion(self, i):
         """Scored ids of completion i, the final EOS included. -> list[int]"""
         return self.completion_ids[i][self.completion_mask[i]].tolist()

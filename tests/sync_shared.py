@@ -64,6 +64,9 @@ METHODS = {
     "tpg": {
         "title": "TPG: the sampler's exact policy gradient, from all tokens that it drew",
         "paper": None,
+    "dtreerpo": {
+        "title": "d-TreeRPO: trees of rollouts, each segment judged by its siblings",
+        "paper": "2512.09675",
         "families": ALL,
     },
     "sft": {
@@ -82,6 +85,7 @@ ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
 EXCEPTIONS = {
     ("tpg", "inner"): "draw_logps also scores tokens that were drawn but not revealed.",
+    ("dtreerpo", "rollout"): "Its rollouts are trees, which `grow_trees` makes of partial ones.",
 }
 MARK = re.compile(r"^\s*# (>>>|<<<) shared: (\w+)\s*$")
 

@@ -80,6 +80,8 @@ REFUSALS = [
     ("algos/mdpo.py --model tiny-sdar", "mdpo needs a bidirectional model; a block-causal one"),
     ("algos/ebpo.py --model tiny-llada", "ebpo needs a block model; a bidirectional one"),
     ("algos/ebpo.py --epsilon 1", "--epsilon 1.0 must be below 1"),
+    ("algos/dtreerpo.py --branches 3", "--num-generations 8 must be --branches 3"),
+    ("algos/dtreerpo.py --height 4", "times at least 2: the children of the root"),
     ("algos/vrpo.py --beta 0", "--beta 0.0"),
     (
         "algos/sft.py --pack-length 63 --max-length 64",
@@ -105,6 +107,7 @@ REFUSALS = [
         for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "espo", "ebpo")
         for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", "justgrpo")
         for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "tpg")
+        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "dtreerpo")
     ),
 ]
 

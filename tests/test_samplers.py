@@ -585,6 +585,8 @@ def exact_distribution(model, prompt, L, quotas, remasking, threshold, temperatu
                 token = dict(zip(masked, draw, strict=True))
                 c = {j: p[j][v] for j, v in token.items()}
                 chance = probability * math.prod(c.values())
+                if remasking == "entropy":
+                    c = {j: sum(x * math.log(x) for x in p[j]) for j in masked}
                 choices = [naive_rule(c, masked, q, remasking, threshold, 0, 0)]
                 if remasking == "random":
                     choices = list(itertools.combinations(masked, q))

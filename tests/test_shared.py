@@ -35,6 +35,7 @@ MOST = {
 MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670}
 MOST |= {"wd1": -100, "justgrpo": 210}
 MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "tpg": 210}
+MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "dtreerpo": 920}
 
 
 def own(text):
