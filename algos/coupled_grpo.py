@@ -591,7 +591,7 @@ def main(args):
             log.write(0, score("test", "test"))
     # <<< shared: start
     if ref_moves := ref_model and args.ref_sync_steps:
-        saves.include(ref_model, start)
+        saves.include(ref_model, None, start)
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)

@@ -4,7 +4,8 @@
             on a block model one such state of every block
     loss  = mean over rows of the sum over a row's tokens, divided by --gen-length, of
             -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + kl_to_old KL(policy || old)
-    A     = (reward - group mean) / group std
+    A     = (reward - group mean) / group std; with --value-model GAE over the denoising steps, of
+            which the last earns this, with values of each token
 
 `diff algos/d1.py algos/tracerl.py` is the method. Run it on the tiny model on CPU, or on GPUs:
 
@@ -88,6 +89,14 @@ class Args:
     """divide a row by its own tokens, not by --gen-length (official: rl_llada.py, not rl_sdar.py)"""
     accuracy_range: tuple[float, float] = (0.2, 0.8)
     """mean reward of the groups that are trained (official rl_reward.py: 0.2 to 0.8)"""
+    value_model: bool = False
+    """advantages from a value model of the policy's size, trained along with it (paper: both)"""
+    value_learning_rate: float = 5e-6
+    """AdamW of the value model (official rl_sdar_with_value.yaml: 5e-6)"""
+    gamma: float = 1.0
+    """discount of a denoising step (official rl_sdar_with_value.yaml: 1)"""
+    lam: float = 1.0
+    """GAE's lambda (official rl_sdar_with_value.yaml: 1)"""
     # >>> shared: args
     # task and data
     model: str = "tiny-sdar"
@@ -177,8 +186,13 @@ class Args:
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
 # all weights. Empty: as above. LoRA: d1's rate, and updates of 256 rows as released.
 BY_SIZE = {
-    "tiny": {"learning_rate": 3e-4, "num_iterations": 4, "accuracy_range": (0.0, 1.0)},
-    "lora": {"learning_rate": 3e-6, "num_iterations": 2},
+    "tiny": {
+        "learning_rate": 3e-4,
+        "value_learning_rate": 1e-3,
+        "num_iterations": 4,
+        "accuracy_range": (0.0, 1.0),
+    },
+    "lora": {"learning_rate": 3e-6, "value_learning_rate": 1.5e-5, "num_iterations": 2},
     "full": {},
     "bidirectional": {"temperature": 0.8, "shrink": 8, "row_mean": True, "cache": "none"},
 }
@@ -222,6 +236,9 @@ def sample_masks(batch, iteration, args):
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
     masked = torch.nn.functional.pad(rounds >= k, (batch.P, 0))
     rows = Rows(batch, masked, scored / size, index)
+    rows.sequence = index
+    # [R, 1], or with a value model [R, L]
+    rows.token_advantages = getattr(batch, "token_advantages", batch.advantages[:, None])[index]
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
     return rows
@@ -247,8 +264,7 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old [R, K, L] -> loss, metrics
     """
-    # [R, 1, 1], [R, K, L]
-    A, c = rows.advantages[:, None, None], rows.weights / rows.total
+    A, c = rows.token_advantages[:, None], rows.weights / rows.total  # [R, 1, L], [R, K, L]
     log_ratio = estimates - old
     ratio = log_ratio.clamp(-10, 10).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
@@ -261,6 +277,96 @@ def policy_loss(estimates, old, ref, rows, args):
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
         "policy/weight": c.sum(),
     }
+
+
+def gae(outcome, values, steps, args):
+    """Generalised advantage estimation over denoising steps, the last of which earns the outcome.
+
+    outcome [B]; values, steps [B, L], steps: when a token was revealed, -1 where it is not scored
+    -> advantages, returns [B, L]
+    """
+    r = outcome[:, None] * (steps == steps.amax(1, keepdim=True))
+    A, R = torch.zeros_like(values), torch.zeros_like(values)
+    # means over the tokens of the step that follows
+    A_next, R_next, V_next = values.new_zeros(3, len(values), 1)
+    for t in steps[steps >= 0].unique().flip(0):
+        here = steps == t
+        A = torch.where(here, r - values + args.gamma * (V_next + args.lam * A_next), A)
+        R = torch.where(here, r + args.gamma * R_next, R)
+        n = here.sum(1, keepdim=True)
+        A_next, R_next, V_next = (
+            torch.where(n > 0, (x * here).sum(1, keepdim=True) / n, x_next)
+            for x, x_next in ((A, A_next), (R, R_next), (values, V_next))
+        )
+    return A, R
+
+
+def value_loss(values, old, returns, rows, args):
+    """Squared error, the larger of plain and clipped to old values. values [R, K, L]; old, returns
+    [R, 1, L]
+    """
+    near = old + (values - old).clamp(-args.epsilon, args.epsilon)
+    error = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+    return (error * rows.weights).sum() / (2 * rows.total)
+
+
+def load_value_model(dtype, device, args):
+    """The policy's initial weights, under a linear head that starts at 0. -> model, optimizer"""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    model = meta_model(args.model, dtype if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
+    # no gradient reaches the head of the vocabulary, unless it is the embedding
+    model.lm_head.requires_grad_(False)
+    model.get_submodule(model.embedding).requires_grad_(not args.lora_rank)
+    model = load_weights(parallelize(model, args), device)
+    head = torch.nn.Linear(model.lm_head.in_features, 1, bias=False, device=device)
+    torch.nn.init.zeros_(head.weight)
+    model.value_head = fully_shard(head, **sharding(model)[0])
+    register_fsdp_forward_method(model, "scored_hidden")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay, fused = args.weight_decay, torch.cuda.is_available()
+    return model, torch.optim.AdamW(trained, betas=args.betas, weight_decay=decay, fused=fused)
+
+
+def draw_values(model, rows):
+    """Values of the tokens that the draws score, in the states of the draws. -> [R, K, L]"""
+    P = rows.batch.P
+    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
+    score_mask = torch.nn.functional.pad(rows.weights != 0, (P, 0))
+    hidden, place = model.scored_hidden(rows.input_ids, noisy_ids, score_mask, rows.valid_mask)
+    values = model.value_head(hidden.to(model.value_head.weight.dtype))[:, 0]
+    filled = values.new_zeros(noisy_ids.numel()).index_put((place,), values)
+    return filled.view(noisy_ids.shape)[:, :, P:]
+
+
+def update_values(model, optimizer, batch, step, args):
+    """Give the batch its tokens' advantages, then update the value model as often as the policy.
+
+    -> metrics of the last update
+    """
+    updates = [sample_masks(batch, i, args) for i in range(args.num_iterations)]
+    updates = [micro_batches(rows.split(args.micro_batch_size), args) for rows in updates]
+    old = torch.zeros_like(batch.completion_mask, dtype=torch.float32)  # [B, L]
+    with torch.no_grad():
+        for micro, _ in sum(updates, []):
+            r, k, j = micro.weights.nonzero(as_tuple=True)
+            old[micro.sequence[r], j] = draw_values(model, micro)[r, k, j]
+    block, rounds = batch.block_ids, trace_rounds(batch, args)
+    steps = torch.where(batch.completion_mask, block * (int(rounds.max()) + 1) + rounds, -1)
+    batch.token_advantages, returns = gae(batch.advantages, old, steps, args)
+    rate = Args(**vars(args) | {"learning_rate": args.value_learning_rate})
+    for micros in updates:
+        sums = Counter()
+        for i, (micro, is_real) in enumerate(micros):
+            reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
+            known = (x[micro.sequence, None] for x in (old, returns))
+            loss = value_loss(draw_values(model, micro), *known, micro, args)
+            (dist.get_world_size() * is_real * loss).backward()  # FSDP averages over ranks
+            sums["loss/total"] += loss.detach() * is_real
+        metrics = optimizer_step(optimizer, sums, step, rate)
+    return {"value/loss": metrics["loss/total"], "value/grad_norm": metrics["optim/grad_norm"]}
 
 
 # >>> shared: setup
@@ -590,6 +696,9 @@ def main(args):
         if args.eval_limit:
             log.write(0, score("test", "test"))
     # <<< shared: start
+    if args.value_model:
+        value_model, value_optimizer = load_value_model(engine.dtype, device, args)
+        saves.include(value_model, value_optimizer, start)
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
@@ -600,11 +709,15 @@ def main(args):
             rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
         batch = Batch(trace, model)
         # <<< shared: rollout
-        batch.advantages = compute_advantages(rewards, args)
+        batch.advantages, values = compute_advantages(rewards, args), {}
+        if args.value_model:
+            with clock("value"):
+                values = update_values(value_model, value_optimizer, batch, step, args)
         # >>> shared: update
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, ref_model, optimizer, batch, step, args)
         # <<< shared: update
+        metrics |= values
         # >>> shared: log
         with clock("sync"):
             sync_engine(engine, model)

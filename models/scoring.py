@@ -107,13 +107,10 @@ class LanguageModel(nn.Module):
         -> [R, K, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
         pair (logps, entropy in nats). What a token sees: the classes below.
         """
-        valid = all_valid(valid_mask, input_ids)
-        place, forward = self.noisy_pass(input_ids, noisy_ids, score_mask, valid, document_ids)
-        # Before the forward, because nonzero waits for the GPU.
-        scored = score_mask.flatten()[place].flatten().nonzero()[:, 0]
-        index = place.flatten()[scored]
+        masks = score_mask, valid_mask, document_ids
+        hidden, index = self.scored_hidden(input_ids, noisy_ids, *masks)
         values = linear_logps(
-            forward().flatten(0, 1).index_select(0, scored),  # the head sees scored tokens alone
+            hidden,
             self.lm_head.weight,
             input_ids[:, None].expand_as(noisy_ids).flatten()[index],
             temperature=temperature,
@@ -124,6 +121,16 @@ class LanguageModel(nn.Module):
         spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
         filled = [spread(x) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
+
+    def scored_hidden(self, input_ids, noisy_ids, score_mask, valid_mask=None, document_ids=None):
+        """What the head sees in `logps`, with its arguments. -> final hidden states [N, D] that
+        predict the N scored tokens, place [N] of each in the R K T tokens
+        """
+        valid = all_valid(valid_mask, input_ids)
+        place, forward = self.noisy_pass(input_ids, noisy_ids, score_mask, valid, document_ids)
+        # Before the forward, because nonzero waits for the GPU.
+        scored = score_mask.flatten()[place].flatten().nonzero()[:, 0]
+        return forward().flatten(0, 1).index_select(0, scored), place.flatten()[scored]
 
 
 def all_valid(mask, input_ids):
