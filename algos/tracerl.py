@@ -86,7 +86,7 @@ class Args:
     shrink: int = 1
     """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
     row_mean: bool = False
-    """divide a row by its own tokens, not by --gen-length (official: rl_llada.py, not rl_sdar.py)"""
+    """divide a row by its own tokens (official rl_llada.py), not by --gen-length (rl_sdar.py)"""
     accuracy_range: tuple[float, float] = (0.2, 0.8)
     """mean reward of the groups that are trained (official rl_reward.py: 0.2 to 0.8)"""
     value_model: bool = False
@@ -348,7 +348,7 @@ def update_values(model, optimizer, batch, step, args):
     """
     updates = [sample_masks(batch, i, args) for i in range(args.num_iterations)]
     updates = [micro_batches(rows.split(args.micro_batch_size), args) for rows in updates]
-    old = torch.zeros_like(batch.completion_mask, dtype=torch.float32)  # [B, L]
+    old = torch.zeros_like(batch.completion_mask, dtype=model.value_head.weight.dtype)  # [B, L]
     with torch.no_grad():
         for micro, _ in sum(updates, []):
             r, k, j = micro.weights.nonzero(as_tuple=True)
