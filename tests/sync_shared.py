@@ -44,6 +44,11 @@ METHODS = {
         "paper": "2508.13148",
         "families": ("llada", "dream"),
     },
+    "tracerl": {
+        "title": "TraceRL: PPO on the states of the rollout, with or without a value model",
+        "paper": "2509.06949",
+        "families": ALL,
+    },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
