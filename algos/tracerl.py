@@ -237,8 +237,6 @@ def sample_masks(batch, iteration, args):
     masked = torch.nn.functional.pad(rounds >= k, (batch.P, 0))
     rows = Rows(batch, masked, scored / size, index)
     rows.sequence = index
-    # [R, 1], or with a value model [R, L]
-    rows.token_advantages = getattr(batch, "token_advantages", batch.advantages[:, None])[index]
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
     return rows
@@ -264,7 +262,12 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old [R, K, L] -> loss, metrics
     """
-    A, c = rows.token_advantages[:, None], rows.weights / rows.total  # [R, 1, L], [R, K, L]
+    batch, sequence, c = rows.batch, rows.sequence, rows.weights / rows.total  # c [R, K, L]
+    if hasattr(batch, "returns"):  # estimates are values
+        loss = value_loss(estimates, old, batch.returns[sequence, None], c, args)
+        return loss, {}
+    # [R, 1, 1], or with a value model [R, 1, L]
+    A = getattr(batch, "token_advantages", batch.advantages[:, None])[sequence, None]
     log_ratio = estimates - old
     ratio = log_ratio.clamp(-10, 10).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
@@ -301,71 +304,46 @@ def gae(outcome, values, steps, args):
     return A, R
 
 
-def value_loss(values, old, returns, rows, args):
-    """Squared error, the larger of plain and clipped to old values. values [R, K, L]; old, returns
-    [R, 1, L]
+def value_loss(values, old, returns, c, args):
+    """Squared error, the larger of plain and clipped to old values. values, old, c [R, K, L],
+    returns [R, 1, L]
     """
     near = old + (values - old).clamp(-args.epsilon, args.epsilon)
-    error = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
-    return (error * rows.weights).sum() / (2 * rows.total)
+    return (torch.maximum((values - returns) ** 2, (near - returns) ** 2) * c).sum() / 2
 
 
 def load_value_model(dtype, device, args):
-    """The policy's initial weights, under a linear head that starts at 0. -> model, optimizer"""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    """The initial policy under a value head: its logps are values. -> model, optimizer"""
+    from models import add_value_head
 
     model = meta_model(args.model, dtype if args.lora_rank else torch.float32)
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    # no gradient reaches the head of the vocabulary, unless it is the embedding
-    model.lm_head.requires_grad_(False)
-    model.get_submodule(model.embedding).requires_grad_(not args.lora_rank)
-    model = load_weights(parallelize(model, args), device)
-    head = torch.nn.Linear(model.lm_head.in_features, 1, bias=False, device=device)
-    torch.nn.init.zeros_(head.weight)
-    model.value_head = fully_shard(head, **sharding(model)[0])
-    register_fsdp_forward_method(model, "scored_hidden")
+    model = load_weights(parallelize(add_value_head(model), args), device)
     trained = [p for p in model.parameters() if p.requires_grad]
     decay, fused = args.weight_decay, torch.cuda.is_available()
     return model, torch.optim.AdamW(trained, betas=args.betas, weight_decay=decay, fused=fused)
 
 
-def draw_values(model, rows):
-    """Values of the tokens that the draws score, in the states of the draws. -> [R, K, L]"""
-    P = rows.batch.P
-    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    score_mask = torch.nn.functional.pad(rows.weights != 0, (P, 0))
-    hidden, place = model.scored_hidden(rows.input_ids, noisy_ids, score_mask, rows.valid_mask)
-    values = model.value_head(hidden.to(model.value_head.weight.dtype))[:, 0]
-    filled = values.new_zeros(noisy_ids.numel()).index_put((place,), values)
-    return filled.view(noisy_ids.shape)[:, :, P:]
-
-
 def update_values(model, optimizer, batch, step, args):
-    """Give the batch its tokens' advantages, then update the value model as often as the policy.
+    """Give the batch its tokens' advantages, then update the value model in the policy's loop.
 
     -> metrics of the last update
     """
-    updates = [sample_masks(batch, i, args) for i in range(args.num_iterations)]
-    updates = [micro_batches(rows.split(args.micro_batch_size), args) for rows in updates]
-    old = torch.zeros_like(batch.completion_mask, dtype=model.value_head.weight.dtype)  # [B, L]
-    with torch.no_grad():
-        for micro, _ in sum(updates, []):
-            r, k, j = micro.weights.nonzero(as_tuple=True)
-            old[micro.sequence[r], j] = draw_values(model, micro)[r, k, j]
-    block, rounds = batch.block_ids, trace_rounds(batch, args)
-    steps = torch.where(batch.completion_mask, block * (int(rounds.max()) + 1) + rounds, -1)
-    batch.token_advantages, returns = gae(batch.advantages, old, steps, args)
-    rate = Args(**vars(args) | {"learning_rate": args.value_learning_rate})
-    for micros in updates:
-        sums = Counter()
-        for i, (micro, is_real) in enumerate(micros):
-            reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
-            known = (x[micro.sequence, None] for x in (old, returns))
-            loss = value_loss(draw_values(model, micro), *known, micro, args)
-            (dist.get_world_size() * is_real * loss).backward()  # FSDP averages over ranks
-            sums["loss/total"] += loss.detach() * is_real
-        metrics = optimizer_step(optimizer, sums, step, rate)
+    replace = lambda **fields: Args(**vars(args) | fields)
+    rows = sample_masks(batch, 0, replace(minibatches=False)).split(args.micro_batch_size)
+    r, k, j = rows.weights.nonzero(as_tuple=True)
+    values = torch.zeros(batch.completion_mask.shape, device=r.device)  # [B, L]
+    found = frozen_estimates(model, rows, args)
+    values[rows.sequence[r], j] = found[r, k, j].to(values)
+    rounds = trace_rounds(batch, args)
+    steps = batch.block_ids * (rounds.max() + 1) + rounds
+    steps = torch.where(batch.completion_mask, steps, -1)
+    batch.token_advantages, returns = gae(batch.advantages, values, steps, args)
+    critic = copy(batch)
+    critic.returns = returns
+    rate = replace(learning_rate=args.value_learning_rate)
+    metrics = update(model, None, optimizer, critic, step, rate)
     return {"value/loss": metrics["loss/total"], "value/grad_norm": metrics["optim/grad_norm"]}
 
 
