@@ -107,6 +107,8 @@ class Plan:
     # flags of some scripts
     cache: str = "none"
     num_iterations: int = 1
+    minibatches: bool = False  # these divide the sequences among them
+    value_model: bool = False  # a second trained model
 
     def __post_init__(self):
         self.net = net = meta_model(self.model, torch.bfloat16 if self.lora_rank else torch.float32)
@@ -166,13 +168,16 @@ class Plan:
         cache = self.cached * self.rows * math.ceil(canvas / WIDTHS) * WIDTHS
         is_reduced = self.sync_every_backward or self.noised <= size  # in every backward
         has_reference = self.has_reference and not self.lora_rank
+        policy = sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters())
+        moments = 8 * self.trained / ranks
         terms = {
-            "policy": sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters()),
+            "policy": policy,
             # in bf16: embedding and head, the block in work and the next one
             "gathered": gathered(net) - gathered(net.layers) + 2 * gathered(net.layers[-1]),
-            "optimizer": 8 * self.trained / ranks,
+            "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * has_reference,
+            "value model": (policy + moments) * self.value_model,
             "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
             "activations": kept,
             "head or block": work,
@@ -190,16 +195,20 @@ class Plan:
             return {}
         self.flops, self.bandwidth = rates[0]
         # a backward pass counts as one for the inputs and one for trained weights
-        update = self.pass_seconds(2 + self.activation_checkpointing, 1)
-        update += 40 * self.trained / self.ranks / self.bandwidth  # clipping and AdamW
+        epochs = 1 if self.minibatches else self.num_iterations
+        update = epochs * self.pass_seconds(2 + self.activation_checkpointing, 1)
+        # clipping and AdamW
+        update += self.num_iterations * 40 * self.trained / self.ranks / self.bandwidth
+        frozen = self.pass_seconds(1, 0)
         values = (self.has_old and self.num_iterations > 1) + self.has_reference
         if self.draws(1) == self.draws(2):  # masks are drawn anew; replays of a rollout stay
-            values *= self.num_iterations
+            values *= epochs
         evaluation = self.sampler_seconds(self.held_out)
         phases = {
             "rollout": self.sampler_seconds(self.rollout),
-            "old and reference values": values * self.pass_seconds(1, 0),
-            "update": self.num_iterations * update,
+            "old and reference values": values * frozen,
+            "update": update,
+            "value model": (frozen + update) * self.value_model,
             "evaluations": evaluation / (self.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
@@ -268,7 +277,7 @@ class Plan:
 
 
 # those that hold the value of a script's flag of that name
-FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-2:]
+FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-4:]
 
 
 def fit(on_cpu, flags, **numbers):

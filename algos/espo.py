@@ -609,7 +609,7 @@ def main(args):
     # <<< shared: start
     # >>> shared: reference_kept
     if ref_moves := ref_model and args.ref_sync_steps:
-        saves.include(ref_model, start)
+        saves.include(ref_model, None, start)
     # <<< shared: reference_kept
     for step in range(start, args.max_steps):
         # >>> shared: rollout

@@ -17,3 +17,4 @@ from models.layers import compile_blocks
 from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, source_of
 from models.schedule import share_at
+from models.scoring import add_value_head

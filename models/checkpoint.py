@@ -59,8 +59,9 @@ def load_weights(model, device):
     """Allocate a meta_model on `device` and read its weights; sharded, each rank reads its own
     rows.
 
-    Merges the adapters of a LoRA directory and initialises those of add_lora. SystemExit, before
-    anything is read, for an attention_backend that cannot serve the model on `device`. -> the model
+    Merges the adapters of a LoRA directory and initialises those of add_lora; a value head is 0.
+    SystemExit, before anything is read, for an attention_backend that cannot serve the model on
+    `device`. -> the model
     """
     directory, adapters = model.sources
     check_backend(model.attention_backend, model.attention, torch.device(device).type)
@@ -71,6 +72,8 @@ def load_weights(model, device):
         read_weights(model, directory)
     for adapter in adapters:
         merge_adapter(model, adapter)
+    if model.value_head is not None:
+        torch.nn.init.zeros_(model.value_head.weight)
     return init_adapters(model) if has_lora(model) else model
 
 

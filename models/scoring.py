@@ -17,7 +17,7 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
-from models.logps import linear_logps
+from models.logps import linear_logps, wide
 
 
 class LanguageModel(nn.Module):
@@ -35,6 +35,7 @@ class LanguageModel(nn.Module):
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
+        self.value_head = None  # of a value model: add_value_head
 
     @property
     def layers(self):
@@ -43,7 +44,8 @@ class LanguageModel(nn.Module):
     @property
     def fp32_modules(self):
         """Modules that compute in fp32. Under FSDP2 each of them is a group of its own."""
-        return [module for module in self.modules() if isinstance(module, Router)]
+        is_one = lambda module: isinstance(module, Router) or module is self.value_head
+        return list(filter(is_one, self.modules()))
 
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V] in the dtype of the model"""
@@ -106,7 +108,8 @@ class LanguageModel(nn.Module):
         [R, K, T] int64: tokens to score instead of the clean ones. The mask token has probability
         0.
         -> [R, K, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
-        pair (logps, entropy in nats). What a token sees: the classes below.
+        pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
+        values instead.
         """
         valid = all_valid(valid_mask, input_ids)
         place, forward = self.noisy_pass(input_ids, noisy_ids, score_mask, valid, document_ids)
@@ -114,18 +117,33 @@ class LanguageModel(nn.Module):
         # Before the forward, because nonzero waits for the GPU.
         scored = score_mask.flatten()[place].flatten().nonzero()[:, 0]
         index = place.flatten()[scored]
-        values = linear_logps(
-            forward().flatten(0, 1).index_select(0, scored),  # the head sees scored tokens alone
-            self.lm_head.weight,
-            targets.expand_as(noisy_ids).flatten()[index],
-            temperature=temperature,
-            banned_id=self.mask_token_id,
-            entropy=entropy,
-        )
+        # The head sees scored tokens alone.
+        hidden = forward().flatten(0, 1).index_select(0, scored)
+        if self.value_head is None:
+            values = linear_logps(
+                hidden,
+                self.lm_head.weight,
+                targets.expand_as(noisy_ids).flatten()[index],
+                temperature=temperature,
+                banned_id=self.mask_token_id,
+                entropy=entropy,
+            )
+        else:
+            values = self.value_head(hidden.to(wide(hidden)))[:, 0]
         at = torch.unravel_index(index, noisy_ids.shape)
         spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
         filled = [spread(x) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
+
+
+def add_value_head(model):
+    """Put a linear head of one output on the final hidden states, so that `logps` gives values. It
+    starts at 0. For a model on the meta device, behind add_lora. -> the model
+    """
+    model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
+    if model.lm_head.weight is not model.get_submodule(model.embedding).weight:
+        model.lm_head.requires_grad_(False)  # no gradient reaches it
+    return model
 
 
 def all_valid(mask, input_ids):

@@ -57,13 +57,15 @@ def tensor_parts(model):
     """Where every official tensor lies in the model: {official name: (model tensor, index into
     it)}.
 
-    The index is () for a whole tensor and (expert, rows) in stacked experts. Adapters are left out.
-    A tied head is listed once, as the embedding, as in official files.
+    The index is () for a whole tensor and (expert, rows) in stacked experts. Adapters and a value
+    head are left out. A tied head is listed once, as the embedding, as in official files.
     """
     parts = {}
     for name, value in model.state_dict().items():
         name = name.replace(".base_layer.", ".")
-        if ".lora_" in name or (is_tied(model) and name == "lm_head.weight"):
+        if ".lora_" in name or "value_head" in name:
+            continue
+        if is_tied(model) and name == "lm_head.weight":
             continue
         for official, index in expert_parts(name, value.shape):
             parts[official] = value, index

@@ -35,7 +35,7 @@ class Saves:
         """
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
         self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
-        self.base, self.keep, self.also = source_of(base), keep, None
+        self.base, self.keep, self.more = source_of(base), keep, []
         self.every, self.last = every, last
         self.best = max(scores, key=lambda score: score[1], default=None)
         self.newest = max(self.checkpoints.glob("step-*"), default=None)
@@ -57,14 +57,15 @@ class Saves:
         dist.barrier()
         return step
 
-    def include(self, model, step):
-        """Save a second model that changes, a moving reference, with every state.
+    def include(self, model, optimizer, step):
+        """Save another pair with every state: a value model, or a reference that moves, which has
+        no optimizer (None).
 
-        step: > 0 in a resumed run; the model is then loaded from that step's state.
+        step: > 0 in a resumed run; the pair is then loaded from that step's state.
         """
-        self.also = model
+        self.more.append((model, optimizer))
         if step:
-            load_parts(self.resume / f"step-{step:06d}", {"also": model.state_dict()})
+            load_pair(self.resume / f"step-{step:06d}", model, optimizer, len(self.more))
 
     def after_step(self, step, metrics, stopped=False):
         """Save weights and state every `every` steps and when the run is stopped; the weights also
@@ -84,7 +85,7 @@ class Saves:
             self.best = step, score
             self.tag_best()
         if state:
-            save_state(self.resume, self.model, self.optimizer, step, self.keep, self.also)
+            save_state(self.resume, self.model, self.optimizer, step, self.keep, self.more)
         # A run that goes back to its last state must find that state's best weights.
         if state or not self.resume.exists():
             best = [f"step-{self.best[0]:06d}"] if self.best else []
@@ -98,17 +99,17 @@ class Saves:
                 link.symlink_to(f"step-{self.best[0]:06d}")
 
 
-def save_state(directory, model, optimizer, step, keep, also=None):
+def save_state(directory, model, optimizer, step, keep, more=()):
     """Save into directory/step-<step>, then delete all but the newest `keep` states. Collective.
 
-    keep: 0 keeps all. also: a second model whose parameters belong to the state. The state takes
-    its name only when all of it is on disk.
+    keep: 0 keeps all. more: further pairs of a model and its optimizer that belong to the state.
+    The state takes its name only when all of it is on disk.
     """
     save = AtomicDirectory(Path(directory) / f"step-{step:06d}")
     dist.barrier()  # rank 0 has made the folder
-    parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
-    parts = {"model": parameters, "optimizer": moments}
-    parts |= {"also": also.state_dict()} if also else {}
+    parts = {}
+    for number, pair in enumerate([(model, optimizer), *more]):
+        parts |= pair_parts(*pair, number)
     try:  # a full disk raises on every rank
         dcp.save(parts, checkpoint_id=save.folder / "state")
     except CheckpointException as error:
@@ -138,18 +139,29 @@ def load_state(state, model, optimizer):
         raise SystemExit(
             f"--resume: {state} was saved by {facts['world_size']} ranks, this run has {world_size}"
         )
-    parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
-    loaded = load_parts(state, {"model": parameters, "optimizer": moments})
-    moments = {"optim_state_dict": loaded["optimizer"], "options": OPTIONS}
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], **moments)
+    load_pair(state, model, optimizer, 0)
     return facts["step"]
 
 
-def load_parts(state, parts):
-    """Fill the values of the dict `parts` from a state directory. -> parts. Collective."""
+def pair_parts(model, optimizer, number):
+    """-> what a state holds of its pair of that number: the model's trained parameters and their
+    moments; without optimizer (None) all of the model
+    """
+    if optimizer is None:
+        return {f"model-{number}": model.state_dict()}
+    parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
+    return {f"model-{number}": parameters, f"optimizer-{number}": moments}
+
+
+def load_pair(state, model, optimizer, number):
+    """Fill a pair from a state directory. Collective."""
+    parts = pair_parts(model, optimizer, number)
     try:
         dcp.load(parts, checkpoint_id=state / "state")
-        return parts
+        if optimizer:
+            names = "model_state_dict", "optim_state_dict"
+            loaded = dict(zip(names, parts.values(), strict=True))
+            set_state_dict(model, optimizer, **loaded, options=OPTIONS)
     except CheckpointException as error:
         raise SystemExit(
             f"--resume: {state} is damaged or of another model: {first_cause(error)}"

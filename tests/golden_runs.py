@@ -33,6 +33,7 @@ ONLINE = EVERY | {
 }
 OFFLINE = EVERY | {"batch_size": 4, "micro_batch_size": 3}
 LORA = {"lora_rank": 4}
+TRACES = {"num_iterations": 2, "accuracy_range": (0.0, 9.0)}
 CASES = {
     "d1-sdar": {"num_iterations": 2},
     "d1-dream": LORA | {"num_iterations": 2},
@@ -52,6 +53,8 @@ CASES = {
     "justgrpo-llada": LORA | {"denoising_steps": 4, "num_iterations": 2, "positions": 3},
     "tpg-sdar": {"num_iterations": 2, "denoising_steps": 4, "train_steps": 3, "beta": 0.1},
     "tpg-dream": LORA | {"train_steps": 2, "remasking": "low_confidence_dynamic"},
+    "tracerl-sdar": TRACES | {"value_model": True, "denoising_steps": 3, "gamma": 0.9},
+    "tracerl-dream": TRACES | LORA | {"value_model": True, "shrink": 2, "row_mean": True},
     "sft-sdar": {"pack_length": 128, "max_length": 100},
     "sft-dream": LORA | {"cart_p": 0.2},
     "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},

@@ -67,6 +67,9 @@ METHODS = {
     "dtreerpo": {
         "title": "d-TreeRPO: trees of rollouts, each segment judged by its siblings",
         "paper": "2512.09675",
+    "tracerl": {
+        "title": "TraceRL: PPO on the states of the rollout, with or without a value model",
+        "paper": "2509.06949",
         "families": ALL,
     },
     "sft": {

@@ -100,6 +100,7 @@ REFUSALS = [
     ("data/preferences.py --samples x --out x --per-prompt 0", "--per-prompt 0 must be at least 1"),
     ("algos/tpg.py --model tiny-llada --cache dual", "what a method replays would not be what was"),
     ("algos/mdpo.py --train-steps 0", "--train-steps 0 must be at least 1"),
+    ("algos/tracerl.py --shrink 0", "--shrink 0 must be at least 1"),
     ("algos/d1.py --betas 0.9 1.0", "--betas 0.9 1.0 must be at least 0 and below 1"),
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
     *(

@@ -1,0 +1,731 @@
+"""TraceRL (arXiv 2509.06949): PPO on the states of the rollout, token by token.
+
+    row   = a state of the rollout and the tokens that its next --shrink denoising steps revealed;
+            on a block model one such state of every block
+    loss  = mean over rows of the sum over a row's tokens, divided by --gen-length, of
+            -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + kl_to_old KL(policy || old)
+    A     = (reward - group mean) / group std; with --value-model GAE over the denoising steps, of
+            which the last earns this, with values of each token
+
+`diff algos/d1.py algos/tracerl.py` is the method. Run it on the tiny model on CPU, or on GPUs:
+
+    python   algos/tracerl.py
+    torchrun --nproc-per-node 8 algos/tracerl.py --model sdar-8b
+"""
+
+# >>> shared: imports
+import math
+import sys
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.stream import ShuffledStream
+from evals import TRIAL, load_splits, load_task, mean_score
+from evals.rewards import load_reward
+from models import (
+    adapters_off,
+    add_lora,
+    compile_blocks,
+    load_tokenizer,
+    load_weights,
+    meta_model,
+    router_metrics,
+    share_at,
+)
+from models.ranks import (
+    all_reduce,
+    close_distributed,
+    maximum,
+    rank_share,
+    reduce_gradients,
+    reduce_metrics,
+    setup_distributed,
+    sharding,
+)
+from plan import fit_rollouts
+from rollout import keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
+from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
+
+# B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
+# R rows: terms of the loss. K draws: noisy copies of a row
+# <<< shared: imports
+
+
+@dataclass
+class Args:
+    # the method's own
+    learning_rate: float = 1e-6
+    """AdamW (official rl_sdar.yaml: 1e-6)"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW (official rl_sdar.yaml)"""
+    weight_decay: float = 0.0
+    """AdamW (official rl_sdar.yaml: 0)"""
+    max_grad_norm: float = 1.0
+    """gradient norm clip (official rl_sdar.yaml: 1)"""
+    temperature: float = 1.0
+    """of the rollout (official rl_sdar.yaml: 1; rl_llada.yaml: 0.8)"""
+    num_generations: int = 16
+    """completions per prompt, G (official rl_sdar.yaml: 16; rl_llada.yaml: 8)"""
+    num_iterations: int = 8
+    """updates per rollout (official: one for 32 rows of a GPU, about 8)"""
+    minibatches: bool = True
+    """each update takes its share of the completions (official); off: all of them"""
+    epsilon: float = 0.2
+    """clip range (official rl_sdar.yaml: 0.2)"""
+    beta: float = 0.0
+    """KL to a frozen reference (paper: none; anything else is refused)"""
+    kl_to_old: float = 0.01
+    """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
+    shrink: int = 1
+    """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
+    row_mean: bool = False
+    """divide a row by its own tokens (official rl_llada.py), not by --gen-length (rl_sdar.py)"""
+    accuracy_range: tuple[float, float] = (0.2, 0.8)
+    """mean reward of the groups that are trained (official rl_reward.py: 0.2 to 0.8)"""
+    value_model: bool = False
+    """advantages from a value model of the policy's size, trained along with it (paper: both)"""
+    value_learning_rate: float = 5e-6
+    """AdamW of the value model (official rl_sdar_with_value.yaml: 5e-6)"""
+    gamma: float = 1.0
+    """discount of a denoising step (official rl_sdar_with_value.yaml: 1)"""
+    lam: float = 1.0
+    """GAE's lambda (official rl_sdar_with_value.yaml: 1)"""
+    # >>> shared: args
+    # task and data
+    model: str = "tiny-sdar"
+    """key of models.MODELS, or a directory in HF layout"""
+    task: str = "countdown"
+    """file of evals/ that gives prompts and scores, or path.py, a file of your own"""
+    data: str = ""
+    """problems: preset of the task, file, or hub id; empty: the task's own preset"""
+    eval_data: str = ""
+    """held-out problems; empty: other splits of --data, of a file two tenths of its problems"""
+    reward: str = ""
+    """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    max_prompt_length: int = 1024
+    """tokens; problems with longer prompts are dropped and counted"""
+    # rollout
+    prompts_per_step: int = 32
+    """prompts per rollout, over all ranks"""
+    gen_length: int = 12
+    """tokens per completion, whole blocks; block models fill up the last one"""
+    block_length: int = 0
+    """tokens per denoising block; 0: the model's own"""
+    denoising_steps: int = 2
+    """denoising steps per block"""
+    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = (
+        "low_confidence_static"
+    )
+    """which masked tokens a step reveals"""
+    confidence_threshold: float = 0.9
+    """low_confidence_dynamic reveals every token above it"""
+    cache: Literal["none", "prefix", "dual"] = "none"
+    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
+    """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
+    # length of the run and evaluation
+    max_steps: int = 100
+    """rollouts"""
+    dead_steps: int = 50
+    """end the run after so many steps in which no group has different rewards; 0: never"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
+    schedule_steps: int = 0
+    """rollout steps of the schedule; 0: --max-steps"""
+    warmup_steps: int = 0
+    """linear warm-up of the learning rate, in rollout steps"""
+    eval_every: int = 25
+    """steps between evaluations on the validation split, 0: never"""
+    eval_limit: int = 512
+    """held-out problems per evaluation; 0: no evaluation at all, not even before and after"""
+    eval_temperature: float = 0.0
+    """of evaluation completions; 0 is greedy"""
+    seed: int = 42
+    """every draw is keyed by (seed, step, sample, ...)"""
+    # memory and speed
+    micro_batch_size: int = 0
+    """sequences per forward, rows x draws; 0: the most that fit; does not change the gradient"""
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
+    """attention backend in training; auto: the fastest measured for the model's pattern"""
+    activation_checkpointing: bool = False
+    """recompute every block in the backward pass: less memory, a third more compute"""
+    compile: bool = True
+    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
+    sync_every_backward: bool = False
+    """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    # LoRA
+    lora_rank: int = 0
+    """rank of the LoRA adapters; 0: full fine-tuning"""
+    lora_alpha: int = 64
+    """adapters are scaled by lora_alpha / lora_rank"""
+    lora_targets: tuple[str, ...] = ()
+    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
+    lora_merged_rollout: bool = False
+    """merge the adapters into the sampler's bf16 weights (loses small updates)"""
+    # log and saves
+    save_every: int = 0
+    """steps between saves of weights and of all that --resume needs, 0: only weights, at the end"""
+    keep_saves: int = 0
+    """newest saves to keep besides the best by validation score; 0: all"""
+    resume: str = ""
+    """run directory to continue, with its arguments; --max-steps and --dead-steps may change"""
+    out: str = "runs"
+    """parent of the run directory"""
+    track: bool = False
+    """mirror the log to wandb"""
+    # <<< shared: args
+
+
+# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
+# all weights. Empty: as above. LoRA: d1's rate, and updates of 256 rows as released.
+BY_SIZE = {
+    "tiny": {
+        "learning_rate": 3e-4,
+        "value_learning_rate": 1e-3,
+        "num_iterations": 4,
+        "accuracy_range": (0.0, 1.0),
+    },
+    "lora": {"learning_rate": 3e-6, "value_learning_rate": 1.5e-5, "num_iterations": 2},
+    "full": {},
+    "bidirectional": {"temperature": 0.8, "shrink": 8, "row_mean": True, "cache": "none"},
+}
+# fields of Args that the sampler receives
+ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
+# The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
+RECORDS = "steps"  # the trace holds the step maps
+USES_OLD = True  # policy_loss compares with the estimates before the first update
+USES_REF = False  # the KL is to the old policy
+DRAWS = lambda args, replays: math.ceil(replays / args.shrink)  # noisy copies of a completion
+DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
+
+
+def trace_rounds(batch, args):
+    """Sort the denoising steps of each likelihood block and merge every `shrink` of them.
+
+    -> [B, L] number of the round that reveals a token, from 0 in each block; K where never revealed
+    """
+    replay, n = batch.trace.replay_map, batch.trace.num_replays
+    block, revealed = batch.block_ids - batch.block_ids.min(), replay >= 0
+    step = block * n + replay.clamp(min=0)
+    made = torch.zeros(len(step), n * (int(block.max()) + 1), device=step.device)
+    made = made.scatter_reduce(1, step, revealed.float(), "amax").view(len(step), -1, n)
+    rank = (made.cumsum(2).flatten(1).gather(1, step) - 1).long()
+    return torch.where(revealed, rank // args.shrink, DRAWS(args, n))
+
+
+def sample_masks(batch, iteration, args):
+    """Draw k is the state before round k, of all blocks at once, and scores what round k revealed.
+
+    Nothing is random. Rows whose advantage is 0 and those of other updates are left out.
+    -> Rows, R <= B, K rounds; each token up to the EOS is scored in one draw of one update
+    """
+    mine = batch.advantages != 0
+    if args.minibatches:
+        mine &= batch.trace.sample_index % args.num_iterations == iteration
+    index = mine.nonzero()[:, 0] if mine.any() else mine.long().topk(1).indices  # all ranks run
+    rounds = trace_rounds(batch, args)[index, None]  # [R, 1, L]
+    k = torch.arange(DRAWS(args, batch.trace.num_replays), device=rounds.device)[:, None]
+    scored = (rounds == k) & batch.completion_mask[index, None] & mine[index, None, None]
+    size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
+    masked = torch.nn.functional.pad(rounds >= k, (batch.P, 0))
+    rows = Rows(batch, masked, scored / size, index)
+    rows.sequence = index
+    # draws with a scored token, over all ranks: the rows of the paper
+    rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
+    return rows
+
+
+def estimate_logps(logps, rows, args):
+    """A draw is the estimate of the tokens that its round revealed. [R, K, L] -> [R, K, L]"""
+    return logps
+
+
+def compute_advantages(rewards, args):
+    """Reward minus group mean, divided by the biased std; 0 in a group without spread or with a
+    mean outside of accuracy_range. [B] -> [B]
+    """
+    groups, (low, high) = rewards.view(-1, args.num_generations), args.accuracy_range
+    mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=0, keepdim=True)
+    is_trained = (std > 1e-4) & (low <= mean) & (mean <= high)
+    return torch.where(is_trained, (groups - mean) / std, 0.0).flatten()
+
+
+def policy_loss(estimates, old, ref, rows, args):
+    """PPO clip and k3 KL to the old policy, mean over the rows of the update.
+
+    estimates, old [R, K, L] -> loss, metrics
+    """
+    batch, sequence, c = rows.batch, rows.sequence, rows.weights / rows.total  # c [R, K, L]
+    if hasattr(batch, "returns"):  # estimates are values
+        loss = value_loss(estimates, old, batch.returns[sequence, None], c, args)
+        return loss, {}
+    # [R, 1, 1], or with a value model [R, 1, L]
+    A = getattr(batch, "token_advantages", batch.advantages[:, None])[sequence, None]
+    log_ratio = estimates - old
+    ratio = log_ratio.clamp(-10, 10).exp()
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+    policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
+    kl = (((-log_ratio).clamp(-10, 10).expm1() + log_ratio) * c).sum()  # k3
+    return policy + args.kl_to_old * kl, {
+        "loss/policy": policy,
+        "loss/kl": kl,
+        "policy/ratio": (ratio * c).sum(),
+        "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
+        "policy/weight": c.sum(),
+    }
+
+
+def gae(outcome, values, steps, args):
+    """Generalised advantage estimation over denoising steps, the last of which earns the outcome.
+
+    outcome [B]; values, steps [B, L], steps: when a token was revealed, -1 where it is not scored
+    -> advantages, returns [B, L]
+    """
+    r = outcome[:, None] * (steps == steps.amax(1, keepdim=True))
+    A, R = torch.zeros_like(values), torch.zeros_like(values)
+    # means over the tokens of the step that follows
+    A_next, R_next, V_next = values.new_zeros(3, len(values), 1)
+    for t in steps[steps >= 0].unique().flip(0):
+        here = steps == t
+        A = torch.where(here, r - values + args.gamma * (V_next + args.lam * A_next), A)
+        R = torch.where(here, r + args.gamma * R_next, R)
+        n = here.sum(1, keepdim=True)
+        A_next, R_next, V_next = (
+            torch.where(n > 0, (x * here).sum(1, keepdim=True) / n, x_next)
+            for x, x_next in ((A, A_next), (R, R_next), (values, V_next))
+        )
+    return A, R
+
+
+def value_loss(values, old, returns, c, args):
+    """Squared error, the larger of plain and clipped to old values. values, old, c [R, K, L],
+    returns [R, 1, L]
+    """
+    near = old + (values - old).clamp(-args.epsilon, args.epsilon)
+    return (torch.maximum((values - returns) ** 2, (near - returns) ** 2) * c).sum() / 2
+
+
+def load_value_model(dtype, device, args):
+    """The initial policy under a value head: its logps are values. -> model, optimizer"""
+    from models import add_value_head
+
+    model = meta_model(args.model, dtype if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
+    model = load_weights(parallelize(add_value_head(model), args), device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay, fused = args.weight_decay, torch.cuda.is_available()
+    return model, torch.optim.AdamW(trained, betas=args.betas, weight_decay=decay, fused=fused)
+
+
+def update_values(model, optimizer, batch, step, args):
+    """Give the batch its tokens' advantages, then update the value model in the policy's loop.
+
+    -> metrics of the last update
+    """
+    replace = lambda **fields: Args(**vars(args) | fields)
+    rows = sample_masks(batch, 0, replace(minibatches=False)).split(args.micro_batch_size)
+    r, k, j = rows.weights.nonzero(as_tuple=True)
+    values = torch.zeros(batch.completion_mask.shape, device=r.device)  # [B, L]
+    found = frozen_estimates(model, rows, args)
+    values[rows.sequence[r], j] = found[r, k, j].to(values)
+    rounds = trace_rounds(batch, args)
+    steps = batch.block_ids * (rounds.max() + 1) + rounds
+    steps = torch.where(batch.completion_mask, steps, -1)
+    batch.token_advantages, returns = gae(batch.advantages, values, steps, args)
+    critic = copy(batch)
+    critic.returns = returns
+    rate = replace(learning_rate=args.value_learning_rate)
+    metrics = update(model, None, optimizer, critic, step, rate)
+    return {"value/loss": metrics["loss/total"], "value/grad_norm": metrics["optim/grad_norm"]}
+
+
+# >>> shared: setup
+def parallelize(model, args):
+    """FSDP2: compile and shard each block, then shard the rest.
+
+    fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
+    """
+    # not at the top: takes 0.7 s, for which --help and refused commands need not wait
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    # gradients are reduced in fp32
+    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
+    # forward inputs are not cast: rotary tables and masks stay exact
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
+    model.activation_checkpointing = args.activation_checkpointing
+    model.attention_backend = args.attention
+    if args.compile:
+        compile_blocks(model)
+    layout, fp32_modules = sharding(model)
+    for module in fp32_modules:
+        fully_shard(module, **layout)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy, **layout)
+    register_fsdp_forward_method(model, "logps")
+    register_fsdp_forward_method(model, "logits")
+    return model
+
+
+def optimizer_step(optimizer, sums, step, args):
+    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
+
+    A loss or gradient that is not finite on any rank stops the run before the step.
+    """
+    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
+    if not math.isfinite(metrics["loss/total"] + norm):
+        raise SystemExit(
+            f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
+            f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
+        )
+    steps = args.schedule_steps or args.max_steps
+    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
+
+
+def open_run(task, model, tokenizer, args):
+    """-> optimizer, first step, log, saves; with --resume they continue that run"""
+    from models.training_state import Saves
+
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    start = Saves.load(args.resume, model, optimizer)
+    name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
+    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
+    saves = Saves(
+        log.run_dir,
+        model,
+        optimizer,
+        tokenizer,
+        args.model,
+        args.keep_saves,
+        args.save_every,
+        args.max_steps,
+        log.history(f"eval/{task.NAME}"),
+    )
+    return optimizer, start, log, saves
+
+
+# <<< shared: setup
+
+
+# >>> shared: batch
+class Batch:
+    """A rollout on this rank: B sequences, the G completions of a prompt together.
+
+    The completion is the last L columns. Collective: token counts are sums over ranks.
+    """
+
+    def __init__(self, trace, model):
+        self.trace = trace
+        # [B, T] prompt (padded on the left) + completion; bool: no padding, reached by the sampler
+        self.input_ids, self.valid_mask = trace.sequences(model.pad_token_id)
+        self.completion_mask = trace.completion_mask  # [B, L] bool, up to and with the first EOS
+        self.P = self.input_ids.shape[1] - self.completion_mask.shape[1]
+        # [B, L] likelihood block: its tokens are predicted jointly, given the blocks before it
+        self.block_ids = model.grid(self.valid_mask)[1][:, self.P :]
+        self.mask_token_id = model.mask_token_id
+        self.num_tokens, self.num_sequences = all_reduce(  # of this step
+            {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
+        ).values()
+
+    def uniform(self, iteration, draw):
+        """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
+        offset from the start of the completion, so that left padding changes nothing.
+
+        -> [B, T] fp64 in [0, 1)
+        """
+        offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+        seed, sample = self.trace.settings["seed"], self.trace.sample_index[:, None]
+        return keyed_uniform(seed, "masks", sample, iteration, draw, offset)
+
+
+class Rows:
+    """The masks of an inner iteration. A row is a term of the loss, with K noisy copies."""
+
+    temperature = 1.0  # of the scored distribution
+    old = None  # estimates before the first update; None: the current ones
+    ref = None  # estimates of the reference; None: no KL
+
+    def __init__(self, batch, masked, weights, index=slice(None)):
+        """index [R]: the sequence of each row; default: row r is sequence r"""
+        self.batch = batch
+        self.masked = masked  # [R, K, T] bool: shown to the model as [MASK]
+        self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
+        self.input_ids = batch.input_ids[index]  # [R, T] clean
+        self.valid_mask = batch.valid_mask[index]  # [R, T] bool
+        self.completion_mask = batch.completion_mask[index]  # [R, L] bool
+        self.advantages = batch.advantages[index]  # [R]
+
+    def select(self, index):
+        """rows[index] for a slice, bool or long index"""
+        rows = copy(self)
+        for name, value in vars(self).items():
+            setattr(rows, name, value[index] if torch.is_tensor(value) else value)
+        return rows
+
+    def split(self, size):
+        """-> the same with at most `size` draws in a row, where the loss is a sum over draws"""
+        R, K, _ = self.masked.shape
+        assert K <= size or not DRAWS_TOGETHER  # the plan refuses such a size
+        n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
+        rows = self.select(torch.arange(R).repeat_interleave(n))
+        shape = R * n, K // n, -1
+        rows.masked, rows.weights = self.masked.reshape(shape), self.weights.reshape(shape)
+        return rows
+
+
+# <<< shared: batch
+
+
+# >>> shared: inner
+def draw_logps(model, rows):
+    """The only forward in training: log-probabilities of the tokens that the draws score.
+
+    -> [R, K, L] fp32, 0 elsewhere
+    """
+    P = rows.batch.P
+    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
+    score_mask = torch.nn.functional.pad(rows.weights != 0, (P, 0))
+    return model.logps(
+        rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
+    )[:, :, P:]
+
+
+def micro_batches(rows, args):
+    """-> [(micro-batch, is real)], equally many on every rank: FSDP's collectives must match.
+
+    A rank that has run out repeats its last one without effect.
+    """
+    size = args.micro_batch_size // rows.masked.shape[1]
+    micros = [rows.select(slice(i, i + size)) for i in range(0, len(rows.input_ids), size)]
+    count = maximum(len(micros))
+    return [(micros[min(i, len(micros) - 1)], i < len(micros)) for i in range(count)]
+
+
+@torch.no_grad()
+def frozen_estimates(model, rows, args):
+    """Estimates of all rows without a graph: the old and the reference values."""
+    parts = []
+    for micro, is_real in micro_batches(rows, args):
+        estimates = estimate_logps(draw_logps(model, micro), micro, args)
+        if is_real:
+            parts.append(estimates)
+    return torch.cat(parts)
+
+
+def backward(model, rows, scale, args):
+    """Gradient of scale * policy_loss. -> metrics"""
+    estimates = estimate_logps(draw_logps(model, rows), rows, args)
+    # with one update per rollout the old values are the current ones
+    old = estimates.detach() if rows.old is None else rows.old
+    loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
+    (scale * loss).backward()
+    return metrics | {"loss/total": loss}
+
+
+# <<< shared: inner
+
+
+# >>> shared: loop
+def load_data(args):
+    """-> task, tokenizer, reward, {split: [(example, prompt ids)]}, a line on the problems
+
+    Stops the run here, before any work on a GPU, if the arguments or the reward cannot train.
+    """
+    rank_share(args.prompts_per_step, "--prompts-per-step")
+    if args.beta and not USES_REF:
+        raise SystemExit(f"--beta {args.beta}: this method has no KL to a reference; leave it at 0")
+    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
+    reward = load_reward(args.reward, task)
+    problems, dropped = load_splits(
+        task, args.data, args.eval_data, tokenizer, args.max_prompt_length, args.eval_limit
+    )
+    reward([TRIAL], [problems["train"][0][0]])
+    facts = f"{len(problems['train'])} problems; dropped by --max-prompt-length: {dropped}"
+    return task, tokenizer, reward, problems, facts
+
+
+def plan_run(problems, args):
+    """Plan memory and seconds. -> the micro-batch size asked for, or the largest that fits; the
+    completions that the sampler makes together
+    """
+    return fit_rollouts(
+        problems,
+        vars(args),
+        draws=lambda replays: DRAWS(args, replays),
+        coupled=DRAWS_TOGETHER,
+        has_old=USES_OLD,
+    )
+
+
+def load_models(device, sampling, rows, args):
+    """-> policy, frozen reference, engine
+
+    The reference is None without KL, and with LoRA: then it is the policy without its adapters.
+    """
+    # refuses settings that it cannot serve, before weights are read
+    asked = RECORDS, sampling
+    engine = make_engine(args.model, args.rollout_backend, device, None, rows, asked)
+    # weights that are not trained have the engine's type: bf16 on GPU, fp32 on CPU
+    model = meta_model(args.model, engine.dtype if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        lora = args.lora_rank, args.lora_alpha, args.lora_targets, args.seed
+        add_lora(model, *lora)
+        if not args.lora_merged_rollout:
+            add_lora(engine.model, *lora, engine.dtype)
+    # sharded before weights are read: no rank ever holds the whole model
+    model, ref_model = load_weights(parallelize(model, args), device), None
+    if args.beta and not args.lora_rank:
+        ref_model = meta_model(args.model, engine.dtype).requires_grad_(False)
+        load_weights(parallelize(ref_model, args), device)
+    return model, ref_model, engine
+
+
+def roll_out(engine, stream, sampling, step, args):
+    """G completions for each of this rank's prompts of the step. -> Trace, example of each"""
+    G, mine = args.num_generations, rank_share(args.prompts_per_step, "--prompts-per-step")
+    chosen = [stream[step * args.prompts_per_step + i] for i in mine]
+    trace = engine.generate(
+        [ids for _, ids in chosen],
+        num_samples=G,
+        records=RECORDS,
+        seed=(args.seed << 32) + step,
+        sample_offset=mine.start * G,
+        **sampling,
+    )
+    engine.make_room()
+    return trace, [example for example, _ in chosen for _ in range(G)]
+
+
+def prepare_rows(model, ref_model, batch, args):
+    """Rows of every inner iteration, with old and reference values, before the first update."""
+    iterations = []
+    for iteration in range(args.num_iterations):
+        rows = sample_masks(batch, iteration, args)
+        if rows is None:  # nothing random: the same rows for all
+            return iterations * args.num_iterations
+        # rows of similar length together: padding of a whole micro-batch is not computed
+        rows = rows.select(rows.valid_mask.sum(1).argsort(stable=True)).split(args.micro_batch_size)
+        live = rows.weights.any((1, 2))
+        if not args.beta:
+            live &= rows.advantages != 0  # no gradient
+        live[0] |= ~live.any()  # every rank must run
+        rows = rows.select(live)
+        if USES_OLD and args.num_iterations > 1:
+            rows.old = frozen_estimates(model, rows, args)
+        if args.beta:
+            with adapters_off(ref_model or model) as reference:
+                rows.ref = frozen_estimates(reference, rows, args)
+        iterations.append(rows)
+    return iterations
+
+
+def update(model, ref_model, optimizer, batch, step, args):
+    """One optimizer step per inner iteration. -> metrics of the last"""
+    for rows in prepare_rows(model, ref_model, batch, args):
+        micros, sums = micro_batches(rows, args), Counter()
+        has_gradient = args.beta > 0 or rows.advantages.any()
+        for i, (micro, is_real) in enumerate(micros):
+            reduce_gradients(model, i + 1 == len(micros), args.sync_every_backward)
+            scale = dist.get_world_size() * (is_real and has_gradient)  # FSDP averages over ranks
+            for name, value in backward(model, micro, scale, args).items():
+                sums[name] += value.detach() * (scale > 0)
+        metrics = optimizer_step(optimizer, sums, step, args)
+    return metrics
+
+
+# <<< shared: loop
+
+
+def main(args):
+    # >>> shared: start
+    device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
+    task, tokenizer, reward, problems, facts = load_data(args)
+    args.micro_batch_size, rows = plan_run(problems, args)
+    model, ref_model, engine = load_models(device, sampling, rows, args)
+    optimizer, start, log, saves = open_run(task, model, tokenizer, args)
+    stream, stop = ShuffledStream(problems["train"], args.seed, log.run_dir), Stop(args.dead_steps)
+    log.say(f"{facts}; rollouts: {engine.plan(RECORDS, **sampling)}")
+    check = lambda: probe(engine, model, problems["train"][0][1], seed=args.seed, **sampling)
+    scored = sampling | {"temperature": args.eval_temperature, "seed": -1 - args.seed}
+    score = lambda split, name: mean_score(engine, task, tokenizer, problems[split], name, **scored)
+    sync_engine(engine, model)
+    if not start:
+        log.write(0, check())
+        if args.eval_limit:
+            log.write(0, score("test", "test"))
+    # <<< shared: start
+    if args.value_model:
+        value_model, value_optimizer = load_value_model(engine.dtype, device, args)
+        saves.include(value_model, value_optimizer, start)
+    for step in range(start, args.max_steps):
+        # >>> shared: rollout
+        clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
+        with clock("rollout"):
+            trace, examples = roll_out(engine, stream, sampling, step, args)
+        with clock("reward"):
+            parts = reward(trace.texts(tokenizer), examples)
+            rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
+        batch = Batch(trace, model)
+        # <<< shared: rollout
+        batch.advantages, values = compute_advantages(rewards, args), {}
+        if args.value_model:
+            with clock("value"):
+                values = update_values(value_model, value_optimizer, batch, step, args)
+        # >>> shared: update
+        with clock("update"), router_metrics(model) as routing:
+            metrics = update(model, ref_model, optimizer, batch, step, args)
+        # <<< shared: update
+        metrics |= values
+        # >>> shared: log
+        with clock("sync"):
+            sync_engine(engine, model)
+        metrics |= rollout_metrics(trace, rewards, parts, args.num_generations)
+        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+            with clock("eval"):
+                metrics |= score("validation", "eval") | check()
+        metrics |= clock.with_step() | routing
+        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
+        log.write(step + 1, metrics | machine_metrics())
+        log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
+        stopped = stop.is_set(batch.advantages, metrics)
+        saves.after_step(step + 1, metrics, stopped)
+        if stopped:
+            log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
+            break
+        # <<< shared: log
+    else:  # not stopped
+        # >>> shared: end
+        if args.eval_limit:
+            log.write(args.max_steps, score("test", "test"))
+            before, *_, after = dict(log.history(f"test/{task.NAME}")).values()
+            facts = f"{task.NAME} on {len(problems['test'])} held-out problems"
+            log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
+    if start < args.max_steps:
+        log.say(trace.draw(0, tokenizer))
+    log.end(saves.newest)
+    close_distributed()
+    # <<< shared: end
+
+
+if __name__ == "__main__":
+    main(command_line(Args, BY_SIZE))
