@@ -5,7 +5,7 @@ import re
 
 from sync_shared import ALL, METHODS, OFFLINE, ROOT, source
 
-NAMES = {"llada": "LLaDA", "dream": "Dream"}
+NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
 
 
 def added_lines(script, reference):
