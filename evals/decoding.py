@@ -69,7 +69,8 @@ llada2_moe      gpqa                          128  own  32
 llada2_moe      mmlu,mmlu_pro,hellaswag,gsm8k 256  own  32
 llada2_moe      aime24,aime25,olympiad        2048 own  32
 # the shipped models, for a try on a CPU
-tiny-sdar,tiny-llada,tiny-llada-moe,tiny-dream,tiny-sdar-moe,tiny-llada2 *                           64   own  2
+tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
+tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
 # examples with the style "compact", for all models: an expression and an end of text, or 16 cells
 compact         countdown                     12   own  2
 compact         sudoku                        16   own  2

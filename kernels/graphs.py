@@ -6,8 +6,8 @@ from models.experts import Experts
 
 
 def can_record(model):
-    """Whether the forward of a model can be captured. Experts that run one by one read their numbers
-    of tokens back to the host.
+    """Whether the forward of a model can be captured: on CUDA, with experts that run together. One
+    by one they read back how many tokens each has.
     """
     weight = model.lm_head.weight
     experts = (module for module in model.modules() if isinstance(module, Experts))
