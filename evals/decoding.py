@@ -47,6 +47,12 @@ llada-1.5       gsm8k                         256  16   16   eos_policy=demote
 llada-1.5       math500                       1024 128  128  eos_policy=demote
 llada-1.5       humaneval,mbpp                512  32   32   eos_policy=demote
 llada-8b-base   *                             256  256  256
+# LLaDA-MoE: 64 steps in all, blocks of 64. AIME as above.
+lladamoe        *                             512  64   8
+lladamoe        gpqa                          128  64   32
+lladamoe        mmlu,mmlu_pro,gsm8k,hellaswag 256  64   16
+lladamoe        olympiad                      2048 64   2
+lladamoe        aime24,aime25                 2048 64   2    temperature=1 repeats=8
 # Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain
 # first.
 Dream           *     512  512  512  schedule=timesteps remasking=entropy temperature=0.2 top_p=0.95
@@ -63,7 +69,8 @@ llada2_moe      gpqa                          128  own  32
 llada2_moe      mmlu,mmlu_pro,hellaswag,gsm8k 256  own  32
 llada2_moe      aime24,aime25,olympiad        2048 own  32
 # the shipped models, for a try on a CPU
-tiny-sdar,tiny-llada,tiny-dream,tiny-sdar-moe,tiny-llada2 *                             64   own  2
+tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
+tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
 # examples with the style "compact", for all models: an expression and an end of text, or 16 cells
 compact         countdown                     12   own  2
 compact         sudoku                        16   own  2

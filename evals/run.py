@@ -40,6 +40,7 @@ from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.atomic import from_first_rank, is_first_rank
+from models.config import architecture
 from report import write_report
 from rollout import make_engine
 
@@ -325,7 +326,7 @@ def task_settings(args, engine, name, task, examples, alone):
     """
     model, style = engine.model, examples[0].get("style", "")
     prompts = [task.prompt(example) for example in examples]
-    known = decoding.settings(args.model, model.checkpoint_config["model_type"], name, style)
+    known = decoding.settings(args.model, architecture(model.checkpoint_config), name, style)
     flags = {key: getattr(args, key) for key in SAMPLING}
     sampling = {key: known.get(key) if flag is None else flag for key, flag in flags.items()}
     repeats = (args.repeats if alone or name in REPEATED else None) or known["repeats"]

@@ -26,7 +26,7 @@ import torch
 
 from kernels import speed_up_draws
 from kernels.decode import cached_attention
-from kernels.graphs import Graphs
+from kernels.graphs import Graphs, can_record
 from models.atomic import progress
 from models.attention import block_causal, make_attend
 from models.experts import Experts
@@ -128,14 +128,10 @@ class FastBlockEngine(BlockEngine):
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
         self.slots = self.graphs = None
-        self.use_graphs = self.device.type == "cuda"
+        self.use_graphs = can_record(model)
         speed_up_draws(self)
-        experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
-        self.ridge = RIDGE if experts is None else 0  # more tokens would activate more experts
-        if self.use_graphs and experts is not None and not experts.is_grouped(self.dtype):
-            alone = f"experts in {self.dtype} run one by one, bf16 ones together"
-            print(f"rollout without CUDA graphs: {alone}", flush=True)
-            self.use_graphs = False
+        is_mixture = any(isinstance(module, Experts) for module in model.modules())
+        self.ridge = 0 if is_mixture else RIDGE  # more tokens would activate more experts
 
     def release(self):
         self.slots = self.graphs = None

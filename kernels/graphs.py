@@ -2,6 +2,21 @@
 
 import torch
 
+from models.experts import Experts
+
+
+def can_record(model):
+    """Whether the forward of a model can be captured: on CUDA, with experts that run together. One
+    by one they read back how many tokens each has.
+    """
+    weight = model.lm_head.weight
+    experts = (module for module in model.modules() if isinstance(module, Experts))
+    if not weight.is_cuda or all(module.is_grouped(weight.dtype) for module in experts):
+        return weight.is_cuda
+    alone = f"experts in {weight.dtype} run one by one, bf16 ones together"
+    print(f"rollout without CUDA graphs: {alone}", flush=True)
+    return False
+
 
 class Graphs:
     """run(key, function): function() is captured once per key and replayed from then on.

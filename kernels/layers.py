@@ -37,9 +37,11 @@ class Names(NamedTuple):
 NORMS = "input_layernorm", "post_attention_layernorm"
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 QWEN = Names(*NORMS, QKV, "self_attn.o_proj")
+QWEN3 = QWEN._replace(head_norms="self_attn.q_norm self_attn.k_norm")
 FAMILIES = {
     "Dream": QWEN,
-    "SDAR": QWEN._replace(head_norms="self_attn.q_norm self_attn.k_norm"),
+    "SDAR": QWEN3,
+    "LLaDAMoE": QWEN3,
     "LLaDA2": Names(
         *NORMS, "attention.query_key_value", "attention.dense",
         "attention.query_layernorm attention.key_layernorm",

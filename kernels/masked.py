@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from kernels import speed_up_draws
 from kernels.decode import attention, cached_attention
-from kernels.graphs import Graphs
+from kernels.graphs import Graphs, can_record
 from rollout.masked import Block, MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
@@ -85,7 +85,7 @@ class FastMaskedEngine(MaskedEngine):
 
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
-        self.memory, self.use_graphs = None, self.device.type == "cuda"
+        self.memory, self.use_graphs = None, can_record(model)
         speed_up_draws(self)
 
     def release(self):

@@ -25,7 +25,7 @@ MOST = 128
 @triton.jit
 def _route_kernel(
     scores, bias, index, weight, k, scale, E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, OPEN: tl.constexpr,
+    NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """The k best experts of a token, best first, and their shares; ties go to the lower number."""
     token, e, j = tl.program_id(0).to(tl.int64), tl.arange(0, E), tl.arange(0, K)
@@ -52,17 +52,18 @@ def _route_kernel(
         chosen = tl.where(j == n, expert.to(tl.int64), chosen)
         shares = tl.where(j == n, tl.sum(tl.where(e == expert, share, 0.0), 0), shares)
         choice = tl.where(e == expert, float("-inf"), choice)
-    shares = shares / (tl.sum(shares, 0) + 1e-20) * scale
+    if NORMALIZED:
+        shares = shares / (tl.sum(shares, 0) + 1e-20) * scale
     tl.store(index + token * k + j, chosen, mask=j < k)
     tl.store(weight + token * k + j, shares.to(weight.dtype.element_ty), mask=j < k)
 
 
 def route_fused(moe, x):
-    """moe.route(x) of SDAR or LLaDA2, with all after the scores in one kernel; the numbers of
+    """moe.route(x) of SoftmaxMoE or LLaDA2, with all after the scores in one kernel; the numbers of
     experts and of groups are powers of 2
     """
     scores, config = moe.gate(x), getattr(moe, "config", None)
-    if config is None:  # SDAR
+    if config is None:  # softmax
         k, dtype, bias, groups, scale = moe.top_k, x.dtype, scores, (1, 1), 1.0
     else:
         k, dtype, bias = config.num_experts_per_tok, scores.dtype, moe.gate.expert_bias
@@ -72,8 +73,8 @@ def route_fused(moe, x):
     share = torch.empty(index.shape, dtype=dtype, device=x.device)
     _route_kernel[(index.numel() // k,)](
         scores, bias, index, share, k, scale, E=E, K=triton.next_power_of_2(k),
-        SIGMOID=config is not None, GROUPS=groups[0], OPEN=groups[1],
-        num_warps=1,
+        SIGMOID=config is not None, NORMALIZED=getattr(moe, "is_normalized", True),
+        GROUPS=groups[0], OPEN=groups[1], num_warps=1,
     )  # fmt: skip
     return index, share
 

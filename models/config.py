@@ -34,11 +34,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class DecoderKeys(Keys):
-    """Those of Hugging Face's decoders: Dream, SDAR and LLaDA2."""
+    """Those of Hugging Face's decoders: all families but LLaDA."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -52,6 +51,14 @@ NO_EFFECT = (
     "eos_token_id initializer_range max_position_embeddings max_window_layers model_type "
     "pad_token_id sliding_window torch_dtype transformers_version use_cache"
 ).split()
+
+
+def architecture(raw):
+    """raw: content of config.json -> its model_type; "lladamoe" for LLaDA-MoE, whose official files
+    say "llada" too.
+    """
+    is_mixture = raw.get("model_type") == "llada" and "num_experts" in raw
+    return "lladamoe" if is_mixture else raw.get("model_type")
 
 
 def read_config(cls, raw, fixed, no_effect=(), needed=()):
@@ -68,7 +75,7 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
 
     raw = dict(raw)
     # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
-    family, rope = raw.get("model_type"), raw.pop("rope_parameters", None) or {}
+    family, rope = architecture(raw), raw.pop("rope_parameters", None) or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raw["rope_scaling"] = rope
     if set(raw.get("layer_types") or ()) == {"full_attention"}:

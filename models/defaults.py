@@ -4,6 +4,7 @@ of the scripts' own fields. Lengths of evaluations stand in evals/decoding.py.
 """
 
 from models.checkpoint import checkpoint_config
+from models.config import architecture
 
 # 256 tokens, two of a block in each step (d1's train.yaml), Fast-dLLM's cache
 MASKED = {"gen_length": 256, "block_length": 32, "denoising_steps": 16, "cache": "dual"}
@@ -13,7 +14,8 @@ SDAR = {"gen_length": 256, "denoising_steps": 4}
 LLADA2 = {"gen_length": 256, "denoising_steps": 32}
 LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
 # model_type of config.json -> fields
-SAMPLING = {"llada": MASKED, "Dream": MASKED, "sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
+SAMPLING = {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED}
+SAMPLING |= {"sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
 REAL = {
     "task": "gsm8k",
     "lora_rank": 128,
@@ -52,7 +54,7 @@ def training(model, task, lora_rank, by_size):
     if is_tiny(model):
         return TINY | by_size["tiny"]
     data = {"data": DATA[task]} if task in DATA else {}
-    sampling = SAMPLING[checkpoint_config(model)[0]["model_type"]]
+    sampling = SAMPLING[architecture(checkpoint_config(model)[0])]
     own = by_size["lora" if lora_rank else "full"]
     if sampling is MASKED:
         own = own | by_size.get("bidirectional", {})

@@ -23,6 +23,7 @@ from models.scoring import Bidirectional
 class Config(DecoderKeys):
     """The keys of config.json that this architecture reads, besides those of every decoder."""
 
+    intermediate_size: int
     mask_token_id: int
     block_length: int = 32  # of semi-autoregressive decoding; official files state none
 

@@ -85,6 +85,29 @@ class Experts(nn.Module):
         return dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
 
 
+class SoftmaxMoE(nn.Module):
+    """A softmax router over all experts. is_normalized: the weights of the chosen ones sum to 1."""
+
+    def __init__(self, config, intermediate_size, is_normalized=True):
+        super().__init__()
+        E, D = config.num_experts, config.hidden_size
+        self.top_k, self.is_normalized = config.num_experts_per_tok, is_normalized
+        self.gate = Router(E, D)
+        self.experts = Experts(E, D, intermediate_size)
+
+    def route(self, x):
+        """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k] in the
+        dtype of x
+        """
+        weight, index = self.gate(x).softmax(-1).topk(self.top_k, dim=-1)
+        if self.is_normalized:
+            weight = weight / weight.sum(-1, keepdim=True)
+        return index, weight.to(x.dtype)
+
+    def forward(self, x):
+        return self.experts(x, *self.route(x))
+
+
 def experts_loop(x, index, weight, gate_up, down):
     """The plain definition, one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)

@@ -25,6 +25,7 @@ from models.scoring import BlockCausal
 class Config(DecoderKeys):
     """The keys of config.json that this architecture reads, besides those of every decoder."""
 
+    intermediate_size: int
     head_dim: int
     partial_rotary_factor: float
     first_k_dense_replace: int

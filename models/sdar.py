@@ -10,10 +10,8 @@ ones, so safetensors files need no table of names. The forward `hidden`, `grid`,
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
-
 from models.config import DecoderKeys, Objective, read_config
-from models.experts import Experts, Router
+from models.experts import SoftmaxMoE
 from models.layers import MLP, Attention, Block, decoder
 from models.layers import RMSNorm as AnyRMSNorm
 from models.scoring import BlockCausal
@@ -23,6 +21,7 @@ from models.scoring import BlockCausal
 class Config(DecoderKeys):
     """The keys of config.json that this architecture reads, besides those of every decoder."""
 
+    intermediate_size: int
     head_dim: int  # not hidden_size / heads: SDAR-4B has 32 heads of 128 at width 2560
     mask_token_id: int
     block_size: int
@@ -51,26 +50,6 @@ class Config(DecoderKeys):
 RMSNorm = partial(AnyRMSNorm, round_first=False)
 
 
-class MoE(nn.Module):
-    """Softmax router over all experts; the weights of the chosen ones are normalised."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.top_k = config.num_experts_per_tok
-        self.gate = Router(config.num_experts, config.hidden_size)
-        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
-
-    def route(self, x):
-        """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k] in the
-        dtype of x
-        """
-        weight, index = self.gate(x).softmax(-1).topk(self.top_k, dim=-1)
-        return index, (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-
-    def forward(self, x):
-        return self.experts(x, *self.route(x))
-
-
 class SDAR(BlockCausal):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
@@ -87,9 +66,10 @@ class SDAR(BlockCausal):
 
     def block(self, layer):
         config = self.config
-        mlp = (
-            MoE(config) if config.num_experts else MLP(config.hidden_size, config.intermediate_size)
-        )
+        if config.num_experts:
+            mlp = SoftmaxMoE(config, config.moe_intermediate_size)
+        else:
+            mlp = MLP(config.hidden_size, config.intermediate_size)
         return Block(config, Attention(config, layer, norm=RMSNorm), mlp, RMSNorm)
 
     def frequency(self, exponent):

@@ -11,11 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.atomic import progress
-from models.config import stored_dtype
+from models.config import architecture, stored_dtype
 from models.experts import expert_parts
 
 ARCHITECTURES = {  # model_type of config.json -> file and class
     "llada": "llada.LLaDA",
+    "lladamoe": "llada_moe.LLaDAMoE",
     "Dream": "dream.Dream",
     "sdar": "sdar.SDAR",
     "sdar_moe": "sdar.SDAR",
@@ -28,7 +29,7 @@ def build_model(config, dtype=torch.float32):
 
     Parameters are of `dtype`, except those that always stay fp32 (routers).
     """
-    model_type = config.get("model_type")
+    model_type = architecture(config)
     if model_type not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise SystemExit(f"config.json has model_type {model_type!r}; supported are {supported}")

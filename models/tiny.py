@@ -18,6 +18,12 @@ del TINY_DREAM["head_dim"]  # Dream's is hidden_size / heads
 MIXTURE = dict(
     num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
 )
+TINY_LLADA_MOE = TINY_DREAM | dict(
+    architectures=["LLaDAMoEModelLM"], model_type="llada", num_hidden_layers=2, num_experts=8,
+    num_experts_per_tok=2, expert_intermediate_size=64, moe_layer_freq=[1, 1], qk_layernorm=True,
+    partial_rotary_factor=1,
+)  # fmt: skip
+del TINY_LLADA_MOE["intermediate_size"]
 TINY_SDAR_MOE = TINY_SDAR | MIXTURE | dict(
     architectures=["SDARMoeForCausalLM"], model_type="sdar_moe", num_experts=8
 )  # fmt: skip
@@ -32,6 +38,7 @@ TINY_CONFIGS = {
     "tiny-sdar": TINY_SDAR,
     "tiny-llada": TINY_LLADA,
     "tiny-dream": TINY_DREAM,
+    "tiny-llada-moe": TINY_LLADA_MOE,
     "tiny-sdar-moe": TINY_SDAR_MOE,
     "tiny-llada2": TINY_LLADA2,
 }

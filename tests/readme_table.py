@@ -12,6 +12,7 @@ NAMES = {
     "sdar-moe": "SDAR-MoE",
     "llada2": "LLaDA2",
 }
+NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
 
 
 def added_lines(script, reference):

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ALL = ("sdar", "sdar-moe", "llada2", "llada", "dream")  # tiny-<family> is a model of each
+BIDIRECTIONAL = ("llada", "dream", "llada-moe")
+ALL = ("sdar", "sdar-moe", "llada2", *BIDIRECTIONAL)  # tiny-<family> is a model of each
 METHODS = {
     "d1": {
         "title": "diffu-GRPO: one-pass mean-field log-probabilities, clipped ratio, KL",
@@ -42,7 +43,7 @@ METHODS = {
     "mdpo": {
         "title": "MDPO: every denoising step graded by its prediction, with its own advantage",
         "paper": "2508.13148",
-        "families": ("llada", "dream"),
+        "families": BIDIRECTIONAL,
     },
     "espo": {
         "title": "ESPO: one ratio per completion, of its ELBO per token, from complementary masks",

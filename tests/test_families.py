@@ -175,7 +175,7 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
 # --- scripts -------------------------------------------------------------------------------------
 
 # Golden runs have every family. Some more train mixtures of experts; --all runs the whole grid.
-EXPERTS = (("vrpo", "sdar-moe"), ("bgpo", "llada2"))
+EXPERTS = (("vrpo", "sdar-moe"), ("bgpo", "llada2"), ("d1", "llada-moe"))
 GRID = [
     pytest.param(
         script,

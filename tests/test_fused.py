@@ -195,7 +195,7 @@ def test_experts_are_those_of_the_plain_loop(dtype, lead, E, D, f, k, used, tune
 
 
 @needs_triton
-@pytest.mark.parametrize("family", ["tiny-sdar-moe", "tiny-llada2"])
+@pytest.mark.parametrize("family", ["tiny-sdar-moe", "tiny-llada2", "tiny-llada-moe"])
 @torch.no_grad()
 def test_routers_are_those_of_the_model_files(family):
     """Experts and weights at many scores, with groups. Control: bias and groups matter."""

@@ -255,6 +255,14 @@ def test_decoding_equals_the_naive_sampler(engine, case):
     assert stopped > 0 or "eos_policy" in case or case.get("temperature") == 0
 
 
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_a_mixture_decodes_as_the_naive_sampler_does(cache):
+    """LLaDA-MoE has no engine of its own: experts see the tokens of a batch together."""
+    model = model_of(SIZES["llada-moe"], scale=12, seed=1, eos=MANY)
+    case = {"remasking": "low_confidence_dynamic", "cache": cache, "temperature": 0.8}
+    test_decoding_equals_the_naive_sampler(make_engine(model), case)
+
+
 @pytest.mark.parametrize("cache", ["none", "dual"])
 @pytest.mark.parametrize("eos_policy", ["none", "eoser", "demote"])
 def test_the_ascending_schedule_equals_the_naive_sampler(engine, eos_policy, cache):
@@ -420,7 +428,7 @@ def test_adapters_change_under_the_graphs(engine, fast):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "llada-moe"])
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_cuda_graphs_draw_what_eager_forwards_draw(family, cache):
     """bf16: the same tokens, run after run, with other weights too."""

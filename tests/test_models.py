@@ -33,6 +33,7 @@ from models import (
     save_model,
 )
 from models.checkpoint import set_special_tokens
+from models.experts import expert_parts
 from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
 from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
@@ -49,7 +50,8 @@ def golden(family):
         return json.loads(config), {name: file.get_tensor(name) for name in file.keys()}
 
 
-GOLDEN = {family: golden(family) for family in ("llada", "dream", "llada2", "sdar_moe")}
+FAMILIES = ("llada", "llada_moe", "dream", "llada2", "sdar_moe")
+GOLDEN = {family: golden(family) for family in FAMILIES}
 WIDE = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 WIDE |= dict(num_attention_heads=4, num_key_value_heads=2, rope_theta=1000000.0, mask_token_id=151)
 CONFIGS = {family: config for family, (config, _) in GOLDEN.items()}
@@ -69,6 +71,9 @@ SMALLS = {
         rotary_dim=4, num_hidden_layers=2, num_experts=8, num_experts_per_tok=3),
     "llada": TINY_CONFIGS["tiny-llada"] | dict(
         d_model=16, mlp_hidden_size=24, n_layers=2, n_heads=2, n_kv_heads=2, rope_theta=500000.0),
+    "llada_moe": CONFIGS["llada_moe"] | dict(
+        vocab_size=264, hidden_size=32, expert_intermediate_size=8, mask_token_id=MASK,
+        eos_token_id=256, pad_token_id=256, block_length=4),
     "dream": CONFIGS["dream"] | dict(
         vocab_size=264, hidden_size=32, intermediate_size=24, mask_token_id=MASK, eos_token_id=256,
         pad_token_id=256, block_length=4),
@@ -154,12 +159,15 @@ def golden_errors(family, model=None):
         return errors
     ids = want["ids"].long()
     errors = {"plain": largest(model.logits(ids), want["logits"])}
-    if family == "llada":
+    if "attention_mask" in want:
         valid = want["attention_mask"]
         padded = model.logits(want["padded_ids"].long(), valid)
-        far = model.logits(want["long_ids"].long())[:, -16:]
         errors |= {"padded": largest(padded[valid], want["padded_logits"])}
+    if family == "llada":
+        far = model.logits(want["long_ids"].long())[:, -16:]
         return errors | {"far": largest(far, want["long_logits"])}
+    if family == "llada_moe":
+        return errors
     noisy = want["noisy_ids"][:, None]
     logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
     return errors | {"logps of [clean | noisy]": largest(logps, want["logps"])}
@@ -180,12 +188,29 @@ def test_shared_key_heads_of_llada_are_the_official_ones():
     )
 
 
+def test_gradients_of_llada_moe_are_the_official_ones():
+    """The norm of every official tensor's gradient, for a weighted sum of a padded batch's
+    logits.
+    """
+    model, want = model_of(CONFIGS["llada_moe"]), GOLDEN["llada_moe"][1]
+    logits = model.logits(want["padded_ids"].long(), want["attention_mask"])
+    weights = torch.arange(float(logits.numel())).cos().view_as(logits)
+    gradient = gradients(model, (weights * logits)[want["attention_mask"]].sum())
+    norms = {
+        official: gradient[name][index].norm()
+        for name, value in gradient.items()
+        for official, index in expert_parts(name, value.shape)
+    }
+    norms = torch.stack([norms[name] for name in sorted(norms)])
+    torch.testing.assert_close(norms, want["grad_norms"], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", GOLDEN)
 @torch.no_grad()
 def test_bf16_outputs_agree_with_the_official_ones(family):
     """Argmax of at least 97 %; LLaDA2's logits are cast to fp32 after the head."""
     config, want = GOLDEN[family]
-    rounded = family in ("llada2", "sdar_moe")
+    rounded = "moe" in family or family == "llada2"
     model = model_of(CONFIGS[family], torch.bfloat16, family, is_rounded=rounded)
     ids = want["input_ids" if family == "dream" else "ids"].long()
     got, want = model.logits(ids), want["logits_bf16" if rounded else "bf16_logits"]
@@ -456,7 +481,7 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family, shard_by
     flat = {name: value for tensors in held.values() for name, value in tensors.items()}
     assert flat.keys() == tensor_shapes(model).keys() == dict(export_weights(model)).keys()
     assert not any("gate_up" in name for name in flat)
-    if family in ("llada2", "sdar_moe"):
+    if "moe" in family or family == "llada2":
         gate, up = model.layers[1].mlp.experts.gate_up[3].chunk(2)
         stem = "model.layers.1.mlp.experts.3."
         assert torch.equal(flat[stem + "gate_proj.weight"], gate)
@@ -658,6 +683,14 @@ REFUSALS = {
         ({"rope": None}, "lacks rope"),
         ({"weight_tying": None}, "lacks weight_tying"),
     ],
+    "llada_moe": [
+        ({"moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8"),
+        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"qk_layernorm": None}, "lladamoe model lacks qk_layernorm"),
+        ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ],
     "dream": [
         ({"use_mrope": True}, "use_mrope"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
@@ -683,6 +716,9 @@ def test_what_config_files_leave_out():
     assert (model.mask_token_id, model.eos_token_ids, model.block_length) == (156895, [156892], 32)
     model = build_model(quiet("sdar_moe", silent))
     assert (model.mask_token_id, model.block_length) == (151669, 4)
+    model = set_special_tokens(build_model(quiet("llada_moe", silent) | {"vocab_size": 157184}))
+    assert (model.mask_token_id, model.eos_token_ids, model.block_length) == (156895, [156892], 32)
+    assert type(build_model(SMALLS["llada_moe"] | {"model_type": "lladamoe"})) is type(model)
     for family in ("llada", "dream"):
         assert build_model(quiet(family, silent[-1:])).block_length == 32
     assert build_model(SMALLS["llada"] | {"block_length": 8}).block_length == 8

@@ -193,7 +193,8 @@ def test_the_mean_loss_is_the_mean_cross_entropy(family):
     )
     per_answer = (ce * batch.answer_mask / batch.answer_length).sum() / 8
     per_token = ce[batch.answer_mask].mean()
-    want, losses, batch = per_answer if family == "tiny-llada" else per_token, [], copy(batch)
+    is_llada = family in ("tiny-llada", "tiny-llada-moe")
+    want, losses, batch = per_answer if is_llada else per_token, [], copy(batch)
     for batch.step in range(1500):
         _, weights, divisor = sft.sample_masks(batch, args, model.objective)
         losses.append(sft.sft_loss(-ce, weights, divisor))

@@ -20,6 +20,7 @@ from test_evals import one_line, row_of, write
 from test_math import ENDLESS, quick_timeout  # noqa: F401, a fixture
 
 from evals import TRIAL, countdown, decoding, load_task, results, run, samples, sandbox
+from models.config import architecture
 from rollout import make_engine
 
 AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
@@ -575,6 +576,8 @@ x/llada-8b-base llada humaneval     256 256 256 none 0.0 1 low_confidence_static
 dream-7b Dream mbpp                 512 512 512 none 0.2 1 entropy none
 sdar-8b sdar gsm8k                  4096 None 4 none 0.0 1 low_confidence_static none
 sdar-8b sdar countdown compact      12 None 2 none 0.0 1 low_confidence_static none
+m lladamoe gsm8k                    256 64 16 none 0.0 1 low_confidence_static none
+m lladamoe aime24                   2048 64 2 none 1.0 8 low_confidence_static none
 m llada2_moe gpqa                   128 None 32 none 0.0 1 low_confidence_dynamic none
 """
 
@@ -591,10 +594,13 @@ def test_settings_of_published_numbers():
     assert "no settings of a 'new' model" in one_line(decoding.settings, "m", "new", "gsm8k")
 
 
-@pytest.mark.parametrize("model", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
+TINY = ["tiny-sdar", "tiny-llada", "tiny-llada-moe", "tiny-dream", "tiny-llada2"]
+
+
+@pytest.mark.parametrize("model", TINY)
 def test_every_setting_is_one_that_its_engine_accepts(model):
     engine = make_engine(model)
-    model_type = engine.model.checkpoint_config["model_type"]
+    model_type = architecture(engine.model.checkpoint_config)
     own_blocks = engine.model.attention == "block-causal"
     for name in [model_type, *(["llada-1.5", "llada-8b-base"] if model_type == "llada" else [])]:
         for task in decoding.SETTINGS[name]:

@@ -20,6 +20,7 @@ from models.tiny import (
     TINY_DREAM,
     TINY_LLADA,
     TINY_LLADA2,
+    TINY_LLADA_MOE,
     TINY_SDAR,
     TINY_SDAR_MOE,
     random_model,
@@ -37,12 +38,14 @@ SMALL |= {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD}
 LLADA2 = TINY_LLADA2 | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
 LLADA = TINY_LLADA | {"vocab_size": V, "embedding_size": V, "d_model": 32, "mlp_hidden_size": 48}
 DREAM = TINY_DREAM | {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
+LLADA_MOE = TINY_LLADA_MOE | {"vocab_size": V, "hidden_size": 32, "expert_intermediate_size": 16}
 SIZES = {
     "sdar": SMALL,
     "moe": TINY_SDAR_MOE,
     "llada2": LLADA2 | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
     "llada": LLADA | {"n_layers": 2, "mask_token_id": M},
     "dream": DREAM | {"num_hidden_layers": 2, "mask_token_id": M},
+    "llada-moe": LLADA_MOE | {"mask_token_id": M, "eos_token_id": 1, "pad_token_id": PAD},
 }
 OPTIONS = dict(num_samples=3, gen_length=13, denoising_steps=3, confidence_threshold=0.5, seed=4)
 RULE_OF = dict(factor=1.5, eb_threshold=0.8)
@@ -666,7 +669,7 @@ def test_cuda_graphs_equal_the_same_steps_launched_one_by_one(capsys, config, dt
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
+@pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "llada-moe", "dream"])
 def test_cuda_samples_as_the_cpu_does(family):
     """fp64: the tokens of the plain engine on CPU, with refills, edits and events."""
     options = OPTIONS | {"num_samples": 5, "records": "events", "denoising_steps": 4}

@@ -101,6 +101,7 @@ def test_the_order_of_a_script(script):
 
 
 WIDTH = {"llada": {"d_model": 4096}, "Dream": {"hidden_size": 3584}, "sdar": {"hidden_size": 4096}}
+WIDTH |= {"lladamoe": {"hidden_size": 2048}}
 WIDTH |= {"sdar_moe": {"hidden_size": 2048}, "llada2_moe": {"hidden_size": 2048}}
 
 

@@ -40,7 +40,7 @@ def batch_of(module, model, how, records=None):
 REPLAYED = [
     (family, how) for family in ("sdar", "llada2", "llada", "dream") for how in (RAGGED, STATIC)
 ]
-REPLAYED += [("llada", PAPERS), ("dream", PAPERS)]
+REPLAYED += [("llada", PAPERS), ("dream", PAPERS), ("llada-moe", STATIC)]
 
 
 @pytest.mark.parametrize("family, how", REPLAYED, ids=str)
