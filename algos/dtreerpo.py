@@ -374,8 +374,9 @@ def optimizer_step(optimizer, sums, step, args):
             f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
             f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
         )
-    steps = args.schedule_steps or args.max_steps
-    group["lr"] = args.learning_rate * share_at(step, args.lr_schedule, args.warmup_steps, steps)
+    group["lr"] = args.learning_rate * share_at(
+        step, args.lr_schedule, args.warmup_steps, args.schedule_steps or args.max_steps
+    )
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
@@ -567,8 +568,7 @@ def load_models(device, sampling, rows, args):
     The reference is None without KL, and with LoRA: then it is the policy without its adapters.
     """
     # refuses settings that it cannot serve, before weights are read
-    asked = RECORDS, sampling
-    engine = make_engine(args.model, args.rollout_backend, device, None, rows, asked)
+    engine = make_engine(args.model, args.rollout_backend, device, None, rows, (RECORDS, sampling))
     # weights that are not trained have the engine's type: bf16 on GPU, fp32 on CPU
     model = meta_model(args.model, engine.dtype if args.lora_rank else torch.float32)
     if args.lora_rank:

@@ -11,8 +11,8 @@ NAMES = {
     "sdar": "SDAR",
     "sdar-moe": "SDAR-MoE",
     "llada2": "LLaDA2",
+    "llada-moe": "LLaDA-MoE",
 }
-NAMES = {"llada": "LLaDA", "dream": "Dream", "llada-moe": "LLaDA-MoE"}
 
 
 def added_lines(script, reference):

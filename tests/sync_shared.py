@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+BLOCK = ("sdar", "sdar-moe", "llada2")
 BIDIRECTIONAL = ("llada", "dream", "llada-moe")
-ALL = ("sdar", "sdar-moe", "llada2", *BIDIRECTIONAL)  # tiny-<family> is a model of each
+ALL = (*BLOCK, *BIDIRECTIONAL)  # tiny-<family> is a model of each
 METHODS = {
     "d1": {
         "title": "diffu-GRPO: one-pass mean-field log-probabilities, clipped ratio, KL",
@@ -53,7 +54,8 @@ METHODS = {
     "ebpo": {
         "title": "EBPO (LLaDA2.1): one ratio per completion, of the ELBO of all its blocks",
         "paper": "2602.08676",
-        "families": ("sdar", "sdar-moe", "llada2"),
+        "families": BLOCK,
+    },
     "wd1": {
         "title": "wd1: weighted log-likelihood of good and bad completions, without a ratio",
         "paper": "2507.08838",
@@ -62,15 +64,21 @@ METHODS = {
     "justgrpo": {
         "title": "JustGRPO: left to right, with the exact likelihood of every completion",
         "paper": "2601.15165",
-    "tpg": {
-        "title": "TPG: the sampler's exact policy gradient, from all tokens that it drew",
-        "paper": None,
+        "families": ALL,
+    },
     "dtreerpo": {
         "title": "d-TreeRPO: trees of rollouts, each segment judged by its siblings",
         "paper": "2512.09675",
+        "families": ALL,
+    },
     "tracerl": {
         "title": "TraceRL: PPO on the states of the rollout, with or without a value model",
         "paper": "2509.06949",
+        "families": ALL,
+    },
+    "tpg": {
+        "title": "TPG: the sampler's exact policy gradient, from all tokens that it drew",
+        "paper": None,
         "families": ALL,
     },
     "sft": {

@@ -11,6 +11,7 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 import torch.distributed as dist
+from sync_shared import ONLINE
 
 from algos import bgpo
 from evals import sandbox
@@ -105,10 +106,7 @@ REFUSALS = [
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
     *(
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
-        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "espo", "ebpo")
-        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", "justgrpo")
-        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "tpg")
-        for script in ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "dtreerpo")
+        for script in ONLINE
     ),
 ]
 

@@ -31,12 +31,12 @@ MOST = {
     "mdpo": 670,
     "espo": 155,
     "ebpo": 145,
+    "wd1": -100,
+    "justgrpo": 210,
+    "dtreerpo": 920,
+    "tracerl": 1200,
+    "tpg": 210,
 }
-MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670}
-MOST |= {"wd1": -100, "justgrpo": 210}
-MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "tpg": 210}
-MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "dtreerpo": 920}
-MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "tracerl": 1200}
 
 
 def own(text):
