@@ -14,10 +14,17 @@ from oracles import (
     rollout_batch,
     tiny_model,
 )
-from test_methods import TEXT, estimates_of, families, is_uniform, one_rank, within  # noqa: F401
+from test_methods import (
+    TEXT,
+    estimates_of,
+    families,
+    is_uniform,
+    one_rank,  # noqa: F401
+    tilted,
+    within,
+)
 
 from algos import espo
-from models.tiny import TINY_LLADA, random_model
 
 
 @families
@@ -97,13 +104,6 @@ DRAWS = [["010000010000", "000001000000"], ["110100111101", "000011111111"]]
 def test_a_tiny_llada_equals_the_released_code():
     """compute_loss and its backward of ML-GSAI/ESPO b5f2dac with two draws of its forward_process
     (seeds 3, 5; DRAWS: their parts), clip and KL active, the mask token left out as in ours."""
-
-    def tilted(tilt=0.0):
-        model = random_model(TINY_LLADA)
-        width = model.lm_head.weight.shape[1]
-        with torch.no_grad():
-            model.lm_head.weight.mul_(10 * (1 + tilt * torch.linspace(-1, 1, width)))
-        return model
 
     parts = torch.tensor([[[char == "1" for char in draw] for draw in row] for row in DRAWS])
     masked = torch.stack([parts, ~parts], 2).flatten(1, 2)  # [2, 4, 12]

@@ -462,19 +462,21 @@ RELEASED = [  # module, masks, lengths, advantages, loss, gradient norm, first e
 ]
 
 
+def tilted(tilt=0.0):
+    """A tiny LLaDA; tilt: how far it is from the first."""
+    model = random_model(TINY_LLADA)
+    width = model.lm_head.weight.shape[1]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10 * (1 + tilt * torch.linspace(-1, 1, width)))
+    model.set_requires_gradient_sync = model.set_requires_all_reduce = lambda sync: None
+    return model
+
+
 @pytest.mark.parametrize("module, masks, lengths, A, loss, norm, first", RELEASED)
 def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, norm, first):
     """compute_loss and its backward of dllm-reasoning/d1 837888f, apple/ml-diffucoder f735e01,
     facebookresearch/SPG a1c7120 and xiaohangt/wd1 0898985 on this model's logits, the mask token
     left out as in ours; old and reference values of tilted models."""
-
-    def tilted(tilt=0.0):
-        model = random_model(TINY_LLADA)
-        width = model.lm_head.weight.shape[1]
-        with torch.no_grad():
-            model.lm_head.weight.mul_(10 * (1 + tilt * torch.linspace(-1, 1, width)))
-        model.set_requires_gradient_sync = model.set_requires_all_reduce = lambda sync: None
-        return model
 
     model, c = tilted(), torch.arange(12) < torch.tensor(lengths)[:, None]
     masked = torch.tensor([[[char == "1" for char in draw] for draw in row] for row in masks])
