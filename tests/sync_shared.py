@@ -110,7 +110,7 @@ def main():
     if reference not in METHODS:
         raise SystemExit(f"usage: python tests/sync_shared.py {{{','.join(METHODS)}}}")
     for script in METHODS:
-        skip = [block for name, block in EXCEPTIONS if name == script]
+        skip = [block for name, block in EXCEPTIONS if name in (script, reference)]
         text = sync(source(reference), source(script), skip)
         (ROOT / f"algos/{script}.py").write_text(text)
 
