@@ -248,7 +248,7 @@ def sibling_targets(A, active, tau):
     A [F, K], active [F, K, L] bool, of the K children of F nodes -> [F, K, L], sums over K: 1 or 0
     """
     kept = active & (A > 0)[..., None]
-    weights = (A / tau)[..., None].expand(kept.shape).masked_fill(~kept, -math.inf).softmax(1)
+    weights = (A / tau)[..., None].masked_fill(~kept, -math.inf).softmax(1)
     return weights.masked_fill(~kept, 0.0)
 
 
@@ -279,8 +279,9 @@ def sample_masks(batch, iteration, args):
         targets = sibling_targets(A[index, s].view(-1, K), active.view(-1, K, ids.shape[1]), tau)
         segments.append((index, here >= s, active, A[index, s], targets.flatten(0, 1)))
     index, masked, active, A, targets = map(torch.cat, zip(*segments, strict=True))
-    counts = all_reduce({"segments": len(index), "positions": targets.sum()})
-    num_segments, num_positions = counts.values()
+    num_segments, num_positions = all_reduce(
+        {"segments": len(index), "positions": targets.sum()}
+    ).values()
     weights = active / active.sum(1, keepdim=True).clamp(min=1) / num_segments
     masked = torch.nn.functional.pad(masked, (batch.P, 0))
     rows = Rows(batch, masked[:, None], weights[:, None], index)

@@ -1,4 +1,4 @@
-"""d-TreeRPO: rollouts made in parts, and the segments, advantages and targets of their trees."""
+"""d-TreeRPO: the segments, advantages and targets of trees."""
 
 from types import SimpleNamespace
 
@@ -7,15 +7,10 @@ import torch
 from oracles import changed, full_graph_loss, gradient, relative, tiny_model
 from test_samplers import (
     EOS,
-    OPTIONS,
     SIZES,
     exact_distribution,
-    fast_of,
     model_of,
-    prompts_of,
     reveal_quota,
-    same_draws,
-    shared,
     toy,
 )
 
@@ -48,23 +43,6 @@ def grow(model, prompts, rewards, **settings):
 
 
 REWARDS = [3.0, 2, 1, 0, 0, 0, 1, 2, 5, 0, 0, 1]
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
-def test_parts_make_the_whole_rollout(family):
-    """Bit for bit, cut within blocks and between them, rows that end early, several batches."""
-    model, prompts = shared(family), prompts_of([3, 9, 4])
-    for how in {"remasking": "random"}, {"remasking": "low_confidence_dynamic"}:
-        whole = make_engine(model).generate(prompts, **OPTIONS | how)
-        for engine in make_engine(model, max_batch_size=4), fast_of(model, 4):
-            part = engine.generate(prompts, until=1, **OPTIONS | how)
-            for until in (2, 3, 5, 9, None):
-                again = {"num_samples": 1, "canvas": part, "until": until}
-                part = engine.generate(part.prompt_ids, **OPTIONS | how | again)
-            assert same_draws(part, whole, forwards=False)
-    with pytest.raises(ValueError, match="under the settings"):
-        engine.generate(part.prompt_ids, canvas=part, **OPTIONS | {"denoising_steps": 2})
 
 
 def test_advantages():

@@ -361,6 +361,27 @@ def test_fast_samplers_equal_the_plain_ones(request, family, remasking, more):
         assert same_draws(fast_of(model, 4, joins=False).generate(prompts, **options), want)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
+def test_parts_make_the_whole_rollout(family):
+    """Bit for bit, cut within blocks and between them, rows that end early, several batches."""
+    model, prompts = shared(family), prompts_of([3, 9, 4])
+    for how in {"remasking": "random"}, {"remasking": "low_confidence_dynamic"}:
+        whole = make_engine(model).generate(prompts, **OPTIONS | how)
+        forked = []
+        for engine in make_engine(model, max_batch_size=4), fast_of(model, 4):
+            first = part = engine.generate(prompts, until=2, **OPTIONS | how)
+            for until in (3, 4, 5, 9, None):
+                again = {"num_samples": 1, "canvas": part, "until": until}
+                part = engine.generate(part.prompt_ids, **OPTIONS | how | again)
+            assert same_draws(part, whole, forwards=False)
+            new = {"canvas": first, "seed": 9}
+            forked.append(engine.generate(first.prompt_ids, **OPTIONS | how | new))
+        assert same_draws(*forked, forwards=False)
+    with pytest.raises(ValueError, match="under the settings"):
+        engine.generate(part.prompt_ids, canvas=part, **OPTIONS | {"denoising_steps": 2})
+
+
 class Recorder(TorchDispatchMode):
     """Records every operation; refuses those that would make the host wait for a GPU."""
 

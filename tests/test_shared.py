@@ -37,6 +37,7 @@ MOST = {
     "tracerl": 1200,
     "tpg": 210,
 }
+MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "dtreerpo": 910}
 
 
 def own(text):
