@@ -201,7 +201,7 @@ class Plan:
         update += self.num_iterations * 40 * self.trained / self.ranks / self.bandwidth
         frozen = self.pass_seconds(1, 0)
         values = (self.has_old and self.num_iterations > 1) + self.has_reference
-        if self.draws(1) == self.draws(2):  # masks are drawn anew; replays of a rollout stay
+        if self.draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
             values *= epochs
         evaluation = self.sampler_seconds(self.held_out)
         phases = {
