@@ -45,7 +45,6 @@ CASES = {
     "cj_grpo-llada": {"num_iterations": 2, "eos_policy": "eoser", "schedule": "ascending"},
     "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
     "tpg-sdar": {"num_iterations": 2, "denoising_steps": 4, "train_steps": 3, "beta": 0.1},
-    "tpg-dream": LORA | {"train_steps": 2, "remasking": "low_confidence_dynamic"},
     "sft-sdar": {"pack_length": 128, "max_length": 100},
     "sft-dream": LORA | {"cart_p": 0.2},
     "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
