@@ -445,7 +445,7 @@ OFFLINE = "--batch-size 4 --eval-limit 2 --max-steps 6"
 KILLED = {
     "bgpo LoRA on two ranks": ("bgpo", RUN + " --mc-num 2 --lora-rank 4", 2),
     "coupled_grpo on two ranks": ("coupled_grpo", RUN + " --ref-sync-steps 3", 2),
-    "tracerl's value model on two ranks": ("tracerl", RUN + " --value-model", 2),
+    "tracerl with a value model": ("tracerl", RUN + " --value-model --num-iterations 1", 1),
     "sft": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 1),
     "vrpo": ("vrpo", OFFLINE + " --mc-num 2", 1),
 }
