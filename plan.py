@@ -208,7 +208,7 @@ class Plan:
             "rollout": self.sampler_seconds(self.rollout),
             "old and reference values": values * frozen,
             "update": update,
-            "value model": (frozen + update) * self.value_model,
+            "value model": (2 * frozen + update) * self.value_model,
             "evaluations": evaluation / (self.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
