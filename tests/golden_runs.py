@@ -45,7 +45,7 @@ CASES = {
     "cj_grpo-llada2": LORA | {"num_iterations": 2, "denoising_steps": 4},
     "cj_grpo-llada": {"num_iterations": 2, "eos_policy": "eoser", "schedule": "ascending"},
     "dtreerpo-llada": LORA | {"num_iterations": 1, "branches": 2, "remasking": "entropy"},
-    "dtreerpo-sdar": {"num_iterations": 2, "num_generations": 8, "branches": 2, "height": 3},
+    "dtreerpo-sdar": {"num_iterations": 2, "branches": 2, "lambda_max": 1.0},
     "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
     "espo-llada": {"num_iterations": 2, "ref_sync_steps": 3, "epsilon": 4e-4},
     "ebpo-sdar": {"num_iterations": 2, "mc_num": 3},
