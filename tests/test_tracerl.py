@@ -128,7 +128,7 @@ def test_values_of_the_released_code(monkeypatch):
     """compute_returns_and_advantages_from_fragments and forward_process of train_sdar_value.py;
     between the two updates all weights below the head grow by a tenth, so that the clip acts.
     """
-    how = {"num_iterations": 2, "minibatches": False, "micro_batch_size": 3}
+    how = {"num_iterations": 2, "minibatches": False, "micro_batch_size": 3, "epsilon": 0.02}
     make, batch, args = released("sdar", shrink=2, gamma=0.9, lam=0.8, **how)
     model, found = make(), []
     model.value_head = torch.nn.Linear(96, 1, bias=False).requires_grad_(False)
@@ -151,7 +151,7 @@ def test_values_of_the_released_code(monkeypatch):
     torch.testing.assert_close(
         batch.token_advantages[:, ::3], torch.tensor(want), atol=1e-5, rtol=0
     )
-    assert found == pytest.approx([0.19179104, 9.8811535, 0.20081282, 13.583969], rel=1e-5)
+    assert found == pytest.approx([0.19179104, 9.8811535, 0.21356988, 11.113428], rel=1e-5)
 
 
 # --- identities and full graphs ------------------------------------------------------------------
