@@ -224,12 +224,13 @@ def test_as_many_problems_are_judged_at_once_as_memory_allows(tmp_path, monkeypa
     texts = [right, right, wrong, wrong, ""]
     assert livecodebench.score_batch(texts, problems) == [1, 1, 0, 0, 0]
     assert livecodebench.score_batch([], []) == []
+    assert 1 << 20 < livecodebench.free_memory() < 1 << 50
     asked, size = [], problems[0]["private"][2]
     passed = lambda jobs, workers: asked.append(workers) or [sandbox.Result("passed")] * len(jobs)
     monkeypatch.setattr(programs, "run_batch", passed)
-    for cores, most in ((16, 10**12), (16, 3 * size), (2, 0)):
+    for cores, free in ((16, 10**12), (16, 50 * size), (2, 0)):
         monkeypatch.setattr(livecodebench, "own_cores", lambda cores=cores: cores)
-        monkeypatch.setattr(livecodebench, "PACKED", most)
+        monkeypatch.setattr(livecodebench, "free_memory", lambda free=free: free)
         assert livecodebench.score_batch(texts, problems) == [1, 1, 1, 1, 0]
     assert asked == [16, 3, 1]
 
