@@ -449,7 +449,6 @@ KILLED = {
         *("dtreerpo", RUN + " --branches 2 --num-iterations 2 --lambda-max 1", 1),
         marks=pytest.mark.full,
     ),
-    "tracerl's value model on two ranks": ("tracerl", RUN + " --value-model", 2),
     "tracerl with a value model": ("tracerl", RUN + " --value-model --num-iterations 1", 1),
     "sft": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 1),
     "vrpo": ("vrpo", OFFLINE + " --mc-num 2", 1),
