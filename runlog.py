@@ -249,7 +249,7 @@ class Stop:
 def why_dead(steps, metrics, most):
     """A line with the figures that tell the reasons apart."""
     return (
-        f"warning: for {steps} steps all rewards of every group were equal: mean "
+        f"warning: for {steps} steps no completion had an advantage: mean reward "
         f"{metrics['reward/mean']:.3g}, std {metrics['reward/std']:.2g}; of the completions "
         f"{metrics['completion/truncated_frac']:.0%} are cut off, "
         f"{metrics['completion/empty_frac']:.0%} empty, "
@@ -441,6 +441,7 @@ LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2, "branche
 ABOVE_ZERO = {
     "temperature": "at 0 all completions of a group are the same, and none is better than another",
     "max_grad_norm": "gradients are scaled down to this norm; inf leaves them as they are",
+    "psi": "at 0 all weights of wd1 are 0",
 }
 
 

@@ -108,14 +108,14 @@ class Args:
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
     cache: Literal["none", "prefix", "dual"] = "none"
-    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    """Fast-dLLM's caches of bidirectional models: approximate; methods that replay refuse them"""
     rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
     """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
     # length of the run and evaluation
     max_steps: int = 100
     """rollouts"""
     dead_steps: int = 50
-    """end the run after so many steps in which no group has different rewards; 0: never"""
+    """end the run after so many steps in which no completion has an advantage; 0: never"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0

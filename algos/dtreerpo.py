@@ -122,14 +122,14 @@ class Args:
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
     cache: Literal["none", "prefix", "dual"] = "none"
-    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    """Fast-dLLM's caches of bidirectional models: approximate; methods that replay refuse them"""
     rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
     """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
     # length of the run and evaluation
     max_steps: int = 100
     """rollouts"""
     dead_steps: int = 50
-    """end the run after so many steps in which no group has different rewards; 0: never"""
+    """end the run after so many steps in which no completion has an advantage; 0: never"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -197,7 +197,7 @@ ROLLOUT = "temperature gen_length block_length denoising_steps remasking confide
 RECORDS = "steps"  # the trace holds the step maps
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
-DRAWS = lambda args, replays: args.height  # noisy copies of a completion in a step, at most
+DRAWS = lambda args, replays: 1  # a row is a segment, and most leaves have one of their own
 DRAWS_TOGETHER = False  # a row has one of them
 
 
@@ -231,7 +231,7 @@ def grow_trees(engine, stream, sampling, step, args):
             **sampling,
         )
         examples = [example for example in examples for _ in range(K)]
-    engine.make_room()
+    engine.release()  # what the last part holds; make_room is called once a rollout
     return trace, examples
 
 
@@ -256,8 +256,9 @@ def sample_masks(batch, iteration, args):
     """A row is a segment: what it reveals, up to the first EOS of its child, scored in one forward
     of its parent. Nothing is random, so that all iterations have the rows of the first.
 
-    A leaf's tokens and steps tell the nodes above it, so a segment is taken from the first leaf
-    below. Weights 1 / (tokens of the segment x segments), targets lambda q / positions.
+    The tokens and step map of a leaf determine all nodes above it, so a segment is read from the
+    first leaf below it. Weights 1 / (tokens of the segment x segments), targets lambda q /
+    positions.
     -> Rows, one per segment, K = 1, with targets [R, L]
     """
     if iteration > 0:

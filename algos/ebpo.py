@@ -5,8 +5,8 @@
     elbo  = mean over n draws of the sum over blocks of  tokens / masked * sum of lp over the masked
             every draw masks tokens of every block, near one noise level; earlier blocks are clean
 
-Block models alone. `diff algos/bgpo.py algos/ebpo.py` shows what the bound was for. Run it on the
-tiny model on CPU, or on GPUs:
+Block models only. `diff algos/bgpo.py algos/ebpo.py` shows what replaces BGPO's bounds. Run it on
+the tiny model on CPU, or on GPUs:
 
     python   algos/ebpo.py
     torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b
@@ -110,14 +110,14 @@ class Args:
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
     cache: Literal["none", "prefix", "dual"] = "none"
-    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    """Fast-dLLM's caches of bidirectional models: approximate; methods that replay refuse them"""
     rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
     """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
     # length of the run and evaluation
     max_steps: int = 100
     """rollouts"""
     dead_steps: int = 50
-    """end the run after so many steps in which no group has different rewards; 0: never"""
+    """end the run after so many steps in which no completion has an advantage; 0: never"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -176,7 +176,7 @@ BY_SIZE = {
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 # The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
-RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
+RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = False  # no KL in this method
 DRAWS = lambda args, replays: args.mc_num  # noisy copies of a completion in a step

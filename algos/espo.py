@@ -3,7 +3,8 @@
     loss  = mean over sequences of -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + beta KL
     ratio = exp((elbo - old) / L), L tokens;  KL = (elbo - ref)^2 / 2L
     elbo  = mean over pairs of masks of 1/2 [(n+1)/k lp(masked) + (n+1)/(n-k) lp(the rest, masked)]
-            k of n tokens masked, k ~ U{0..n}; a block model: in each block, given clean ones before
+            k of n tokens masked, k ~ U{0..n}; on a block model those of each block, given the clean
+            blocks before it
 
 `diff algos/d1.py algos/espo.py` is the method. Run it on the tiny model on CPU, or on GPUs:
 
@@ -113,14 +114,14 @@ class Args:
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
     cache: Literal["none", "prefix", "dual"] = "none"
-    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    """Fast-dLLM's caches of bidirectional models: approximate; methods that replay refuse them"""
     rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
     """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
     # length of the run and evaluation
     max_steps: int = 100
     """rollouts"""
     dead_steps: int = 50
-    """end the run after so many steps in which no group has different rewards; 0: never"""
+    """end the run after so many steps in which no completion has an advantage; 0: never"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -179,7 +180,7 @@ BY_SIZE = {
 # fields of Args that the sampler receives
 ROLLOUT = "temperature gen_length block_length denoising_steps remasking confidence_threshold cache"
 # The method: from here to `parallelize`. Further below: Batch, a rollout, and Rows, its masks.
-RECORDS = None  # read from the rollout besides tokens: "steps", "events" or "states"
+RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 USES_REF = True  # policy_loss has a KL to the reference
 DRAWS = lambda args, replays: 2 * args.mc_num  # noisy copies of a completion in a step

@@ -5,7 +5,7 @@
     loss  = mean over rows of the sum over a row's tokens, divided by --gen-length, of
             -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + kl_to_old KL(policy || old)
     A     = (reward - group mean) / group std; with --value-model GAE over the denoising steps, of
-            which the last earns this, with values of each token
+            which the last one earns this A, with a value for each token
 
 `diff algos/d1.py algos/tracerl.py` is the method. Run it on the tiny model on CPU, or on GPUs:
 
@@ -127,14 +127,14 @@ class Args:
     confidence_threshold: float = 0.9
     """low_confidence_dynamic reveals every token above it"""
     cache: Literal["none", "prefix", "dual"] = "none"
-    """Fast-dLLM's caches of bidirectional models: approximate; not with cj_grpo and mdpo"""
+    """Fast-dLLM's caches of bidirectional models: approximate; methods that replay refuse them"""
     rollout_backend: Literal["auto", "masked", "block", "lmdeploy"] = "auto"
     """sampler; auto: by the model's attention; lmdeploy: that package's engine, docs/lmdeploy.md"""
     # length of the run and evaluation
     max_steps: int = 100
     """rollouts"""
     dead_steps: int = 50
-    """end the run after so many steps in which no group has different rewards; 0: never"""
+    """end the run after so many steps in which no completion has an advantage; 0: never"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
     schedule_steps: int = 0
@@ -313,7 +313,7 @@ def value_loss(values, old, returns, c, args):
 
 
 def load_value_model(dtype, device, args):
-    """The initial policy under a value head: its logps are values. -> model, optimizer"""
+    """The initial policy with a value head, so that `logps` returns values. -> model, optimizer"""
     from models import add_value_head
 
     model = meta_model(args.model, dtype if args.lora_rank else torch.float32)

@@ -67,14 +67,15 @@ class BlockEngine(Engine):
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
             at = offset.clamp(0, canvas[0].shape[1] - 1)
-            known, steps, values = (held.gather(1, at) for held in canvas[:3])
-            is_known, num_forwards = (at == offset) & (steps >= 0), canvas[3]
-            tokens, step_map = tokens.where(~is_known, known), step_map.where(~is_known, steps)
+            known, known_steps, values = (held.gather(1, at) for held in canvas[:3])
+            is_known, num_forwards = (at == offset) & (known_steps >= 0), canvas[3]
+            tokens = tokens.where(~is_known, known)
+            step_map = step_map.where(~is_known, known_steps)
             logps = logps.where(~is_known, values)
         history = None
         if settings["records"]:  # what each step changes or draws, and an edited block's commit
-            steps = most_steps(settings) + 1
-            history = [values.repeat(steps, 1, 1) for values in (step_map, logps)]
+            most = most_steps(settings) + 1
+            history = [values.repeat(most, 1, 1) for values in (step_map, logps)]
         eos = torch.tensor(settings["eos_token_ids"], device=device)
 
         row = torch.arange(N, device=device)  # rows that are still generating
@@ -88,9 +89,10 @@ class BlockEngine(Engine):
             *results, forwards, changes = self._denoise(
                 forward, tokens[here], offset[here], sample_index[row], settings, first_step
             )
-            tokens[here], steps, block_logps = results
-            step_map[here] = torch.maximum(steps, step_map[here])  # -1 where not revealed
-            logps[here] += block_logps  # 0 where not revealed
+            tokens[here], block_steps, block_logps = results
+            # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
+            step_map[here] = torch.maximum(block_steps, step_map[here])
+            logps[here] += block_logps
             num_forwards[row] += forwards
             if settings["records"]:
                 for step, change in enumerate(changes):
@@ -163,8 +165,8 @@ class BlockEngine(Engine):
 
         forward(block) -> hidden states; block [R, n] tokens; offset [R, n]: their places in the
         completions, below 0 in the prompts; first_step: number of steps in earlier blocks
-        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step the new tokens (all drawn
-        ones for the record "draws"), -1 where none, and their log-probabilities [R, n]
+        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step the new tokens, -1 where
+        none, and their log-probabilities [R, n]. For the record "draws" every drawn token is new.
         """
         n, edits = block.shape[1], settings["editing_threshold"] is not None
         quotas = reveal_quota(n, settings["denoising_steps"])  # tokens to reveal at each step
@@ -172,8 +174,8 @@ class BlockEngine(Engine):
         step_map, logps, changes = torch.full_like(block, -1), 0.0, []
         working = masked.any(1)  # rows that need more forwards
         num_forwards, post_steps = torch.zeros_like(sample_index), torch.zeros_like(sample_index)
-        steps = settings["steps"]
-        for step in range(max(steps.start - first_step, 0), steps.stop - first_step):
+        part = settings["steps"]  # of all steps of the rollout
+        for step in range(max(part.start - first_step, 0), part.stop - first_step):
             if not working.any():
                 break
             key = settings["seed"], sample_index[:, None], offset, step
@@ -221,10 +223,12 @@ class BlockEngine(Engine):
             torch.where(on_canvas, values.gather(1, at), fill)
             for values, fill in zip(canvas, fills, strict=True)
         )
-        records = history and events_of(*history, sample_index, first)
+        records = None
         if settings["records"] == "draws":  # behind the canvas those of column 0: none
             drawn = history[0][: most_steps(settings)].take_along_dim(at[None], 2)
             records = {"draws": drawn.transpose(0, 1).int()}
+        elif history:
+            records = events_of(*history, sample_index, first)
         return Trace(
             [prompt_ids[i] for i in owner.tolist()], completion_ids,
             scored(completion_ids, canvas_length, eos), canvas_length, step_map,

@@ -154,8 +154,9 @@ class Engine:
 
     A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings,
     stop_at_eos) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]]; owner,
-    sample_index [N]. For a part of a rollout it also gets the canvas to continue: tokens, step map,
-    logps [N, L] and num_forwards [N], or None.
+    sample_index [N]. For a part of a rollout settings["steps"] is the range of its steps, counted
+    over all blocks, and it also gets the canvas to continue: tokens, step map, logps [N, L] and
+    num_forwards [N], or None.
     """
 
     # the values that this engine accepts

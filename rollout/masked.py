@@ -120,9 +120,10 @@ class MaskedEngine(Engine):
             block = Block(model, *rows, P, P + start, quota, first_step, kept)
             ids, steps, block_logps, forwards, history = self._denoise(block, settings)
             here = row, slice(start, end)
-            steps = torch.maximum(steps, step_map[here])  # -1 where not revealed
+            # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
+            steps = torch.maximum(steps, step_map[here])
             completion_ids[here], step_map[here] = ids, steps
-            logps[here] += block_logps  # 0 where not revealed
+            logps[here] += block_logps
             replay_map[here] = torch.where(steps >= 0, first_step + steps, -1)
             num_forwards[row] += forwards
             for entry in history:

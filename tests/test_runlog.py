@@ -226,7 +226,7 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert ends == [False] * 11 + [True] and stop.reason == "stopped as nothing is learned"
     warned, ended = capsys.readouterr().err.splitlines()
     assert warned == (
-        "warning: for 5 steps all rewards of every group were equal: mean 0.1, std 0; of the "
+        "warning: for 5 steps no completion had an advantage: mean reward 0.1, std 0; of the "
         "completions 25% are cut off, 50% empty, 75% distinct within their group; "
         "the run ends after 7 such steps (--dead-steps)"
     )
