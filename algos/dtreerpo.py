@@ -212,7 +212,7 @@ def grow_trees(engine, stream, sampling, step, forks, args):
         more = {"canvas": nodes[-1], "until": until}
         trace, examples = roll_out(engine, stream, sampling | more, step, part)
         nodes.append(trace)
-    engine.release()  # one make_room a rollout may keep memory that the update needs
+    engine.release()  # make_room of an earlier part may have kept what the update needs
     return nodes[1:], examples
 
 
