@@ -83,7 +83,7 @@ REFUSALS = [
     ("algos/ebpo.py --epsilon 1", "--epsilon 1.0 must be below 1"),
     ("algos/dtreerpo.py --branches 3 3", "--branches must multiply to --num-generations 8"),
     (
-        "algos/dtreerpo.py --branches 2 2 2 --gen-length 4",
+        f"algos/dtreerpo.py --branches 2 2 2 --gen-length 4 {ALGO} --out TMP",
         "--branches must multiply to --num-generations 8 and be at most as many as the 2 denoising",
     ),
     ("algos/dtreerpo.py --branches 8 1", "--branches 8 1 must be at least 2"),
