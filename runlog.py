@@ -433,7 +433,7 @@ def flags_of(args):
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.
 AT_LEAST_ONE = (
     "max_steps batch_size prompts_per_step num_iterations mc_num gen_length "
-    "denoising_steps max_length masks_per_timestep train_steps shrink lora_alpha height"
+    "denoising_steps max_length masks_per_timestep train_steps shrink lora_alpha"
 )
 # a group of one completion has nothing to compare it with
 LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2, "branches": 2}
@@ -454,15 +454,18 @@ def check_numbers(args):
             needed = "needs merged weights: add --lora-merged-rollout"
             raise SystemExit(f"--rollout-backend lmdeploy {needed}")
     for name, value in vars(args).items():
-        flag, least = f"--{name.replace('_', '-')}", LEAST.get(name, 0)
-        if type(value) in (int, float):
-            if name in ABOVE_ZERO and not value > 0:
-                raise SystemExit(f"{flag} {value} must be above 0: {ABOVE_ZERO[name]}")
-            if not value >= least:
-                raise SystemExit(f"{flag} {value} must be at least {least}")
-        if name == "betas" and not all(0 <= beta < 1 for beta in value):
-            betas = " ".join(map(str, value))
-            raise SystemExit(f"{flag} {betas} must be at least 0 and below 1")
+        values, least = value if isinstance(value, tuple) else (value,), LEAST.get(name, 0)
+        flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
+        if name == "betas" and not all(0 <= beta < 1 for beta in values):
+            raise SystemExit(f"{flag} must be at least 0 and below 1")
+        if name == "accuracy_range" and not values[0] <= values[1]:
+            raise SystemExit(f"{flag}: the lower end comes first")
+        for number in values:
+            if type(number) in (int, float):
+                if name in ABOVE_ZERO and not number > 0:
+                    raise SystemExit(f"{flag} must be above 0: {ABOVE_ZERO[name]}")
+                if not number >= least:
+                    raise SystemExit(f"{flag} must be at least {least}")
     return args
 
 

@@ -74,10 +74,9 @@ class Args:
     """of the rollout, and of the scored distribution (official config: 0.9)"""
     num_generations: int = 16
     """leaves of a tree, the completions of a prompt (official: 4 x 4)"""
-    branches: int = 4
-    """children of a node; the root has num_generations / branches^(height - 1) (official: 4)"""
-    height: int = 2
-    """segments from the root to a leaf, of equally many denoising steps (official: 2)"""
+    branches: tuple[int, ...] = (4, 4)
+    """children of a node, the root's first; all paths are cut into as many segments, of equally
+    many denoising steps (official: 4 4)"""
     num_iterations: int = 12
     """updates per rollout, mu (official dtreerpo.yaml: 12, for each parent)"""
     epsilon: float = 0.4
@@ -85,7 +84,8 @@ class Args:
     beta: float = 0.01
     """KL coefficient (official dtreerpo.yaml: 0.01)"""
     lambda_max: float = 3e-3
-    """weight of the self-distillation at the end (official dtreerpo.yaml: 3e-3)"""
+    """weight of the self-distillation at the end of the run, or after --schedule-steps, which a
+    resumed run with more --max-steps needs to go on as planned (official dtreerpo.yaml: 3e-3)"""
     gamma: float = 2.0
     """exponential growth of this weight (official dtreerpo.yaml: 2)"""
     tau_max: float = 2.0
@@ -184,9 +184,10 @@ class Args:
 
 
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
-# all weights. Empty: as above. All weights: our rate.
+# all weights; of real bidirectional models in addition "bidirectional". Empty: as above.
+# All weights: our rate.
 BY_SIZE = {
-    "tiny": {"learning_rate": 3e-4, "num_iterations": 4, "branches": 2},
+    "tiny": {"learning_rate": 3e-4, "num_iterations": 4, "branches": (4, 2)},
     "lora": {},
     "full": {"learning_rate": 5e-7},
     "bidirectional": {"cache": "none"},
@@ -201,38 +202,18 @@ DRAWS = lambda args, replays: 1  # a row is a segment, and most leaves have one 
 DRAWS_TOGETHER = False  # a row has one of them
 
 
-def branching(args):
-    """-> children of a node at each depth, the root's first: height ints"""
-    K, s = args.branches, args.height
-    return [args.num_generations // K ** (s - 1)] + [K] * (s - 1)
-
-
-def forks(block_length, args):
-    """-> the denoising steps before which nodes branch, without the root: height - 1 ints"""
-    steps = math.ceil(args.gen_length / block_length) * args.denoising_steps
-    return [s * steps // args.height for s in range(1, args.height)]
-
-
-def grow_trees(engine, stream, sampling, step, args):
-    """Partial rollouts, each continued from its fork on by all children of that node. -> Trace of
-    the leaves, example of each
+def grow_trees(engine, stream, sampling, step, forks, args):
+    """Roll out in parts. All children of a node continue its canvas, from the denoising step `fork`
+    of its depth on. -> Traces of the nodes at each depth, leaves last; example of each leaf
     """
-    trunk, until = copy(args), [*forks(engine.block_length(args.block_length), args), None]
-    trunk.num_generations, *later = branching(args)
-    trace, examples = roll_out(engine, stream, sampling | {"until": until[0]}, step, trunk)
-    for K, end in zip(later, until[1:], strict=True):
-        trace = engine.generate(
-            trace.prompt_ids,
-            canvas=trace,
-            until=end,
-            num_samples=K,
-            seed=trace.settings["seed"],
-            sample_offset=K * int(trace.sample_index[0]),
-            **sampling,
-        )
-        examples = [example for example in examples for _ in range(K)]
-    engine.release()  # what the last part holds; make_room is called once a rollout
-    return trace, examples
+    part, nodes = copy(args), [None]
+    for depth, until in enumerate([*forks, None], 1):
+        part.num_generations = math.prod(args.branches[:depth])
+        more = {"canvas": nodes[-1], "until": until}
+        trace, examples = roll_out(engine, stream, sampling | more, step, part)
+        nodes.append(trace)
+    engine.release()  # make_room of an earlier part may have kept what the update needs
+    return nodes[1:], examples
 
 
 def schedule(progress, args):
@@ -248,37 +229,28 @@ def sibling_targets(A, active, tau):
     A [F, K], active [F, K, L] bool, of the K children of F nodes -> [F, K, L], sums over K: 1 or 0
     """
     kept = active & (A > 0)[..., None]
-    weights = (A / tau)[..., None].masked_fill(~kept, -math.inf).softmax(1)
-    return weights.masked_fill(~kept, 0.0)
+    return (A / tau)[..., None].where(kept, -math.inf).softmax(1).where(kept, 0.0)
 
 
 def sample_masks(batch, iteration, args):
     """A row is a segment: what it reveals, up to the first EOS of its child, scored in one forward
     of its parent. Nothing is random, so that all iterations have the rows of the first.
 
-    The tokens and step map of a leaf determine all nodes above it, so a segment is read from the
-    first leaf below it. Weights 1 / (tokens of the segment x segments), targets lambda q /
-    positions.
+    Its tokens are read from the first leaf below it. Weights 1 / (tokens of the segment x
+    segments), targets lambda q / positions.
     -> Rows, one per segment, K = 1, with targets [R, L]
     """
     if iteration > 0:
         return None
-    trace, A, ids, segments = batch.trace, batch.advantages, batch.trace.completion_ids, []
-    is_eos = torch.isin(ids, ids.new_tensor(trace.settings["eos_token_ids"]))
-    block = batch.block_ids - batch.block_ids[:, :1]
-    step = block * args.denoising_steps + trace.replay_map  # of the whole rollout
-    fork = ids.new_tensor(forks(trace.settings["block_length"], args))
-    depth = torch.bucketize(step, fork, right=True)  # [B, L], of the segment of each token
-    depth[trace.step_map < 0] = args.height
     weight, tau = schedule(batch.progress, args)
-    for s, K in enumerate(branching(args)):
-        # the first leaf below each child
-        index = torch.arange(0, len(ids), args.branches ** (args.height - 1 - s), device=ids.device)
-        here = depth[index]
-        ends = (is_eos[index] & (here <= s)).long()
-        active = (here == s) & (ends.cumsum(1) == ends)
-        targets = sibling_targets(A[index, s].view(-1, K), active.view(-1, K, ids.shape[1]), tau)
-        segments.append((index, here >= s, active, A[index, s], targets.flatten(0, 1)))
+    (B, L), segments = batch.completion_mask.shape, []
+    masked = torch.ones_like(batch.completion_mask[:: args.num_generations])  # in the roots
+    for s, (child, K) in enumerate(zip(batch.nodes, args.branches, strict=True)):
+        index = torch.arange(0, B, B // len(child.step_map))  # the first leaf below each
+        before, masked = masked.repeat_interleave(K, 0), child.step_map[:, :L] < 0
+        active, A = before & ~masked & child.completion_mask[:, :L], batch.advantages[index, s]
+        targets = sibling_targets(A.view(-1, K), active.unflatten(0, (-1, K)), tau)
+        segments.append((index, before, active, A, targets.flatten(0, 1)))
     index, masked, active, A, targets = map(torch.cat, zip(*segments, strict=True))
     num_segments, num_positions = all_reduce(
         {"segments": len(index), "positions": targets.sum()}
@@ -299,10 +271,10 @@ def estimate_logps(logps, rows, args):
 def compute_advantages(rewards, args):
     """Leave-one-out over siblings; the value of a node is the mean over its children.
 
-    rewards [B] of the leaves -> [B, height], of the segments from the root to each leaf
+    rewards [B] of the leaves -> [B, depth], of the segments from the root to each leaf
     """
     values, advantages = rewards, []
-    for K in reversed(branching(args)):
+    for K in reversed(args.branches):
         siblings = values.view(-1, K)
         gap = siblings - siblings[:, :1]  # equal values give exactly 0
         A = (gap - gap.mean(1, keepdim=True)) * K / (K - 1)
@@ -643,12 +615,14 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 
 def main(args):
-    K = branching(args)[0]
-    if K < 2 or K * args.branches ** (args.height - 1) != args.num_generations:
+    block = args.block_length or meta_model(args.model).block_length
+    steps, depth = math.ceil(args.gen_length / block) * args.denoising_steps, len(args.branches)
+    if math.prod(args.branches) != args.num_generations or depth > steps:
         raise SystemExit(
-            f"--num-generations {args.num_generations} must be --branches {args.branches} to the "
-            f"power of --height {args.height} - 1, times at least 2: the children of the root"
+            f"--branches must multiply to --num-generations {args.num_generations} and be at most "
+            f"as many as the {steps} denoising steps"
         )
+    forks = [s * steps // depth for s in range(1, depth)]
     # >>> shared: start
     device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
@@ -670,13 +644,14 @@ def main(args):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
         with clock("rollout"):
-            trace, examples = grow_trees(engine, stream, sampling, step, args)
+            nodes, examples = grow_trees(engine, stream, sampling, step, forks, args)
+            trace = nodes[-1]
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
             rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
         batch = Batch(trace, model)
         # <<< shared: rollout
-        batch.advantages = compute_advantages(rewards, args)  # [B, height]
+        batch.nodes, batch.advantages = nodes, compute_advantages(rewards, args)  # [B, depth]
         batch.progress = min(step / (args.schedule_steps or args.max_steps), 1.0)
         # >>> shared: update
         with clock("update"), router_metrics(model) as routing:

@@ -171,7 +171,8 @@ class Args:
 
 
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
-# all weights. Empty: as above. LoRA: d1's rate.
+# all weights; of real bidirectional models in addition "bidirectional". Empty: as above.
+# LoRA: d1's rate.
 BY_SIZE = {
     "tiny": {"learning_rate": 3e-4, "prompts_per_step": 32, "denoising_steps": 4},
     "lora": {"learning_rate": 3e-6, "remasking": "sequential"},
@@ -553,11 +554,18 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 
 def main(args):
-    n = args.block_length or meta_model(args.model).block_length
+    import os
+
+    net = meta_model(args.model)
+    n = args.block_length or net.block_length
     if args.denoising_steps != n:
         raise SystemExit(
             f"--denoising-steps {args.denoising_steps}: left to right, a block of {n} takes {n}"
         )
+    passes = DRAWS(args, args.gen_length) if net.attention == "bidirectional" else 1
+    total = passes * args.num_iterations * args.prompts_per_step * args.num_generations
+    if os.environ.get("RANK", "0") == "0":  # once, before weights are read
+        print(f"a step takes up to {total:,} forward and backward passes, {passes} a completion")
     # >>> shared: start
     device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
@@ -575,9 +583,6 @@ def main(args):
         if args.eval_limit:
             log.write(0, score("test", "test"))
     # <<< shared: start
-    passes = DRAWS(args, args.gen_length) if model.attention == "bidirectional" else 1
-    total = passes * args.num_iterations * args.prompts_per_step * args.num_generations
-    log.say(f"a step takes up to {total:,} forward and backward passes, {passes} a completion")
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)

@@ -177,7 +177,8 @@ class Args:
 
 
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
-# all weights. Empty: as above. LoRA: d1's rate.
+# all weights; of real bidirectional models in addition "bidirectional". Empty: as above.
+# LoRA: d1's rate.
 BY_SIZE = {
     "tiny": {"learning_rate": 3e-4, "train_steps": 4},
     "lora": {"learning_rate": 3e-6},

@@ -168,7 +168,8 @@ class Args:
 
 
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
-# all weights. Empty: as above. All weights: BGPO's rate.
+# all weights; of real bidirectional models in addition "bidirectional". Empty: as above.
+# All weights: BGPO's rate.
 BY_SIZE = {
     "tiny": {"learning_rate": 3e-4},
     "lora": {},

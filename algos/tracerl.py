@@ -184,7 +184,8 @@ class Args:
 
 
 # Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
-# all weights. Empty: as above. LoRA: d1's rate, and updates of 256 rows as released.
+# all weights; of real bidirectional models in addition "bidirectional". Empty: as above.
+# LoRA: d1's rate, and updates of 256 rows as released.
 BY_SIZE = {
     "tiny": {
         "learning_rate": 3e-4,
@@ -207,36 +208,32 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 
 def trace_rounds(batch, args):
-    """Sort the denoising steps of each likelihood block and merge every `shrink` of them.
+    """Sort the denoising steps of a completion and merge every `shrink` of them. Those of a block
+    model count anew in each block, which leaves none out.
 
-    -> [B, L] number of the round that reveals a token, from 0 in each block; K where never revealed
+    -> [B, L] number of the round that reveals a token, from 0; K where never revealed
     """
     replay, n = batch.trace.replay_map, batch.trace.num_replays
-    block, revealed = batch.block_ids - batch.block_ids.min(), replay >= 0
-    step = block * n + replay.clamp(min=0)
-    made = torch.zeros(len(step), n * (int(block.max()) + 1), device=step.device)
-    made = made.scatter_reduce(1, step, revealed.float(), "amax").view(len(step), -1, n)
-    rank = (made.cumsum(2).flatten(1).gather(1, step) - 1).long()
-    return torch.where(revealed, rank // args.shrink, DRAWS(args, n))
+    step = replay.clamp(min=0)  # step 0 always reveals a token
+    rank = step.new_zeros(len(step), n).scatter(1, step, 1).cumsum(1).gather(1, step) - 1
+    return torch.where(replay < 0, DRAWS(args, n), rank // args.shrink)
 
 
 def sample_masks(batch, iteration, args):
     """Draw k is the state before round k, of all blocks at once, and scores what round k revealed.
 
-    Nothing is random. Rows whose advantage is 0 and those of other updates are left out.
-    -> Rows, R <= B, K rounds; each token up to the EOS is scored in one draw of one update
+    Nothing is random. Completions whose advantage is 0 and those of other updates have weight 0.
+    -> Rows, R = B, K rounds; each token up to the EOS is scored in one draw of one update
     """
     mine = batch.advantages != 0
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
-    index = mine.nonzero()[:, 0] if mine.any() else mine.long().topk(1).indices  # all ranks run
-    rounds = trace_rounds(batch, args)[index, None]  # [R, 1, L]
+    rounds = trace_rounds(batch, args)[:, None]  # [B, 1, L]
     k = torch.arange(DRAWS(args, batch.trace.num_replays), device=rounds.device)[:, None]
-    scored = (rounds == k) & batch.completion_mask[index, None] & mine[index, None, None]
+    scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
-    masked = torch.nn.functional.pad(rounds >= k, (batch.P, 0))
-    rows = Rows(batch, masked, scored / size, index)
-    rows.sequence = index
+    rows = Rows(batch, torch.nn.functional.pad(rounds >= k, (batch.P, 0)), scored / size)
+    rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
     return rows
@@ -251,9 +248,9 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, divided by the biased std; 0 in a group without spread or with a
     mean outside of accuracy_range. [B] -> [B]
     """
-    groups, (low, high) = rewards.view(-1, args.num_generations), args.accuracy_range
-    mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=0, keepdim=True)
-    is_trained = (std > 1e-4) & (low <= mean) & (mean <= high)
+    groups = rewards.view(-1, args.num_generations)
+    std, mean = torch.std_mean(groups, 1, correction=0, keepdim=True)
+    is_trained = (std > 1e-4) & (mean == mean.clamp(*args.accuracy_range))
     return torch.where(is_trained, (groups - mean) / std, 0.0).flatten()
 
 
@@ -262,13 +259,13 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old [R, K, L] -> loss, metrics
     """
-    batch, sequence, c = rows.batch, rows.sequence, rows.weights / rows.total  # c [R, K, L]
-    if hasattr(batch, "returns"):  # estimates are values
-        loss = value_loss(estimates, old, batch.returns[sequence, None], c, args)
-        return loss, {}
+    batch, c, log_ratio = rows.batch, rows.weights / rows.total, estimates - old  # [R, K, L]
+    if hasattr(batch, "returns"):  # of the value model: estimates are values
+        near = old + log_ratio.clamp(-args.epsilon, args.epsilon)
+        gaps = torch.stack([estimates, near]) - batch.returns[rows.sequence, None]
+        return (gaps.square().amax(0) * c).sum() / 2, {}
     # [R, 1, 1], or with a value model [R, 1, L]
-    A = getattr(batch, "token_advantages", batch.advantages[:, None])[sequence, None]
-    log_ratio = estimates - old
+    A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
     ratio = log_ratio.clamp(-10, 10).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
@@ -282,44 +279,33 @@ def policy_loss(estimates, old, ref, rows, args):
     }
 
 
-def gae(outcome, values, steps, args):
+def gae(outcome, values, steps, gamma, lam):
     """Generalised advantage estimation over denoising steps, the last of which earns the outcome.
+    With values of 0 and lam 1 these are the returns.
 
     outcome [B]; values, steps [B, L], steps: when a token was revealed, -1 where it is not scored
-    -> advantages, returns [B, L]
+    -> advantages [B, L]
     """
-    r = outcome[:, None] * (steps == steps.amax(1, keepdim=True))
-    A, R = torch.zeros_like(values), torch.zeros_like(values)
-    # means over the tokens of the step that follows
-    A_next, R_next, V_next = values.new_zeros(3, len(values), 1)
+    reward = outcome[:, None] * (steps == steps.amax(1, keepdim=True))
+    A, later = torch.zeros_like(values), 0.0  # [B, 1]: V + lam A, mean over the step that follows
     for t in steps[steps >= 0].unique().flip(0):
         here = steps == t
-        A = torch.where(here, r - values + args.gamma * (V_next + args.lam * A_next), A)
-        R = torch.where(here, r + args.gamma * R_next, R)
+        A = torch.where(here, reward - values + gamma * later, A)
         n = here.sum(1, keepdim=True)
-        A_next, R_next, V_next = (
-            torch.where(n > 0, (x * here).sum(1, keepdim=True) / n, x_next)
-            for x, x_next in ((A, A_next), (R, R_next), (values, V_next))
-        )
-    return A, R
+        mean = ((values + lam * A) * here).sum(1, keepdim=True) / n
+        later = torch.where(n > 0, mean, later)
+    return A
 
 
-def value_loss(values, old, returns, c, args):
-    """Squared error, the larger of plain and clipped to old values. values, old, c [R, K, L],
-    returns [R, 1, L]
-    """
-    near = old + (values - old).clamp(-args.epsilon, args.epsilon)
-    return (torch.maximum((values - returns) ** 2, (near - returns) ** 2) * c).sum() / 2
-
-
-def load_value_model(dtype, device, args):
+def load_value_model(policy, args):
     """The initial policy with a value head, so that `logps` returns values. -> model, optimizer"""
     from models import add_value_head
 
-    model = meta_model(args.model, dtype if args.lora_rank else torch.float32)
+    head = policy.lm_head.weight
+    model = meta_model(args.model, head.dtype)
     if args.lora_rank:
         add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    model = load_weights(parallelize(add_value_head(model), args), device)
+    model = load_weights(parallelize(add_value_head(model), args), head.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     decay, fused = args.weight_decay, torch.cuda.is_available()
     return model, torch.optim.AdamW(trained, betas=args.betas, weight_decay=decay, fused=fused)
@@ -330,19 +316,17 @@ def update_values(model, optimizer, batch, step, args):
 
     -> metrics of the last update
     """
-    replace = lambda **fields: Args(**vars(args) | fields)
-    rows = sample_masks(batch, 0, replace(minibatches=False)).split(args.micro_batch_size)
-    r, k, j = rows.weights.nonzero(as_tuple=True)
-    values = torch.zeros(batch.completion_mask.shape, device=r.device)  # [B, L]
-    found = frozen_estimates(model, rows, args)
-    values[rows.sequence[r], j] = found[r, k, j].to(values)
-    rounds = trace_rounds(batch, args)
-    steps = batch.block_ids * (rounds.max() + 1) + rounds
-    steps = torch.where(batch.completion_mask, steps, -1)
-    batch.token_advantages, returns = gae(batch.advantages, values, steps, args)
+    from dataclasses import replace
+
+    (rows,) = prepare_rows(model, None, batch, replace(args, num_iterations=1))  # of all updates
+    values = frozen_estimates(model, rows, args).sum(1)
+    values = values.new_zeros(batch.completion_mask.shape).index_add(0, rows.sequence, values)
+    steps = batch.block_ids * args.gen_length + trace_rounds(batch, args)
+    steps = steps.where(batch.completion_mask, -1)
+    batch.token_advantages = gae(batch.advantages, values, steps, args.gamma, args.lam)
     critic = copy(batch)
-    critic.returns = returns
-    rate = replace(learning_rate=args.value_learning_rate)
+    critic.returns = gae(batch.advantages, 0 * values, steps, args.gamma, 1)
+    rate = replace(args, learning_rate=args.value_learning_rate)
     metrics = update(model, None, optimizer, critic, step, rate)
     return {"value/loss": metrics["loss/total"], "value/grad_norm": metrics["optim/grad_norm"]}
 
@@ -675,8 +659,8 @@ def main(args):
             log.write(0, score("test", "test"))
     # <<< shared: start
     if args.value_model:
-        value_model, value_optimizer = load_value_model(engine.dtype, device, args)
-        saves.include(value_model, value_optimizer, start)
+        critic = load_value_model(model, args)
+        saves.include(*critic, start)
     for step in range(start, args.max_steps):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
@@ -690,7 +674,7 @@ def main(args):
         batch.advantages, values = compute_advantages(rewards, args), {}
         if args.value_model:
             with clock("value"):
-                values = update_values(value_model, value_optimizer, batch, step, args)
+                values = update_values(*critic, batch, step, args)
         # >>> shared: update
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, ref_model, optimizer, batch, step, args)

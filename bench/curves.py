@@ -71,6 +71,14 @@ METHODS = {
     "cj_grpo": lambda p, forwards: {"num_iterations": max(1, p // forwards)},
     "mdpo": lambda p, forwards: {"num_iterations": 1, "train_steps": p},
     "wd1": lambda p, forwards: {"num_iterations": p},
+    # A token a step, of which a rollout has twice as many: one pass scores one of each block.
+    "justgrpo": lambda p, forwards: {
+        "num_iterations": max(1, p // (2 * forwards)),
+        "positions": p,
+        "denoising_steps": 2 * STEPS_PER_BLOCK,
+    },
+    # A tree has 4 + 8 segments and 8 leaves.
+    "dtreerpo": lambda p, forwards: {"num_iterations": max(1, 2 * p // 3), "branches": (4, 2)},
     "tpg": lambda p, forwards: {"num_iterations": max(1, p // forwards), "train_steps": p},
 }
 SHARED = {"num_generations": 8, "temperature": 1.0, "denoising_steps": STEPS_PER_BLOCK}

@@ -1,7 +1,8 @@
 """Redraw the figures and tables of the docs from the runs kept in docs/curves: `python
 docs/plot.py`.
 
-docs/curves/<method>/<name>.jsonl is the metrics.jsonl of a run (here without the timings), and
+docs/curves/<method>/<name>.jsonl is the metrics.jsonl of a run (here without the timings),
+docs/curves/tiny-sdar/<method>.jsonl that of a method's plain command, and
 docs/curves/comparison/<size>.jsonl holds one run per line, written by bench/curves.py.
 """
 
@@ -54,7 +55,8 @@ def draw(folder):
                 for _, values in run.filter(regex=f"^({pattern})$").items():
                     mean = values.dropna().rolling(11 if style == "-" else 1, center=True).mean()
                     axes.plot(mean, style, color=f"C{color}", markersize=8)
-        axes.legend(frameon=False, fontsize=8)
+        place = "lower center" if len(runs) > 3 else "best"  # a long list would cover stars
+        axes.legend(loc=place, frameon=False, fontsize=8)
     figure.suptitle(f"{folder.name}\n(lines: mean over 11 steps; dots: validation; stars: test)")
     finish(figure, folder.name)
 

@@ -319,8 +319,9 @@ class Engine:
 
         A rollout may be made in parts. until: the step before which this one stops; the steps of
         block b begin with number b * denoising_steps. What is not yet revealed then has step_map
-        -1. canvas: such a Trace, made under the same settings: its row p, instead of masks alone,
-        is what the samples of prompt p continue. Parts keep no events or states.
+        -1. canvas: such a Trace of the same prompts, made under the same settings: its rows,
+        instead of masks alone, are what the samples continue, an equal number each row. Parts keep
+        no events or states.
         """
         is_part = canvas is not None or until is not None
         settings = self._settings("steps" if is_part else records, sampling)
@@ -339,7 +340,14 @@ class Engine:
             if not 0 <= min(ids) <= max(ids) < V:
                 held = f"prompt {i} holds an id outside of the model's 0 to {V - 1}"
                 raise SystemExit(f"{held}: is the tokenizer the model's?")
-        samples = torch.arange(len(prompt_ids) * num_samples, device=self.device)
+        number = len(prompt_ids) * num_samples
+        if canvas:
+            rows = len(canvas.step_map)
+            held = [ids for ids in prompt_ids for _ in range(rows // len(prompt_ids))]
+            if number % rows or canvas.prompt_ids != held:
+                same = "with its own prompts, by an equal number of samples each row"
+                raise ValueError(f"a canvas is continued {same}")
+        samples = torch.arange(number, device=self.device)
         parts = []
         at_once = self.refills and not is_part
         batches = [samples] if at_once else samples.split(self.max_batch_size)
@@ -347,7 +355,7 @@ class Engine:
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
             rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
             if is_part:
-                rows += (canvas and canvas.canvas(batch // num_samples),)
+                rows += (canvas and canvas.canvas(batch * len(canvas.step_map) // number),)
             try:
                 parts.append(self._generate(prompt_ids[first : last + 1], *rows))
             except torch.OutOfMemoryError:

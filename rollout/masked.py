@@ -138,12 +138,13 @@ class MaskedEngine(Engine):
                 break
             start = end
             first_step += len(quota)
-        completion_ids = completion_ids.where(step_map >= 0, model.pad_token_id)
         canvas_length = torch.full_like(sample_index, L)
+        # before masks become padding, which may be an EOS
+        completion_mask = scored(completion_ids, canvas_length, model.eos_token_ids)
+        completion_ids = completion_ids.where(step_map >= 0, model.pad_token_id)
         return Trace(
-            prompt_ids, completion_ids, scored(completion_ids, canvas_length, model.eos_token_ids),
-            canvas_length, step_map, replay_map, logps, sample_index, num_forwards, settings,
-            records and vars(records),
+            prompt_ids, completion_ids, completion_mask, canvas_length, step_map, replay_map, logps,
+            sample_index, num_forwards, settings, records and vars(records),
         )  # fmt: skip
 
     def _denoise(self, block, settings):

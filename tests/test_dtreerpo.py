@@ -1,5 +1,6 @@
 """d-TreeRPO: the segments, advantages and targets of trees."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -30,15 +31,19 @@ def one_rank(monkeypatch):
 def grow(model, prompts, rewards, **settings):
     """-> args, batch and rows of trees; rewards: those of a tree's leaves"""
     engine = model if hasattr(model, "generate") else make_engine(model)
-    shape = {"num_generations": 12, "branches": 2, "gen_length": 8, "block_length": 4, "height": 3}
+    shape = {"num_generations": 12, "branches": (3, 2, 2), "gen_length": 8, "block_length": 4}
     args = dtreerpo.Args(prompts_per_step=len(prompts), **shape | settings)
     sampling = {name: getattr(args, name) for name in dtreerpo.ROLLOUT.split()}
     stream = [(str(ids), ids) for ids in prompts]
-    trace, examples = dtreerpo.grow_trees(engine, stream, sampling, 0, args)
+    depth, steps = len(args.branches), -(-args.gen_length // args.block_length)
+    forks = [s * steps * args.denoising_steps // depth for s in range(1, depth)]
+    nodes, examples = dtreerpo.grow_trees(engine, stream, sampling, 0, forks, args)
+    trace = nodes[-1]
     assert examples == [str(ids) for ids in trace.prompt_ids]
     batch = dtreerpo.Batch(trace, engine.model)
     rewards = torch.tensor(rewards * len(prompts))
-    batch.advantages, batch.progress = dtreerpo.compute_advantages(rewards, args), 0.4
+    batch.nodes, batch.progress = nodes, 0.4
+    batch.advantages = dtreerpo.compute_advantages(rewards, args)
     return args, batch, dtreerpo.sample_masks(batch, 0, args)
 
 
@@ -47,13 +52,13 @@ REWARDS = [3.0, 2, 1, 0, 0, 0, 1, 2, 5, 0, 0, 1]
 
 def test_advantages():
     """By hand; those of siblings add up to 0, and equal rewards give exactly 0."""
-    args = dtreerpo.Args(num_generations=6, branches=2)
+    args = dtreerpo.Args(branches=(3, 2))
     want = [[2.25, 1], [2.25, -1], [-0.75, 1], [-0.75, -1], [-1.5, 0], [-1.5, 0]]
     got = dtreerpo.compute_advantages(torch.tensor(2 * [3.0, 2, 1, 0, 0, 0]), args)
     assert got.tolist() == 2 * want
-    args = dtreerpo.Args(num_generations=24, branches=2, height=4)
+    args = dtreerpo.Args(branches=(3, 2, 2, 2))
     got = dtreerpo.compute_advantages(torch.rand(48).double(), args)
-    for s, K in enumerate(dtreerpo.branching(args)):
+    for s, K in enumerate(args.branches):
         sums = got[:: 2 ** (3 - s), s].view(-1, K).sum(1)
         assert sums.abs().max() < 1e-12 < got[:, s].abs().min()
     assert not dtreerpo.compute_advantages(torch.full((48,), 0.7), args).any()
@@ -62,21 +67,24 @@ def test_advantages():
 def along_paths(args, values):
     """Sums of values [R, L] over the segments from the root to each leaf of the only tree"""
     total, first = 0, 0
-    for s in range(args.height):
-        leaves = args.branches ** (args.height - 1 - s)
+    for s in range(len(args.branches)):
+        leaves = math.prod(args.branches[s + 1 :])
         number = args.num_generations // leaves
         total = total + values[first : first + number].repeat_interleave(leaves, 0)
         first += number
     return total
 
 
-ONE_STEP = {"num_generations": 96, "temperature": 1.5}
+ONE_STEP = {"num_generations": 96, "temperature": 1.5, "branches": (24, 2, 2)}
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
 def test_segments_of_one_step(family):
     """They give the product of the probabilities with which the tokens up to the EOS were drawn."""
-    model, shape = model_of(SIZES[family], scale=9), ONE_STEP | {"height": 4, "denoising_steps": 2}
+    model, shape = (
+        model_of(SIZES[family], scale=9),
+        ONE_STEP | {"branches": (12, 2, 2, 2), "denoising_steps": 2},
+    )
     args, batch, rows = grow(model, [[3, 4, 5, 6, 7, 8, 9, 10]], 8 * REWARDS, **shape)
     with torch.no_grad():
         logps = dtreerpo.draw_logps(model, rows)[:, 0].double()

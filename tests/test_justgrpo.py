@@ -114,3 +114,13 @@ def test_the_gradient_is_that_of_the_released_code():
     torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=0)
     justgrpo.backward(model, rows, 1.0, args)
     assert gradient(model).norm().item() == pytest.approx(43.611939, rel=1e-5)
+
+
+def test_the_cost_is_said_before_weights_are_read(monkeypatch, capsys):
+    monkeypatch.setattr(justgrpo, "setup_distributed", lambda: 1 / 0)
+    passes = {"tiny-llada": (3, 1536), "tiny-sdar": (1, 512)}
+    for model, (each, total) in passes.items():
+        how = {"block_length": 1, "denoising_steps": 1} if each > 1 else {"denoising_steps": 4}
+        with pytest.raises(ZeroDivisionError):
+            justgrpo.main(justgrpo.Args(model=model, positions=3, **how))
+        assert f"{total:,} forward and backward passes, {each} a comp" in capsys.readouterr().out

@@ -446,7 +446,7 @@ KILLED = {
     "bgpo LoRA on two ranks": ("bgpo", RUN + " --mc-num 2 --lora-rank 4", 2),
     "coupled_grpo on two ranks": ("coupled_grpo", RUN + " --ref-sync-steps 3", 2),
     "dtreerpo": pytest.param(
-        *("dtreerpo", RUN + " --branches 2 --num-iterations 2 --lambda-max 1", 1),
+        *("dtreerpo", RUN + " --branches 2 2 --num-iterations 2 --lambda-max 1", 1),
         marks=pytest.mark.full,
     ),
     "tracerl with a value model": ("tracerl", RUN + " --value-model --num-iterations 1", 1),

@@ -372,14 +372,19 @@ def test_parts_make_the_whole_rollout(family):
         for engine in make_engine(model, max_batch_size=4), fast_of(model, 4):
             first = part = engine.generate(prompts, until=2, **OPTIONS | how)
             for until in (3, 4, 5, 9, None):
-                again = {"num_samples": 1, "canvas": part, "until": until}
-                part = engine.generate(part.prompt_ids, **OPTIONS | how | again)
+                again = {"canvas": part, "until": until}
+                part = engine.generate(prompts, **OPTIONS | how | again)
             assert same_draws(part, whole, forwards=False)
             new = {"canvas": first, "seed": 9}
             forked.append(engine.generate(first.prompt_ids, **OPTIONS | how | new))
-        assert same_draws(*forked, forwards=False)
+            forked.append(engine.generate(prompts, **OPTIONS | how | new | {"num_samples": 9}))
+            assert all(same_draws(forked[0], one, forwards=False) for one in forked)
+    options = OPTIONS | how | {"canvas": part}
     with pytest.raises(ValueError, match="under the settings"):
-        engine.generate(part.prompt_ids, canvas=part, **OPTIONS | {"denoising_steps": 2})
+        engine.generate(prompts, **options | {"denoising_steps": 2})
+    for other, number in (prompts[::-1], 3), (prompts[:1], 9), (prompts, 4):
+        with pytest.raises(ValueError, match="with its own prompts"):
+            engine.generate(other, **options | {"num_samples": number})
 
 
 class Recorder(TorchDispatchMode):

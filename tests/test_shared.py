@@ -30,14 +30,13 @@ MOST = {
     "spg": 420,
     "mdpo": 670,
     "espo": 155,
-    "ebpo": 145,
+    "ebpo": 140,
     "wd1": -100,
-    "justgrpo": 210,
-    "dtreerpo": 920,
-    "tracerl": 1200,
+    "justgrpo": 230,
+    "dtreerpo": 730,
+    "tracerl": 940,
     "tpg": 210,
 }
-MOST = {"bgpo": 60, "cj_grpo": 190, "coupled_grpo": 300, "spg": 420, "mdpo": 670, "dtreerpo": 910}
 
 
 def own(text):

@@ -44,14 +44,13 @@ def test_rows_are_states_of_the_rollout(family, how, shrink):
         seen = torch.where(rows.masked, M, rows.input_ids[:, None])[..., batch.P :]
         with torch.no_grad():
             logps = tracerl.draw_logps(model, rows)
-        for r, k, j in (rows.weights != 0).nonzero().tolist():
-            b = 3 * r + iteration
-            found[b, j] += 1
+        for b, k, j in (rows.weights != 0).nonzero().tolist():
+            found[b, j] += b % 3 == iteration
             block = batch.block_ids[b] == batch.block_ids[b, j]
             steps = sorted(set(trace.replay_map[b, block].tolist()) - {-1})
             first = steps[steps.index(trace.replay_map[b, j]) // shrink * shrink]
-            assert torch.equal(seen[r, k, block], states[first][b, block])
-            assert shrink > 1 or abs(logps[r, k, j] - trace.logps[b, j]) < 2e-6
+            assert torch.equal(seen[b, k, block], states[first][b, block])
+            assert shrink > 1 or abs(logps[b, k, j] - trace.logps[b, j]) < 2e-6
         assert rows.total == (rows.weights != 0).any(2).sum()
     assert torch.equal(found, c.float())
 
@@ -161,10 +160,9 @@ def test_gae_identities():
     """Without values, lambda 1 gives returns; gamma = lambda = 1 gives outcome minus value."""
     values, outcome = torch.rand(2, 9), torch.tensor([1.5, -0.5])
     steps = torch.tensor([[5, 0, 0, 2, 2, 7, 9, 9, -1], [3] * 9])
-    A, R = tracerl.gae(outcome, torch.zeros(2, 9), steps, tracerl.Args(gamma=0.5))
-    torch.testing.assert_close(A, R)
+    R = tracerl.gae(outcome, torch.zeros(2, 9), steps, 0.5, 1)
     assert R[0].tolist() == [0.375, 0.09375, 0.09375, 0.1875, 0.1875, 0.75, 1.5, 1.5, 0]
-    A, R = tracerl.gae(outcome, values, steps, tracerl.Args())
+    A = tracerl.gae(outcome, values, steps, 1, 1)
     torch.testing.assert_close(A, (outcome[:, None] - values) * (steps >= 0))
 
 
