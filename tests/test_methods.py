@@ -525,6 +525,7 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     args = module.Args(num_generations=4, micro_batch_size=1, **chosen)
     prompts = (1, 2, 3), (4, 1, 2, 3, 0, 1)
     batch = rollout_batch(module, model, args, prompts, 8, module.RECORDS)
+    batch.num_tokens, batch.num_sequences = 50.0, 24.0  # other ranks have more
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
     K, draws = rows.masked.shape[1], module.DRAWS(args, batch.trace.num_replays)
