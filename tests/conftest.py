@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 # these first: no worker ends alone with one of them
-LONG = ("test_scripts", "test_resume", "test_vrpo", "test_families")
+LONG = "test_scripts", "test_resume"
 sys.path.insert(0, str(ROOT))
 # A forked child must not collect the parent's process groups: it would wait for their threads.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -48,8 +48,8 @@ def pytest_collection_modifyitems(config, items):
     marks += [] if find_spec("lmdeploy") else ["lmdeploy"]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     config.hook.pytest_deselected(items=left_out)
-    rank = lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG)
-    items[:] = sorted((item for item in items if item not in left_out), key=rank)
+    kept = (item for item in items if item not in left_out)
+    items[:] = sorted(kept, key=lambda item: item.path.stem not in LONG)
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -129,7 +129,15 @@ def _rank_main(rank, world_size, store, target, arguments):
 
 
 @pytest.fixture
-def run_ranks(tmp_path):
+def one_rank(monkeypatch):
+    """Collectives of a single rank, without a process group."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+@pytest.fixture
+def run_ranks(warm, tmp_path):
     """run_ranks(n, target, *arguments): target(rank, n, *arguments) in forked gloo processes."""
     runs = iter(range(1000))
 

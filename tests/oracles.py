@@ -5,6 +5,7 @@ out with the full graph.
 import copy
 import itertools
 import math
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -186,15 +187,17 @@ def full_graph_loss(name, model, rows, args):
         P = len(valid) - L - int((~valid[:-L]).sum())
         targets = rows.targets[r][:, valid] if name == "tpg" else clean.expand(K, -1)
         lp = [[torch.zeros((), dtype=torch.float64)] * L for _ in range(K)]
+
+        @cache
+        def logits_of(k, start, end):
+            noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])  # noqa: B023
+            return model.logits(torch.cat([clean[:start], noisy])[None])[0] / rows.temperature  # noqa: B023
+
         for k, j in (rows.weights[r] != 0).nonzero().tolist():
             # a block model sees clean blocks and the token's own; others see the noisy canvas
-            start, end = 0, None
-            if model.attention == "block-causal":
-                start = (P + j) // 4 * 4
-                end = start + 4
-            noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])
-            logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, P + j]
-            logits = logits / rows.temperature
+            start = (P + j) // 4 * 4
+            seen = (start, start + 4) if model.attention == "block-causal" else (0, None)
+            logits = logits_of(k, *seen)[P + j]
             logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
             lp[k][j] = logits.log_softmax(-1)[targets[k, P + j]]
         A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]

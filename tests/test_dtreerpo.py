@@ -19,13 +19,7 @@ from algos import dtreerpo
 from models.tiny import TINY_LLADA, random_model
 from rollout import make_engine
 
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    monkeypatch.setattr(dtreerpo, "all_reduce", as_floats)
-    monkeypatch.setattr(dtreerpo, "rank_share", lambda number, flag: range(number))
-    monkeypatch.setattr(dtreerpo, "maximum", int)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def grow(model, prompts, rewards, **settings):

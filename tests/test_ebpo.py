@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 from oracles import MASK, exact_elbo, made_batch, tiny_model
-from test_methods import draws_of, loss_of, one_rank  # noqa: F401
+from test_methods import draws_of, loss_of
 
 from algos import ebpo
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 PROMPT, COMPLETION = [4, 1, 2, 3, 0, 1], [2, 0, 3, 1, 4, 0, 2, 2, 5]
 BLOCKS = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3])  # the EOS ends the third one early

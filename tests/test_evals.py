@@ -94,7 +94,7 @@ def test_judged(family):
     hash is divisible by 3."""
     counts = Counter()
     lines = (ROOT / f"tests/judged/{family}.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines[:: 2 if family == "program" else 1]:  # to run programs takes time
+    for line in lines[:: 4 if family == "program" else 1]:  # to run programs takes time
         case = json.loads(line)
         task, example, cheats = load_task(case["task"]), case["example"], case["cheats"]
         forms, judged, verdicts = zip(*case["judged"], strict=True)
@@ -132,14 +132,15 @@ def test_graders():
     assert [value and str(value) for value in values] == [value for _, value in case["numbers"]]
 
 
-# programs share a reader, as do mathematical answers
-SLOW = "humaneval_plus", "livecodebench", "olympiad"
+# programs share a reader, as do mathematical answers and letters
+SLOW = "humaneval_plus livecodebench mbpp_plus olympiad arc_c ceval hellaswag mmlu mmlu_pro".split()
 
 
 @pytest.mark.parametrize(
     "task", [pytest.param(t, marks=[pytest.mark.full] * (t in SLOW)) for t in TASKS]
 )
-def test_hostile_text_scores_zero_quickly(task):
+def test_hostile_text_scores_zero_quickly(task, monkeypatch):
+    monkeypatch.setattr("evals.math_grader.TIMEOUT", 1.0)
     module, example = load_task(task), of("scores", task)[0]["example"]
     began = time.process_time()
     assert load_reward("", module)(HOSTILE, [example] * len(HOSTILE)) == [{"score": 0.0}] * len(

@@ -174,20 +174,14 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
 
 # --- scripts -------------------------------------------------------------------------------------
 
-# Golden runs have every family. Some more train mixtures of experts; --all runs the whole grid.
-EXPERTS = (("vrpo", "sdar-moe"), ("bgpo", "llada2"), ("d1", "llada-moe"))
 GRID = [
-    pytest.param(
-        script,
-        f"tiny-{family}",
-        4 * ((i + j) % 2),
-        marks=[] if (script, family) in EXPERTS else pytest.mark.full,
-    )
+    (script, f"tiny-{family}", 4 * ((i + j) % 2))
     for i, (script, method) in enumerate(METHODS.items())
     for j, family in enumerate(method["families"])
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script, family, lora_rank", GRID)
 def test_scripts_run_on_every_family(warm, tmp_path, script, family, lora_rank):
     """Full or LoRA: finite and moving; two ranks with other micro-batches equal one."""

@@ -17,10 +17,7 @@ from rollout.traces import scored
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13]]  # 3, 2 and 2 modulo the block of 4
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    monkeypatch.setattr(justgrpo, "all_reduce", as_floats)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def draw(model, prompts, n, temperature=0.8, **settings):

@@ -226,18 +226,19 @@ CASES += [
 ]
 CASES += [
     {"remasking": rule, "eos_policy": policy, "temperature": 1.5}
-    for rule, policy in itertools.product(MaskedEngine.choices["remasking"], ("demote", "eoser"))
-    if rule not in ("sequential", "origin") and (policy == "demote" or "entropy" not in rule)
+    for policy, rules in {"demote": "entropy rcr", "eoser": "low_confidence_static rcr"}.items()
+    for rule in (*rules.split(), "low_confidence_dynamic", "random")
 ]
 CASES += [{"remasking": "low_confidence_static", "eos_policy": "suppress"}]
 CASES += [
     {"remasking": rule, "records": kind, "cache": cache, "temperature": 1.3}
-    for rule in ("low_confidence_static", "low_confidence_dynamic", "rcr")
+    for rule in ("low_confidence_dynamic", "rcr")
     for kind, cache in (("states", "none"), ("states", "prefix"), ("events", "none"))
 ]
+CASES = [("llada", case) for case in CASES] + [("dream", case) for case in CASES[::3]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("engine, case", CASES, indirect=["engine"], ids=str)
 def test_decoding_equals_the_naive_sampler(engine, case):
     """Ragged prompts in batches of five, with and without the stop at an end of text."""
     stopped = 0
@@ -249,7 +250,7 @@ def test_decoding_equals_the_naive_sampler(engine, case):
             prompts, num_samples=2, sample_offset=30, **options
         )
         assert trace.prompt_ids == [prompt for prompt in prompts for _ in range(2)]
-        for i in range(k % 2, 6, 2):
+        for i in range(k, 6, 3):
             assert_is_naive(trace, i, engine.model, 30 + i, **options)
         stopped += int((trace.step_map < 0).any(1).sum())
     assert stopped > 0 or "eos_policy" in case or case.get("temperature") == 0

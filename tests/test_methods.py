@@ -28,23 +28,14 @@ from oracles import (
     tiny_model,
 )
 
-from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, justgrpo, mdpo, sft, spg, tpg, wd1
+from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, justgrpo, mdpo, sft, spg, wd1
 from models.tiny import TINY_LLADA, random_model
 
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    """The scripts' counts are collectives; here they are those of one rank."""
-    as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    for module in (
-        bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, justgrpo, mdpo, sft, spg, tpg, wd1,
-    ):  # fmt: skip
-        monkeypatch.setattr(module, "all_reduce", as_floats)
-        if module is not sft:
-            monkeypatch.setattr(module, "maximum", int)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def draws_of(module, model, rows):
@@ -109,14 +100,14 @@ def test_one_block_by_enumeration(family):
     d = (weights[:, None] * moved.by_mask()).sum(2) - draws
     mean = (moved.by_order().mean(0) - elbo).exp()
     for A in (1.3, -0.7):
-        columns, gaps = d.repeat_interleave(space.times, 0).T[::5], []
-        for column, ratio in zip(columns, mean[::5], strict=True):
+        columns, gaps = d.repeat_interleave(space.times, 0).T[::25], []
+        for column, ratio in zip(columns, mean[::25], strict=True):
             gaps.append(A * ratio - loss_of(bgpo, [column.tolist()], [A], 0.0, mc_num=48)[0])
         gaps = torch.stack(gaps)
         assert (gaps > -1e-6).all() and (gaps > 1e-4).double().mean() > 0.8
 
 
-@pytest.mark.parametrize("module", [bgpo, spg])
+@pytest.mark.parametrize("module", [bgpo, espo, spg])
 def test_estimates_are_unbiased_on_rollouts(module):
     """Mean of many draws = ELBO over all orders: ragged prompts, several blocks, an EOS in the
     middle of a block.
@@ -130,9 +121,10 @@ def test_estimates_are_unbiased_on_rollouts(module):
     want = [exact_elbo(model, p, trace.completion(i)) for i, p in enumerate(trace.prompt_ids)]
     for iteration in range(150):
         rows = module.sample_masks(batch, iteration, args)
+        assert (rows.masked[..., batch.P :] | batch.completion_mask[:, None]).all()
         got = estimates_of(module, model, changed(rows, weights=rows.weights.double()), args)
         lengths = batch.completion_mask.sum(1)
-        draws += [got[:, 0] * lengths] if module is spg else list(got.T)
+        draws += [got[:, 0] * lengths] if module is spg else got.view(len(got), -1).unbind(1)
     assert within(torch.stack(draws), torch.tensor(want)).all()
     assert (~within(torch.stack(draws) / 1.1, torch.tensor(want), 6)).sum() >= 8  # 10 % would show
 
@@ -201,7 +193,7 @@ def test_counts_are_uniform_and_stratified_and_subsets_are_random(module):
                 share = chosen[:, b, columns] * (
                     len(columns) / chosen[:, b, columns].sum(1)[:, None]
                 )
-                torch.testing.assert_close(weights[:, b, columns], share.float())
+                assert (weights[:, b, columns] - share).abs().max() < 1e-5
         drawn = torch.stack(drawn)  # [iterations, draws, B, L]
         for n in (1, 2, 3, 4):
             m = torch.stack([drawn[:, :, b, cols].sum(2) for b, cols in blocks if len(cols) == n])
@@ -305,7 +297,7 @@ def test_coupled_masks_partition_the_completion():
     )
 
 
-@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg, espo, ebpo, wd1])
+@pytest.mark.parametrize("module", [d1, bgpo, coupled_grpo, spg, espo, ebpo, wd1, justgrpo])
 def test_draws_depend_on_the_sample_alone(module):
     """Not on padding, on the part of the batch that a rank holds, or on the width of other
     completions.
@@ -531,7 +523,9 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
     chosen = {"beta": 0.3, "epsilon": 0.1, "mc_num": 3}
     chosen = {name: value for name, value in chosen.items() if hasattr(module.Args, name)}
     args = module.Args(num_generations=4, micro_batch_size=1, **chosen)
-    batch = rollout_batch(module, model, args, length=8, records=module.RECORDS)
+    prompts = (1, 2, 3), (4, 1, 2, 3, 0, 1)
+    batch = rollout_batch(module, model, args, prompts, 8, module.RECORDS)
+    batch.num_tokens, batch.num_sequences = 50.0, 24.0  # other ranks have more
     rows = module.sample_masks(batch, 0, args)
     before, reference = tiny_model(family, shift=0.02), tiny_model(family, 1)
     K, draws = rows.masked.shape[1], module.DRAWS(args, batch.trace.num_replays)
@@ -575,7 +569,6 @@ def test_memory_is_that_of_a_micro_batch_and_gradients_are_reduced_once(monkeypa
     """Whatever the number of draws, if the loss is a sum over them; else they must fit."""
     model, synced, peaks = tiny_model(), [], []
     model.set_requires_gradient_sync = synced.append
-    monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(module, "optimizer_step", lambda optimizer, sums, step, args: sums)
     args = module.Args(num_generations=4, num_iterations=1, micro_batch_size=4)
     batch = rollout_batch(module, model, args)

@@ -11,6 +11,7 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 import torch.distributed as dist
+from golden_runs import load_few_problems
 from sync_shared import ONLINE
 
 from algos import bgpo
@@ -72,7 +73,7 @@ REFUSALS = [
         "--micro-batch-size 3 does not hold the 4 draws",
     ),
     (
-        f"algos/vrpo.py --micro-batch-size 15 {ALGO} --out TMP",
+        f"algos/vrpo.py --batch-size 8 --micro-batch-size 15 {ALGO} --out TMP",
         "--micro-batch-size 15 does not hold the 16 draws",
     ),
     ("algos/spg.py --omega 1.5", "--omega 1.5"),
@@ -117,7 +118,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("command, words", REFUSALS, ids=[command for command, _ in REFUSALS])
-def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
+def test_refusal(run_ranks, tmp_path, monkeypatch, command, words):
     row = {"question": "1 + 1?", "answer": "Two.\n#### 2"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "TMP").mkdir()
@@ -130,6 +131,7 @@ def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
 
     def body(rank, world_size):
         dist.destroy_process_group()  # the script makes its own
+        load_few_problems()
         monkeypatch.setattr(sys, "argv", [script, *flags])
         monkeypatch.chdir(ROOT)
         said = ""
@@ -147,7 +149,7 @@ def test_refusal(run_ranks, warm, tmp_path, monkeypatch, command, words):
 
 
 @pytest.mark.parametrize("broken", ["", "sandbox", "reward", "rollout"])
-def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, warm, tmp_path, monkeypatch, broken):
+def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, tmp_path, monkeypatch, broken):
     """A broken sandbox or a reward that is not finite: before a model is built. A reward of a
     rollout that is not finite: before its update.
     """

@@ -329,16 +329,12 @@ def test_token_editing_equals_full_recomputation(remasking, post):
 # --- the fast samplers give the same tokens -------------------------------------------------------
 
 EVERY = [("sdar", rule, {}) for rule in RULES]
-EVERY += [("llada2", rule, {}) for rule in REMASKING]
 EVERY += [
     ("llada2", rule, {"editing_threshold": 0.05, "max_post_steps": post, "temperature": 1.5})
-    for rule, post in zip((*REMASKING[:2], "low_confidence_dynamic"), (3, 0, 16), strict=True)
+    for rule, post in zip(REMASKING, (3, 16, 0), strict=True)
 ]
-EVERY += [
-    (family, rule, {"block_length": 4})
-    for family in ("llada", "dream")
-    for rule in MaskedEngine.choices["remasking"]
-]
+EVERY += [("llada", rule, {"block_length": 4}) for rule in MaskedEngine.choices["remasking"]]
+EVERY += [("dream", rule, {"block_length": 4}) for rule in ("low_confidence_dynamic", "rcr")]
 EVERY += [
     (family, "low_confidence_dynamic", {"block_length": 4, "records": "draws"})
     for family in ("sdar", "llada")
@@ -435,7 +431,7 @@ def test_a_step_can_be_captured_and_replayed(small_buckets):
     """One engine, many rollouts: seeds, prompts, options and weights change under it."""
     model = model_of()
     fast, plain = fast_of(model, graphs=True), make_engine(model)
-    for i, lengths in enumerate([range(1, 8), [5], [9, 2, 4]]):
+    for i, lengths in enumerate([range(1, 8), [9, 2]]):
         for seed, rule in zip((-1, 2**63 + i, 2**32 + i), REMASKING, strict=True):
             options = OPTIONS | {"seed": seed, "remasking": rule, "sample_offset": 7 * i}
             pair = [one.generate(prompts_of(lengths, seed=i), **options) for one in (fast, plain)]
@@ -636,13 +632,12 @@ def toy(family):
     return make_engine(model, max_batch_size=10000)
 
 
-@pytest.mark.parametrize("family", TOYS)
 @pytest.mark.parametrize(
-    "L, remasking, temperature, steps",
+    "family, L, remasking, temperature, steps",
     [
-        (3, "random", 0.7, 2),
-        (3, "low_confidence_static", 1.5, 3),
-        (4, "low_confidence_dynamic", 0.7, 4),
+        ("sdar", 3, "random", 0.7, 2),
+        ("sdar", 3, "low_confidence_static", 1.5, 3),
+        ("llada", 4, "low_confidence_dynamic", 0.7, 4),
     ],
 )
 def test_samples_follow_the_exact_distribution(family, L, remasking, temperature, steps):

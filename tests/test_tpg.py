@@ -19,10 +19,7 @@ OWN = {"sdar": {"block_size": 2}, "llada": {"embedding_size": 4}, "dream": {}}
 PROMPT = [1, 0, 0, 1]
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    monkeypatch.setattr(tpg, "all_reduce", as_floats)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def reward(completion):

@@ -21,12 +21,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    monkeypatch.setattr(tracerl, "all_reduce", as_floats)
-    monkeypatch.setattr(tracerl, "maximum", int)
-    monkeypatch.setattr(tracerl.dist, "get_world_size", lambda: 1)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("shrink", [1, 2])

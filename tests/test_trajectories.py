@@ -18,13 +18,7 @@ STATIC = {"remasking": "low_confidence_static", "denoising_steps": 2}
 PAPERS = STATIC | {"schedule": "ascending", "eos_policy": "eoser", "block_length": 0}
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    """Sums of a single rank are its own numbers: no process group."""
-    for module in (cj_grpo, mdpo):
-        monkeypatch.setattr(
-            module, "all_reduce", lambda values: {k: float(v) for k, v in values.items()}
-        )
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def batch_of(module, model, how, records=None):

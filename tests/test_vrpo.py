@@ -27,13 +27,6 @@ CPU = torch.device("cpu")
 families = pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    as_floats = lambda values: {name: float(value) for name, value in values.items()}
-    monkeypatch.setattr(vrpo, "all_reduce", as_floats)
-    monkeypatch.setattr(vrpo.dist, "get_world_size", lambda: 1)
-
-
 def args_of(**fields):
     return vrpo.Args(**({"batch_size": 4, "mc_num": 3, "micro_batch_size": 64} | fields))
 
