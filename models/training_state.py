@@ -136,7 +136,7 @@ def checksums(state):
     """-> {file: CRC-32 of its bytes, None if it cannot be read}, but for checksums.json itself.
     Collective: every rank reads the files that it has written.
 
-    A core takes 0.3 s for a GB. A CRC misses one damage in 4 billion, and never a single byte.
+    A core takes half a second for a GB. A CRC misses one damage in 4 billion, never a single byte.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     files, every = {}, [None] * ranks
