@@ -32,7 +32,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from models.atomic import from_first_rank, is_first_rank, new_directory, write_atomically
+from models.atomic import (
+    from_first_rank,
+    hold,
+    is_first_rank,
+    new_directory,
+    write_atomically,
+    writing,
+)
 from models.defaults import training
 from models.ranks import all_reduce
 from report import PANELS, complete_lines, is_score, read_json, read_rows, write_report
@@ -98,10 +105,13 @@ class RunLog:
             truncate_rows(self.run_dir / "metrics.jsonl", step)
             truncate_rows(self.run_dir / "samples.jsonl", step)
         else:
+            hold(self.run_dir)
             config_text = json.dumps(describe_run(name, config), indent=2) + "\n"
             write_atomically(self.run_dir / "config.json", config_text)
         # flushed after every line
-        self.metrics_file = open(self.run_dir / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
+        metrics = self.run_dir / "metrics.jsonl"
+        with writing(metrics):
+            self.metrics_file = open(metrics, "a", buffering=1, encoding="utf-8")
         if track:
             self.wandb_run = follow(self.run_dir, config)
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
@@ -121,7 +131,8 @@ class RunLog:
             return
         row = {key: v if isinstance(v, int) else float(v) for key, v in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        self.metrics_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        with writing(self.run_dir):
+            self.metrics_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         if not self.compiled and (seconds := row.get("speed/compile_s")):
             self.say(f"compiling took {seconds:.0f} s so far; later steps do not take this time")
             self.compiled = True
@@ -142,7 +153,8 @@ class RunLog:
     def samples(self, step, rows):
         """Append rows (dicts: prompt, completion, reward, step map ...) to samples.jsonl."""
         if self.is_writer:
-            with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            path = self.run_dir / "samples.jsonl"
+            with writing(path), open(path, "a", encoding="utf-8") as file:
                 for row in rows:
                     line = json.dumps({"step": step} | row, ensure_ascii=False, allow_nan=False)
                     file.write(f"{line}\n")
@@ -166,9 +178,10 @@ class RunLog:
 
         rows = read_rows(self.run_dir)
         frame = pd.DataFrame(rows or {"step": []}, dtype=object)
-        frame.to_csv(self.run_dir / "metrics.csv", index=False)
-        draw_curves(self.run_dir)
-        samples = write_report(self.run_dir)
+        with writing(self.run_dir):
+            frame.to_csv(self.run_dir / "metrics.csv", index=False)
+            draw_curves(self.run_dir)
+            samples = write_report(self.run_dir)
         if self.wandb_run and samples:
             import wandb
 
@@ -188,10 +201,11 @@ class RunLog:
         """
         if self.metrics_file is None or self.metrics_file.closed:
             return
-        self.metrics_file.close()
         if failed:
             print(f"run directory: {self.run_dir}", file=sys.stderr)
         try:
+            with writing(self.run_dir):
+                self.metrics_file.close()
             self.plot()
         finally:
             if self.bar is not None:

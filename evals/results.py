@@ -6,7 +6,6 @@ itself, or in a folder per task for evals/run.py, which also rewrites results.js
 after every task.
 """
 
-import fcntl
 import json
 import math
 import shlex
@@ -19,7 +18,7 @@ from statistics import pstdev
 import tyro
 
 import report
-from models.atomic import new_directory, write_atomically
+from models.atomic import lock, new_directory, write_atomically
 
 HEADER = (
     "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"
@@ -62,15 +61,7 @@ def take_directory(flags, program, default, held):
         raise SystemExit(
             f"--out {out}: the directory cannot be created ({error.strerror})"
         ) from error
-    try:
-        fcntl.flock(config, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise SystemExit(
-            f"{out}: another evaluation works there; wait for its end, or take a new --out"
-        ) from error
-    except OSError as error:
-        said = f"{out}: no lock ({error.strerror}): start no second evaluation there"
-        print(said, file=sys.stderr)
+    lock(config, out, "evaluation")
     if not flags.resume:
         command = {"program": program, "command": shlex.join(sys.orig_argv)}
         json.dump(asdict(flags) | command, config, indent=1)

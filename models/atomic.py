@@ -2,9 +2,11 @@
 progress bars.
 """
 
+import fcntl
 import os
 import shutil
-from contextlib import suppress
+import sys
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -38,11 +40,46 @@ def from_first_rank(make):
     return found[0]
 
 
+@contextmanager
+def writing(path):
+    """SystemExit where the disk of `path` is full, read-only or gone."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"could not write {path}: {error.strerror or error}") from error
+
+
 def write_atomically(path, text):
-    """A process killed at any moment leaves the old file or the new one."""
+    """A process killed at any moment leaves the old file or the new one. SystemExit if it cannot be
+    written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+
+def hold(directory):
+    """Keep other processes out of a run directory until this one ends, however it ends. SystemExit
+    if one works there.
+    """
+    with writing(directory):  # the descriptor stays open: closing it would free the lock
+        descriptor = os.open(Path(directory) / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock(descriptor, directory, "process")
+
+
+def lock(file, directory, kind):
+    """Lock an open file of a directory. SystemExit if another `kind` of program has done so; a line
+    on stderr where the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        problem = f"another {kind} works there; wait for its end, or take a new --out"
+        raise SystemExit(f"{directory}: {problem}") from error
+    except OSError as error:
+        said = f"{directory}: no lock ({error.strerror}): start no second {kind} there"
+        print(said, file=sys.stderr)
 
 
 def new_directory(path):
@@ -109,9 +146,13 @@ class AtomicDirectory:
 
     def _report(self):
         if self.error:
+            # torch and safetensors do not always say that the disk is full
+            place = next(path for path in self.directory.absolute().parents if path.exists())
+            free = shutil.disk_usage(place).free / 1e9
             shutil.rmtree(self.folder, ignore_errors=True)
             raise SystemExit(
-                f"could not save {self.directory}: {self.error}; earlier saves are untouched"
+                f"could not save {self.directory} ({free:.3g} GB free on its disk): {self.error}; "
+                "earlier saves are untouched"
             )
 
 

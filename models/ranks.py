@@ -1,10 +1,13 @@
 """Ranks of a run. A plain `python` command is one rank of the same code that torchrun starts."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+
+TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends with an error
 
 
 def setup_distributed():
@@ -14,7 +17,7 @@ def setup_distributed():
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
     return device
 
 

@@ -110,16 +110,62 @@ def test_steps_after_loading_are_those_of_the_uninterrupted_run(
     assert all("lora_" in name or "param_groups" in name for name in held) == bool(rank)
 
 
-def test_the_newest_complete_state_is_found(tmp_path):
-    """Hidden folders of a killed save, and folders without facts.json, are no states."""
-    for name in (".step-000012.tmp", "step-000002", "step-000010"):
-        if name == "step-000002":
-            with refused("--resume", str(tmp_path), "no complete state", "--save-every"):
-                newest_state(tmp_path)
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "facts.json").write_text("{}")
-    (tmp_path / "step-000014").mkdir()
-    assert newest_state(tmp_path).name == "step-000010"
+def flip(path):
+    """Change a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = [  # file, what happens to it
+    ("state/.metadata", lambda path: path.write_bytes(b"")),
+    ("state/__1_0.distcp", flip),
+    ("facts.json", Path.unlink),
+    ("checksums.json", lambda path: path.write_bytes(b"{")),
+]
+
+
+def test_a_damaged_state_is_named_and_the_one_before_is_loaded(run_ranks, tmp_path, capfd):
+    """Any file, on any rank. The damaged one goes: the run will save that step again. Hidden
+    folders of a killed save are no states.
+    """
+
+    def body(rank, world_size):
+        pair = build()
+        for number in range(len(DAMAGES) + 1):
+            save_state(tmp_path / "resume", *pair, 2 * number, keep=0)
+        for number, (file, change) in enumerate(DAMAGES, start=1):
+            dist.barrier()
+            if rank == 0:
+                change(tmp_path / f"resume/step-{2 * number:06d}" / file)
+        dist.barrier()
+        assert newest_state(tmp_path / "resume").name == "step-000000"
+        assert Saves.load(tmp_path, *pair) == 0
+        if rank == 0:
+            flip(tmp_path / "resume/step-000000/facts.json")
+        dist.barrier()
+        with refused("--resume", str(tmp_path), "no whole save", "--save-every"):
+            newest_state(tmp_path / "resume")
+
+    (tmp_path / "resume/.step-000012.tmp").mkdir(parents=True)
+    run_ranks(2, body)
+    said = capfd.readouterr().err
+    for number, (file, _) in enumerate(DAMAGES, start=1):
+        line = f"step-{2 * number:06d} is damaged ({file}); trying the save before it"
+        assert said.count(line) == 2, said
+    assert sorted(path.name for path in tmp_path.glob("*/step*")) == ["step-000000"]
+
+
+def test_a_run_directory_takes_one_process(tmp_path):
+    """Whether the first began the run or resumed it."""
+    directory = run_directory(tmp_path, rows=1)
+    with refused(str(directory), "another process works there"):
+        Saves.load(directory, None, None)
+    (tmp_path / "resume").mkdir()
+    with refused("no whole save"):
+        Saves.load(tmp_path, None, None)
+    with refused(str(tmp_path), "another process works there"):
+        Saves.load(tmp_path, None, None)
 
 
 OTHER = {  # state, model
@@ -171,7 +217,9 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
             return write(*args, **kwargs)
 
         monkeypatch.setattr(writer, "write_data", broken)
-        with refused("could not save", "step-000002", "No space left on device", f"rank {failing}"):
+        with refused(
+            "could not save", "step-000002", "GB free", "No space left on device", f"rank {failing}"
+        ):
             save_state(tmp_path, model, optimizer, 2, keep=1)
         monkeypatch.setattr(writer, "write_data", write)
         assert [path.name for path in tmp_path.glob("*step*")] == ["step-000001"]

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import runlog
 from algos import mdpo
-from models.atomic import new_directory
+from models.atomic import new_directory, write_atomically
 from runlog import RunLog, Stop, Stopwatch, check_numbers
 
 NAN = float("nan")
@@ -94,6 +94,25 @@ def test_a_plain_line_or_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys, is_t
         step = f"step  12/300  {SUMMARY}"
         assert lines == ["step   0/300  eval 0.410", compiled, step, step]
         assert screen.getvalue() == ""
+
+
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
+    """Wherever it is met, at the end too."""
+    log = open_log(tmp_path)
+    (log.run_dir / "samples.jsonl").symlink_to("/dev/full")
+    (log.run_dir / "metrics.csv").symlink_to("/dev/full")
+    broken = pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left")
+    with broken:
+        log.samples(1, [{"completion": ""}])
+    with broken:
+        log.write(1, {"eval/countdown": 0.5})
+    log.metrics_file = open("/dev/full", "w", buffering=1)
+    for write in (lambda: log.write(2, {"loss/total": 0.5}), log.close):
+        with broken:
+            write()
+    (log.run_dir / ".x.tmp").symlink_to("/dev/full")
+    with broken:
+        write_atomically(log.run_dir / "x", "text")
 
 
 SCORE = {"eval/countdown": 0.5, "time/eval": 3.0}

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 from test_evals import one_line, row_of, write
 from test_math import ENDLESS, quick_timeout  # noqa: F401, a fixture
 
-from evals import TRIAL, countdown, decoding, load_task, results, run, samples, sandbox
+from evals import TRIAL, countdown, decoding, load_task, run, samples, sandbox
+from models import atomic
 from models.config import architecture
 from rollout import make_engine
 
@@ -465,7 +466,7 @@ def test_directories(tmp_path, monkeypatch, capsys, fake, cli, many):
         raise OSError(37, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(results.fcntl, "flock", no_lock)
+        patch.setattr(atomic.fcntl, "flock", no_lock)
         many("--resume", "both")
     assert "no lock (No locks available)" in capsys.readouterr().err
     monkeypatch.undo()

@@ -1,0 +1,127 @@
+"""Updates on ranks whose work differs at random: numbers of groups, lengths, live rows.
+
+    python soak/ragged.py [WORD ...]    all checks, or those whose name has one of the words
+
+Each is a rollout and an update of a method on a tiny model in fp64. On 2 and 4 gloo ranks it must
+end, with the metrics and the weights of one rank.
+"""
+
+import importlib
+import math
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import conftest
+import table
+import torch
+import torch.multiprocessing as mp
+from oracles import CONFIGS, tiny_model
+from sync_shared import METHODS, ONLINE
+
+from rollout import make_engine
+
+ROLLOUTS = 100  # on 2 ranks, and again on 4
+# d-TreeRPO and TraceRL make more of a rollout than its completions: tests/test_scripts.py
+SCRIPTS = [script for script in ONLINE if script not in ("dtreerpo", "tracerl")]
+LIMIT = 60  # seconds that an update may take
+
+
+def plan(seed, ranks):
+    """What all ranks know of an update. -> script, family, flags, groups of each rank, prompts,
+    rewards
+    """
+    draw = random.Random(seed)
+    script = SCRIPTS[seed % len(SCRIPTS)]
+    families = [family for family in CONFIGS if family in METHODS[script]["families"]]
+    G, groups = draw.randint(2, 4), draw.randint(4, 9)
+    flags = {
+        "num_generations": G,
+        "num_iterations": draw.randint(1, 2),
+        "micro_batch_size": draw.randint(8, 24),
+        "sync_every_backward": draw.random() < 0.5,
+        "learning_rate": 0.1,
+        "max_grad_norm": math.inf,
+        "beta": draw.choice([0.0, 0.1]),
+        "gen_length": draw.choice([4, 8, 12]),
+        "denoising_steps": draw.choice([1, 2, 4]),
+    }
+    prompts = [[draw.randrange(5) for _ in range(draw.randint(1, 15))] for _ in range(groups)]
+    dead = draw.random()
+    rewards = [[draw.random() * (draw.random() > dead) for _ in range(G)] for _ in range(groups)]
+    rewards = [[row[0]] * G if draw.random() < dead else row for row in rewards]
+    cuts = sorted(draw.sample(range(1, groups), 3))[: ranks - 1]
+    return script, draw.choice(families), flags, [0, *cuts, groups], prompts, rewards
+
+
+def update(rank, ranks, seed):
+    """-> metrics of the update, weights after it"""
+    script, family, flags, bounds, prompts, rewards = plan(seed, ranks)
+    module = importlib.import_module(f"algos.{script}")
+    if "mc_num" in vars(module.Args):
+        flags["mc_num"] = 2
+    args = module.Args(**flags)
+    args.beta *= module.USES_REF
+    mine = slice(bounds[rank], bounds[rank + 1])
+    model, reference = tiny_model(family), tiny_model(family, seed=1)
+    trace = make_engine(model).generate(
+        prompts[mine],
+        num_samples=args.num_generations,
+        gen_length=args.gen_length,
+        denoising_steps=args.denoising_steps,
+        records=module.RECORDS,
+        seed=seed,
+        sample_offset=mine.start * args.num_generations,
+    )
+    batch = module.Batch(trace, model)
+    scores = torch.tensor(rewards[mine], dtype=torch.float64).flatten()
+    if module.RECORDS == "states":  # a reward for every step
+        scores = scores[:, None] * torch.arange(1, trace.num_replays + 1)
+    batch.advantages = module.compute_advantages(scores, args)
+    for each in (model, reference):
+        del each.set_requires_gradient_sync, each.set_requires_all_reduce  # FSDP2's own
+        module.parallelize(each, args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    metrics = module.update(model, reference, optimizer, batch, 0, args)
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return metrics, weights
+
+
+def work(rank, ranks, seeds, place):
+    for seed in seeds:
+        signal.alarm(LIMIT)  # ends a rank that waits for ever
+        metrics, weights = update(rank, ranks, seed)
+        if ranks == 1:
+            torch.save((metrics, weights), place / f"{seed}")
+            continue
+        want, whole = torch.load(place / f"{seed}")
+        assert metrics.keys() == want.keys(), (seed, metrics, want)
+        for name, value in want.items():
+            assert math.isclose(metrics[name], value, rel_tol=1e-4, abs_tol=1e-6), (
+                seed, plan(seed, ranks), name, metrics[name], value,
+            )  # fmt: skip
+        for name, value in whole.items():
+            torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
+
+
+def ragged(folder, ranks, script):
+    seeds = [seed for seed in range(ROLLOUTS) if SCRIPTS[seed % len(SCRIPTS)] == script]
+    for world_size in (1, ranks):
+        store = str(folder / f"store-{world_size}")
+        arguments = world_size, store, work, (seeds, folder)
+        mp.start_processes(conftest._rank_main, arguments, world_size, start_method="fork")
+    yield from seeds
+
+
+CHECKS = [
+    (f"{script} on {ranks} ranks", ragged, ranks, script) for ranks in (2, 4) for script in SCRIPTS
+]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    conftest.warm_up()
+    sys.exit(table.run(CHECKS))
