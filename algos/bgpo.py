@@ -48,7 +48,14 @@ from models.ranks import (
     sharding,
 )
 from plan import fit_rollouts
-from rollout import keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
+from rollout import (
+    gather_rollouts,
+    keyed_uniform,
+    make_engine,
+    probe,
+    rollout_metrics,
+    sync_engine,
+)
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -140,6 +147,8 @@ class Args:
     """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    sequence_parallel: int = 1
+    """so many ranks share each row in the update: for rows that do not fit one GPU"""
     # LoRA
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
@@ -567,7 +576,8 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 def main(args):
     # >>> shared: start
-    device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
+    device = setup_distributed(args.sequence_parallel)
+    sampling = {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
     args.micro_batch_size, rows = plan_run(problems, args)
     model, ref_model, engine = load_models(device, sampling, rows, args)
@@ -590,6 +600,8 @@ def main(args):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
+            # ranks that share rows in the update rolled out different ones
+            trace, parts, examples = gather_rollouts(trace, parts, examples, model.pad_token_id)
             rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
         batch = Batch(trace, model)
         # <<< shared: rollout

@@ -6,15 +6,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from models.sequence_parallel import data_place, form_groups, place
 
-def setup_distributed():
-    """Start the process group: gloo on CPU, NCCL for CUDA tensors. -> device of this rank"""
+
+def setup_distributed(sequence_parallel=1):
+    """Start the process group, gloo on CPU, NCCL for CUDA tensors, and in it the groups of ranks
+    that share rows (models/sequence_parallel.py). -> device of this rank
+    """
     cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    form_groups(sequence_parallel, in_node)
     return device
 
 
@@ -77,16 +83,27 @@ def rank_share(total, flag):
 
     SystemExit names the flag that set `total` if it does not divide by the number of ranks.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if left := total % world_size:
-        raise SystemExit(f"{flag} {total} does not divide by {world_size} ranks: {left} left over")
-    return range(rank * total // world_size, (rank + 1) * total // world_size)
+    return share(total, flag, "ranks", dist.get_rank(), dist.get_world_size())
+
+
+def group_share(total, flag):
+    """The same where all ranks that share rows get the same items."""
+    return share(total, flag, "groups of ranks", *data_place())
+
+
+def share(total, flag, kind, rank, ranks):
+    if left := total % ranks:
+        raise SystemExit(f"{flag} {total} does not divide by {ranks} {kind}: {left} left over")
+    return range(rank * total // ranks, (rank + 1) * total // ranks)
 
 
 def all_reduce(values):
-    """{name: number or 0-d tensor} -> {name: float}, fp64 sums over ranks"""
+    """{name: number or 0-d tensor} -> {name: float}, fp64 sums over ranks; of those that share
+    rows, and so have equal values, one counts
+    """
     tensor = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
     dist.all_reduce(tensor)
+    tensor /= place()[1]
     return dict(zip(values, tensor.tolist(), strict=True))
 
 

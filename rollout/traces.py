@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from models.ranks import all_reduce
+from models.sequence_parallel import gather_objects
 from rollout.schedules import block_quotas
 
 
@@ -275,3 +276,13 @@ def concatenate(traces, pad_token_id):
         return torch.cat(parts)
 
     return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})
+
+
+def gather_rollouts(trace, components, examples, pad_token_id):
+    """This rank's rollout -> that of all ranks with which it shares rows, in order. Collective.
+
+    components, examples: lists with an entry for every completion
+    """
+    parts = gather_objects((trace, components, examples), trace.completion_ids.device)
+    traces, *lists = zip(*parts, strict=True)
+    return concatenate(traces, pad_token_id), *(sum(some, []) for some in lists)
