@@ -19,9 +19,13 @@ def setup_distributed(sequence_parallel=1):
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
-    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    form_groups(sequence_parallel, in_node)
+    form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()))
     return device
+
+
+def ranks_of_a_node(ranks):
+    """ranks: of all nodes"""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def unsharded(model, ranks, memory):
@@ -59,7 +63,7 @@ def ranks_of_a_copy(ranks):
     """-> how many of the ranks share one copy of what is sharded: those of a node, or all where
     every node has one rank
     """
-    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    in_node = ranks_of_a_node(ranks)
     return in_node if 1 < in_node < ranks else ranks
 
 
