@@ -49,14 +49,7 @@ from models.ranks import (
     sharding,
 )
 from plan import fit_rollouts
-from rollout import (
-    gather_rollouts,
-    keyed_uniform,
-    make_engine,
-    probe,
-    rollout_metrics,
-    sync_engine,
-)
+from rollout import gathered, keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -629,9 +622,7 @@ def main(args):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
-            # ranks that share rows in the update rolled out different ones
-            trace, parts, examples = gather_rollouts(trace, parts, examples, model.pad_token_id)
-            rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
+            trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
         batch = Batch(trace, model)
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
@@ -653,9 +644,8 @@ def main(args):
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= score("validation", "eval") | check()
-        metrics |= clock.with_step() | routing
-        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
-        log.write(step + 1, metrics | machine_metrics())
+        speed = {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
+        log.write(step + 1, metrics | clock.with_step() | routing | speed | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
         saves.after_step(step + 1, metrics, stopped)

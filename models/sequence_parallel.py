@@ -26,8 +26,16 @@ def form_groups(N, in_node):
     Collective. SystemExit names the numbers that would do.
     """
     global GROUP
-    require(N, in_node, "ranks of a node", in_node)
+    require(N, "the ranks of a node", in_node)
     GROUP = dist.new_subgroups(N)[0] if N > 1 else None
+
+
+def require(N, what, number):
+    if number % N:
+        able = [str(n) for n in range(1, number + 1) if number % n == 0]
+        raise SystemExit(
+            f"--sequence-parallel {N} must divide {what}, {number}: use {', '.join(able)}"
+        )
 
 
 def place():
@@ -41,18 +49,9 @@ def data_place():
     return dist.get_rank() // N, dist.get_world_size() // N
 
 
-def require(N, number, what, most):
-    if number % N:
-        able = [str(n) for n in range(1, most + 1) if number % n == 0 and most % n == 0]
-        raise SystemExit(
-            f"--sequence-parallel {N} does not divide {number} {what}: use {' or '.join(able)}"
-        )
-
-
 def check_heads(config):
-    """SystemExit if the query heads do not divide by N. Fewer key heads are repeated."""
-    in_node = place()[1]
-    require(in_node, config.num_attention_heads, "query heads of the model", in_node)
+    """SystemExit if N does not divide the query heads. Fewer key heads are repeated."""
+    require(place()[1], "the query heads of the model", config.num_attention_heads)
 
 
 def own_tokens(x):

@@ -278,11 +278,12 @@ def concatenate(traces, pad_token_id):
     return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})
 
 
-def gather_rollouts(trace, components, examples, pad_token_id):
-    """This rank's rollout -> that of all ranks with which it shares rows, in order. Collective.
-
-    components, examples: lists with an entry for every completion
+def gathered(trace, components, examples, pad_token_id):
+    """This rank's rollout, what its completions earn, and their examples -> trace, rewards [N],
+    components and examples of all ranks with which it shares rows. Collective.
     """
-    parts = gather_objects((trace, components, examples), trace.completion_ids.device)
-    traces, *lists = zip(*parts, strict=True)
-    return concatenate(traces, pad_token_id), *(sum(some, []) for some in lists)
+    device = trace.completion_ids.device
+    traces, *lists = zip(*gather_objects((trace, components, examples), device), strict=True)
+    components, examples = (sum(some, []) for some in lists)
+    rewards = torch.tensor([sum(parts.values()) for parts in components], device=device)
+    return concatenate(traces, pad_token_id), rewards, components, examples

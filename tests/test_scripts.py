@@ -79,6 +79,21 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     assert all((saved[name] - same[name]).abs().mean() < 1e-6 for name in saved)
 
 
+# bidirectional and LoRA; replays on blocks; two nodes of two ranks, packed rows
+SHARED = ("bgpo-llada", "cj_grpo-llada2", "sft-sdar")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in SHARED else pytest.mark.full) for c in CASES]
+)
+def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
+    """--sequence-parallel 2: rollouts of both ranks, rows and metrics of one."""
+    script, flags = case.split("-")[0], flags_of(case) | {"sequence_parallel": 2}
+    nodes = 2 if script in OFFLINE else 1
+    two = run_script(script, flags, 2 * nodes, tmp_path / "two", nodes)
+    assert_same_metrics(rows_of(one_rank(case)), rows_of(two))
+
+
 def start(*words):
     env, words = os.environ | {"OMP_NUM_THREADS": "1"}, map(str, words)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
