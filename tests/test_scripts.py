@@ -54,6 +54,11 @@ def test_golden_run(one_rank, case):
             assert row == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
+def first_ids(directory):
+    rows = rows_of(directory, "samples")
+    return [row["completion_ids"] for row in rows if row["step"] == 1]
+
+
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     """Metrics to 1e-4, tokens of the first rollout exactly, saved weights; the sampler is the
@@ -70,8 +75,7 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     gap = max(row.get("probe/logp_gap_max", 0) for row in rows)
     assert gap < 2e-3 or flags.get("top_p", 1) < 1
     assert_same_metrics(rows, rows_of(more))
-    ids = lambda place: [r["completion_ids"] for r in rows_of(place, "samples") if r["step"] == 1]
-    assert ids(one) == ids(more)
+    assert first_ids(one) == first_ids(more)
     (file,) = (path.relative_to(one) for path in one.glob("checkpoints/step-000003/*.safetensors"))
     saved, same = load_file(one / file), load_file(more / file)
     assert saved.keys() == same.keys()
@@ -92,6 +96,7 @@ def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
     nodes = 2 if script in OFFLINE else 1
     two = run_script(script, flags, 2 * nodes, tmp_path / "two", nodes)
     assert_same_metrics(rows_of(one_rank(case)), rows_of(two))
+    assert first_ids(one_rank(case)) == first_ids(two)
 
 
 def start(*words):
