@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from models import add_lora, meta_model
 from models.layers import MEMORY_BUDGET
-from models.ranks import cuda_bytes, ranks_of_a_copy, unsharded
+from models.ranks import cuda_bytes, ranks_of_a_copy, ranks_of_a_node, unsharded
 
 # Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
 GPUS = {"H100": (0.69e15, 3.35e12), "H200": (0.69e15, 4.8e12)}
@@ -109,6 +109,7 @@ class Plan:
     num_iterations: int = 1
     minibatches: bool = False  # these divide the sequences among them
     value_model: bool = False  # a second trained model
+    sequence_parallel: int = 1  # ranks that share rows
 
     def __post_init__(self):
         self.net = net = meta_model(self.model, torch.bfloat16 if self.lora_rank else torch.float32)
@@ -126,7 +127,8 @@ class Plan:
         self.n = n = self.block_length or net.block_length
         self.blocks, self.steps = math.ceil(self.gen_length / n), min(self.denoising_steps, n)
         self.copies = self.draws(self.steps * (1 if self.is_block else self.blocks))
-        self.noised = self.sequences * self.copies // self.ranks
+        # of a rank, and of those that share rows with it
+        self.noised = self.sequences * self.copies * self.sequence_parallel // self.ranks
         self.rows = min(ROWS, math.ceil(max(self.rollout, self.held_out) / self.ranks))
         self.cached = 4 * len(net.layers) * config.num_key_value_heads * config.head_dim
         self.cached *= self.is_block or self.cache != "none"
@@ -156,7 +158,8 @@ class Plan:
         gathered = lambda module: sum(2 * p.numel() for p in module.parameters() if p not in whole)
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
-        tokens, canvas = rows * length, asked + self.gen_length
+        tokens = math.ceil(rows * length / self.sequence_parallel)
+        canvas = asked + self.gen_length
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
         if self.activation_checkpointing:
             kept, in_block = 2 * layers * net.lm_head.in_features * tokens, 1.5 * in_block
@@ -230,10 +233,11 @@ class Plan:
             pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
         # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
         other = 14 * pairs * config.num_attention_heads * config.head_dim
-        other += length * self.kept * TOUCHES / self.bandwidth + LAUNCH / rows
-        other *= len(self.net.layers) * (passes + gradients) / 3
+        other += length * self.kept * TOUCHES / self.bandwidth
+        layers = len(self.net.layers) * (passes + gradients) / 3
         products = self.products(length, K * scored, passes, gradients)
-        return self.noised / K * (products / PRODUCTS + other)
+        work = (products / PRODUCTS + other * layers) / self.sequence_parallel
+        return self.noised / K * (work + LAUNCH / rows * layers)
 
     def sampler_seconds(self, completions):
         """Seconds in which all ranks make so many completions"""
@@ -269,15 +273,25 @@ class Plan:
         else:
             fits = lambda **change: replace(self, **change).fitting
             ways = [way for way, change in CHANGES.items() if fits(**change)]
-            ways += [f"{n} x the GPUs" for n in (2, 4, 8) if fits(ranks=n * self.ranks)][:1]
+            heads, in_node = self.net.config.num_attention_heads, ranks_of_a_node(self.ranks)
+            least = lambda way, able: next((way.format(n) for n in (2, 4, 8) if able(n)), "")
+            shared = lambda n, **change: heads % n == 0 and fits(sequence_parallel=n, **change)
+            ways.append(
+                least("--sequence-parallel {}", lambda n: in_node % n == 0 and shared(n))
+                or least("{} x the GPUs", lambda n: fits(ranks=n * self.ranks))
+                or least(
+                    "{0} x the GPUs with --sequence-parallel {0}",
+                    lambda n: shared(n, ranks=n * self.ranks),
+                )
+            )
         return (
             f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
-            f"{self.room / 1e9:.3g} GB: try {', or '.join(ways) or 'a smaller model'}"
+            f"{self.room / 1e9:.3g} GB: try {', or '.join(filter(None, ways)) or 'a smaller model'}"
         )
 
 
 # those that hold the value of a script's flag of that name
-FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-4:]
+FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-5:]
 
 
 def fit(on_cpu, flags, **numbers):

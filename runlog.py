@@ -447,7 +447,7 @@ def flags_of(args):
 # Flags that must be at least 1. Every other number may be 0, and none may be negative.
 AT_LEAST_ONE = (
     "max_steps batch_size prompts_per_step num_iterations mc_num gen_length "
-    "denoising_steps max_length masks_per_timestep train_steps shrink lora_alpha"
+    "denoising_steps max_length masks_per_timestep train_steps shrink lora_alpha sequence_parallel"
 )
 # a group of one completion has nothing to compare it with
 LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2, "branches": 2}

@@ -48,7 +48,7 @@ from models.ranks import (
     sharding,
 )
 from plan import fit_rollouts
-from rollout import keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
+from rollout import gathered, keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -140,6 +140,8 @@ class Args:
     """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    sequence_parallel: int = 1
+    """so many ranks share each row in the update: for rows that do not fit one GPU"""
     # LoRA
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
@@ -567,7 +569,8 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 def main(args):
     # >>> shared: start
-    device, sampling = setup_distributed(), {name: getattr(args, name) for name in ROLLOUT.split()}
+    device = setup_distributed(args.sequence_parallel)
+    sampling = {name: getattr(args, name) for name in ROLLOUT.split()}
     task, tokenizer, reward, problems, facts = load_data(args)
     args.micro_batch_size, rows = plan_run(problems, args)
     model, ref_model, engine = load_models(device, sampling, rows, args)
@@ -590,7 +593,7 @@ def main(args):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
-            rewards = torch.tensor([sum(part.values()) for part in parts], device=device)  # [B]
+            trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
         batch = Batch(trace, model)
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
@@ -605,9 +608,8 @@ def main(args):
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= score("validation", "eval") | check()
-        metrics |= clock.with_step() | routing
-        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
-        log.write(step + 1, metrics | machine_metrics())
+        speed = {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
+        log.write(step + 1, metrics | clock.with_step() | routing | speed | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
         saves.after_step(step + 1, metrics, stopped)

@@ -45,12 +45,13 @@ from models import (
 from models.ranks import (
     all_reduce,
     close_distributed,
-    rank_share,
+    group_share,
     reduce_gradients,
     reduce_metrics,
     setup_distributed,
     sharding,
 )
+from models.sequence_parallel import data_place
 from plan import fit_answers
 from rollout import keyed_uniform, make_engine, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
@@ -125,6 +126,8 @@ class Args:
     """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    sequence_parallel: int = 1
+    """so many ranks share each row in the update: for rows that do not fit one GPU"""
     # LoRA
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
@@ -442,8 +445,8 @@ def load_data(task, tokenizer, model, args):
 
 
 def main(args):
-    device, rank, world_size = setup_distributed(), dist.get_rank(), dist.get_world_size()
-    rank_share(args.batch_size, "--batch-size")
+    device, (group, groups) = setup_distributed(args.sequence_parallel), data_place()
+    group_share(args.batch_size, "--batch-size")
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
@@ -469,7 +472,7 @@ def main(args):
         clock, first = Stopwatch(args.micro_batch_size), step * args.batch_size
         with clock("data"):
             examples = [stream[i] for i in range(first, first + args.batch_size)]
-            batch = make_batch(examples, args, model, step, rank, world_size, device)
+            batch = make_batch(examples, args, model, step, group, groups, device)
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)

@@ -43,12 +43,13 @@ from models import (
 from models.ranks import (
     all_reduce,
     close_distributed,
-    rank_share,
+    group_share,
     reduce_gradients,
     reduce_metrics,
     setup_distributed,
     sharding,
 )
+from models.sequence_parallel import data_place
 from plan import fit_answers
 from rollout import keyed_uniform, make_engine, sync_engine
 from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
@@ -127,6 +128,8 @@ class Args:
     """torch.compile every block on CUDA: faster steps, about a minute in the first"""
     sync_every_backward: bool = False
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
+    sequence_parallel: int = 1
+    """so many ranks share each row in the update: for rows that do not fit one GPU"""
     # LoRA
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: full fine-tuning"""
@@ -399,7 +402,7 @@ def make_batch(pairs, first, args, model, step, device):
 
 def draw_batch(stream, model, device, step, args):
     """This rank's pairs of the step. -> Batch, Masks of the policy, Masks of the reference"""
-    mine = rank_share(args.batch_size, "--batch-size")
+    mine = group_share(args.batch_size, "--batch-size")
     pairs = [stream[step * args.batch_size + i] for i in mine]
     batch = make_batch(pairs, mine.start, args, model, step, device)
     masks = sample_masks(batch, args)
@@ -454,8 +457,9 @@ def held_out_draws(pairs, args, model, reference, device):
 
     Every rank gets equally many: the last pair is repeated, and its copies are not counted.
     """
-    share = math.ceil(len(pairs) / dist.get_world_size())
-    first = dist.get_rank() * share
+    group, groups = data_place()
+    share = math.ceil(len(pairs) / groups)
+    first = group * share
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
     # no training step is -1
     batch = replace(make_batch(mine, first, args, model, -1, device), num_pairs=len(pairs))
@@ -513,8 +517,8 @@ def main(args):
         raise SystemExit(
             f"--beta {args.beta}: must be positive; algos/sft.py trains on chosen answers alone"
         )
-    device = setup_distributed()
-    rank_share(args.batch_size, "--batch-size")
+    device = setup_distributed(args.sequence_parallel)
+    group_share(args.batch_size, "--batch-size")
     task, tokenizer = load_task(args.task), load_tokenizer(args.model)
     frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = meta_model(args.model, frozen if args.lora_rank else torch.float32)

@@ -2,17 +2,20 @@
 
     python models/random_init.py --config DIR --out /dev/shm/llada --device cuda
     python bench/step.py --model /dev/shm/llada --compile --peer PEER_DIR
+    torchrun --nproc-per-node 2 bench/step.py --model /dev/shm/llada --compile --rows 2 \
+        --length 16384 --micro-batch-size 1 --sequence-parallel 2
 
 Our step is the update of algos/sft.py: its `parallelize`, add_lora, load_weights, model.logps,
 clipping and AdamW. One JSON line per measurement; seconds are medians of synchronised steps, rates
 count input tokens (rows x length), peak_gib is torch's peak allocation.
 
-FLOPs are those of the matrix products of the mathematics, without attention scores or
-recomputation. Over the weight matrices M of the blocks and the head,
-    forward  = sum over M of 2 |M| n
-    backward = sum over M of 2 |M| n (1 + t)
+FLOPs are those of the matrix products of the mathematics, without recomputation. Over the weight
+matrices M of the blocks and the head, and the layers,
+    forward  = sum over M of 2 |M| n          + 4 H h rows length^2 a layer
+    backward = sum over M of 2 |M| n (1 + t)  + 8 H h rows length^2 a layer
 n: tokens multiplied by M (scored ones for the head; tokens x k / E for stacked experts; two per
-input token for a block model, which reads [clean | noisy]); t: 1 if M is trained, else 0.
+input token for a block model, which reads [clean | noisy]); t: 1 if M is trained, else 0. H heads
+of h: length^2 pairs of tokens see each other in a row, in a block model half of them clean ones.
 share_of_matmul is FLOP/s over those of an 8192^3 bf16 product in the same run.
 """
 
@@ -32,6 +35,7 @@ from algos.sft import parallelize, setup_distributed
 from bench.timing import Report, timed
 from models import add_lora, load_weights, meta_model
 from models.checkpoint import read_json, resolve
+from models.sequence_parallel import data_place
 from models.tensors import full_tensor
 
 LORA_ALPHA = 64
@@ -44,7 +48,7 @@ class Args:
     lora_rank: int = 128
     """0: full fine-tuning"""
     rows: int = 16
-    """sequences per optimizer step and rank"""
+    """sequences per optimizer step and rank, or ranks that share them"""
     length: int = 512
     """tokens per sequence"""
     micro_batch_size: int = 8
@@ -53,6 +57,8 @@ class Args:
     compile: bool = False
     """torch.compile every block"""
     activation_checkpointing: bool = False
+    sequence_parallel: int = 1
+    """so many ranks share each row"""
     peer: str = ""
     """directory with the official modeling_llada.py and configuration_llada.py; all rows at once,
     its fastest
@@ -73,12 +79,16 @@ def matmul_rate(device):
 
 
 def flops(model, args, scored, backward):
-    """The formula above for `scored` tokens through the head. -> FLOPs of a step"""
+    """The formula above for `scored` tokens through the head. -> FLOPs of a step on one rank"""
     tokens = args.rows * args.length * (1 + (model.attention == "block-causal"))
+    tokens, scored = tokens / args.sequence_parallel, scored / args.sequence_parallel
     used = lambda p: model.config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
     weights = [p for layer in model.layers for p in layer.parameters() if p.dim() > 1]
     counted = [(p, tokens * used(p)) for p in weights] + [(model.lm_head.weight, scored)]
-    return sum(2 * p.numel() * n * (1 + backward * (1 + p.requires_grad)) for p, n in counted)
+    products = sum(2 * p.numel() * n * (1 + backward * (1 + p.requires_grad)) for p, n in counted)
+    config, pairs = model.config, args.rows * args.length**2 / args.sequence_parallel
+    width = len(model.layers) * config.num_attention_heads * config.head_dim
+    return products + 4 * (1 + 2 * backward) * width * pairs
 
 
 def rates(run, args, work=0, matmul=None):
@@ -86,14 +96,14 @@ def rates(run, args, work=0, matmul=None):
     all ranks, TFLOP/s one
     """
     seconds, value = run
-    tokens, tflops = args.rows * args.length * dist.get_world_size(), work / seconds / 1e12
+    tokens, tflops = args.rows * args.length * data_place()[1], work / seconds / 1e12
     facts = {"seconds": seconds, "tokens_per_s": tokens / seconds, "first_value": value}
     return facts | ({"tflops": tflops, "share_of_matmul": tflops / matmul} if work else {})
 
 
 def make_batch(args, mask_token_id, device):
     """Random tokens, about half of them masked. -> input_ids, noisy_ids, masked [B, T]"""
-    generator, shape = torch.Generator().manual_seed(dist.get_rank()), (args.rows, args.length)
+    generator, shape = torch.Generator().manual_seed(data_place()[0]), (args.rows, args.length)
     ids = torch.randint(0, mask_token_id, shape, generator=generator).to(device)
     masked = (torch.rand(shape, generator=generator) < 0.5).to(device)
     return ids, torch.where(masked, mask_token_id, ids), masked
@@ -201,7 +211,7 @@ def official_step(args, device):
 
 
 def main(args):
-    device = setup_distributed()
+    device = setup_distributed(args.sequence_parallel)
     args.model = str(resolve(args.model))
     report = Report(ranks=dist.get_world_size(), **vars(args))
     matmul = report.measure(matmul_rate, device, what="matmul")["tflops"]

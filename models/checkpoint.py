@@ -14,6 +14,7 @@ from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
 from models.names import adapter_base, random_config, resolve
+from models.sequence_parallel import check_heads
 from models.tensors import (
     build_model,
     full_tensor,
@@ -61,10 +62,11 @@ def load_weights(model, device):
 
     Merges the adapters of a LoRA directory and initialises those of add_lora; a value head is 0.
     SystemExit, before anything is read, for an attention_backend that cannot serve the model on
-    `device`. -> the model
+    `device`, and for heads that --sequence-parallel does not divide. -> the model
     """
     directory, adapters = model.sources
     check_backend(model.attention_backend, model.attention, torch.device(device).type)
+    check_heads(model.config)
     materialize(model, device)
     if directory is None:
         random_weights(model)

@@ -54,21 +54,24 @@ class Dream(Bidirectional):
         mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
         return Block(self.config, Attention(self.config, layer, bias=True), mlp, RMSNorm)
 
-    def align(self, hidden, valid_mask, document_ids=None):
-        """The shift: hidden [B, T, D], valid_mask [B, T] bool -> [B, T, D] whose row i predicts
-        token i
-
-        Row i is the hidden state of the last valid token before i. The first valid token of a row,
-        or of a document in a packed row, keeps its own. To align only some columns, pass the column
-        before them as well and drop the first row of the result.
+    def source(self, valid_mask, document_ids=None):
+        """The shift: valid_mask [B, T] bool -> [B, T] column of the hidden state that predicts each
+        token: the last valid one before it. The first valid token of a row, or of a document in a
+        packed row, has its own.
         """
-        column = torch.arange(hidden.shape[1], device=hidden.device)
+        column = torch.arange(valid_mask.shape[1], device=valid_mask.device)
         latest = torch.where(valid_mask, column, -1).cummax(1).values  # -1: no valid column so far
         before = F.pad(latest[:, :-1], (1, 0), value=-1)
         is_first = before < 0
         if document_ids is not None:
             is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
-        source = torch.where(is_first, column, before)
+        return torch.where(is_first, column, before)
+
+    def align(self, hidden, valid_mask, document_ids=None):
+        """hidden [B, T, D] -> [B, T, D] whose row i predicts token i. To align only some columns,
+        pass the column before them as well and drop the first row of the result.
+        """
+        source = self.source(valid_mask, document_ids)
         return hidden.gather(1, source[..., None].expand_as(hidden))
 
     def predictions(self, input_ids, valid, document_ids=None):

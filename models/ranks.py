@@ -7,18 +7,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from models.sequence_parallel import data_place, form_groups, place
+
 TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends with an error
 
 
-def setup_distributed():
-    """Start the process group: gloo on CPU, NCCL for CUDA tensors. -> device of this rank"""
+def setup_distributed(sequence_parallel=1):
+    """Start the process group, gloo on CPU, NCCL for CUDA tensors, and in it the groups of ranks
+    that share rows (models/sequence_parallel.py). -> device of this rank
+    """
     cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
+    form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()))
     return device
+
+
+def ranks_of_a_node(ranks):
+    """ranks: of all nodes"""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def unsharded(model, ranks, memory):
@@ -56,7 +66,7 @@ def ranks_of_a_copy(ranks):
     """-> how many of the ranks share one copy of what is sharded: those of a node, or all where
     every node has one rank
     """
-    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    in_node = ranks_of_a_node(ranks)
     return in_node if 1 < in_node < ranks else ranks
 
 
@@ -80,16 +90,27 @@ def rank_share(total, flag):
 
     SystemExit names the flag that set `total` if it does not divide by the number of ranks.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if left := total % world_size:
-        raise SystemExit(f"{flag} {total} does not divide by {world_size} ranks: {left} left over")
-    return range(rank * total // world_size, (rank + 1) * total // world_size)
+    return share(total, flag, "ranks", dist.get_rank(), dist.get_world_size())
+
+
+def group_share(total, flag):
+    """The same where all ranks that share rows get the same items."""
+    return share(total, flag, "groups of ranks", *data_place())
+
+
+def share(total, flag, kind, rank, ranks):
+    if left := total % ranks:
+        raise SystemExit(f"{flag} {total} does not divide by {ranks} {kind}: {left} left over")
+    return range(rank * total // ranks, (rank + 1) * total // ranks)
 
 
 def all_reduce(values):
-    """{name: number or 0-d tensor} -> {name: float}, fp64 sums over ranks"""
+    """{name: number or 0-d tensor} -> {name: float}, fp64 sums over ranks; of those that share
+    rows, and so have equal values, one counts
+    """
     tensor = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
     dist.all_reduce(tensor)
+    tensor /= place()[1]
     return dict(zip(values, tensor.tolist(), strict=True))
 
 

@@ -18,6 +18,7 @@ from models.attention import (
 )
 from models.experts import Router
 from models.logps import linear_logps, wide
+from models.sequence_parallel import over_heads, own_tokens, place, total
 
 
 class LanguageModel(nn.Module):
@@ -87,6 +88,13 @@ class LanguageModel(nn.Module):
         attend = make_attend(self.visibility(block, valid, document_ids), self.attention_backend)
         return self.hidden(input_ids, position_ids, attend)
 
+    def own_hidden(self, input_ids, position_ids, visibility):
+        """input_ids, position_ids [B, S], Visibility -> final hidden states of this rank's tokens
+        [B, ceil(S / N), D], under --sequence-parallel N
+        """
+        attend = over_heads(make_attend(visibility, self.attention_backend), input_ids.shape[1])
+        return self.hidden(own_tokens(input_ids), own_tokens(position_ids), attend)
+
     def logits(self, input_ids, attention_mask=None):
         """[B, T] -> [B, T, V] under the family's own attention; row i is about token i.
 
@@ -111,14 +119,18 @@ class LanguageModel(nn.Module):
         pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
         values instead.
         """
-        valid = all_valid(valid_mask, input_ids)
-        place, forward = self.noisy_pass(input_ids, noisy_ids, score_mask, valid, document_ids)
+        valid, (rank, N) = all_valid(valid_mask, input_ids), place()
+        inputs, token, column = self.noisy_pass(
+            input_ids, noisy_ids, score_mask, valid, document_ids
+        )
         targets = input_ids[:, None] if targets is None else targets
-        # Before the forward, because nonzero waits for the GPU.
-        scored = score_mask.flatten()[place].flatten().nonzero()[:, 0]
-        index = place.flatten()[scored]
-        # The head sees scored tokens alone.
-        hidden = forward().flatten(0, 1).index_select(0, scored)
+        # The head sees scored tokens alone, of --sequence-parallel N those of this rank. Before the
+        # forward, because nonzero waits for the GPU.
+        row, i = (score_mask.flatten()[token] & (column % N == rank)).nonzero(as_tuple=True)
+        index = token[row, i]
+        hidden = self.own_hidden(*inputs)
+        at = row * hidden.shape[1] + column[row, i] // N
+        hidden = hidden.flatten(0, 1).index_select(0, at)
         if self.value_head is None:
             values = linear_logps(
                 hidden,
@@ -132,7 +144,7 @@ class LanguageModel(nn.Module):
             values = self.value_head(hidden.to(wide(hidden)))[:, 0]
         at = torch.unravel_index(index, noisy_ids.shape)
         spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
-        filled = [spread(x) for x in (values if entropy else [values])]
+        filled = [total(spread(x)) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
 
 
@@ -174,9 +186,13 @@ class Bidirectional(LanguageModel):
     def visibility(self, block, valid, document_ids):
         return bidirectional(valid, document_ids)
 
+    def source(self, valid, document_ids=None):
+        """-> [B, T] column of the hidden state that predicts each token"""
+        return torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
-        """-> place [B, n] in the R K T tokens of each hidden state, and the forward that gives
-        them, [B, n, D]
+        """-> arguments of `own_hidden`; of the tokens [B, n] that it predicts, place in the R K T
+        tokens and column of the hidden state [B, n]
         """
         _, K, T = noisy_ids.shape
         copies = score_mask.any(2).flatten().nonzero()[:, 0]  # [B]
@@ -184,8 +200,11 @@ class Bidirectional(LanguageModel):
         columns = span(valid)
         rows = lambda x: None if x is None else x[copies // K, columns]
         noisy = noisy_ids.flatten(0, 1)[copies, columns]
-        place = copies[:, None] * T + torch.arange(T, device=valid.device)[columns]
-        return place, lambda: self.predictions(noisy, rows(valid), rows(document_ids))
+        token = copies[:, None] * T + torch.arange(T, device=valid.device)[columns]
+        valid, document_ids = rows(valid), rows(document_ids)
+        position_ids, block = self.grid(valid, document_ids)
+        seen = self.visibility(block, valid, document_ids)
+        return (noisy, position_ids, seen), token, self.source(valid, document_ids)
 
 
 class BlockCausal(LanguageModel):
@@ -225,7 +244,7 @@ class BlockCausal(LanguageModel):
         copy = torch.arange(1, K + 1, device=block.device).repeat_interleave(T).expand(R, -1)
         copy = join(torch.zeros_like(block), copy)
         seen = Visibility("copies", both(block), both(valid), both(document_ids), copy)
-        attend = make_attend(seen, self.attention_backend)
         ids, at = join(input_ids, noisy_ids.flatten(1)), both(position_ids)
-        first = column + K * T * torch.arange(R, device=block.device)[:, None]
-        return first, lambda: self.hidden(ids, at, attend)[:, -column.shape[1] :]
+        token = column + K * T * torch.arange(R, device=block.device)[:, None]
+        noisy = torch.arange(ids.shape[1], device=block.device)[-column.shape[1] :]
+        return (ids, at, seen), token, noisy.expand_as(token)

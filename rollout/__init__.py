@@ -10,7 +10,7 @@ from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
 from rollout.sampling import keyed_uniform
-from rollout.traces import Trace, rollout_metrics
+from rollout.traces import Trace, gathered, rollout_metrics
 
 
 def make_engine(

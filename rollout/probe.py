@@ -4,6 +4,8 @@ learner's. Scripts repeat it at every evaluation.
 
 import torch
 
+from models.sequence_parallel import gather_objects
+
 SAMPLES = 8  # of one prompt, at temperature 100 and at the run's own
 GREEDY_BLOCKS = 8
 
@@ -73,6 +75,8 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
             "does not sample"
         )
     trace = draw(temperature=temperature)
+    # ranks that share rows must score the same ones, even if one of them drew another token
+    trace = gather_objects(trace, trace.completion_ids.device)[0]
     different = {tuple(trace.completion(i)) for i in range(SAMPLES)}
     metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:

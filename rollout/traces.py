@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from models.ranks import all_reduce
+from models.sequence_parallel import gather_objects
 from rollout.schedules import block_quotas
 
 
@@ -275,3 +276,14 @@ def concatenate(traces, pad_token_id):
         return torch.cat(parts)
 
     return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})
+
+
+def gathered(trace, components, examples, pad_token_id):
+    """This rank's rollout, what its completions earn, and their examples -> trace, rewards [N],
+    components and examples of all ranks with which it shares rows. Collective.
+    """
+    device = trace.completion_ids.device
+    traces, *lists = zip(*gather_objects((trace, components, examples), device), strict=True)
+    components, examples = (sum(some, []) for some in lists)
+    rewards = torch.tensor([sum(parts.values()) for parts in components], device=device)
+    return concatenate(traces, pad_token_id), rewards, components, examples

@@ -126,6 +126,22 @@ def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):
     assert on_gpu(0.01, ranks=4).size
 
 
+def test_ranks_that_share_rows_divide_activations_not_parameters(on_gpu, monkeypatch):
+    """Twice as many rows fit two; then a step takes as long. Refusals propose it for long rows."""
+    alone, two = on_gpu(10, ranks=4), on_gpu(10, ranks=4, sequence_parallel=2)
+    assert (two.noised, two.size) == (2 * alone.noised, 2 * alone.size)
+    assert two.memory(32) == alone.memory(16)
+    assert two.seconds() == pytest.approx(alone.seconds())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    small = {"gen_length": 512, "prompts_per_step": 4, "num_generations": 2, "lora_rank": 4}
+    with pytest.raises(SystemExit, match="try .*--sequence-parallel 2$"):
+        on_gpu(0.02, ranks=4, **small)
+    assert on_gpu(0.02, ranks=4, sequence_parallel=2, **small).size
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(SystemExit, match="try .*4 x the GPUs with --sequence-parallel 4$"):
+        on_gpu(0.0115, **small)
+
+
 def test_config_has_the_choice_and_resume_keeps_it(run_ranks, tmp_path, on_gpu, monkeypatch, capfd):
     size = on_gpu(0.05).size
 

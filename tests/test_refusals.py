@@ -109,6 +109,8 @@ REFUSALS = [
     ("algos/mdpo.py --train-steps 0", "--train-steps 0 must be at least 1"),
     ("algos/tracerl.py --shrink 0", "--shrink 0 must be at least 1"),
     ("algos/d1.py --betas 0.9 1.0", "--betas 0.9 1.0 must be at least 0 and below 1"),
+    ("algos/d1.py --sequence-parallel 2", "must divide the ranks of a node, 1: use 1"),
+    ("algos/sft.py --sequence-parallel 0", "--sequence-parallel 0 must be at least 1"),
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
     *(
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")

@@ -52,6 +52,11 @@ def test_golden_run(one_rank, case):
             assert row == pytest.approx(other, rel=1e-3, abs=1e-6)
 
 
+def first_ids(directory):
+    rows = rows_of(directory, "samples")
+    return [row["completion_ids"] for row in rows if row["step"] == 1]
+
+
 @pytest.mark.parametrize("case", TWO_RANKS.split())
 def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     """Metrics to 1e-4, tokens of the first rollout exactly, saved weights; the sampler is the
@@ -66,13 +71,28 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     assert any(row.get("optim/grad_norm", 0) > 0 for row in rows)
     assert max(row.get("probe/logp_gap_max", 0) for row in rows) < 2e-3
     assert_same_metrics(rows, rows_of(more))
-    ids = lambda place: [r["completion_ids"] for r in rows_of(place, "samples") if r["step"] == 1]
-    assert ids(one) == ids(more)
+    assert first_ids(one) == first_ids(more)
     (file,) = (path.relative_to(one) for path in one.glob("checkpoints/step-*/*.safetensors"))
     saved, same = load_file(one / file), load_file(more / file)
     assert saved.keys() == same.keys()
     # the mean: Adam makes a whole step, 1e-4, of noise in a gradient that is almost 0
     assert all((saved[name] - same[name]).abs().mean() < 1e-6 for name in saved)
+
+
+# blocks and LoRA; replays, bidirectional; two nodes of two ranks, packed rows
+SHARED = ("bgpo-llada2", "cj_grpo-llada", "sft-sdar")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in SHARED else pytest.mark.full) for c in CASES]
+)
+def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
+    """--sequence-parallel 2: rollouts of both ranks, rows and metrics of one."""
+    script, flags = case.split("-")[0], flags_of(case) | {"sequence_parallel": 2}
+    nodes = 1 + (script == "sft")
+    two = run_script(script, flags, 2 * nodes, tmp_path / "two", nodes)
+    assert_same_metrics(rows_of(one_rank(case)), rows_of(two))
+    assert first_ids(one_rank(case)) == first_ids(two)
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.full)])

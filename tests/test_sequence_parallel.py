@@ -1,0 +1,120 @@
+"""--sequence-parallel N: ranks that share the tokens of their rows compute what one rank does.
+
+Whole scripts are in test_scripts.py.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_models import exits_with_one_line, ragged
+
+from models import load_model, sequence_parallel
+from models.ranks import all_reduce, group_share, rank_share
+from models.sequence_parallel import check_heads, form_groups, over_heads, place, total
+from models.tiny import TINY_CONFIGS, random_model
+
+# ranks, of a group; 4 query heads over 2 (LLaDA 4), so that groups of 4 repeat them
+GRID = [(2, 2), (4, 4), pytest.param(4, 2, marks=pytest.mark.full)]
+
+
+def scores(model, batch, documents):
+    """-> log-probabilities and entropies, and the gradient of a weighted sum of them"""
+    model.zero_grad()
+    values = torch.stack(model.logps(*batch, temperature=0.7, entropy=True, document_ids=documents))
+    (values * torch.arange(values.numel()).view(values.shape).sin()).sum().backward()
+    return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("ranks, N", GRID)
+def test_groups_score_rows_and_add_up_gradients_as_one_rank(run_ranks, ranks, N):
+    """Ragged rows with holes, some draws without a scored token; packed documents under
+    checkpointing: 1e-12 in fp64. 25 columns do not divide.
+    """
+
+    def body(rank, world_size):
+        for config in TINY_CONFIGS.values():
+            model = random_model(config).double()
+            packed = torch.arange(25).expand(4, 25) // 9
+            for side, documents in ("scattered", None), ("left", packed):
+                batch = ragged([23, 1, 9, 16], side, T=25, seed=rank // N)
+                model.activation_checkpointing = documents is not None
+                form_groups(1, 1)
+                values, gradient = scores(model, batch, documents)
+                form_groups(N, ranks)
+                own, part = scores(model, batch, documents)
+                torch.testing.assert_close(own, values, atol=1e-12, rtol=0)
+                torch.distributed.all_reduce(part, group=sequence_parallel.GROUP)
+                torch.testing.assert_close(part, gradient, atol=1e-12, rtol=1e-10)
+
+    run_ranks(ranks, body)
+
+
+def test_heads_are_repeated_just_enough(run_ranks):
+    """Six query heads over two, in a group of three; seven tokens do not divide."""
+
+    def attend(layer, q, k, v):
+        assert layer == 5 and (q.shape[1], k.shape[1]) == ((2, 2) if place()[1] > 1 else (6, 2))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def body(rank, world_size):
+        qkv = [torch.randn(2, heads, 7, 8, dtype=torch.float64) for heads in (6, 2, 2)]
+        for x in qkv:
+            torch.distributed.broadcast(x, 0)
+        want = attend(5, *qkv)
+        form_groups(3, 3)
+        got = over_heads(attend, 7)(5, *(F.pad(x, (0, 0, 0, 2))[:, :, rank::3] for x in qkv))
+        torch.testing.assert_close(got[:, :, : len(range(rank, 7, 3))], want[:, :, rank::3])
+
+    run_ranks(3, body)
+
+
+def test_ranks_that_share_rows_count_once(run_ranks):
+    def body(rank, world_size):
+        form_groups(2, 4)
+        assert all_reduce({"a": rank // 2 + 1}) == {"a": 3.0}
+        assert group_share(6, "--batch-size") == range(rank // 2 * 3, rank // 2 * 3 + 3)
+        assert rank_share(4, "--prompts-per-step") == range(rank, rank + 1)
+        x = torch.zeros(4, requires_grad=True)
+        y = total(x + (torch.arange(4) == rank) * 7.0)
+        assert y.tolist() == [7.0 * (i // 2 == rank // 2) for i in range(4)]
+        (y * torch.arange(4)).sum().backward()
+        assert x.grad.tolist() == [0, 1, 2, 3]
+
+    run_ranks(4, body)
+
+
+def test_numbers_that_do_not_divide_are_refused(monkeypatch):
+    with exits_with_one_line("--sequence-parallel 3 .* ranks of a node, 4: use 1, 2, 4"):
+        form_groups(3, 4)
+    monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 8))
+    with exits_with_one_line("--sequence-parallel 8 .* query heads of the model, 4: use 1, 2, 4"):
+        load_model("tiny-sdar")
+    monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 4))
+    check_heads(load_model("tiny-sdar").config)
+
+
+@pytest.mark.full
+def test_compiled_blocks_exchange_as_often(run_ranks):
+    """One graph a block, without a break; not a graph for every length; none exchanges again in the
+    backward pass.
+    """
+
+    def body(rank, world_size):
+        from torch._dynamo.utils import counters
+
+        plain, model = (random_model(TINY_CONFIGS["tiny-sdar"]).double() for _ in range(2))
+        for layer in model.layers:
+            layer.compile(backend="aot_eager_decomp_partition")
+        form_groups(2, 2)
+        patch = torch._functorch.config.patch(activation_memory_budget=0.7)
+        for T in range(12, 40, 3):
+            batch = ragged([T - 1, 7], T=T)
+            want = scores(plain, batch, None)
+            with patch, torch.profiler.profile() as profile:
+                got = scores(model, batch, None)
+            torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
+        names = [event.name for event in profile.events()]
+        assert names.count("_c10d_functional::all_to_all_single") == 4 * len(model.layers)
+        assert counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
+
+    run_ranks(2, body)
