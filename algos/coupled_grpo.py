@@ -34,6 +34,7 @@ from models import (
     load_tokenizer,
     load_weights,
     meta_model,
+    mismatch,
     router_metrics,
     share_at,
 )
@@ -415,17 +416,18 @@ class Rows:
 
 
 # >>> shared: inner
-def draw_logps(model, rows):
+def draw_logps(model, rows, entropy=False):
     """The only forward in training: log-probabilities of the tokens that the draws score.
 
-    -> [R, K, L] fp32, 0 elsewhere
+    -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
     P = rows.batch.P
     noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
     score_mask = torch.nn.functional.pad(rows.weights != 0, (P, 0))
-    return model.logps(
-        rows.input_ids, noisy_ids, score_mask, rows.valid_mask, temperature=rows.temperature
-    )[:, :, P:]
+    values = model.logps(
+        rows.input_ids, noisy_ids, score_mask, rows.valid_mask, rows.temperature, entropy
+    )
+    return [value[:, :, P:] for value in values] if entropy else values[:, :, P:]
 
 
 def micro_batches(rows, args):
@@ -452,12 +454,13 @@ def frozen_estimates(model, rows, args):
 
 def backward(model, rows, scale, args):
     """Gradient of scale * policy_loss. -> metrics"""
-    estimates = estimate_logps(draw_logps(model, rows), rows, args)
+    logps, entropies = draw_logps(model, rows, entropy=True)
+    estimates = estimate_logps(logps, rows, args)
     # with one update per rollout the old values are the current ones
     old = estimates.detach() if rows.old is None else rows.old
     loss, metrics = policy_loss(estimates, old, rows.ref, rows, args)
     (scale * loss).backward()
-    return metrics | {"loss/total": loss}
+    return metrics | mismatch(logps, entropies, rows.weights) | {"loss/total": loss}
 
 
 # <<< shared: inner

@@ -11,13 +11,11 @@ def wide(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows):
-    """Yield (rows, output, values [n], their slope by the logits [n, V]) of one chunk after the
-    other
+def chunks(hidden, weight, temperature, banned_id, rows):
+    """Yield (rows, their log softmax [n, V] in at least fp32) of one chunk after the other.
 
-    output: 0 for log-probabilities, 1 for entropies. slope=False: leave out the slope of the
-    former. At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax
-    reads them in fp32 itself. The banned token has probability 0.
+    At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax reads them
+    in fp32 itself. The banned token has probability 0.
     """
     for i in range(0, len(hidden), rows):
         here = slice(i, i + rows)
@@ -26,31 +24,12 @@ def chunks(hidden, weight, targets, slope, temperature, banned_id, entropy, rows
             logits = logits.to(wide(logits)).div_(temperature)
         if banned_id is not None:
             logits[:, banned_id] = float("-inf")
-        if entropy:
-            yield here, 1, *entropy_and_slope(logits)
-        yield here, 0, *logps_and_slope(logits, targets[here, None], slope)
+        yield here, logits.log_softmax(-1, dtype=wide(logits))
 
 
-def logps_and_slope(logits, targets, slope):
-    """logits [n, V], targets [n, 1] -> log softmax(logits)[targets] [n] in at least fp32, and its
-    derivative by the logits [n, V] in that dtype
-    """
-    log_p = logits.log_softmax(-1, dtype=wide(logits))
-    logps = log_p.gather(-1, targets)
-    if slope:  # d log p_y / d z = onehot(y) - p
-        slope = log_p.exp_().neg_().scatter_add_(-1, targets, torch.ones_like(logps))
-    return logps[:, 0], slope
-
-
-def entropy_and_slope(logits):
-    """Entropies of softmax(logits) [n] in nats, at least fp32, and their derivative by the logits
-    [n, V] in that dtype.
-    """
-    log_p = logits.log_softmax(-1, dtype=wide(logits))
-    p = log_p.exp_()
-    p_log_p = torch.xlogy(p, p)  # 0 log 0 = 0 for the banned token
-    entropies = -p_log_p.sum(-1)
-    return entropies, p_log_p.addcmul_(p, entropies[:, None]).neg_()  # d H / d z = -p (log p + H)
+def slope(p, targets):
+    """Probabilities p [n, V], overwritten -> d log p_y / d logits = onehot(y) - p"""
+    return p.neg_().scatter_add_(-1, targets[:, None], torch.ones_like(p[:, :1]))
 
 
 class LinearLogps(torch.autograd.Function):
@@ -62,34 +41,37 @@ class LinearLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, *settings):
+    def forward(ctx, hidden, weight, targets, entropy, *settings):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        outputs = [hidden.new_zeros(len(hidden), dtype=wide(hidden)) for _ in range(2)]
-        wanted = need_hidden, need_hidden and settings[2]  # of log-probability, of entropy
-        slopes = [torch.empty_like(hidden) if want else None for want in wanted]
-        for rows, i, values, slope in chunks(hidden, weight, targets, need_hidden, *settings):
-            outputs[i][rows] = values
+        logps, entropies = (hidden.new_zeros(len(hidden), dtype=wide(hidden)) for _ in range(2))
+        slopes = torch.empty_like(hidden) if need_hidden else None
+        for rows, log_p in chunks(hidden, weight, *settings):
+            logps[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
+            p = log_p.exp_()
+            if entropy:  # a few rows at a time: p log p needs memory
+                entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in p.split(64)])
             if need_hidden:
-                slopes[i][rows] = slope.div_(settings[0]).to(weight.dtype) @ weight
-            del slope  # before the next logits are made
-        ctx.save_for_backward(*slopes, *((hidden, weight, targets) if need_weight else ()))
+                slopes[rows] = slope(p, targets[rows]).div_(settings[0]).to(weight.dtype) @ weight
+            del log_p, p  # before the next logits are made
+        ctx.save_for_backward(slopes, *((hidden, weight, targets) if need_weight else ()))
         ctx.settings = settings
-        return tuple(outputs)
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        slopes, grad_hidden, grad_weight = ctx.saved_tensors[:2], None, None
+    def backward(ctx, grad, _):
+        slopes, grad_hidden, grad_weight = ctx.saved_tensors[0], None, None
         if ctx.needs_input_grad[0]:
-            pairs = [pair for pair in zip(slopes, grads, strict=True) if pair[0] is not None]
-            grad_hidden = sum(slope * grad[:, None] for slope, grad in pairs).to(slopes[0].dtype)
+            grad_hidden = (slopes * grad[:, None]).to(slopes.dtype)
         if ctx.needs_input_grad[1]:
-            hidden, weight, targets = ctx.saved_tensors[2:]
-            grad_weight = torch.zeros_like(weight, dtype=grads[0].dtype)
-            for rows, i, _, slope in chunks(hidden, weight, targets, True, *ctx.settings):
-                scaled = (grads[i][rows, None] / ctx.settings[0]) * hidden[rows]
-                grad_weight += slope.to(weight.dtype).T @ scaled.to(weight.dtype)
-                del slope
+            hidden, weight, targets = ctx.saved_tensors[1:]
+            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
+            for rows, log_p in chunks(hidden, weight, *ctx.settings):
+                scaled = (grad[rows, None] / ctx.settings[0]) * hidden[rows]
+                d_logits = slope(log_p.exp_(), targets[rows]).to(weight.dtype)
+                grad_weight += d_logits.T @ scaled.to(weight.dtype)
+                del log_p, d_logits
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, *[None] * 5
 
@@ -103,10 +85,24 @@ def linear_logps(
     hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal
     to banned_id. banned_id: a token with probability 0 (the mask token, which no sampler may draw).
     -> logps [N] (fp32; fp64 for fp64 inputs), and with entropy=True also the entropy [N] of each
-    row in nats. Gradients with respect to hidden and weight are exact. Memory is chunk_rows x V,
-    and one more copy of hidden for its gradient, whatever N is. N = 0 keeps the graph, for ranks
-    without scored rows.
+    row in nats, which has no gradient. Those of logps by hidden and weight are exact. Memory is
+    chunk_rows x V, and one more copy of hidden for its gradient, whatever N is. N = 0 keeps the
+    graph, for ranks without scored rows.
     """
-    settings = temperature, banned_id, entropy, chunk_rows
-    logps, entropies = LinearLogps.apply(hidden, weight, targets, *settings)
+    settings = temperature, banned_id, chunk_rows
+    logps, entropies = LinearLogps.apply(hidden, weight, targets, entropy, *settings)
     return (logps, entropies) if entropy else logps
+
+
+@torch.no_grad()
+def mismatch(logps, entropies, weights):
+    """How far the scored tokens are from draws of the scored distributions: draws have a mean
+    -log p equal to the mean entropy. [R, K, L] each, nats -> sums over tokens; `reduce_metrics`
+    makes means of them
+    """
+    return {
+        "mismatch/surprisal": -(weights * logps).sum(),
+        "mismatch/entropy": (weights * entropies).sum(),
+        "mismatch/improbable": (weights * (logps.exp() < 0.05)).sum(),
+        "mismatch/weight": weights.sum(),
+    }

@@ -116,12 +116,12 @@ def all_reduce(values):
 
 def reduce_metrics(sums):
     """Sum a step's metrics over ranks (`all_reduce`), then divide those under policy/ by
-    policy/weight, the sum of their weights. If that is 0, no row on any rank had a gradient, and
-    they are left out.
+    policy/weight, the sum of their weights, and those under mismatch/ likewise. If that is 0, no
+    row on any rank had a gradient, and they are left out.
     """
     metrics = all_reduce(sums)
-    weight = metrics.pop("policy/weight", 1)
-    divisors = {name: weight if name.startswith("policy/") else 1 for name in metrics}
+    weights = {name: metrics.pop(name) for name in list(metrics) if name.endswith("/weight")}
+    divisors = {name: weights.get(f"{name.split('/')[0]}/weight", 1) for name in metrics}
     return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
 
 

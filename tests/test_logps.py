@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.logps import linear_logps
+from models.logps import linear_logps, mismatch
 
 
 def naive(hidden, weight, targets, temperature=1.0, banned_id=None):
@@ -30,12 +30,8 @@ def problem(N, D, V, dtype=torch.float64, banned_id=None, seed=0):
 def value_and_grads(function, hidden, weight, targets, seed=1, **options):
     logps, entropies = function(hidden, weight, targets, **options)
     generator = torch.Generator().manual_seed(seed)
-    a, b = torch.randn(2, len(targets), generator=generator, dtype=torch.float64).to(logps.dtype)
-    return (
-        logps,
-        entropies,
-        *torch.autograd.grad((a * logps + b * entropies).sum(), (hidden, weight)),
-    )
+    a = torch.randn(len(targets), generator=generator, dtype=torch.float64).to(logps.dtype)
+    return logps, entropies, *torch.autograd.grad((a * logps).sum(), (hidden, weight))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 7), (23, 8, 31), (64, 17, 101)])
@@ -59,22 +55,26 @@ def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows,
         )  # asking for the entropy does not change the log-probability
 
 
-@pytest.mark.parametrize("which", ["hidden", "weight", "logps", "entropy"])
-def test_linear_logps_gradients_of_one_input_or_one_output(which):
-    """LoRA freezes the head; a loss may use only one of the two outputs."""
+@pytest.mark.parametrize("which", ["hidden", "weight"])
+def test_linear_logps_gradients_of_one_input(which):
+    """LoRA freezes the head."""
     hidden, weight, targets = problem(9, 4, 11, banned_id=3)
-    if which in ("hidden", "weight"):
-        asked = hidden if which == "hidden" else weight
-        (weight if which == "hidden" else hidden).requires_grad_(False)
-        pick = lambda logps, entropies: logps.sum() + entropies.square().sum()
-    else:
-        asked = hidden
-        pick = lambda logps, entropies: (logps if which == "logps" else entropies).square().sum()
-    want = torch.autograd.grad(pick(*naive(hidden, weight, targets, 1.0, 3)), asked)[0]
-    got = torch.autograd.grad(
-        pick(*linear_logps(hidden, weight, targets, banned_id=3, entropy=True, chunk_rows=4)), asked
-    )[0]
-    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+    asked, frozen = (hidden, weight) if which == "hidden" else (weight, hidden)
+    frozen.requires_grad_(False)
+    want = torch.autograd.grad(naive(hidden, weight, targets, 1.0, 3)[0].square().sum(), asked)
+    got = linear_logps(hidden, weight, targets, banned_id=3, chunk_rows=4).square().sum()
+    torch.testing.assert_close(torch.autograd.grad(got, asked), want, atol=1e-12, rtol=1e-10)
+
+
+def test_mismatch_of_draws_is_none():
+    """Every token of the vocabulary, weighted with its probability: -log p is the entropy."""
+    hidden, weight, _ = problem(1, 4, 11)
+    values = linear_logps(hidden.expand(11, 4), weight, torch.arange(11), entropy=True)
+    p = values[0].detach().exp()
+    sums = mismatch(*values, p)
+    torch.testing.assert_close(sums["mismatch/surprisal"], sums["mismatch/entropy"])
+    assert sums["mismatch/improbable"] == p[p < 0.05].sum() > 0
+    assert mismatch(*values, 1 - p)["mismatch/surprisal"] > 1.1 * sums["mismatch/entropy"]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
