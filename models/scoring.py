@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
         0.
         -> [R, K, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
         pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
-        values instead.
+        values instead, and 0 for entropies.
         """
         valid, (rank, N) = all_valid(valid_mask, input_ids), place()
         inputs, token, column = self.noisy_pass(
@@ -142,6 +142,7 @@ class LanguageModel(nn.Module):
             )
         else:
             values = self.value_head(hidden.to(wide(hidden)))[:, 0]
+            values = (values, torch.zeros_like(values)) if entropy else values
         at = torch.unravel_index(index, noisy_ids.shape)
         spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
         filled = [total(spread(x)) for x in (values if entropy else [values])]
