@@ -11,6 +11,7 @@ The files are the only state: table, figure and page are made from them, so that
 """
 
 import atexit
+import gc
 import inspect
 import json
 import math
@@ -181,6 +182,7 @@ class RunLog:
         with writing(self.run_dir):
             frame.to_csv(self.run_dir / "metrics.csv", index=False)
             draw_curves(self.run_dir)
+            gc.collect()  # a figure is full of cycles: several MB that would wait for the collector
             samples = write_report(self.run_dir)
         if self.wandb_run and samples:
             import wandb

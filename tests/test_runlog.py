@@ -1,6 +1,7 @@
 """runlog.py: the files of a run, the lines on the screen."""
 
 import csv
+import gc
 import io
 import json
 import re
@@ -94,6 +95,18 @@ def test_a_plain_line_or_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys, is_t
         step = f"step  12/300  {SUMMARY}"
         assert lines == ["step   0/300  eval 0.410", compiled, step, step]
         assert screen.getvalue() == ""
+
+
+def test_a_drawn_figure_leaves_the_memory(tmp_path):
+    """Without waiting for the collector: each holds several MB."""
+    gc.collect()
+    gc.disable()
+    try:
+        with closing(open_log(tmp_path)) as log:
+            log.write(1, {"eval/countdown": 0.5, "optim/grad_norm": 1.0, "optim/lr": 1e-5})
+        assert not [thing for thing in gc.get_objects() if type(thing) is Figure]
+    finally:
+        gc.enable()
 
 
 def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
