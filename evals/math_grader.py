@@ -76,9 +76,10 @@ def boxes(text, unclosed=False):
 
 
 def last_box(text):
-    """Stripped content of the last complete box that is not empty; None if there is none. Unclosed
-    boxes do not count."""
-    return ([None] + [box.strip() for box in boxes(text) if box.strip()])[-1]
+    """Stripped content of the last complete box that is not empty, in the last MAX_TEXT characters;
+    None if there is none. Unclosed boxes do not count."""
+    found = [box.strip() for box in boxes(text[-MAX_TEXT:])]
+    return next(filter(None, reversed(found)), None)
 
 
 def grade(completion, gold, grader="math_verify"):

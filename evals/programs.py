@@ -35,8 +35,9 @@ def code_of(text, names):
     The first of these that exists: the last closed python block that defines one of `names`; the
     last closed block that does; the last block, closed or not, that does; the text, if it does; the
     last closed python block; the last block; the text. Leading spaces are kept: they may be the
-    indentation of a body.
+    indentation of a body. Only the last MAX_CODE characters are read.
     """
+    text = text[-MAX_CODE:]
     blocks = fenced(text)
     closed = [block for block in blocks if block[2]]
     python = [code for language, code, _ in closed if language in ("python", "py", "python3")]
@@ -53,7 +54,7 @@ def code_of(text, names):
 def trimmed(text):
     """Code without the prose around it: all of the text if it parses; else from the first line that
     looks like code to the last one up to which it parses."""
-    if len(text) > MAX_CODE or first_program([text]):
+    if first_program([text]):
         return text
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
