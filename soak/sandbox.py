@@ -1,6 +1,6 @@
 """A siege of evals/sandbox.py: programs that try to pass without being right, or to do harm.
 
-    python soak/sandbox.py      as every user below, about 25 minutes on two cores
+    python soak/sandbox.py      as every user below; half an hour or more on two cores
     python soak/sandbox.py 2    as the third of them
 
 Every program is tried alone and 64 times at once. It passes only if its attack works, so that none
