@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data.planning import split_of
-from evals.math_grader import MAX_LENGTH, boxes
+from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.sandbox import in_threads
 from models import prompt_ids
 from models.defaults import is_tiny
@@ -178,11 +178,12 @@ def final_answer(completion):
     r"""The answer of a completion, without what models wrap it in; None if there is none.
 
     It is the last box in the last answer tag, or the line in that tag if it has no box, or the last
-    box of all. The prompt's own \boxed{} and "...", and answers that are too long, are not looked
-    at. A box may also be written boxed{ or \fbox{, or be ended by a line end, $, < or > instead of
-    its bracket; one at the end of a completion may be cut off and does not count.
+    box of all, of the last MAX_TEXT characters. The prompt's own \boxed{} and "...", and answers
+    that are too long, are not looked at. A box may also be written boxed{ or \fbox{, or be ended by
+    a line end, $, < or > instead of its bracket; one at the end of a completion may be cut off and
+    does not count.
     """
-    text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion))
+    text = DECORATION.sub("", OTHER_BOX.sub(r"\\boxed{", completion[-MAX_TEXT:]))
     tagged = tagged_answer(text) or ""
     alone = "" if r"\boxed{" in tagged or "\n" in unwrapped(tagged) else tagged
     answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]

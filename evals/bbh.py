@@ -24,7 +24,7 @@ from data.rows import read_rows
 from evals import main, tagged_answer
 from evals.choices import SPECIAL, letter
 from evals.examples import as_text, one_split, parse_rows, user
-from evals.math_grader import MAX_LENGTH, last_box
+from evals.math_grader import MAX_LENGTH, MAX_TEXT, last_box
 
 HUB = "lukaemon/bbh"
 VERSION = {"shown": "OpenCompass bbh_gen_ee62e9", "alone": "ours"}  # name of the prompt, by style
@@ -85,7 +85,7 @@ def extract(completion, example):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
         found = letter(completion, "".join(options) or "ABCDEFGHIJKLMNOPQR")
         return found and f"({found})"
-    completion = SPECIAL.sub("\n", tagged_answer(completion) or completion)
+    completion = SPECIAL.sub("\n", (tagged_answer(completion) or completion)[-MAX_TEXT:])
     line = "\n\n" if " " in example["gold"] else "\n"
     *before, text = ANSWER_IS.split(completion)
     text = text.strip() if before else ""

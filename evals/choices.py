@@ -7,6 +7,8 @@ import re
 import zipfile
 from pathlib import Path
 
+from evals.math_grader import MAX_TEXT
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = 5  # solved questions of the same subject in front of a question
 SPECIAL = re.compile(r"<\|\w+\|>")  # a special token that was decoded: <|endoftext|>
@@ -69,7 +71,7 @@ def letter(completion, letters="ABCD"):
     OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
     that the article "A" answers A there.
     """
-    completion = SPECIAL.sub("\n", completion)
+    completion = SPECIAL.sub("\n", completion[-MAX_TEXT:])
     said = [
         next(filter(None, match.groups())).upper()
         for match in EXPLICIT.finditer(completion)

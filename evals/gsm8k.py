@@ -28,7 +28,7 @@ from evals.examples import (
     user,
     worked,
 )
-from evals.math_grader import FRACTION, MAX_LENGTH, OVER
+from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -232,7 +232,7 @@ def extract(completion, example):
     """
     last = final_answer(completion)
     if last is None and "tags" not in example["style"]:
-        last = ([None] + final_numbers(plain(completion)))[-1]
+        last = ([None] + final_numbers(plain(completion[-MAX_TEXT:])))[-1]
     elif last and not normalised(last) and SENTENCE.fullmatch(sentence := plain(last)):
         numbers = {*final_numbers(sentence)}
         last = numbers.pop() if len(numbers) == 1 else last

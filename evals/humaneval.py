@@ -17,7 +17,7 @@ import textwrap
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import evalplus, main
 from evals.examples import chat_row, one_split, read_examples, user, worked
-from evals.programs import code_of, defines, parsed, scorers
+from evals.programs import code_of, defines, first_program, scorers
 from evals.sandbox import Job
 
 HUB = "openai/openai_humaneval"
@@ -74,7 +74,7 @@ def program(completion, example):
     cut = re.split(r"\n(?=\S)", code, maxsplit=1)[0]
     forms = [form(text) for text in (code, cut) for form in (indent, str, indent_first)]
     programs = [f"{stub}{form}\n" for form in forms]
-    return next(filter(parsed, programs), programs[0])
+    return first_program(programs) or programs[0]
 
 
 def job(completion, example):

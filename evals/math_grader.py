@@ -15,8 +15,9 @@ Graders, by name:
                   against the gold number
 
 Math-Verify is sympy, which can run forever, take all memory and (through its parser) run Python
-code. So it runs in separate processes, which the kernel ends after TIMEOUT seconds. This file is
-also the program of these processes and therefore imports nothing slow.
+code. So it runs in separate processes, which the kernel ends after TIMEOUT seconds, and so does
+Python's parser, for evals/programs.py. This file is also the program of these processes and
+therefore imports nothing slow.
 """
 
 import json
@@ -31,7 +32,8 @@ from functools import lru_cache
 from subprocess import DEVNULL, PIPE, Popen
 
 MAX_LENGTH = 512  # characters of an answer; longer ones do not count
-TIMEOUT = 5.0  # seconds for a pair of answers
+MAX_TEXT = 100_000  # characters at the end of a completion that are read
+TIMEOUT = 5.0  # seconds for a question: a pair of answers, or some programs
 MEMORY = 4 * 2**30  # bytes of address space of a process
 
 BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
@@ -74,9 +76,10 @@ def boxes(text, unclosed=False):
 
 
 def last_box(text):
-    """Stripped content of the last complete box that is not empty; None if there is none. Unclosed
-    boxes do not count."""
-    return ([None] + [box.strip() for box in boxes(text) if box.strip()])[-1]
+    """Stripped content of the last complete box that is not empty, in the last MAX_TEXT characters;
+    None if there is none. Unclosed boxes do not count."""
+    found = [box.strip() for box in boxes(text[-MAX_TEXT:])]
+    return next(filter(None, reversed(found)), None)
 
 
 def grade(completion, gold, grader="math_verify"):
@@ -277,7 +280,7 @@ def _same_part(answer, gold):
 def last_number(completion, gold):
     """Whether the last number of the last box (without one: of the completion) is the gold answer,
     which must be a number."""
-    text = last_box(completion) or completion[-100_000:]
+    text = last_box(completion) or completion[-MAX_TEXT:]
     text = text.replace("{,}", ",").replace("\\!", "")
     found = ["", *LAST_NUMBER.findall(FRACTION.sub(OVER, text))][-1]
     value = number(found) if len(found) <= MAX_LENGTH else None
@@ -285,30 +288,30 @@ def last_number(completion, gold):
 
 
 # --------------------------------------------------------------------------------------------------
-# the processes of Math-Verify
+# the processes of Math-Verify and of Python's parser
 
 
 class Worker:
-    """A process that judges one pair of answers at a time."""
+    """A process that answers one question at a time. kind: "math" or "python"."""
 
-    def __init__(self):
+    def __init__(self, kind):
         # no secrets in its environment, a process group of its own, and the same string hashes
         # (order of sympy's sets) in every process
         environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
         self.process = Popen(
-            [sys.executable, os.path.abspath(__file__)], stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
-            env=environment, start_new_session=True, text=True
+            [sys.executable, os.path.abspath(__file__), kind], stdin=PIPE, stdout=PIPE,
+            stderr=DEVNULL, env=environment, start_new_session=True, text=True
         )  # fmt: skip
         if not self.process.stdout.readline():
             self.kill()
             raise SystemExit(
                 "Math-Verify does not start: pip install -r requirements.txt; "
-                "python evals/math_grader.py says why"
+                "python evals/math_grader.py math says why"
             )
 
     def ask(self, *question):
-        """Verdict of a question: answer, gold, tolerance, key of JUDGES. None if the process died,
-        as it does at TIMEOUT; it is unusable then."""
+        """What a function of JUDGES says: question is its name and arguments. None if the process
+        died, as it does at TIMEOUT; it is unusable then."""
         with suppress(BrokenPipeError):
             print(json.dumps([TIMEOUT, *question]), file=self.process.stdin, flush=True)
             if said := self.process.stdout.readline():
@@ -320,10 +323,27 @@ class Worker:
         self.process.communicate()  # waits and closes the pipes
 
 
-IDLE = []  # processes that wait for a question; they end with this one
+# processes that wait for a question, by kind; they end with this one
+IDLE = {"math": [], "python": []}
 # answers that killed a process or took longer than TIMEOUT, once for every time they were asked
 NO_VERDICT = []
-os.register_at_fork(after_in_child=IDLE.clear)  # two processes must not share one pipe
+# two processes must not share one pipe
+os.register_at_fork(after_in_child=lambda: IDLE.update({kind: [] for kind in IDLE}))
+
+
+def asked(kind, *question):
+    """What a process of a kind says to a question of `Worker.ask`."""
+    try:
+        worker = IDLE[kind].pop()
+    except IndexError:
+        worker = Worker(kind)
+    if worker.process.poll() is not None:  # killed from outside
+        worker.kill()
+        worker = Worker(kind)
+    said = worker.ask(*question)
+    if said is not None:
+        IDLE[kind].append(worker)
+    return said
 
 
 def lacks_verdict(task, completion, example):
@@ -346,19 +366,10 @@ def _judged(answer, gold, tolerance=0.0, judge="math_verify"):
 @lru_cache(maxsize=2**16)
 def _verdict(answer, gold, tolerance, judge):
     """The verdict of a process; None for a pair that kills it, which is named once on stderr."""
-    try:
-        worker = IDLE.pop()
-    except IndexError:
-        worker = Worker()
-    if worker.process.poll() is not None:  # killed from outside
-        worker.kill()
-        worker = Worker()
-    verdict = worker.ask(answer, gold, tolerance, judge)
+    verdict = asked("math", judge, answer, gold, tolerance)
     if verdict is None:
         said = f"math grader: no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}"
         print(said, file=sys.stderr)
-    else:
-        IDLE.append(worker)
     return verdict
 
 
@@ -370,7 +381,7 @@ def _by_math_verify(answer, gold, tolerance):
     if tolerance and not right:  # x = 5 is 5
         theirs, ours = (complex(getattr(side[0], "rhs", side[0]).evalf()) for side in read)
         right = abs(ours - theirs) <= 1.01 * tolerance
-    return right
+    return bool(right)
 
 
 def _by_difference(answer, gold, tolerance):
@@ -382,37 +393,56 @@ def _by_difference(answer, gold, tolerance):
     return bool(simplify(parser.parse_expr(difference, transformations=steps)) == 0)
 
 
-JUDGES = {"math_verify": _by_math_verify, "difference": _by_difference}
+def _first_program(texts):
+    """Number of the first text that Python's parser accepts, len(texts) if there is none."""
+    import ast
+
+    for number, text in enumerate(texts):
+        try:
+            ast.parse(text)
+            return number
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            pass
+    return len(texts)
 
 
-def serve():
-    """The program of a Worker: reads JSON lines [seconds, answer, gold, tolerance, judge] from
-    stdin and writes true or false to stdout until stdin ends."""
-    import logging
+JUDGES = {
+    "math_verify": _by_math_verify,
+    "difference": _by_difference,
+    "first_program": _first_program,
+}
+
+
+def serve(kind):
+    """The program of a Worker: reads JSON lines [seconds, name in JUDGES, arguments ...] from stdin
+    and writes what that says to stdout until stdin ends."""
     import resource
 
     sys.path.pop(0)  # this folder: its modules are not top-level ones
-    import math_verify  # noqa: F401, slow: before the first question
-
-    # Math-Verify warns that its own timeout is off: it needs SIGALRM, which is used below
-    logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if kind == "math":
+        import logging
+
+        import math_verify  # noqa: F401, slow: before the first question
+
+        # Math-Verify warns that its own timeout is off: it needs SIGALRM, which is used below
+        logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    if not _by_math_verify("0.5", "\\frac{1}{2}", 0.0):
+    if kind == "math" and not _by_math_verify("0.5", "\\frac{1}{2}", 0.0):
         raise SystemExit("Math-Verify reads no LaTeX: its parser, antlr4, is missing")
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        seconds, answer, gold, tolerance, judge = json.loads(line)
+        seconds, judge, *arguments = json.loads(line)
         # without a handler SIGALRM ends this process, whatever sympy does
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            right = JUDGES[judge](answer, gold, tolerance)
+            said = JUDGES[judge](*arguments)
         except Exception:  # what sympy cannot read is wrong
-            right = False
+            said = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(bool(right)), file=replies, flush=True)
+        print(json.dumps(said), file=replies, flush=True)
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -20,7 +20,7 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main
 from evals.examples import as_text, parse_rows, user, worked
-from evals.programs import code_of, defines, parsed, scorers
+from evals.programs import code_of, defines, scorers
 from evals.sandbox import Job
 
 HUB = "google-research-datasets/mbpp"
@@ -127,7 +127,10 @@ def unquoted(text):
 def names_of(example):
     """What a program must define: names that the set-up code and the tests use and neither they nor
     Python define."""
-    nodes = list(ast.walk(parsed(_tests(example)) or ast.Module([], [])))
+    try:
+        nodes = [*ast.walk(ast.parse(_tests(example)))]
+    except SyntaxError:
+        nodes = []
     names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
     # of functions, classes, imports, arguments
     own = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "arg")}

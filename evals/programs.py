@@ -1,16 +1,13 @@
 """Programs in completions: which lines are code, and their score in the sandbox."""
 
-import ast
 import re
 import textwrap
-import threading
-import warnings
 
-from evals.sandbox import run_batch
+from evals.math_grader import asked
+from evals.sandbox import MAX_CODE, run_batch
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
-WARNINGS = threading.Lock()  # all threads share one warnings filter
 MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
@@ -38,8 +35,9 @@ def code_of(text, names):
     The first of these that exists: the last closed python block that defines one of `names`; the
     last closed block that does; the last block, closed or not, that does; the text, if it does; the
     last closed python block; the last block; the text. Leading spaces are kept: they may be the
-    indentation of a body.
+    indentation of a body. Only the last MAX_CODE characters are read.
     """
+    text = text[-MAX_CODE:]
     blocks = fenced(text)
     closed = [block for block in blocks if block[2]]
     python = [code for language, code, _ in closed if language in ("python", "py", "python3")]
@@ -56,23 +54,23 @@ def code_of(text, names):
 def trimmed(text):
     """Code without the prose around it: all of the text if it parses; else from the first line that
     looks like code to the last one up to which it parses."""
-    if parsed(text):
+    if first_program([text]):
         return text
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
     lines = code.split("\n")
     ends = [len(lines), *(i for i in range(len(lines) - 1, 0, -1) if lines[i][:1].strip())]
     parts = ("\n".join(lines[:end]) for end in ends[:MAX_CUTS])
-    return next(filter(parsed, parts), code)
+    return first_program(parts) or code
 
 
-def parsed(code):
-    """The syntax tree of a program; None if Python's parser rejects it for whatever reason."""
-    with WARNINGS, warnings.catch_warnings(action="ignore"):
-        try:
-            return ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
+def first_program(texts):
+    """The first text that Python's parser accepts, of those that the sandbox would run; None if
+    there is none. It runs in another process, for five seconds at most: a long chain of dots or
+    calls takes it longer."""
+    texts = [text for text in texts if len(text) <= MAX_CODE]
+    number = asked("python", "first_program", texts)
+    return None if number is None else next(iter(texts[number:]), None)
 
 
 def scorers(job):

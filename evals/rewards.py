@@ -24,8 +24,8 @@ from evals import (
     sudoku,
     tagged_answer,
 )
-from evals.math_grader import MATHD, boxes, grade, last_box, rewritten
-from evals.programs import parsed, pass_or_fail
+from evals.math_grader import MATHD, MAX_LENGTH, MAX_TEXT, boxes, grade, last_box, rewritten
+from evals.programs import first_program, pass_or_fail
 from evals.sandbox import in_threads
 
 
@@ -59,10 +59,11 @@ def countdown_d1(completion, example):
     It knows no box, LaTeX or equals sign.
     """
     text, solved = d1_answer(completion, example), False
-    numbers = sorted(map(int, re.findall(r"\d+", text or "")))
-    if numbers == sorted(example["numbers"]) and re.fullmatch(r"[\d+\-*/().\s]+", text):
+    short = text if text and len(text) <= MAX_LENGTH else ""
+    numbers = sorted(map(int, re.findall(r"\d+", short)))
+    if numbers == sorted(example["numbers"]) and re.fullmatch(r"[\d+\-*/().\s]+", short):
         try:
-            body = ast.parse(text, mode="eval").body
+            body = ast.parse(short, mode="eval").body
             value = countdown.calculated(body, PYTHON_OPERATIONS, lambda literal: literal)
             solved = abs(value - example["target"]) < 1e-5
         except (SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
@@ -194,7 +195,7 @@ def gsm8k_d1(completion, example):
     answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     return {
         "xmlcount": xmlcount,
-        "soft_format": 0.5 * bool(re.match(soft, completion)),
+        "soft_format": 0.5 * bool(re.match(soft, completion[:MAX_TEXT])),
         "strict_format": 0.5 * bool(re.fullmatch(strict, completion)),
         "integer": 0.5 * answer.isdigit(),
         "correctness": 2.0 * (answer == example.get("written", example["gold"])),
@@ -243,7 +244,7 @@ def code_format(completion, example):
     whole = len(rest) == 2 and rest[0].startswith("python\n") and not rest[1]
     whole = whole and "```" not in before + rest[0]
     code = rest[0].removeprefix("python\n").strip() if whole else ""
-    return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and parsed(code))}
+    return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and first_program([code]))}
 
 
 def mbpp_diffucoder(completion, example):

@@ -19,18 +19,18 @@ memory, and an early exit win nothing. Mode "nonce": code and tests share a proc
 published number; passed is a random number that is sent after the tests, so an early exit does not
 pass, but code that looks for the number can. Rewards use "proxy".
 
-A protection that the kernel does not give (containers often forbid namespaces) is named once on
-stderr, and in `Result.missing` each time. Against a bug of the kernel itself only a virtual machine
-helps.
+Two protections need no namespace: a filter of system calls (seccomp) refuses sockets, shared
+memory and signals to others, and where a program has no file system of its own, Landlock keeps it
+out of the machine's. Containers often forbid namespaces. What is lost after all is said on stderr,
+in one line and once, and in `Result.missing` each time. Against a bug of the kernel itself only a
+virtual machine helps.
 """
 
 import json
 import os
 import secrets
 import select
-import shutil
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -50,8 +50,9 @@ LOSSES = {  # what is lost without a protection
     "uid": "it runs as this user, so file permissions do not hold it back",
     "network": "it can reach the network",
     "ipc": "it can reach shared memory and message queues of its uid",
-    "shared memory": "its System V shared memory is not counted",
-    "files": "it can read what its uid may read, and writes to the disk until it ends",
+    "system calls": "memory that it shares is not counted",
+    "files": "it can read and change what its uid may read and change",
+    "disk": "its files are on this disk until it ends, each of 4 MB at most",
     "processes": "it can see other processes, and signal those of its uid",
 }
 _said, _lock = set(), threading.Lock()
@@ -96,8 +97,8 @@ class Result:
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
     answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
     need mode "nonce"), "long" (not run), "lost" (its supervisor died).
-    detail: exception and message. missing: protections that the kernel did not give, with its
-    reason. uid: of the program, None for the caller's.
+    detail: exception and message. missing: protections that are lost, because the kernel did
+    not give them, with its reason. uid: of the program, None for the caller's.
     """
 
     reason: str
@@ -218,25 +219,22 @@ def _supervised(job, folder, without):
 
 
 def _remove(folder):
-    """Delete what a program left where it had no file system of its own, directories without
-    permissions too."""
-
-    def retry(function, path, _):
-        for target in (os.path.dirname(path), path):
-            if not os.path.islink(target):
-                os.chmod(target, stat.S_IRWXU)
-        function(path)
-
-    shutil.rmtree(folder, onerror=retry)
+    """Delete what a program left where it had no file system of its own: by commands, because its
+    directories may be thousands deep."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, folder], stderr=subprocess.DEVNULL)
 
 
 def _say(missing):
-    """Name each missing protection {name: reason} once per process."""
+    """Name missing protections {name: reason} in one line, each once per process."""
     with _lock:
-        for name in missing.keys() - _said:
-            _said.add(name)
-            print(
-                f"sandbox: no protection of {name} ({missing[name]}): model-written code is run, "
-                f"and {LOSSES[name]}",
-                file=sys.stderr,
-            )
+        new = sorted(missing.keys() - _said)
+        _said.update(new)
+    if new:
+        lost = ", ".join(f"{name} ({missing[name]})" for name in new)
+        losses = "; ".join(LOSSES[name] for name in new)
+        said = f"sandbox: no protection of {lost}: model-written code is run, and {losses}"
+        print(said, file=sys.stderr)

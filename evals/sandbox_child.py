@@ -31,13 +31,47 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 NAMESPACES = {
     "network": 0x40000000,
     "ipc": 0x08000000,
-    "files": 0x00020000,
+    "disk": 0x00020000,
     "processes": 0x20000000,
 }  # CLONE_NEW*
 NEW_USER = 0x10000000
 # mount(2); INERT: neither devices nor programs with the rights of their owner
 READ_ONLY, INERT, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2 | 4, 32, 4096, 16384, 1 << 18
-DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38  # prctl(2)
+DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38  # prctl(2)
+# system calls that a program does without, by their numbers on x86_64 and aarch64: sockets, memory
+# that is in no process's size, keys, other processes, and ways around these rules
+CALLS = """
+    socket 41 198              shmget 29 194              shmat 30 196
+    shmctl 31 195              semget 64 190              semop 65 193
+    semctl 66 191              semtimedop 220 192         msgget 68 186
+    msgsnd 69 189              msgrcv 70 188              msgctl 71 187
+    mq_open 240 180            memfd_create 319 279       memfd_secret 447 447
+    add_key 248 217            request_key 249 218        keyctl 250 219
+    ptrace 101 117             process_vm_readv 310 270   process_vm_writev 311 271
+    pidfd_getfd 438 438        pidfd_send_signal 424 424  tkill 200 130
+    rt_sigqueueinfo 129 138    rt_tgsigqueueinfo 297 240  setpriority 141 140
+    sched_setaffinity 203 122  sched_setscheduler 144 119 unshare 272 97
+    setns 308 268              bpf 321 280                userfaultfd 323 282
+    perf_event_open 298 241    io_uring_setup 425 425
+"""
+# those that change a file without opening it, where a program sees the machine's own (9999: none)
+ON_PATHS = """
+    truncate 76 45             chmod 90 9999              fchmodat 268 53
+    fchmodat2 452 452          chown 92 9999              lchown 94 9999
+    fchownat 260 54            utime 132 9999             utimes 235 9999
+    futimesat 261 9999         utimensat 280 88           setxattr 188 5
+    lsetxattr 189 6            setxattrat 463 463         removexattr 197 14
+    lremovexattr 198 15        removexattrat 466 466
+"""
+MMAP, PRLIMIT, KILL, TGKILL = (9, 222), (302, 261), (62, 129), (234, 131)
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
+ALLOW, REFUSE, END = 0x7FFF0000, 0x00050001, 0x80000000  # SECCOMP_RET_*, with EPERM
+SHARED_OR_HUGE = 0x40001  # flags of mmap(2)
+# Landlock: its system calls, and rights: to use a directory, a device, everything there is
+NEW_RULES, ADD_RULE, RESTRICT = 444, 445, 446
+TO_READ, TO_USE, RIGHTS = 1 | 4 | 8, 2 | 4, (0, 13, 14, 15, 15, 16)
+DEVICES = "/dev/null", "/dev/zero", "/dev/urandom"
 MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the memory of the tests
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
 WATCH = 0.1  # seconds between looks at the memory
@@ -167,9 +201,10 @@ def decode(message):
 
 def system(call, *arguments):
     """A call of libc that returns -1 on failure: OSError."""
-    if getattr(LIBC, call)(*arguments) == -1:
+    if (value := getattr(LIBC, call)(*arguments)) == -1:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+    return value
 
 
 def prctl(option, value):
@@ -209,22 +244,79 @@ def enter_namespaces(without):
             missing[name] = error.strerror
 
     if user:  # only a user namespace gives the right to make the others
-        attempt("users", new_user, (0, user), (0, group))
+        attempt("users", new_user, (user, user), (group, group))
         if "users" in missing:  # otherwise they find nothing else of this uid
             missing |= {"users": f"no user namespace: {missing['users']}", "uid": "not root"}
     elif "uid" in without:
         missing["uid"] = "not asked for"
-    attempt("ipc", system, "unshare", NAMESPACES["ipc"])
-    # System V memory is in no process's size; only root of the namespace may say how much there is
-    for name in ("shmall", "shmmax"):
-        attempt("shared memory", write, f"/proc/sys/kernel/{name}", "0", needs="ipc")
-    if user and "users" not in missing:
-        # the caller's uid again, and no rights over what was made so far
-        new_user((user, 0), (group, 0))
-    for name in ("network", "files", "processes"):
-        attempt(name, system, "unshare", NAMESPACES[name])
-    missing.pop("users", None)
+    elif first_and_count_of_uids()[1] == 1:
+        missing["uid"] = "its user namespace knows one user"
+    for name, kind in NAMESPACES.items():
+        attempt(name, system, "unshare", kind)
+    if "disk" in missing:
+        attempt("files", rights_of_files, needs="")
+    attempt("system calls", rules_of_calls, {}, needs="")
     return missing
+
+
+def not_made_up_for(missing):
+    """What is lost by the protections that are missing. Rules for calls hold as well as the
+    namespaces of network and IPC; with rules for files also as those of processes and another
+    uid."""
+    calls = "system calls" not in missing
+    both = calls and "files" not in missing
+    held = {"network": calls, "ipc": calls, "processes": both, "uid": both, "users": True}
+    return {name: reason for name, reason in missing.items() if not held.get(name)}
+
+
+def rules_of_calls(missing):
+    """The program for seccomp(2) that refuses CALLS, shared and huge pages, and limits for other
+    processes; where namespaces are missing also ON_PATHS, and signals to all processes but the
+    caller. OSError on machines whose numbers are not known."""
+    if (machine := os.uname().machine) not in ARCHITECTURES:
+        raise OSError(0, f"not known on {machine}")
+    architecture, column = ARCHITECTURES[machine]
+    rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, END), (LOAD, 0, 0, 0)]
+    # numbers above are those of x32, another way to the same calls
+    rules += [(AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, REFUSE)]
+    calls = CALLS + ON_PATHS * ("disk" in missing)
+    for number in map(int, calls.split()[1 + column :: 3]):
+        rules += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    to_self = [(call, 0, (EQUAL, 0, 1, os.getpid())) for call in (KILL, TGKILL)]
+    signals = to_self if "processes" in missing else []
+    flags = (MMAP, 3, (ANY_BIT, 1, 0, SHARED_OR_HUGE))
+    for call, argument, rule in (flags, (PRLIMIT, 0, (EQUAL, 0, 1, 0)), *signals):
+        rules += [(EQUAL, 0, 4, call[column]), (LOAD, 0, 0, 16 + 8 * argument), rule]
+        rules += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
+    rules.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("=HBBI", *rule) for rule in rules)
+
+
+def refuse_calls(rules):
+    """From now on, in children too, without the calls that `rules_of_calls` refuses."""
+    program = struct.pack("@HP", len(rules) // 8, ctypes.cast(rules, ctypes.c_void_p).value)
+    system("prctl", SECCOMP, ctypes.c_ulong(2), program)
+
+
+def rights_of_files():
+    """All rights that this kernel's Landlock knows, as bits. OSError if it has none."""
+    version = system("syscall", NEW_RULES, None, ctypes.c_size_t(0), 1)
+    return (1 << RIGHTS[min(version, len(RIGHTS) - 1)]) - 1
+
+
+def confine(paths, folder):
+    """From now on, in children too, no files but those below paths, to read, and below folder, and
+    DEVICES."""
+    everything = rights_of_files()
+    rules = system("syscall", NEW_RULES, struct.pack("=Q", everything), ctypes.c_size_t(8), 0)
+    allowed = dict.fromkeys(paths, TO_READ) | dict.fromkeys(DEVICES, TO_USE) | {folder: everything}
+    for path, rights in allowed.items():
+        if os.path.exists(path):
+            place = os.open(path, os.O_PATH)
+            system("syscall", ADD_RULE, rules, 1, struct.pack("=Qi", rights, place), 0)
+            os.close(place)
+    system("syscall", RESTRICT, rules, 0)
+    os.close(rules)
 
 
 def make_root(folder, paths, owner):
@@ -233,7 +325,7 @@ def make_root(folder, paths, owner):
     mount("", "/", RECURSIVE | PRIVATE)
     mount("tmpfs", folder, INERT, "size=1m,nr_inodes=4096,mode=755")
     os.mkdir(f"{folder}/dev")
-    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+    for device in DEVICES:
         os.close(os.open(folder + device, os.O_CREAT))
         mount(device, folder + device, BIND)
     bound = []
@@ -251,11 +343,17 @@ def make_root(folder, paths, owner):
     mount("", folder, REMOUNT | READ_ONLY | INERT)
 
 
+def first_and_count_of_uids():
+    """The first range of uids that this namespace knows."""
+    with open("/proc/self/uid_map") as file:
+        first, _, count = map(int, file.readline().split())
+    return first, count
+
+
 def user_ids(seed):
     """uids of a candidate and its tests, that no other living supervisor has (seed: its process
     id), nor any account."""
-    with open("/proc/self/uid_map") as file:
-        first, _, count = map(int, file.readline().split())
+    first, count = first_and_count_of_uids()
     large = first + count > 2_050_000_000
     lowest, room = (2_000_000_000, 20_000_000) if large else (20_000, 20_000)
     uid = lowest + 2 * (seed % room)
@@ -301,17 +399,19 @@ def described(error):
 def candidate(job, requests, replies, uid, missing):
     """Run the program, then answer calls of its functions until the pipe ends."""
     os.setsid()
+    os.nice(10)  # those that end a program must not wait for it, whatever it starts
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd, target in ((nothing, 0), (nothing, 1), (nothing, 2), (requests, 60), (replies, 61)):
         os.dup2(fd, target)
     os.closerange(3, 60)
     os.closerange(62, 4096)
-    processes = job["processes"]
-    if uid is None and "uid" in missing:  # the limit counts all of this user's
-        processes += count_processes(os.getuid())
-    limit(NPROC=processes, AS=job["memory"], CPU=int(job["timeout"]) + 1, STACK=64 << 20)
+    limit(NPROC=job["processes"], AS=job["memory"], CPU=int(job["timeout"]) + 1, STACK=64 << 20)
     limit(FSIZE=4 << 20, NOFILE=64, CORE=0, MSGQUEUE=0, MEMLOCK=0)
     become(uid)
+    if "disk" in missing and "files" not in missing:
+        confine(job["paths"], job["folder"])
+    if "system calls" not in missing:
+        refuse_calls(rules_of_calls(missing))
     place = os.path.dirname(os.__file__)
     try:
         os.listdir(place)
@@ -457,8 +557,8 @@ def count_processes(uid):
     return count
 
 
-def descendants(top):
-    """{process id: resident bytes} of all that `top` started, and of theirs."""
+def family(top):
+    """{process id: resident bytes} of `top`, all that it started, and theirs."""
     parents, sizes = {}, {}
     for pid in all_processes():
         try:
@@ -470,7 +570,7 @@ def descendants(top):
     found = {top}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    return {pid: sizes[pid] for pid in found - {top}}
+    return {pid: sizes[pid] for pid in found & sizes.keys()}
 
 
 def kill_user(uid):
@@ -496,7 +596,7 @@ def end_all(first, uid, missing):
     while time.monotonic() < patience:  # orphans come to us, the subreaper
         if uid is not None:
             kill_user(uid)
-        for pid in descendants(os.getpid()):
+        for pid in family(os.getpid()).keys() - {os.getpid()}:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -512,11 +612,9 @@ def end_all(first, uid, missing):
 def remove(folder, mounted):
     """What the caller would have removed. Below a mounted root lie the machine's own directories:
     nothing is walked there."""
-    import shutil
-
     if mounted:
         system("umount2", folder.encode(), 2)  # MNT_DETACH
-    shutil.rmtree(folder, ignore_errors=True)
+    os.execv("/bin/rm", ["rm", "-rf", folder])
 
 
 def told(verdict, nonce):
@@ -543,7 +641,9 @@ def supervise():
     if os.getuid() == 0 and "uid" not in missing:
         uids = user_ids(os.getpid())
         os.chown(job["folder"], uids[0], uids[0])
-    if "files" not in missing:
+    elif "uid" in missing:  # the limit counts all of this user's
+        job["processes"] += count_processes(os.getuid())
+    if "disk" not in missing:
         root = job["folder"]
         make_root(root, job["paths"], uids[0])
     verdict, verdict_write = os.pipe()
@@ -572,7 +672,7 @@ def supervise():
                 result = "timeout", f"{job['timeout']:g} s"
             elif now >= next_look:
                 next_look = now + WATCH
-                if sum(descendants(first).values()) > job["memory"] + (256 << 20):
+                if sum(family(first).values()) > job["memory"] + (256 << 20):
                     result = "memory", "of all its processes together"
             else:
                 ready, _, _ = select.select([0, verdict], [], [], min(deadline, next_look) - now)
@@ -587,7 +687,8 @@ def supervise():
     if result is None:
         return remove(job["folder"], mounted=bool(root))
     reason, detail = result
-    print(json.dumps({"reason": reason, "detail": detail, "missing": missing, "uid": uids[0]}))
+    lost = not_made_up_for(missing)
+    print(json.dumps({"reason": reason, "detail": detail, "missing": lost, "uid": uids[0]}))
 
 
 if __name__ == "__main__":

@@ -155,6 +155,20 @@ def test_hostile_text_scores_zero_quickly(task, monkeypatch):
     assert time.process_time() - began < 30
 
 
+def test_texts_of_ten_megabytes():
+    """Their end is read, in seconds; the rewards neither wait nor raise."""
+    began, long = time.process_time(), 10 << 20
+    for task, piece in (("gsm8k", r"\boxed{"), ("gsm8k", "$"), ("mmlu", "A. "), ("bbh", "{")):
+        example = of("scores", task)[0]["example"]
+        assert load_task(task).score(piece * (long // len(piece)), example) == 0.0
+    example = {"gold": "18", "style": "tags", "numbers": [2, 3], "target": 6}
+    piece = "<reasoning></reasoning><answer>"
+    assert REWARDS["gsm8k_d1"](piece * (long // len(piece)), example)["soft_format"] == 0.0
+    digits = f"<answer>{'9' * 5000}</answer>"  # more than Python converts
+    assert REWARDS["countdown_d1"](digits, example) == {"solved": 0.0, "answered": 0.1}
+    assert time.process_time() - began < 10
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_rows(task, tmp_path):
     module, good = load_task(task), None

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -25,8 +26,8 @@ ENDLESS = r"2^{2^{2^{100}}}"
 
 
 def end_idle():
-    while math_grader.IDLE:
-        math_grader.IDLE.pop().kill()
+    while math_grader.IDLE["math"]:
+        math_grader.IDLE["math"].pop().kill()
 
 
 @pytest.fixture
@@ -37,9 +38,9 @@ def quick_timeout(monkeypatch):
     monkeypatch.setattr(math_grader, "NO_VERDICT", [])
     ask = math_grader.Worker.ask
 
-    def asked(worker, answer, *rest):
+    def asked(worker, judge, answer, *rest):
         monkeypatch.setattr(math_grader, "TIMEOUT", 0.5 if answer == ENDLESS else 60.0)
-        return ask(worker, answer, *rest)
+        return ask(worker, judge, answer, *rest)
 
     monkeypatch.setattr(math_grader.Worker, "ask", asked)
     yield
@@ -66,8 +67,8 @@ def test_shortcuts_say_what_math_verify_says():
 def test_an_endless_answer_is_killed_and_the_next_is_judged(quick_timeout, capsys):
     workers, start = [], math_grader.Worker.__init__
 
-    def recorded(self):
-        start(self)
+    def recorded(self, kind):
+        start(self, kind)
         workers.append(self.process)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +82,7 @@ def test_an_endless_answer_is_killed_and_the_next_is_judged(quick_timeout, capsy
         workers[1].kill()  # from outside
         workers[1].wait()
         assert grade(r"\boxed{y+y}", "2y") is True
-        assert len(workers) == 3 and len(math_grader.IDLE) == 1
+        assert len(workers) == 3 and len(math_grader.IDLE["math"]) == 1
 
 
 def test_model_text_is_not_run_and_no_secret_is_there(tmp_path, quick_timeout, monkeypatch):
@@ -94,7 +95,7 @@ def test_model_text_is_not_run_and_no_secret_is_there(tmp_path, quick_timeout, m
             assert grade(rf"\boxed{{{code}}}", "5", grader) is False
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("HF_TOKEN", "secret")
-    worker = math_grader.Worker()
+    worker = math_grader.Worker("math")
     environment = Path(f"/proc/{worker.process.pid}/environ")
     assert not environment.exists() or b"secret" not in environment.read_bytes()
     worker.kill()
@@ -108,12 +109,27 @@ def test_batches_threads_and_forks():
     thread = threading.Thread(target=lambda: found.append(grade(r"\boxed{y+y}", "2y")))
     thread.start()
     thread.join()
-    assert found == [True] and math_grader.IDLE
+    assert found == [True] and math_grader.IDLE["math"]
     if not (child := os.fork()):
-        os._exit(bool(math_grader.IDLE))  # a child must not use its parent's processes
+        os._exit(bool(math_grader.IDLE["math"]))  # a child must not use its parent's processes
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(ValueError):
         in_threads(grade, ["5"], [])
+
+
+def test_programs_are_read_in_a_process_that_is_killed(monkeypatch):
+    """As long as it takes, within a limit; what then has no answer is no program."""
+    first = programs.first_program
+    assert first(["x x", "x = 1", "y"]) == "x = 1"
+    assert first(["(", "\ud800", "\0", "-" * 10**5 + "1"]) is first([]) is None
+    assert first(["#" * sandbox.MAX_CODE + "\n"]) is None, "the sandbox would not run it"
+    monkeypatch.setattr(math_grader, "TIMEOUT", 0.01)
+    chain = "f" + "()" * 200_000
+    began = time.process_time()
+    assert programs.trimmed(chain + "\na b" * 60) == chain + "\na b" * 60
+    assert time.process_time() - began < 0.5
+    monkeypatch.setattr(math_grader, "TIMEOUT", 60.0)
+    assert first(["x = 1"]) == "x = 1", "the next process answers"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,4 +271,5 @@ if found:
 """
     [example] = examples(tmp_path, "[]", public_test_cases=cases(("7", "needle-5-6")))
     job = livecodebench.job(search.replace("KNOWN", str(known)), example)
-    assert sandbox.run(job, without=["files", "uid"]).reason == ("passed" if known else "wrong")
+    result = sandbox.run(job, without=["files", "disk", "uid"])
+    assert result.reason == ("passed" if known else "wrong")
