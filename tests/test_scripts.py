@@ -79,8 +79,8 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     assert all((saved[name] - same[name]).abs().mean() < 1e-6 for name in saved)
 
 
-# blocks and LoRA; replays, bidirectional; two nodes of two ranks, packed rows
-SHARED = ("bgpo-llada2", "cj_grpo-llada", "sft-sdar")
+# blocks; replays, bidirectional; trees; two nodes of two ranks, packed rows
+SHARED = ("bgpo-llada2", "cj_grpo-llada", "dtreerpo-llada", "sft-sdar")
 
 
 @pytest.mark.parametrize(
