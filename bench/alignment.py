@@ -4,9 +4,10 @@
     python bench/alignment.py --model DIR --task sudoku --gen-length 20 --keep
 
 Each method's own script makes rollouts and takes its first update (no KL, no clipping); the
-gradient that its optimizer would receive is kept, one vector for each block of --prompts prompts x
-8 completions. The exact gradient of the sampler's expected reward is TPG's, of all denoising
-steps. Compared are expectations: `cosine` removes the noise by products of different blocks only.
+gradient that its optimizer would receive is kept, one vector for each of --blocks rollouts of the
+same prompts. The exact gradient of the sampler's expected reward on these prompts is TPG's, of all
+denoising steps. Compared are expectations: `cosine` removes the noise by products of different
+rollouts only.
 
 Vectors go to --out and are not made twice, so that a call that was cut off goes on. --keep: write
 the rows to docs/curves/alignment.jsonl, which docs/plot.py draws.
@@ -48,9 +49,10 @@ class Args:
     methods: tuple[str, ...] = METHODS
     temperatures: tuple[float, ...] = EXACT_AT
     """of the methods' rollouts"""
+    prompts: int = 16
+    """the batch whose reward is to rise, the same in all rollouts"""
     blocks: int = 16
-    prompts: int = 48
-    """prompts of a block, with 8 completions each"""
+    """rollouts of the batch, 8 completions of each prompt"""
     out: str = "runs/alignment"
     keep: bool = False
 
@@ -117,8 +119,8 @@ def measure(method, temperature, device, rollouts, folder, args):
     flags = settings(script, method, temperature, args)
     task, tokenizer, reward, problems, _ = script.load_data(flags)
     sampling = {name: getattr(flags, name) for name in script.ROLLOUT.split()}
-    model, _, engine = script.load_models(device, sampling, 256, flags)
-    stream, optimizer = ShuffledStream(problems["train"], flags.seed), Gradient(model)
+    model, _, engine = script.load_models(device, sampling, 8 * args.prompts, flags)
+    stream, optimizer = ShuffledStream(problems["train"][: args.prompts], 0), Gradient(model)
     roll_out = getattr(script, "grow_trees", script.roll_out)
     for block in range(args.blocks):
         file, start = folder / f"{block}.pt", time.perf_counter()
