@@ -167,8 +167,8 @@ def main(args):
             value, error = cosine(vector, vectors[EXACT, target])
             noise = noise_scale(vector) * args.prompts * 8
             found = {"method": method, "temperature": temperature, "exact_at": target}
-            found |= {"cosine": value, "error": error, "noise": noise}
-            rows.append(found | {"seconds": seconds[method, temperature]} | facts)
+            found |= {"cosine": round(value, 4), "error": round(error, 4), "noise": round(noise)}
+            rows.append(found | {"seconds": round(seconds[method, temperature])} | facts)
             print(
                 f"{method:14} at {temperature:g}, exact at {target:g}: {value:.2f} +- {error:.2f}"
             )

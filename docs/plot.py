@@ -125,7 +125,8 @@ def draw_alignment():
     """Cosine with the exact gradient and its standard error: a line per method."""
     panels, shown = alignment(), {}
     figure = Figure((3.1 * len(panels), 6.6), layout="constrained")
-    for axes, (panel, rows) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (panel, rows) in zip(grid, panels.items(), strict=True):
         for (method, *key), row in rows.items():
             if row["error"]:  # not the exact gradient with itself
                 place, (mark, fill, shift) = METHODS.index(method), MARKS[tuple(key)]
