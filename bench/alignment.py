@@ -163,11 +163,11 @@ def main(args):
     kept = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.is_file() else []
     rows = [old for old in kept if (old["family"], old["task"]) != (family, args.task)]
     for (method, temperature), vector in vectors.items():
-        for target in EXACT_AT:
+        for target in [at for at in EXACT_AT if at <= temperature]:
             value, error = cosine(vector, vectors[EXACT, target])
             noise = noise_scale(vector) * args.prompts * 8
             found = {"method": method, "temperature": temperature, "exact_at": target}
-            found |= {"cosine": round(value, 4), "error": round(error, 4), "noise": round(noise)}
+            found |= {"cosine": round(value, 4), "error": round(error, 4), "noise": round(noise, 0)}
             rows.append(found | {"seconds": round(seconds[method, temperature])} | facts)
             print(
                 f"{method:14} at {temperature:g}, exact at {target:g}: {value:.2f} +- {error:.2f}"
