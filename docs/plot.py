@@ -30,6 +30,7 @@ METHODS = (
 )
 # temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
+MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
 COMPARED = (("countdown", "rollouts"), ("countdown", "seconds"), ("sudoku", "rollouts"))
 HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
 |---|---|---|---|---|---|---|
@@ -128,7 +129,8 @@ def draw_alignment():
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (panel, rows) in zip(grid, panels.items(), strict=True):
         for (method, *key), row in rows.items():
-            if row["error"]:  # not the exact gradient with itself
+            # error 0: the exact gradient with itself
+            if 0 < row["error"] < MEASURED:
                 place, (mark, fill, shift) = METHODS.index(method), MARKS[tuple(key)]
                 style = {"fmt": mark, "fillstyle": fill, "ms": 5, "color": f"C{place}"}
                 axes.errorbar(row["cosine"], place + shift, xerr=row["error"], **style)
@@ -150,10 +152,11 @@ def alignment_table(name):
     """name: "cosine" or "noise", temperature of the rollouts, of the exact gradient -> Markdown"""
     panels, (quantity, *at) = alignment(), name.split()
     table = f"| method | {' | '.join(map(': '.join, panels))} |\n|{'---|' * (len(panels) + 1)}\n"
+    shown = {"cosine": "{cosine:.2f} ± {error:.2f}", "noise": "{noise:,.0f}"}[quantity]
+    text = lambda row: shown.format(**row) if row["error"] < MEASURED else "?"
     for method in METHODS:
         rows = [panel.get((method, *map(float, at))) for panel in panels.values()]
-        shown = {"cosine": "{cosine:.2f} ± {error:.2f}", "noise": "{noise:,.0f}"}[quantity]
-        cells = [shown.format(**row) if row else "" for row in rows]
+        cells = [text(row) if row else "" for row in rows]
         table += f"| {method} | {' | '.join(cells)} |\n"
     return table
 
