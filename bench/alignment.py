@@ -53,6 +53,8 @@ class Args:
     """the batch whose reward is to rise, the same in all rollouts"""
     blocks: int = 16
     """rollouts of the batch, 8 completions of each prompt"""
+    clean_prompt: bool = False
+    """d1, wd1 and SPG mask nothing but the completion; give it an --out of its own"""
     out: str = "runs/alignment"
     keep: bool = False
 
@@ -106,6 +108,8 @@ def settings(script, method, temperature, args):
     fields |= {"temperature": temperature, "prompts_per_step": args.prompts, "eval_limit": 0}
     fields |= {"num_iterations": 1, "beta": 0.0, "max_grad_norm": math.inf}
     fields |= {"micro_batch_size": 8 * args.prompts, "compile": False, "positions": 4}
+    if args.clean_prompt:
+        fields |= {"p_mask_prompt": 0.0, "p_mask_context": 0.0}
     if method == EXACT:
         fields["train_steps"] = args.gen_length  # all
     return script.Args(**{k: v for k, v in fields.items() if hasattr(script.Args, k)})

@@ -137,8 +137,8 @@ def draw_alignment():
                 shown[tuple(key)] = Line2D([], [], ls="", marker=mark, fillstyle=fill, color="0.3")
         axes.axvline(0, color="0.6", lw=0.8)
         axes.set(title=": ".join(panel), xlabel="cosine", xlim=(-0.4, 1.2))
+        axes.set_ylim(len(METHODS) - 0.5, -0.5)
         axes.set_yticks(range(len(METHODS)), METHODS)
-        axes.invert_yaxis()
         axes.label_outer()
         axes.grid(alpha=0.25)
     labels = [f"rollouts at {here:g}, exact gradient at {there:g}" for here, there in shown]
