@@ -2,8 +2,9 @@
 docs/plot.py`.
 
 docs/curves/<method>/<name>.jsonl is the metrics.jsonl of a run (here without the timings),
-docs/curves/tiny-sdar/<method>.jsonl that of a method's plain command, and
-docs/curves/comparison/<size>.jsonl holds one run per line, written by bench/curves.py.
+docs/curves/tiny-sdar/<method>.jsonl that of a method's plain command,
+docs/curves/comparison/<size>.jsonl holds one run per line, written by bench/curves.py, and
+docs/curves/alignment.jsonl a row per method, pair and temperatures, by bench/alignment.py.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 FOLDER = Path(__file__).parent / "curves"
 # title: metrics in training (smoothed line), on the validation split (dots), on the test split
@@ -23,6 +25,13 @@ PANELS = {
     "loss in training, nats": ("loss/total", "", ""),
     "problems solved, held out": ("", "eval/.*", "test/.*"),
 }
+# C0, C1, ... of a method in all figures
+METHODS = (
+    "d1 coupled_grpo spg bgpo cj_grpo mdpo wd1 tpg espo ebpo justgrpo dtreerpo tracerl".split()
+)
+# temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
+MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
+MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
 COMPARED = (("countdown", "rollouts"), ("countdown", "seconds"), ("sudoku", "rollouts"))
 HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
 |---|---|---|---|---|---|---|
@@ -74,7 +83,7 @@ def comparison(size):
 def draw_comparison(size):
     """Validation score against rollouts and seconds: mean and range over seeds; stars: test."""
     grouped, lines = comparison(size), {}
-    families, methods = ("sdar", "llada"), list(dict.fromkeys(key[2] for key in grouped))
+    families = ("sdar", "llada")
     panels = COMPARED if size == "small" else COMPARED[:2]
     figure = Figure((4 * len(panels), 7.3), layout="constrained")
     grid = figure.subplots(2, len(panels), sharey="row")
@@ -84,7 +93,7 @@ def draw_comparison(size):
                 continue
             steps = [step * scale for step, _ in runs[0]["validation"]]
             scores = np.array([[score for _, score in run["validation"]] for run in runs])
-            color = f"C{methods.index(method)}"
+            color = f"C{METHODS.index(method)}"
             (lines[method],) = axes.plot(steps, scores.mean(0), ".-", color=color)
             axes.fill_between(steps, scores.min(0), scores.max(0), color=color, alpha=0.12, lw=0)
             test = np.mean([run["test"][1] for run in runs])
@@ -106,10 +115,61 @@ def comparison_table(size):
     return table
 
 
+def alignment():
+    """-> {(task, family): {(method, temperature of the rollouts, of the exact gradient): row}}"""
+    grouped = defaultdict(dict)
+    for row in map(json.loads, (FOLDER / "alignment.jsonl").read_text().splitlines()):
+        key = row["method"], row["temperature"], row["exact_at"]
+        grouped[row["task"], row["family"]][key] = row
+    return dict(sorted(grouped.items()))
+
+
+def draw_alignment():
+    """Cosine with the exact gradient and its standard error: a line per method."""
+    panels, shown = alignment(), {}
+    figure = Figure((3.1 * len(panels), 6.6), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (panel, rows) in zip(grid, panels.items(), strict=True):
+        for (method, *key), row in rows.items():
+            # error 0: the exact gradient with itself
+            if 0 < row["error"] < MEASURED:
+                place, (mark, fill, shift) = METHODS.index(method), MARKS[tuple(key)]
+                style = {"fmt": mark, "fillstyle": fill, "ms": 5, "color": f"C{place}"}
+                axes.errorbar(row["cosine"], place + shift, xerr=row["error"], **style)
+                shown[tuple(key)] = Line2D([], [], ls="", marker=mark, fillstyle=fill, color="0.3")
+        axes.axvline(0, color="0.6", lw=0.8)
+        axes.set(title=": ".join(panel), xlabel="cosine", xlim=(-0.4, 1.2))
+        axes.set_ylim(len(METHODS) - 0.5, -0.5)
+        axes.set_yticks(range(len(METHODS)), METHODS)
+        axes.label_outer()
+        axes.grid(alpha=0.25)
+    labels = [f"rollouts at {here:g}, exact gradient at {there:g}" for here, there in shown]
+    figure.legend(
+        shown.values(), labels, loc="outside lower center", ncols=len(shown), frameon=False
+    )
+    figure.savefig(FOLDER / "alignment.png", dpi=110)
+
+
+def alignment_table(name):
+    """name: "cosine" or "noise", temperature of the rollouts, of the exact gradient -> Markdown"""
+    panels, (quantity, *at) = alignment(), name.split()
+    table = f"| method | {' | '.join(map(': '.join, panels))} |\n|{'---|' * (len(panels) + 1)}\n"
+    shown = {"cosine": "{cosine:.2f} ± {error:.2f}", "noise": "{noise:,.0f}"}[quantity]
+    text = lambda row: shown.format(**row) if row["error"] < MEASURED else "?"
+    for method in METHODS:
+        rows = [panel.get((method, *map(float, at))) for panel in panels.values()]
+        cells = [text(row) if row else "" for row in rows]
+        table += f"| {method} | {' | '.join(cells)} |\n"
+    return table
+
+
+TABLES = {"comparison": comparison_table, "alignment": alignment_table}
+
+
 def with_tables(text):
-    """docs/curves.md with its generated tables made anew"""
-    marks = re.compile(r"(<!-- comparison (\w+): [^>]*-->\n).*?(<!-- /comparison -->)", re.S)
-    return marks.sub(lambda mark: f"{mark[1]}{comparison_table(mark[2])}{mark[3]}", text)
+    """A page with its generated tables made anew"""
+    marks = re.compile(r"(<!-- (\w+) ([^:]+): [^>]*-->\n).*?(<!-- /\2 -->)", re.S)
+    return marks.sub(lambda mark: f"{mark[1]}{TABLES[mark[2]](mark[3])}{mark[4]}", text)
 
 
 if __name__ == "__main__":
@@ -118,5 +178,7 @@ if __name__ == "__main__":
             draw_comparison(file.stem)
         else:
             draw(file.parent)
-    page = Path(__file__).with_name("curves.md")
-    page.write_text(with_tables(page.read_text()))
+    draw_alignment()
+    for name in ("curves", "alignment"):
+        page = Path(__file__).with_name(f"{name}.md")
+        page.write_text(with_tables(page.read_text()))
