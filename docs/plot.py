@@ -58,7 +58,8 @@ def draw(folder):
     figure = Figure((4.75 * len(titles), 3.8), layout="constrained")
     for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
         axes.set(title=title, xlabel="step")
-        for color, (name, run) in enumerate(runs.items()):
+        for place, (name, run) in enumerate(runs.items()):
+            color = METHODS.index(name) if name in METHODS else place
             axes.plot([], [], f"C{color}", label=name)
             for style, pattern in zip(("-", ".-", "*"), PANELS[title], strict=True):
                 for _, values in run.filter(regex=f"^({pattern})$").items():
