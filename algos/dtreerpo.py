@@ -655,7 +655,7 @@ def main(args):
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
             trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
-            nodes = [gathered(node, [], [], model.pad_token_id)[0] for node in nodes]
+            nodes = [gathered(node, [], [], model.pad_token_id)[0] for node in nodes[:-1]] + [trace]
         batch = Batch(trace, model)
         # <<< shared: rollout
         batch.nodes, batch.advantages = nodes, compute_advantages(rewards, args)  # [B, depth]

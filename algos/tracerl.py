@@ -212,7 +212,7 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 def trace_rounds(batch, args):
     """Sort the denoising steps of a completion and merge every `shrink` of them. Those of a block
-    model count anew in each block, which leaves none out.
+    model count anew in each block; all steps of a block reveal something, so ranks have no gaps.
 
     -> [B, L] number of the round that reveals a token, from 0; K where never revealed
     """

@@ -22,7 +22,7 @@ def setup_distributed(sequence_parallel=1):
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
-    form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()))
+    form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
 
 

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 GROUP = None  # process group of the ranks that share rows with this one; None: N = 1
 
 
-def form_groups(N, in_node):
+def form_groups(N, in_node, timeout=None):
     """Make the groups of `--sequence-parallel N`. in_node: ranks of a node, where groups must lie.
     Collective. SystemExit names the numbers that would do.
     """
     global GROUP
     require(N, "the ranks of a node", in_node)
-    GROUP = dist.new_subgroups(N)[0] if N > 1 else None
+    GROUP = dist.new_subgroups(N, timeout=timeout)[0] if N > 1 else None
 
 
 def require(N, what, number):

@@ -57,10 +57,11 @@ class Saves:
         from_first_rank(lambda: hold(run_dir))
         step = load_state(newest_state(Path(run_dir) / "resume"), model, optimizer)
         if is_first_rank():
-            for path in Path(run_dir).glob("*/step-*"):
-                if int(path.name.removeprefix("step-")) > step:
-                    with writing(path):
-                        shutil.rmtree(path)
+            for folder in (Path(run_dir) / "checkpoints", Path(run_dir) / "resume"):
+                for path in folder.glob("step-*"):
+                    if int(path.name.removeprefix("step-")) > step:
+                        with writing(path):
+                            shutil.rmtree(path)
         dist.barrier()
         return step
 
@@ -160,12 +161,22 @@ def crc32(path):
 
 
 def damage(state, found):
-    """found: its checksums now -> names of the files that have changed since, "": none"""
+    """found: its checksums now -> names of the files that have changed since, "": none, or an older
+    version saved it, without checksums. SystemExit if a file cannot be read: it may be whole.
+    """
+    if unread := [name for name, value in found.items() if value is None]:
+        raise SystemExit(f"--resume: cannot read {state / unread[0]}")
     try:
         known = json.loads((state / CHECKSUMS).read_text())
-    except (OSError, ValueError):
+        changed = [name for name, value in known.items() if found.get(name) != value]
+    except FileNotFoundError:
+        known, changed = found, []
+        print(f"--resume: {state} has no {CHECKSUMS}; it is not checked", file=sys.stderr)
+    except OSError as error:
+        raise SystemExit(f"--resume: cannot read {state / CHECKSUMS}: {error.strerror}") from error
+    except (ValueError, AttributeError):
         return CHECKSUMS
-    return ", ".join(name for name, value in known.items() if found.get(name) != value)
+    return ", ".join(changed) if "facts.json" in known else "facts.json"
 
 
 def newest_state(directory):
@@ -181,7 +192,7 @@ def newest_state(directory):
             line = f"--resume: {state} is damaged ({wrong}); trying the save before it"
             print(line, file=sys.stderr, flush=True)
     raise SystemExit(
-        f"--resume: {directory} holds no whole save; runs make one every --save-every steps"
+        f"--resume: {directory} holds no undamaged save; runs make one every --save-every steps"
     )
 
 

@@ -286,4 +286,5 @@ def gathered(trace, components, examples, pad_token_id):
     traces, *lists = zip(*gather_objects((trace, components, examples), device), strict=True)
     components, examples = (sum(some, []) for some in lists)
     rewards = torch.tensor([sum(parts.values()) for parts in components], device=device)
-    return concatenate(traces, pad_token_id), rewards, components, examples
+    trace = concatenate(traces, pad_token_id) if len(traces) > 1 else trace
+    return trace, rewards, components, examples

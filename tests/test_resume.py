@@ -30,7 +30,7 @@ from oracles import MASK, tiny_model
 
 import runlog
 from algos import d1
-from models import add_lora, load_tokenizer
+from models import add_lora, load_tokenizer, training_state
 from models.training_state import Saves, load_state, newest_state, save_state
 from runlog import RunLog, command_line
 
@@ -141,19 +141,25 @@ def test_a_damaged_state_is_named_and_the_one_before_is_loaded(run_ranks, tmp_pa
         dist.barrier()
         assert newest_state(tmp_path / "resume").name == "step-000000"
         assert Saves.load(tmp_path, *pair) == 0
+        with pytest.MonkeyPatch.context() as patch:  # it may be whole
+            patch.setattr(training_state, "crc32", lambda path: None)
+            with refused("cannot read", "step-000000"):
+                newest_state(tmp_path / "resume")
         if rank == 0:
             flip(tmp_path / "resume/step-000000/facts.json")
         dist.barrier()
-        with refused("--resume", str(tmp_path), "no whole save", "--save-every"):
+        with refused("--resume", str(tmp_path), "no undamaged save", "--save-every"):
             newest_state(tmp_path / "resume")
 
     (tmp_path / "resume/.step-000012.tmp").mkdir(parents=True)
+    (tmp_path / "evals/step-000012").mkdir(parents=True)  # an evaluation, no save
     run_ranks(2, body)
     said = capfd.readouterr().err
     for number, (file, _) in enumerate(DAMAGES, start=1):
         line = f"step-{2 * number:06d} is damaged ({file}); trying the save before it"
         assert said.count(line) == 2, said
-    assert sorted(path.name for path in tmp_path.glob("*/step*")) == ["step-000000"]
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/step*")}
+    assert left == {"resume/step-000000", "evals/step-000012"}
 
 
 def test_a_run_directory_takes_one_process(tmp_path):
@@ -162,7 +168,7 @@ def test_a_run_directory_takes_one_process(tmp_path):
     with refused(str(directory), "another process works there"):
         Saves.load(directory, None, None)
     (tmp_path / "resume").mkdir()
-    with refused("no whole save"):
+    with refused("no undamaged save"):
         Saves.load(tmp_path, None, None)
     with refused(str(tmp_path), "another process works there"):
         Saves.load(tmp_path, None, None)
