@@ -389,6 +389,7 @@ HELD_BY = {
     "System V shared memory": {"system calls"},
     "shared memory of which one page stays mapped": {"system calls"},
     "memory in a file without a name": {"system calls"},
+    "signals by a descriptor": {"processes", "system calls", "uid"},
     "outbound connection": {"network"},
     "files of the caller read": {"files"},  # everybody may read and write it
     "files of the caller changed": {"files"},
