@@ -304,10 +304,11 @@ class Worker:
         )  # fmt: skip
         if not self.process.stdout.readline():
             self.kill()
-            raise SystemExit(
-                "Math-Verify does not start: pip install -r requirements.txt; "
-                "python evals/math_grader.py math says why"
-            )
+            advice = {
+                "math": "Math-Verify does not start: pip install -r requirements.txt",
+                "python": "Python's parser does not start",
+            }
+            raise SystemExit(f"{advice[kind]}; python evals/math_grader.py {kind} says why")
 
     def ask(self, *question):
         """What a function of JUDGES says: question is its name and arguments. None if the process
@@ -325,7 +326,8 @@ class Worker:
 
 # processes that wait for a question, by kind; they end with this one
 IDLE = {"math": [], "python": []}
-# answers that killed a process or took longer than TIMEOUT, once for every time they were asked
+# answers and programs that killed a process or took longer than TIMEOUT, once for every time they
+# were asked
 NO_VERDICT = []
 # two processes must not share one pipe
 os.register_at_fork(after_in_child=lambda: IDLE.update({kind: [] for kind in IDLE}))
@@ -355,6 +357,13 @@ def lacks_verdict(task, completion, example):
     return len(NO_VERDICT) > before
 
 
+def say_no_verdict(grader, text):
+    """The line on stderr for a text that killed a grader's process."""
+    print(
+        f"{grader}: no verdict in {TIMEOUT:g} s, counted as wrong: {text[:80]!a}", file=sys.stderr
+    )
+
+
 def _judged(answer, gold, tolerance=0.0, judge="math_verify"):
     """The verdict of a process; without one the answer is wrong."""
     verdict = _verdict(answer, gold, tolerance, judge)
@@ -368,8 +377,7 @@ def _verdict(answer, gold, tolerance, judge):
     """The verdict of a process; None for a pair that kills it, which is named once on stderr."""
     verdict = asked("math", judge, answer, gold, tolerance)
     if verdict is None:
-        said = f"math grader: no verdict in {TIMEOUT:g} s, counted as wrong: {answer[:80]!a}"
-        print(said, file=sys.stderr)
+        say_no_verdict("math grader", answer)
     return verdict
 
 
@@ -401,7 +409,7 @@ def _first_program(texts):
         try:
             ast.parse(text)
             return number
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except Exception:  # whatever it is, the text is no program
             pass
     return len(texts)
 

@@ -3,7 +3,7 @@
 import re
 import textwrap
 
-from evals.math_grader import asked
+from evals import math_grader
 from evals.sandbox import MAX_CODE, run_batch
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*$", re.MULTILINE)
@@ -67,10 +67,14 @@ def trimmed(text):
 def first_program(texts):
     """The first text that Python's parser accepts, of those that the sandbox would run; None if
     there is none. It runs in another process, for five seconds at most: a long chain of dots or
-    calls takes it longer."""
+    calls takes it longer, and then there is none, which stderr and NO_VERDICT say."""
     texts = [text for text in texts if len(text) <= MAX_CODE]
-    number = asked("python", "first_program", texts)
-    return None if number is None else next(iter(texts[number:]), None)
+    number = math_grader.asked("python", "first_program", texts) if texts else 0
+    if number is None:
+        math_grader.NO_VERDICT.append(texts[0])
+        math_grader.say_no_verdict("Python's parser", texts[0])
+        return None
+    return next(iter(texts[number:]), None)
 
 
 def scorers(job):

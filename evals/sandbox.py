@@ -21,9 +21,9 @@ pass, but code that looks for the number can. Rewards use "proxy".
 
 Two protections need no namespace: a filter of system calls (seccomp) refuses sockets, shared
 memory and signals to others, and where a program has no file system of its own, Landlock keeps it
-out of the machine's. Containers often forbid namespaces. What is lost after all is said on stderr,
-in one line and once, and in `Result.missing` each time. Against a bug of the kernel itself only a
-virtual machine helps.
+out of the machine's. Containers often forbid namespaces. One line on stderr, printed once, names
+the protections that are lost nevertheless; `Result.missing` names them each time. Against a bug of
+the kernel itself only a virtual machine helps.
 """
 
 import json

@@ -37,7 +37,8 @@ NAMESPACES = {
 NEW_USER = 0x10000000
 # mount(2); INERT: neither devices nor programs with the rights of their owner
 READ_ONLY, INERT, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2 | 4, 32, 4096, 16384, 1 << 18
-DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38  # prctl(2)
+# prctl(2)
+DEATH_SIGNAL, DUMPABLE, GET_SECCOMP, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 21, 22, 36, 38
 # system calls that a program does without, by their numbers on x86_64 and aarch64: sockets, memory
 # that is in no process's size, keys, other processes, and ways around these rules
 CALLS = """
@@ -52,18 +53,24 @@ CALLS = """
     rt_sigqueueinfo 129 138    rt_tgsigqueueinfo 297 240  setpriority 141 140
     sched_setaffinity 203 122  sched_setscheduler 144 119 unshare 272 97
     setns 308 268              bpf 321 280                userfaultfd 323 282
-    perf_event_open 298 241    io_uring_setup 425 425
+    perf_event_open 298 241    io_uring_setup 425 425     sched_setattr 314 274
+    sched_setparam 142 118     ioprio_set 251 30          migrate_pages 256 238
+    move_pages 279 239
 """
-# those that change a file without opening it, where a program sees the machine's own (9999: none)
-ON_PATHS = """
-    truncate 76 45             chmod 90 9999              fchmodat 268 53
-    fchmodat2 452 452          chown 92 9999              lchown 94 9999
-    fchownat 260 54            utime 132 9999             utimes 235 9999
-    futimesat 261 9999         utimensat 280 88           setxattr 188 5
+# those that change a file that is not open for writing, where a program sees the machine's own
+ON_FILES = """
+    truncate 76 45             chmod 90 -                 fchmodat 268 53
+    fchmodat2 452 452          chown 92 -                 lchown 94 -
+    fchownat 260 54            utime 132 -                utimes 235 -
+    futimesat 261 -            utimensat 280 88           setxattr 188 5
     lsetxattr 189 6            setxattrat 463 463         removexattr 197 14
-    lremovexattr 198 15        removexattrat 466 466
+    lremovexattr 198 15        removexattrat 466 466      fchmod 91 52
+    fchown 93 55               fsetxattr 190 7            fremovexattr 199 16
 """
 MMAP, PRLIMIT, KILL, TGKILL = (9, 222), (302, 261), (62, 129), (234, 131)
+# fcntl(2) and ioctl(2) name the process that a descriptor signals: F_SETOWN, F_SETSIG, F_SETOWN_EX;
+# FIOSETOWN, SIOCSPGRP
+SET_OWNER = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
 ALLOW, REFUSE, END = 0x7FFF0000, 0x00050001, 0x80000000  # SECCOMP_RET_*, with EPERM
@@ -260,9 +267,8 @@ def enter_namespaces(without):
 
 
 def not_made_up_for(missing):
-    """What is lost by the protections that are missing. Rules for calls hold as well as the
-    namespaces of network and IPC; with rules for files also as those of processes and another
-    uid."""
+    """Drop from `missing` what the rules for system calls, or these and Landlock together, still
+    prevent."""
     calls = "system calls" not in missing
     both = calls and "files" not in missing
     held = {"network": calls, "ipc": calls, "processes": both, "uid": both, "users": True}
@@ -271,17 +277,24 @@ def not_made_up_for(missing):
 
 def rules_of_calls(missing):
     """The program for seccomp(2) that refuses CALLS, shared and huge pages, and limits for other
-    processes; where namespaces are missing also ON_PATHS, and signals to all processes but the
-    caller. OSError on machines whose numbers are not known."""
+    processes; where namespaces are missing also ON_FILES, and signals to all processes but the
+    program's first. OSError on machines whose numbers are not known, and where the kernel, or what
+    emulates it, has no such rules."""
     if (machine := os.uname().machine) not in ARCHITECTURES:
         raise OSError(0, f"not known on {machine}")
+    prctl(GET_SECCOMP, 0)
     architecture, column = ARCHITECTURES[machine]
     rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, END), (LOAD, 0, 0, 0)]
     # numbers above are those of x32, another way to the same calls
     rules += [(AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, REFUSE)]
-    calls = CALLS + ON_PATHS * ("disk" in missing)
-    for number in map(int, calls.split()[1 + column :: 3]):
-        rules += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    calls = CALLS + ON_FILES * ("disk" in missing)
+    for number in calls.split()[1 + column :: 3]:
+        if number != "-":  # the machine has no such call
+            rules += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, REFUSE)]
+    for call, commands in SET_OWNER.items() if "processes" in missing else ():
+        for command in commands:
+            rules += [(EQUAL, 0, 4, call[column]), (LOAD, 0, 0, 24), (EQUAL, 0, 1, command)]
+            rules += [(RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
     to_self = [(call, 0, (EQUAL, 0, 1, os.getpid())) for call in (KILL, TGKILL)]
     signals = to_self if "processes" in missing else []
     flags = (MMAP, 3, (ANY_BIT, 1, 0, SHARED_OR_HUGE))

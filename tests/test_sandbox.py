@@ -259,6 +259,28 @@ ATTACKS = {
         "\n            except OSError: pass\n    return x",
         "wrong exited",
     ),
+    "signals by a descriptor": (
+        """
+        import fcntl, os, socket, struct, time
+        def by_number(end, victim):
+            fcntl.fcntl(end, fcntl.F_SETOWN, victim)
+            fcntl.fcntl(end, 10, 9)  # F_SETSIG
+        def by_kind(end, victim): fcntl.fcntl(end, 15, struct.pack("ii", 1, victim))  # F_SETOWN_EX
+        def by_ioctl(end, victim): fcntl.ioctl(end, 0x8901, struct.pack("i", victim))  # FIOSETOWN
+        def by_group(end, victim): fcntl.ioctl(end, 0x8902, struct.pack("i", victim))  # SIOCSPGRP
+        def f(x):
+            for owned in (by_number, by_kind, by_ioctl, by_group):
+                try:
+                    end, other = socket.socketpair()
+                    owned(end, os.getppid())
+                    fcntl.fcntl(end, fcntl.F_SETFL, os.O_ASYNC)
+                    other.send(b"x")
+                except OSError: pass
+            time.sleep(0.1)
+            return x
+        """,
+        "wrong",
+    ),
     "SIGSTOP to itself": ("import os\ndef f(x): os.kill(os.getpid(), 19)", "timeout"),
     "ptrace of the tests": (
         "import ctypes, os\n" + claims("ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0"),
@@ -273,6 +295,13 @@ ATTACKS = {
     "files of the caller changed": (tries("open({secret!r}, 'a').write('x')"), "error"),
     "files of the caller deleted": (tries("import os\nos.remove({secret!r})"), "error"),
     "permissions of the caller's files": (tries("import os\nos.chmod({secret!r}, 0)"), "error"),
+    "permissions of Python's library by a descriptor": (
+        tries(
+            "import os\nfile = os.open(os.__file__, os.O_RDONLY)\n"
+            "os.fchmod(file, os.fstat(file).st_mode & 0o7777)"
+        ),
+        "error",
+    ),
     "the repository": (
         tries("open({repository!r} + '/README.md').read()"),
         "error",
@@ -360,11 +389,13 @@ HELD_BY = {
     "System V shared memory": {"system calls"},
     "shared memory of which one page stays mapped": {"system calls"},
     "memory in a file without a name": {"system calls"},
+    "signals by a descriptor": {"processes", "system calls", "uid"},
     "outbound connection": {"network"},
     "files of the caller read": {"files"},  # everybody may read and write it
     "files of the caller changed": {"files"},
     "files of the caller deleted": {"files", "uid"},
     "permissions of the caller's files": {"files", "uid"},
+    "permissions of Python's library by a descriptor": {"disk", "system calls", "uid"},
     "the repository": {"files"},
     "places that are not read-only": {"disk"},
     "programs with the rights of their owner": {"disk"},
@@ -551,6 +582,7 @@ HARMLESS = {  # program: the protections that hold it
     "files of the caller read": FILES,
     "the repository": FILES,
     "other processes through /proc": FILES,
+    "permissions of Python's library by a descriptor": ["disk", "system calls", "uid"],
 }
 
 
@@ -562,6 +594,17 @@ def test_attacks_succeed_without_the_protection(name, surroundings):
         assert run(program).reason != "passed"
     result = run(program, without=HARMLESS[name])
     assert result.missing.keys() >= missing_here().keys() | HARMLESS[name] and result.passed, result
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "name", ["signals by a descriptor", "permissions of Python's library by a descriptor"]
+)
+def test_rules_of_calls_take_the_place_of_namespaces(name, surroundings):
+    result = run(attack(name, PROXY, surroundings), without=["disk", "processes", "uid"])
+    if reason := not_held(name, result.missing):
+        pytest.skip(reason)
+    check(name, PROXY, result)
 
 
 def test_a_file_with_the_tests_would_be_found(surroundings):
@@ -609,6 +652,27 @@ def test_a_caller_in_a_user_namespace_of_one_user():
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr)
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of prctl there")
+def test_a_kernel_without_rules_for_calls():
+    """The protection is missing then, as others are. A rule that answers EINVAL plays the
+    kernel."""
+    code = """
+import ctypes, json, sys
+sys.path.insert(0, sys.argv[1])
+import sandbox
+from sandbox_child import *
+prctl(NO_NEW_PRIVILEGES, 1)
+rules = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, 157), (LOAD, 0, 0, 16), (EQUAL, 2, 0, GET_SECCOMP)]
+rules += [(EQUAL, 1, 0, SECCOMP), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, 0x50000 + 22)]
+refuse_calls(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+result = sandbox.run(sandbox.Job("", ""))
+print(result.passed, result.missing.get("system calls"))
+"""
+    command = [sys.executable, "-c", code, str(ROOT / "evals")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "True Invalid argument\n", done.stderr
 
 
 def test_survivors_without_a_pid_namespace(surroundings):
@@ -664,7 +728,7 @@ def test_callers_that_are_not_root(surroundings):
         "mount",
         "rights of a new user namespace",
     ]
-    names += [*HARMLESS, "files of the caller changed"]
+    names += [*HARMLESS, "files of the caller changed", "signals by a descriptor"]
     programs = {name: attack(name, PROXY, surroundings).code for name in names}
     done = subprocess.run(
         [python, "-I", "-c", ORDINARY_USER, str(ROOT / "evals"), json.dumps(programs)],
