@@ -1,5 +1,5 @@
-"""Two rollouts of every method on tiny models, one thread: what a change of behaviour would
-change.
+"""Two or three rollouts of every method on tiny models, one thread: what a change of behaviour
+would change.
 
     python tests/golden_runs.py --write    rewrites tests/golden/runs.json
 
@@ -33,15 +33,18 @@ ONLINE = EVERY | {
 }
 OFFLINE = EVERY | {"batch_size": 4, "micro_batch_size": 3}
 LORA = {"lora_rank": 4}
+MOVES = {"max_steps": 3, "num_iterations": 2, "ref_sync_steps": 3}
 TRACES = {"num_iterations": 2, "accuracy_range": (0.0, 9.0)}
 CASES = {
     "d1-dream": LORA | {"num_iterations": 2},
     "bgpo-llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
     "bgpo-sdar-moe": {"mc_num": 3, "num_iterations": 2, "lr_schedule": "cosine"},
     "spg-llada-moe": {"num_iterations": 1, "block_length": 4},
-    "coupled_grpo-sdar": {"ref_sync_steps": 1, "baseline": "loo", "top_p": 0.9},
+    # the reference stays after 2 updates and moves after 4
+    "coupled_grpo-sdar": MOVES | {"baseline": "loo", "top_p": 0.9},
     "cj_grpo-llada": LORA | {"num_iterations": 2, "eos_policy": "eoser", "schedule": "ascending"},
     "dtreerpo-llada": LORA | {"num_iterations": 2, "branches": (2, 2), "lambda_max": 1.0},
+    "dtreerpo-sdar": {"num_iterations": 2, "branches": (2, 2), "lambda_max": 1.0},
     "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
     "espo-llada": {"num_iterations": 2, "ref_sync_steps": 1, "epsilon": 4e-4},
     "ebpo-sdar": {"num_iterations": 2, "mc_num": 3},

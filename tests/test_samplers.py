@@ -329,6 +329,7 @@ def test_token_editing_equals_full_recomputation(remasking, post):
 # --- the fast samplers give the same tokens -------------------------------------------------------
 
 EVERY = [("sdar", rule, {}) for rule in RULES]
+EVERY += [("llada2", "low_confidence_dynamic", {})]
 EVERY += [
     ("llada2", rule, {"editing_threshold": 0.05, "max_post_steps": post, "temperature": 1.5})
     for rule, post in zip(REMASKING, (3, 16, 0), strict=True)
@@ -637,6 +638,8 @@ def toy(family):
     [
         ("sdar", 3, "random", 0.7, 2),
         ("sdar", 3, "low_confidence_static", 1.5, 3),
+        ("llada", 3, "low_confidence_static", 1.5, 3),
+        ("sdar", 4, "low_confidence_dynamic", 0.7, 4),
         ("llada", 4, "low_confidence_dynamic", 0.7, 4),
     ],
 )

@@ -25,8 +25,9 @@ from test_resume import Run
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = json.loads(FILE.read_text())
-# experts, LoRA, and the scripts that count over ranks themselves; --all has every script
-TWO_RANKS = "d1-dream bgpo-sdar-moe dtreerpo-llada mdpo-llada tracerl-sdar sft-sdar vrpo-llada"
+# experts, LoRA, a reference that moves, and the scripts that count over ranks themselves
+TWO_RANKS = "d1-dream bgpo-sdar-moe coupled_grpo-sdar dtreerpo-llada mdpo-llada tracerl-sdar "
+TWO_RANKS += "sft-sdar vrpo-llada"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def one_rank(warm, tmp_path_factory):
 def test_golden_run(one_rank, case):
     got, want = record(one_rank(case)), GOLDEN[case]
     first = ["loss/total" in row for row in want["rows"]].index(True)
-    group = len(want["tokens"]) // 2
+    group = len(want["tokens"]) // flags_of(case)["max_steps"]
     assert got["tokens"][:group] == want["tokens"][:group]
     for name in ("loss/total", "optim/grad_norm"):
         pair = got["rows"][first][name], want["rows"][first][name]
@@ -69,10 +70,12 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, case):
     one, more = one_rank(case), run_script(script, flags, 2 * nodes, tmp_path / "more", nodes)
     rows = rows_of(one)
     assert any(row.get("optim/grad_norm", 0) > 0 for row in rows)
-    assert max(row.get("probe/logp_gap_max", 0) for row in rows) < 2e-3
+    gap = max(row.get("probe/logp_gap_max", 0) for row in rows)
+    assert gap < 2e-3 or "top_p" in flags  # the learner's log-probabilities ignore top-p
     assert_same_metrics(rows, rows_of(more))
     assert first_ids(one) == first_ids(more)
-    (file,) = (path.relative_to(one) for path in one.glob("checkpoints/step-*/*.safetensors"))
+    last = f"checkpoints/step-{flags['max_steps']:06}"
+    (file,) = (path.relative_to(one) for path in one.glob(f"{last}/*.safetensors"))
     saved, same = load_file(one / file), load_file(more / file)
     assert saved.keys() == same.keys()
     # the mean: Adam makes a whole step, 1e-4, of noise in a gradient that is almost 0
@@ -97,11 +100,9 @@ def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_commands_of_a_user(warm, tmp_path, nodes):
-    """torchrun, on two nodes of two ranks too, leaves a whole record, whose checkpoint is a
-    --model.
-    """
+    """torchrun, two ranks on each node, leaves a whole record, whose checkpoint is a --model."""
     flags = "--max-steps 2 --eval-every 1 --eval-limit 8 --save-every 2 --prompts-per-step 4"
-    words = f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node {nodes} --master-addr "
+    words = f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node 2 --master-addr "
     words += f"localhost --master-port {free_port()} --node-rank"
     rest = f"algos/bgpo.py --mc-num 2 {flags} --out {tmp_path}/runs".split()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -117,7 +118,7 @@ def test_the_commands_of_a_user(warm, tmp_path, nodes):
     assert len(list(csv.DictReader((directory / "metrics.csv").open()))) == len(rows)
     assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
     config = json.loads((directory / "config.json").read_text())
-    assert config["args"]["mc_num"] == 2 and config["world_size"] == nodes**2
+    assert config["args"]["mc_num"] == 2 and config["world_size"] == 2 * nodes
     keys = {"prompt", "completion", "completion_ids", "step_map", "logps", "reward", "step"}
     assert keys <= rows_of(directory, "samples")[0].keys()
     # the score, a completion over its denoising steps, the time and the weights
