@@ -25,7 +25,7 @@ PANELS = [
     ("Chosen answers preferred", "reward/accuracy", "reward/margin"),
     ("Likelihood of the completions", "policy/elbo", ""),
     ("Change of the policy", "policy/ratio", "policy/clip_frac"),
-    ("Mismatch of the scored tokens", "mismatch/(surprisal|entropy)", "mismatch/improbable"),
+    ("Mismatch of the scored tokens", "mismatch/(surprisal|entropy)", ""),
     ("Length of the answers", "completion/length", "completion/truncated_frac"),
     ("Gradient", "optim/grad_norm", "optim/lr"),
     ("Speed", "speed/tokens_per_s", ""),
