@@ -17,6 +17,7 @@ import torch.distributed as dist
 from models import add_lora, meta_model
 from models.layers import MEMORY_BUDGET
 from models.ranks import cuda_bytes, ranks_of_a_copy, ranks_of_a_node, unsharded
+from rollout.engine import KEPT_BELOW
 
 # Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
 GPUS = {"H100": (0.69e15, 3.35e12), "H200": (0.69e15, 4.8e12)}
@@ -151,6 +152,16 @@ class Plan:
             return rows, K, prompt + scored + K * scored
         return rows * K, 1, prompt + scored
 
+    @property
+    def canvas(self):
+        """Tokens of the sampler's longest row"""
+        return int(self.lengths.amax(0)[0]) + self.gen_length
+
+    @property
+    def kv_cache(self):
+        """Bytes of the sampler's keys and values"""
+        return self.cached * self.rows * math.ceil(self.canvas / WIDTHS) * WIDTHS
+
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
         net, ranks = self.net, ranks_of_a_copy(self.ranks)
@@ -159,7 +170,6 @@ class Plan:
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
         tokens = math.ceil(rows * length / self.sequence_parallel)
-        canvas = asked + self.gen_length
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
         if self.activation_checkpointing:
             kept, in_block = 2 * layers * net.lm_head.in_features * tokens, 1.5 * in_block
@@ -167,8 +177,7 @@ class Plan:
         if not self.lora_rank:
             head += 6 * net.lm_head.weight.numel()
         work = max(head, in_block)
-        sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * canvas
-        cache = self.cached * self.rows * math.ceil(canvas / WIDTHS) * WIDTHS
+        sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * self.canvas
         is_reduced = self.sync_every_backward or self.noised <= size  # in every backward
         has_reference = self.has_reference and not self.lora_rank
         policy = sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters())
@@ -186,7 +195,7 @@ class Plan:
             "head or block": work,
             # the sampler frees them before an update that needs their memory
             "cache and tokens of the sampler, beyond these": max(
-                0, cache + self.kept * sampled - kept - work
+                0, self.kv_cache + self.kept * sampled - kept - work
             ),
         }
         return terms | {"sum": sum(terms.values())}
@@ -255,10 +264,13 @@ class Plan:
         """-> the plan in lines"""
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
+        # it keeps its cache where that fits
+        later = min(memory["sum"] + self.kv_cache / 1e9, KEPT_BELOW * self.room / 1e9)
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
             f"{self.rows} completions at a time\n"
-            f"  GB of {self.room / 1e9:.3g}: {line(memory)}\n"
+            f"  GB of {self.room / 1e9:.3g}: {line(memory)}, "
+            f"up to {max(memory['sum'], later):.3g} in later steps\n"
             f"  seconds: {line(self.seconds()) or 'unknown on this GPU'}"
         )
 

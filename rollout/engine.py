@@ -33,6 +33,8 @@ RANGES = (  # of the fields of Sampling
 )
 BROKEN = "logits are not finite at samples {}: the weights are damaged or have diverged"
 LOWER = "lower --batch-size (evals), --prompts-per-step (training) or --gen-length"
+# share of the memory below which an engine keeps its caches during an update
+KEPT_BELOW = 0.9
 HEAD_ROWS = 512  # tokens whose logits exist at the same time
 
 
@@ -205,7 +207,7 @@ class Engine:
         fits beside the largest update so far. Before the first one nothing is known.
         """
         peak = torch.cuda.max_memory_allocated()
-        if self.kept is not None and peak + self.kept < 0.9 * cuda_bytes():
+        if self.kept is not None and peak + self.kept < KEPT_BELOW * cuda_bytes():
             self.kept = 0  # the next peak contains it
             return
         before = torch.cuda.memory_allocated()

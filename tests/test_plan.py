@@ -117,6 +117,17 @@ def test_a_sampler_takes_fewer_completions_at_a_time_where_their_cache_does_not_
     assert replace(large, rollout=0, held_out=4, ranks=8).rows == 1
 
 
+def test_later_steps_hold_the_cache_of_the_sampler_where_it_fits(on_gpu):
+    each = on_gpu(10, model="tiny-llada", gen_length=1024, block_length=4, cache="dual")
+    held, cache = need(each, each.size), each.kv_cache
+    for room, expected in (10e9, held + cache), ((held + cache / 2) / 0.9, held + cache / 2):
+        each.room = room
+        later = each.table().split("up to ")[1].split()[0]
+        assert float(later) * 1e9 == pytest.approx(expected, rel=cache / held / 8)
+    each.room = held
+    assert f"{held / 1e9:.3g}, up to {held / 1e9:.3g} " in each.table()
+
+
 def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):
     with pytest.raises(SystemExit, match="^--micro-batch-size 256 .* try --micro-batch-size 16$"):
         on_gpu(0.04, micro_batch_size=256)
