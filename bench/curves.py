@@ -36,6 +36,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -327,6 +328,8 @@ class Curves:
         new = SHARED | new | spending(run.method, args.passes, forwards)
         new |= {KL[run.method]: 0.0} if run.variant else {}
         new |= {} if args.compile else {"no_compile": ()}
+        while target < saved_step(folder):  # it had not reached its plateau
+            target += WINDOW * args.eval_every
         while True:
             if not saved_step(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -428,9 +431,8 @@ def sft_rows(task, count):
 def main(args):
     curves, gpus = Curves(args), visible_gpus()
     with ThreadPoolExecutor(args.jobs) as pool:
-        gpu = [gpus[job % len(gpus)] for job in range(args.jobs)]
-        list(pool.map(curves.make_start, args.families, gpu))
-        list(pool.map(curves.work, gpu))
+        list(pool.map(curves.make_start, args.families, cycle(gpus)))
+        list(pool.map(curves.work, islice(cycle(gpus), args.jobs)))
     missing = len([run for run in curves.wanted() if run not in curves.rows])
     print(f"{len(curves.rows)} rows in {args.rows}; {missing} runs known to be missing")
 
