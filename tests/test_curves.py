@@ -33,6 +33,7 @@ class Scripts(Curves):
         before = saved_step(log.parent) if "resume" in flags else 0
         assert before <= flags["max_steps"]
         given = self.new.setdefault(log.parent.name, flags)
+        assert (given.get("beta") == 0) == log.parent.name.endswith("no-kl")
         self.is_over = sum(self.made.values()) % 4 == 3
         until = max(before, flags["max_steps"] // 2) if self.is_over else flags["max_steps"]
         self.made[log.parent.name] += 1
@@ -41,7 +42,7 @@ class Scripts(Curves):
         rows = []
         for step in range(1, until + 1):
             row = dict.fromkeys(POINTS.values(), 0.1) | {"step": step, "completion/length": 5}
-            row |= {"time/step": 3, "time/eval": 1}
+            row |= {"time/step": 3, "time/eval": 1, "reward/mean": step}
             if step % 2 == 0:
                 row[f"eval/{given['task']}"] = top * min(step / FLAT, 1)
             rows.append(json.dumps(row) + "\n")
@@ -95,6 +96,7 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
             assert all(run["points"]["rollout"] == [*range(2, 71, 2)] for run in final)
             tokens = 5 * 64 * 8 * 2
             assert all(run["points"]["tokens"][:2] == [tokens, 2 * tokens] for run in final)
+            assert all(run["points"]["reward"][:2] == [1.5, 3.5] for run in final)
     args.passes = 4
     with pytest.raises(SystemExit, match="other settings"):
         Curves(args)
