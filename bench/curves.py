@@ -84,7 +84,7 @@ POINTS |= {name: f"mismatch/{name}" for name in ("surprisal", "entropy", "improb
 class Args:
     starts: str = f"{ROOT}/runs/starts/"
     """checkpoints, up to the name of the family; trained if there are none"""
-    tasks: tuple[str, ...] = tuple(TASKS)
+    tasks: str = ",".join(TASKS)
     """rates of the first are the middle ones of the second"""
     rows: str = str(ROOT / "docs/curves/comparison/runs.jsonl")
     """a row per finished run; all have the same settings"""
@@ -231,7 +231,7 @@ class Curves:
         known = {row["start"] for run, row in self.rows.items() if run.family == family}
         if known - {crc32(start / "model.safetensors")}:
             raise SystemExit(f"the runs in {self.file} start from another model than {start}")
-        for task in self.args.tasks:
+        for task in self.args.tasks.split(","):
             run, log = Run(family, "start", task), folder / f"{task}.log"
             flags = {"model": start, "split": "validation", "limit": 512, "temperature": 0.0}
             flags |= {"gen_length": TASKS[task], "denoising_steps": STEPS_PER_BLOCK}
@@ -263,7 +263,7 @@ class Curves:
         ordered = []
         for family, method in self.pairs:
             best = 0
-            for place, task in enumerate(self.args.tasks):
+            for place, task in enumerate(self.args.tasks.split(",")):
                 runs, best = self.tried(family, method, task, best)
                 # the middle rate of all methods first
                 ordered += [((0, place, number), run) for number, run in enumerate(runs)]
