@@ -282,10 +282,12 @@ class Curves:
         return self.args.rate_rollouts if run.seed == RATE_SEED else self.args.rollouts
 
     def fits(self, run):
-        """Whether a run can end in the time that is left, at the pace of the method's others."""
+        """Whether a run can end in the time that is left, at the pace of the method's others: a
+        second per rollout where there are none.
+        """
         paces = [row["pace"] for known, row in self.rows.items() if known.method == run.method]
         rollouts = self.target(run) - saved_step(self.folder(run))
-        need = STARTUP + rollouts * max(paces, default=0)
+        need = STARTUP + rollouts * max(paces, default=1)
         now = time.perf_counter()
         return now < self.end and now + need < self.end + 60 * self.args.minutes_later
 
