@@ -366,14 +366,14 @@ class Curves:
                 points["tokens"].append(round(tokens))
                 points["greedy"].append(round(row[key], 4))
                 for name, metric in POINTS.items():
-                    points[name].append(round(statistics.mean(values(since, metric)), 4))
+                    points[name].append(mean(since, metric))
                 since = []
         training = [row["time/step"] - row.get("time/eval", 0) for row in steps]
         return {
             "rollouts": steps[-1]["step"] if steps else 0,
             "test": values(read_rows(file.parent), f"test/{run.task}"),
             "seconds": round(statistics.median(training), 4) if steps else None,
-            "pace": round(statistics.mean(values(steps, "time/step")), 4) if steps else 0,
+            "pace": mean(steps, "time/step") or 0,
             "points": points,
         }
 
@@ -410,6 +410,12 @@ def command_of(script, flags):
 
 def values(rows, key):
     return [row[key] for row in rows if row.get(key) is not None]
+
+
+def mean(rows, key):
+    """Of the rows that have a value; None: none has"""
+    found = values(rows, key)
+    return round(statistics.mean(found), 4) if found else None
 
 
 def visible_gpus():

@@ -43,6 +43,7 @@ class Scripts(Curves):
         for step in range(1, until + 1):
             row = dict.fromkeys(POINTS.values(), 0.1) | {"step": step, "completion/length": 5}
             row |= {"time/step": 3, "time/eval": 1, "reward/mean": step}
+            row["mismatch/entropy"] = None  # no completion had an advantage
             if step % 2 == 0:
                 row[f"eval/{given['task']}"] = top * min(step / FLAT, 1)
             rows.append(json.dumps(row) + "\n")
@@ -97,6 +98,7 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
             tokens = 5 * 64 * 8 * 2
             assert all(run["points"]["tokens"][:2] == [tokens, 2 * tokens] for run in final)
             assert all(run["points"]["reward"][:2] == [1.5, 3.5] for run in final)
+            assert not any(any(run["points"]["entropy"]) for run in final)
     args.passes = 4
     with pytest.raises(SystemExit, match="other settings"):
         Curves(args)
