@@ -13,7 +13,8 @@ below runs/curves, where a later call on the same machine finds it.
             or three times apart; on sudoku the best one and its neighbours. Where the best score
             on the validation split is at the edge, the next neighbour follows.
     runs    three seeds of both tasks at the best rate, to the plateau: until the last evaluations
-            (WINDOW) are on average no better than those before. Once more without the method's KL.
+            (WINDOW) are on average no better than those before. Then without the method's KL,
+            and at last ablations of BGPO (VARIANTS).
 
 The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
 unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
@@ -70,6 +71,31 @@ STARTUP = 40  # seconds of a run before its first rollout
 
 KL = dict.fromkeys(("d1", "coupled_grpo", "cj_grpo", "mdpo", "espo", "dtreerpo"), "beta")
 KL["tracerl"] = "kl_to_old"
+# variants of a method: flags, and texts of its script that are replaced
+VARIANTS = {method: {"no-kl": ({flag: 0.0}, {})} for method, flag in KL.items()}
+# between the bounds of the same draws: half the squared difference
+ADD_KL = {
+    "USES_REF = False": "USES_REF = True",
+    "policy = -g.sum() * c\n": "policy = (args.beta * (estimates - ref) ** 2 / 2 - g).sum() * c\n",
+}
+VARIANTS["bgpo"] = {
+    "saturating": (  # tokens of a negative advantage are pushed with p (1 - p), not with 1 - p
+        {},
+        {
+            "(rows.weights * logps)": "(rows.weights * logps * torch.where("
+            "rows.advantages[:, None, None] < 0, logps.detach().exp(), 1.0))"
+        },
+    ),
+    "no-negatives": ({}, {"0.0).flatten()": "0.0).flatten().clamp(min=0)"}),
+    "no-std": ({}, {"centred / (std + 1e-6)": "centred"}),
+    "kl-0.01": ({"beta": 0.01}, ADD_KL),
+    "kl-0.04": ({"beta": 0.04}, ADD_KL),
+    "temperature-0.3": ({"temperature": 0.3}, {}),
+    "temperature-0.6": ({"temperature": 0.6}, {}),
+    "group-16": ({"num_generations": 16, "prompts_per_step": 32}, {}),
+    "steps-1": ({"denoising_steps": 1}, {}),
+    "steps-4": ({"denoising_steps": 4}, {}),
+}
 SHARED = TINY | {"denoising_steps": STEPS_PER_BLOCK, "save_every": 50, "keep_saves": 1}
 START = {"sdar": 350, "llada": 700}  # optimizer steps of SFT
 SFT = {"eval_limit": 0, "lr_schedule": "linear", "schedule_steps": 800, "warmup_steps": 100}
@@ -123,7 +149,7 @@ class Run:
     seed: int = RATE_SEED
     rate: float = 0.0
     variant: str = ""
-    """"no-kl", or as the method is"""
+    """key of VARIANTS[method]; empty: as the method is"""
 
 
 def spending(method, p, forwards):
@@ -191,7 +217,7 @@ class Curves:
         -> exit status, 1 if the training diverged; None: cut off. SystemExit for any other error
         """
         threads = max(1, len(os.sched_getaffinity(0)) // self.args.jobs)
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         command = command_of(script, flags)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -269,10 +295,11 @@ class Curves:
                 ordered += [((0, place, number), run) for number, run in enumerate(runs)]
                 if best is None:
                     break
-                for variant in ("", "no-kl") if method in KL else ("",):
+                for variant in ("", *VARIANTS.get(method, {})):
+                    stage = (1 if method in KL else 2) if variant else 0
                     for seed in SEEDS:
                         run = Run(family, method, task, seed, rate(best), variant)
-                        ordered.append(((1, variant, seed, place), run))
+                        ordered.append(((1 + stage, seed, place), run))
         return [run for _, run in sorted(ordered, key=lambda item: item[0])]
 
     def folder(self, run):
@@ -328,7 +355,8 @@ class Curves:
             "out": folder,
         }
         new = SHARED | new | spending(run.method, args.passes, forwards)
-        new |= {KL[run.method]: 0.0} if run.variant else {}
+        changed, replaced = VARIANTS[run.method][run.variant] if run.variant else ({}, {})
+        new |= changed
         new |= {} if args.compile else {"no_compile": ()}
         while target < saved_step(folder):  # it had not reached its plateau
             target += WINDOW * args.eval_every
@@ -338,7 +366,8 @@ class Curves:
             before = next(folder.glob("*/resume"), None)
             flags = {"resume": before.parent} if before else new
             flags |= {"max_steps": target}
-            code = self.call(f"algos/{run.method}.py", flags, folder / "log", gpu)
+            script = patched(f"{ROOT}/algos/{run.method}.py", replaced, folder)
+            code = self.call(script, flags, folder / "log", gpu)
             if code is None:
                 return
             row = self.summary(run)
@@ -398,6 +427,20 @@ def is_level(scores):
 def saved_step(folder):
     """-> step that a run can go on from, 0: none"""
     return max((int(path.name[5:]) for path in folder.glob("*/resume/step-*")), default=0)
+
+
+def patched(script, replaced, folder):
+    """-> path of the script, or of a copy in folder with each text replaced, which it has once"""
+    if not replaced:
+        return script
+    script, source = Path(script), Path(script).read_text()
+    for old, new in replaced.items():
+        if source.count(old) != 1:
+            raise SystemExit(f"{script} has {old!r} {source.count(old)} times")
+        source = source.replace(old, new)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / script.name).write_text(source)
+    return folder / script.name
 
 
 def command_of(script, flags):

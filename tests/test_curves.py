@@ -2,10 +2,14 @@
 
 import json
 import math
+import runpy
 from collections import Counter
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import tyro
 
 from bench import curves as bench
@@ -25,7 +29,7 @@ class Scripts(Curves):
 
     def call(self, script, flags, log, gpu):
         log.parent.mkdir(parents=True, exist_ok=True)
-        if script.startswith("evals/"):
+        if str(script).startswith("evals/"):
             log.write_text('{"accuracy": 0.2}\n')
             return 0
         run = log.parent / "run"
@@ -37,7 +41,7 @@ class Scripts(Curves):
         self.is_over = sum(self.made.values()) % 4 == 3
         until = max(before, flags["max_steps"] // 2) if self.is_over else flags["max_steps"]
         self.made[log.parent.name] += 1
-        off = BEST[script[6:-3]] + (given["task"] == "sudoku")
+        off = BEST[Path(script).stem] + (given["task"] == "sudoku")
         top = 0.5 - abs(math.log(given["learning_rate"] / rate(off))) / 100
         rows = []
         for step in range(1, until + 1):
@@ -91,7 +95,7 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
             assert min(tried) < rate(number) < max(tried)
             final = [run for run in mine if run["seed"] != RATE_SEED]
             assert {run["rate"] for run in final} == {rate(number)}
-            assert len(final) == 3 * (1 + (method == "d1"))
+            assert len(final) == 3 * (1 + len(bench.VARIANTS[method]))
             assert {run["rollouts"] for run in final} == {70}  # at 60 still above the 10 before
             assert {run["seconds"] for run in final} == {2}
             assert all(run["points"]["rollout"] == [*range(2, 71, 2)] for run in final)
@@ -108,8 +112,43 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
 def test_scripts_know_the_flags_of_their_runs(method):
     for forwards in (2, 6, 10):
         flags = bench.SHARED | bench.spending(method, 6, forwards)
-        flags |= {bench.KL[method]: 0.0} if method in bench.KL else {}
-        words = bench.command_of("", flags)[2:]
-        args = tyro.cli(import_module(f"algos.{method}").Args, args=words)
-        assert args.num_iterations >= 1 and (args.num_generations, args.warmup_steps) == (8, 5)
-        assert method in bench.KL or not args.beta  # whose runs without a KL are left out
+        for changed, _ in [({}, {}), *bench.VARIANTS.get(method, {}).values()]:
+            words = bench.command_of("", flags | changed)[2:]
+            args = tyro.cli(import_module(f"algos.{method}").Args, args=words)
+            assert args.num_iterations >= 1 and args.warmup_steps == 5
+    assert method in bench.KL or not args.beta or method == "bgpo"  # whose KL is a variant
+
+
+def test_ablations_of_bgpo_change_what_they_say(tmp_path):
+    """Gradients and advantages of the patched scripts against the method's own."""
+    found = {}
+    for name in ("", "saturating", "no-negatives", "no-std", "kl-0.01"):
+        flags, replaced = bench.VARIANTS["bgpo"][name] if name else ({}, {})
+        script = bench.patched(bench.ROOT / "algos/bgpo.py", replaced, tmp_path / name)
+        mine = SimpleNamespace(**runpy.run_path(str(script)))
+        args = mine.Args(num_generations=4, mc_num=1, **flags)
+        rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
+        advantages = mine.compute_advantages(rewards, args)
+        logps = (
+            torch.randn(8, 1, 3, generator=torch.Generator().manual_seed(0)).sub(2).clamp(max=-0.1)
+        )
+        rows = SimpleNamespace(
+            weights=torch.ones(8, 1, 3),
+            advantages=advantages,
+            batch=SimpleNamespace(num_sequences=8),
+        )
+        logps.requires_grad_()
+        estimates = mine.estimate_logps(logps, rows, args)
+        ref = estimates.detach() - 3
+        loss, _ = mine.policy_loss(estimates, estimates.detach(), ref, rows, args)
+        found[name] = advantages, torch.autograd.grad(loss, logps)[0], logps.detach()
+        assert mine.USES_REF == ("kl" in name)
+    (own, gradient, logps), falls = found[""], found[""][0][:, None, None] < 0
+    torch.testing.assert_close(
+        found["saturating"][1], torch.where(falls, gradient * logps.exp(), gradient)
+    )
+    torch.testing.assert_close(found["no-negatives"][0], own.clamp(min=0))
+    torch.testing.assert_close(
+        found["no-std"][0], rewards - rewards.view(2, 4).mean(1).repeat_interleave(4)
+    )
+    torch.testing.assert_close(found["kl-0.01"][1], gradient + 0.01 * 3 / 8)
