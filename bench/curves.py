@@ -1,27 +1,28 @@
 """Learning curves of the online methods, all runs of a family from one SFT checkpoint.
 
-    python bench/curves.py --size tiny --jobs 2      # shipped models (0.5 million parameters), CPU
-    python bench/curves.py --size small --jobs 8     # 6 million parameters, GPUs, sudoku too
-    python bench/curves.py --size tiny --keep        # finished runs -> docs/curves/comparison
+    python bench/curves.py --starts models/tiny- --tasks countdown --rows tiny.jsonl    # CPU
+    python bench/curves.py --jobs 14 --minutes 8    # 6 million parameters, GPUs
 
-Stages, in this order; each skips what an earlier call with the same settings has finished:
+A call makes what is missing, stops after --minutes, and the next call goes on. Rows of finished
+runs are in --rows: what has a row is not made again. A run that --minutes cuts off saves its state
+below runs/curves, where a later call on the same machine finds it.
 
-    sft     algos/sft.py trains each family's model on countdown `small` and sudoku `sudoku4`,
-            4 rows to 1, for as many steps (START) as it takes to greedily solve 15 % of the
-            validation problems of both tasks. The shipped models are trained already.
-    rates   every method on countdown at every learning rate, seed 1000. The best last validation
-            score wins.
-    runs    countdown with seeds 0, 1, 2 and sudoku with seed 0 at that rate. The scripts score the
-            test split before and after; nothing is chosen by it.
-    time    a few steps of every method, one run per machine or GPU: seconds per step without
-            competition.
+    starts  algos/sft.py trains each family's model on countdown `small` and sudoku `sudoku4`,
+            4 rows to 1 (START), into runs/starts; copy this folder to a machine that goes on.
+    rates   every method with every family, seed 1000: three learning rates on countdown, a third
+            or three times apart; on sudoku the best one and its neighbours. Where the best score
+            on the validation split is at the edge, the next neighbour follows.
+    runs    three seeds of both tasks at the best rate, to the plateau: until the last evaluations
+            (WINDOW) are on average no better than those before. Then without the method's KL,
+            and at last ablations of BGPO (VARIANTS).
 
-Runs on one GPU take turns unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d`
-before, `echo quit | nvidia-cuda-mps-control` after (docs/curves.md has the gain).
+The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
+unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
+nvidia-cuda-mps-control` after (docs/curves.md has the gain).
 
 All methods get the same rollouts, optimizer (SHARED) and --passes forward-backward passes per
 completion. Each spends them its own way (METHODS): updates per rollout, draws of a bound, or
-denoising steps. Everything else is the method's default. docs/plot.py draws the kept runs.
+denoising steps. Everything else is the method's default. docs/plot.py draws the rows.
 """
 
 import json
@@ -31,246 +32,415 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
+import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields
+from itertools import cycle, islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Literal
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.planning import stable_hash
+from bench.alignment import METHODS, REFUSED
 from evals import load_task
 from models import save_model
 from models.checkpoint import set_special_tokens
+from models.defaults import TINY
 from models.tiny import TINY_LLADA, TINY_SDAR, byte_tokenizer, random_model
+from models.training_state import crc32
 from report import read_rows
-from runlog import describe_device
+from runlog import describe_device, describe_git
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
+WIDE |= {"torch_dtype": "bfloat16"}
 SMALL = {  # 6 million parameters
     "sdar": TINY_SDAR | {"hidden_size": 256, "intermediate_size": 768} | WIDE,
     "llada": TINY_LLADA
     | dict.fromkeys(("n_layers", "n_heads", "n_kv_heads"), 8)
-    | {"d_model": 256, "mlp_hidden_size": 768},
+    | {"d_model": 256, "mlp_hidden_size": 768, "torch_dtype": "bfloat16"},
 }
-TASKS = {"countdown": 12, "sudoku": 16}  # task: tokens of a completion, in blocks of 4
+# tokens of a completion, in blocks of 4, with room for an EOS
+TASKS = {"countdown": 12, "sudoku": 20}
 SFT_ROWS = {"countdown": 20_000, "sudoku": 5_000}
-SEEDS = {"countdown": (0, 1, 2), "sudoku": (0,)}
-RATE_SEED, TIMED_STEPS, STEPS_PER_BLOCK = 1000, 12, 2
+SEEDS, RATE_SEED, STEPS_PER_BLOCK = (0, 1, 2), 1000, 2
+WINDOW = 5  # evaluations
+STARTUP = 40  # seconds of a run before its first rollout
 
-# p: forward-backward passes per completion; forwards: passes that replay one rollout
-METHODS = {
-    "d1": lambda p, forwards: {"num_iterations": p},
-    # An update is two complementary masks; the fully masked pass comes on top.
-    "coupled_grpo": lambda p, forwards: {"num_iterations": p // 2},
-    "spg": lambda p, forwards: {"num_iterations": p // 2, "mc_num": 2},
-    "bgpo": lambda p, forwards: {"num_iterations": 1, "mc_num": p},
-    "cj_grpo": lambda p, forwards: {"num_iterations": max(1, p // forwards)},
-    "mdpo": lambda p, forwards: {"num_iterations": 1, "train_steps": p},
-    "wd1": lambda p, forwards: {"num_iterations": p},
-    # A token a step, of which a rollout has twice as many: one pass scores one of each block.
-    "justgrpo": lambda p, forwards: {
-        "num_iterations": max(1, p // (2 * forwards)),
-        "positions": p,
-        "denoising_steps": 2 * STEPS_PER_BLOCK,
-    },
-    # A tree has 4 + 8 segments and 8 leaves.
-    "dtreerpo": lambda p, forwards: {"num_iterations": max(1, 2 * p // 3), "branches": (4, 2)},
-    "tpg": lambda p, forwards: {"num_iterations": max(1, p // forwards), "train_steps": p},
+KL = dict.fromkeys(("d1", "coupled_grpo", "cj_grpo", "mdpo", "espo", "dtreerpo"), "beta")
+KL["tracerl"] = "kl_to_old"
+# variants of a method: flags, and texts of its script that are replaced
+VARIANTS = {method: {"no-kl": ({flag: 0.0}, {})} for method, flag in KL.items()}
+# between the bounds of the same draws: half the squared difference
+ADD_KL = {
+    "USES_REF = False": "USES_REF = True",
+    "policy = -g.sum() * c\n": "policy = (args.beta * (estimates - ref) ** 2 / 2 - g).sum() * c\n",
 }
-SHARED = {"num_generations": 8, "temperature": 1.0, "denoising_steps": STEPS_PER_BLOCK}
-SHARED |= {"betas": (0.9, 0.99), "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_steps": 5}
+VARIANTS["bgpo"] = {
+    "saturating": (  # tokens of a negative advantage are pushed with p (1 - p), not with 1 - p
+        {},
+        {
+            "(rows.weights * logps)": "(rows.weights * logps * torch.where("
+            "rows.advantages[:, None, None] < 0, logps.detach().exp(), 1.0))"
+        },
+    ),
+    "no-negatives": ({}, {"0.0).flatten()": "0.0).flatten().clamp(min=0)"}),
+    "no-std": ({}, {"centred / (std + 1e-6)": "centred"}),
+    "kl-0.01": ({"beta": 0.01}, ADD_KL),
+    "kl-0.04": ({"beta": 0.04}, ADD_KL),
+    "temperature-0.3": ({"temperature": 0.3}, {}),
+    "temperature-0.6": ({"temperature": 0.6}, {}),
+    "group-16": ({"num_generations": 16, "prompts_per_step": 32}, {}),
+    "steps-1": ({"denoising_steps": 1}, {}),
+    "steps-4": ({"denoising_steps": 4}, {}),
+}
+SHARED = TINY | {"denoising_steps": STEPS_PER_BLOCK, "save_every": 50, "keep_saves": 1}
 START = {"sdar": 350, "llada": 700}  # optimizer steps of SFT
 SFT = {"eval_limit": 0, "lr_schedule": "linear", "schedule_steps": 800, "warmup_steps": 100}
 SFT |= {"betas": (0.9, 0.98), "weight_decay": 0.01, "batch_size": 128, "micro_batch_size": 128}
 SFT |= {"learning_rate": 2e-3, "eos_tail": 8}
+# of a row's points: means over the rollouts since the last evaluation
+POINTS = {"reward": "reward/mean", "distinct": "completion/distinct_frac"}
+POINTS |= {name: f"mismatch/{name}" for name in ("surprisal", "entropy", "improbable")}
 
 
 @dataclass
 class Args:
-    size: Literal["tiny", "small"] = "tiny"
+    starts: str = f"{ROOT}/runs/starts/"
+    """checkpoints, up to the name of the family; trained if there are none"""
+    tasks: str = ",".join(TASKS)
+    """rates of the first are the middle ones of the second"""
+    rows: str = str(ROOT / "docs/curves/comparison/runs.jsonl")
+    """a row per finished run; all have the same settings"""
+    minutes: float = 0
+    """end this call after so many; 0: when all is made"""
+    minutes_later: float = 0
+    """of calls that follow on this machine: until then a run that is started now must be done"""
     jobs: int = 2
     """runs at a time; they share cores and GPUs evenly"""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = METHODS
     families: tuple[str, ...] = tuple(SMALL)
-    rates: tuple[float, ...] = (1e-4, 3e-4)
-    """learning rates to choose from"""
-    rate_steps: int = 0
-    """rollouts of a run of stage rates; 0: --max-steps"""
-    max_steps: int = 80
-    """rollouts of a run"""
-    prompts_per_step: int = 16
-    eval_every: int = 10
+    compile: bool = True
+    """torch.compile in the runs, on GPUs"""
+    commit: str = field(default_factory=describe_git)
+    """of the code, for the rows"""
+    prompts_per_step: int = 64
     passes: int = 6
     """forward-backward passes per completion"""
-    keep: bool = False
-    """at the end, copy the runs to docs/curves/comparison"""
+    eval_every: int = 20
+    rate_rollouts: int = 150
+    """rollouts of a run that tries a learning rate"""
+    rollouts: int = 400
+    """rollouts of the other runs, at least"""
+    max_rollouts: int = 1000
 
 
-# Flags that do not change a run.
-FREE = {"jobs", "methods", "families", "keep"}
+SETTINGS = "prompts_per_step passes eval_every rate_rollouts rollouts max_rollouts"
 
 
 @dataclass(frozen=True)
 class Run:
     family: str
     method: str
+    """key of METHODS, or "start": no training"""
     task: str
-    seed: int
-    rate: float
-    stage: str = "runs"
+    seed: int = RATE_SEED
+    rate: float = 0.0
+    variant: str = ""
+    """key of VARIANTS[method]; empty: as the method is"""
 
-    @property
-    def name(self):
-        return f"{self.family}-{self.method}-{self.task}-s{self.seed}-lr{self.rate:g}"
+
+def spending(method, p, forwards):
+    """How a method spends p forward-backward passes per completion, as flags.
+
+    forwards: passes that replay one rollout
+    """
+    rounds = max(1, p // forwards)
+    # Released: every completion in one of four updates. Where passes are left, in all updates.
+    tracerl = {"num_iterations": rounds, "no_minibatches": ()} if rounds > 1 else {}
+    return {
+        "d1": {"num_iterations": p},
+        # An update is two complementary masks; the fully masked pass comes on top.
+        "coupled_grpo": {"num_iterations": p // 2},
+        "spg": {"num_iterations": p // 2, "mc_num": 2},
+        "bgpo": {"num_iterations": 1, "mc_num": p},
+        "cj_grpo": {"num_iterations": rounds},
+        "mdpo": {"num_iterations": 1, "train_steps": p},
+        "wd1": {"num_iterations": p},
+        "tpg": {"num_iterations": rounds, "train_steps": p},
+        # An update is a pair of complementary masks.
+        "espo": {"num_iterations": p // 2, "mc_num": 1},
+        "ebpo": {"num_iterations": 1, "mc_num": p},
+        # A token a step, of which a rollout has twice as many; one pass scores one of each block.
+        "justgrpo": {
+            "num_iterations": max(1, rounds // 2),
+            "positions": p,
+            "denoising_steps": 2 * STEPS_PER_BLOCK,
+        },
+        # A tree has 4 + 8 segments and 8 leaves.
+        "dtreerpo": {"num_iterations": max(1, 2 * p // 3), "branches": (4, 2)},
+        "tracerl": tracerl,
+    }[method]
 
 
 class Curves:
-    """The directory of a comparison, one for each choice of settings, and its stages."""
-
     def __init__(self, args):
-        self.args = args
-        self.settings = {name: value for name, value in asdict(args).items() if name not in FREE}
-        self.root = ROOT / f"runs/curves-{args.size}-{stable_hash(self.settings):x}"
-        pairs = ((family, method) for family in args.families for method in args.methods)
-        # MDPO: bidirectional models
-        self.pairs = [pair for pair in pairs if pair != ("sdar", "mdpo")]
-        self.tasks = list(TASKS) if args.size == "small" else ["countdown"]
+        self.args, self.lock = args, threading.Lock()
+        self.end = time.perf_counter() + (60 * args.minutes or float("inf"))
+        self.file, self.rows = Path(args.rows), {}
+        self.root = ROOT / "runs/curves" / self.file.stem
+        self.settings = {name: getattr(args, name) for name in SETTINGS.split()}
+        self.taken, self.running = set(), set()  # runs of this call
+        pairs = [(family, method) for family in args.families for method in args.methods]
+        self.pairs = [pair for pair in pairs if pair not in REFUSED]
+        for line in self.file.read_text().splitlines() if self.file.is_file() else []:
+            row = json.loads(line)
+            if row["settings"] != self.settings:
+                raise SystemExit(
+                    f"--rows {self.file} has runs of other settings: {row['settings']}"
+                )
+            self.rows[Run(*(row[part.name] for part in fields(Run)))] = row
 
-    def call(self, script, folder, flags, may_fail=False):
-        """Run algos/<script>.py --out folder: its output is in folder/log, its status in
-        folder/exit. A folder with a status is finished; one without holds a run that was cut off.
+    def keep(self, run, row):
+        row = asdict(run) | row | {"start": crc32(self.start(run.family) / "model.safetensors")}
+        row |= {"settings": self.settings, "jobs": self.args.jobs, "commit": self.args.commit}
+        row["machine"] = describe_device()
+        with self.lock, open(self.file, "a") as file:
+            file.write(json.dumps(row) + "\n")
+            self.rows[run] = row
+
+    def call(self, script, flags, log, gpu):
+        """Run a script until it ends or this call must: then it saves its state and stops.
+
+        -> exit status, 1 if the training diverged; None: cut off. SystemExit for any other error
         """
-        if (folder / "exit").is_file():
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         threads = max(1, len(os.sched_getaffinity(0)) // self.args.jobs)
-        gpu = self.gpus.get()
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-        command = command_of(f"algos/{script}.py", flags | {"out": folder})
-        with open(folder / "log", "w") as log:
-            code = subprocess.run(command, stdout=log, stderr=log, env=env).returncode
-        self.gpus.put(gpu)
-        if code and not may_fail:
-            raise SystemExit(f"{' '.join(command)}: exit {code}, see {folder}/log")
-        (folder / "exit").write_text(str(code))
-
-    def at_once(self, work, items, jobs):
-        """work(item) for all items, `jobs` at a time; the first error is raised at the end."""
-        self.gpus, gpus = SimpleQueue(), visible_gpus()
-        for job in range(jobs):
-            self.gpus.put(gpus[job % len(gpus)])
-        with ThreadPoolExecutor(jobs) as pool:
-            for future in [pool.submit(work, item) for item in items]:
-                future.result()
+        command = command_of(script, flags)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+            try:
+                code = process.wait(max(0, self.end - time.perf_counter()))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                return None
+        if code and "not finite at step" not in log.read_text():
+            raise SystemExit(f"{' '.join(command)}: exit {code}, see {log}")
+        return code
 
     def start(self, family):
         """-> directory of the checkpoint that the runs of a family start from"""
-        if self.args.size == "tiny":
-            return ROOT / f"models/tiny-{family}"
-        return next((self.root / f"sft-{family}").glob("*/checkpoints/step-*"))
+        return Path(self.args.starts + family)
 
-    def sft(self):
-        if self.args.size == "tiny":
-            return
-        rows = [row for name in self.tasks for row in sft_rows(load_task(name), SFT_ROWS[name])]
-        random.Random(0).shuffle(rows)
-        self.root.mkdir(parents=True, exist_ok=True)
-        (self.root / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.at_once(self.train_start, self.args.families, self.args.jobs)
+    def make_start(self, family, gpu):
+        """Train the start of a family and score it. SystemExit if the rows have another one."""
+        start, folder = self.start(family), self.root / f"sft-{family}"
+        if not start.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            model = set_special_tokens(random_model(SMALL[family]))
+            save_model(model, folder / "init", byte_tokenizer())
+            rows = [row for task in TASKS for row in sft_rows(load_task(task), SFT_ROWS[task])]
+            random.Random(0).shuffle(rows)
+            data = folder / "rows.jsonl"
+            data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            flags = SFT | {"model": folder / "init", "data": data, "out": folder}
+            flags["max_steps"] = START[family]
+            if self.call("algos/sft.py", flags, folder / "log", gpu) is None:
+                raise SystemExit("--minutes were over before the starts were made")
+            start.parent.mkdir(parents=True, exist_ok=True)
+            next(folder.glob("*/checkpoints/step-*")).rename(start)
+        known = {row["start"] for run, row in self.rows.items() if run.family == family}
+        if known - {crc32(start / "model.safetensors")}:
+            raise SystemExit(f"the runs in {self.file} start from another model than {start}")
+        for task in self.args.tasks.split(","):
+            run, log = Run(family, "start", task), folder / f"{task}.log"
+            flags = {"model": start, "split": "validation", "limit": 512, "temperature": 0.0}
+            flags |= {"gen_length": TASKS[task], "denoising_steps": STEPS_PER_BLOCK}
+            flags |= {"remasking": "low_confidence_static"}
+            if run in self.rows or self.call(f"evals/{task}.py", flags, log, gpu) is None:
+                continue
+            score = json.loads(log.read_text().splitlines()[-1])["accuracy"]
+            if not 0.05 < score < 0.6:
+                raise SystemExit(f"{start} solves {score:.0%} of {task}: change START")
+            self.keep(run, {"greedy": score})
 
-    def train_start(self, family):
-        init = self.root / f"init-{family}"
-        shutil.rmtree(init, ignore_errors=True)
-        save_model(set_special_tokens(random_model(SMALL[family])), init, byte_tokenizer())
-        flags = {"model": init, "data": self.root / "sft.jsonl", "max_steps": START[family]}
-        self.call("sft", self.root / f"sft-{family}", SFT | flags)
+    def tried(self, family, method, task, centre):
+        """-> runs that try the rates around a centre; the number of the best rate, which is neither
+        the lowest nor the highest, None: not known yet
+        """
+        numbers = [centre, centre - 1, centre + 1]
+        while True:
+            runs = [Run(family, method, task, RATE_SEED, rate(k)) for k in numbers]
+            if not all(run in self.rows for run in runs):
+                return runs, None
+            scores = {k: last_score(self.rows[run]) for k, run in zip(numbers, runs, strict=True)}
+            best = max(sorted(scores), key=scores.get)
+            if min(numbers) < best < max(numbers):
+                return runs, best
+            numbers.append(best - 1 if best == min(numbers) else best + 1)
 
-    def validate(self, family, task):
-        """-> share of the validation problems that the start of a family solves greedily"""
-        flags = {"model": self.start(family), "split": "validation", "limit": 512}
-        flags |= {"gen_length": TASKS[task], "denoising_steps": STEPS_PER_BLOCK}
-        flags |= {"remasking": "low_confidence_static", "temperature": 0.0}
-        command = command_of(f"evals/{task}.py", flags)
-        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        return json.loads(said.splitlines()[-1])["accuracy"]
+    def wanted(self):
+        """-> runs whose rates are known so far, in the order in which they are to be made"""
+        ordered = []
+        for family, method in self.pairs:
+            best = 0
+            for place, task in enumerate(self.args.tasks.split(",")):
+                runs, best = self.tried(family, method, task, best)
+                # the middle rate of all methods first
+                ordered += [((0, place, number), run) for number, run in enumerate(runs)]
+                if best is None:
+                    break
+                for variant in ("", *VARIANTS.get(method, {})):
+                    stage = (1 if method in KL else 2) if variant else 0
+                    for seed in SEEDS:
+                        run = Run(family, method, task, seed, rate(best), variant)
+                        ordered.append(((1 + stage, seed, place), run))
+        return [run for _, run in sorted(ordered, key=lambda item: item[0])]
 
     def folder(self, run):
-        return self.root / run.stage / run.name
+        return self.root / "-".join(map(str, asdict(run).values()))
 
-    def rows(self, run):
-        (file,) = self.folder(run).glob("*/metrics.jsonl")
-        return read_rows(file.parent)
+    def target(self, run):
+        return self.args.rate_rollouts if run.seed == RATE_SEED else self.args.rollouts
 
-    def train(self, run):
-        args, blocks = self.args, TASKS[run.task] // 4
+    def fits(self, run):
+        """Whether a run can end in the time that is left, at the pace of the method's others: a
+        second per rollout where there are none.
+        """
+        paces = [row["pace"] for known, row in self.rows.items() if known.method == run.method]
+        rollouts = self.target(run) - saved_step(self.folder(run))
+        need = STARTUP + rollouts * max(paces, default=1)
+        now = time.perf_counter()
+        return now < self.end and now + need < self.end + 60 * self.args.minutes_later
+
+    def work(self, gpu):
+        """Make runs until none is left for this call."""
+        while True:
+            with self.lock:
+                new = (r for r in self.wanted() if r not in self.rows and r not in self.taken)
+                run = next(filter(self.fits, new), None)
+                if run is None and not self.running:
+                    return
+                if run is not None:
+                    self.taken.add(run)
+                    self.running.add(run)
+            if run is None:
+                time.sleep(1)  # runs decide which others follow
+                continue
+            try:
+                self.train(run, gpu)
+            finally:
+                self.running.remove(run)
+
+    def train(self, run, gpu):
+        """Make a run, or go on with it; keep its row if it ends."""
+        args, folder, target = self.args, self.folder(run), self.target(run)
         # One pass of SDAR's two copies replays a denoising step of all blocks.
-        forwards = STEPS_PER_BLOCK * (1 if run.family == "sdar" else blocks)
-        flags = SHARED | METHODS[run.method](args.passes, forwards)
-        flags |= {"model": self.start(run.family), "task": run.task, "seed": run.seed}
-        flags |= {"gen_length": TASKS[run.task], "learning_rate": run.rate}
-        flags |= {"prompts_per_step": args.prompts_per_step, "eval_every": args.eval_every}
-        flags |= {"micro_batch_size": 8 * args.prompts_per_step, "max_steps": args.max_steps}
-        if run.stage == "rates" and args.rate_steps:
-            flags["max_steps"] = args.rate_steps
-        if run.stage == "time":
-            flags |= {"max_steps": TIMED_STEPS, "eval_limit": 0}
-        # a diverging rate is a bad rate
-        self.call(run.method, self.folder(run), flags, may_fail=run.stage == "rates")
-        print(run)
+        forwards = STEPS_PER_BLOCK * (1 if run.family == "sdar" else TASKS[run.task] // 4)
+        new = {
+            "model": self.start(run.family),
+            "task": run.task,
+            "seed": run.seed,
+            "learning_rate": run.rate,
+            "gen_length": TASKS[run.task],
+            "prompts_per_step": args.prompts_per_step,
+            "micro_batch_size": 8 * args.prompts_per_step,
+            "eval_every": args.eval_every,
+            "schedule_steps": args.rollouts,
+            "out": folder,
+        }
+        new = SHARED | new | spending(run.method, args.passes, forwards)
+        changed, replaced = VARIANTS[run.method][run.variant] if run.variant else ({}, {})
+        new |= changed
+        new |= {} if args.compile else {"no_compile": ()}
+        while target < saved_step(folder):  # it had not reached its plateau
+            target += WINDOW * args.eval_every
+        while True:
+            if not saved_step(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            before = next(folder.glob("*/resume"), None)
+            flags = {"resume": before.parent} if before else new
+            flags |= {"max_steps": target}
+            script = patched(f"{ROOT}/algos/{run.method}.py", replaced, folder)
+            code = self.call(script, flags, folder / "log", gpu)
+            if code is None:
+                return
+            row = self.summary(run)
+            if code or row["rollouts"] < target or run.seed == RATE_SEED:
+                break  # diverged, dead, or long enough
+            if target >= args.max_rollouts or is_level(row["points"]["greedy"]):
+                break
+            target += WINDOW * args.eval_every
+        self.keep(run, row | {"diverged": bool(code)})
+        shutil.rmtree(folder)
+        print(f"{last_score(self.rows[run]):.1%} {run}", flush=True)
 
-    def tries(self, pair):
-        return [Run(*pair, "countdown", RATE_SEED, rate, "rates") for rate in self.args.rates]
+    def summary(self, run):
+        """-> what a row keeps of a run's metrics.jsonl: its points are its evaluations"""
+        (file,) = self.folder(run).glob("*/metrics.jsonl")
+        steps, since, tokens, points = [], [], 0, defaultdict(list)
+        for row in read_rows(file.parent):
+            if "reward/mean" not in row:
+                continue
+            steps.append(row)
+            since.append(row)
+            tokens += row["completion/length"] * 8 * self.args.prompts_per_step
+            if (key := f"eval/{run.task}") in row:
+                points["rollout"].append(row["step"])
+                points["tokens"].append(round(tokens))
+                points["greedy"].append(round(row[key], 4))
+                for name, metric in POINTS.items():
+                    points[name].append(mean(since, metric))
+                since = []
+        training = [row["time/step"] - row.get("time/eval", 0) for row in steps]
+        return {
+            "rollouts": steps[-1]["step"] if steps else 0,
+            "test": values(read_rows(file.parent), f"test/{run.task}"),
+            "seconds": round(statistics.median(training), 4) if steps else None,
+            "pace": mean(steps, "time/step") or 0,
+            "points": points,
+        }
 
-    def tried(self, pair):
-        """{rate: last validation score}, -1 where the run failed"""
-        has_failed = lambda run: (self.folder(run) / "exit").read_text() != "0"
-        last = lambda run: values(self.rows(run), "eval/countdown")[-1]
-        return {run.rate: -1 if has_failed(run) else last(run) for run in self.tries(pair)}
 
-    def planned(self):
-        """Runs at the best rates, countdown first"""
-        tried = {pair: self.tried(pair) for pair in self.pairs}
-        order = [(task, seed) for task in self.tasks for seed in SEEDS[task]]
-        return [Run(*pair, *at, max(r, key=r.get)) for at in order for pair, r in tried.items()]
+def rate(number):
+    """Learning rates, about a third apart: 1.5e-4 is number 0, 5e-4 number 1, 5e-5 number -1"""
+    return float(f"{(1.5e-4, 5e-4)[number % 2] * 10.0 ** (number // 2):.1e}")
 
-    def rates(self):
-        runs = [run for pair in self.pairs for run in self.tries(pair)]
-        self.at_once(self.train, runs, self.args.jobs)
 
-    def runs(self):
-        self.at_once(self.train, self.planned(), self.args.jobs)
+def last_score(row):
+    """Mean of the last evaluations; -1 of a run that diverged or made none"""
+    greedy = row["points"].get("greedy", [])[-3:]
+    return -1 if row["diverged"] or not greedy else statistics.mean(greedy)
 
-    def time(self):
-        runs = [run for run in self.planned() if (run.task, run.seed) == ("countdown", 0)]
-        timed = [replace(run, stage="time") for run in runs]
-        self.at_once(self.train, timed, len(visible_gpus()))
 
-    def seconds(self, run):
-        """Median seconds of a training step after the first four"""
-        rows = self.rows(replace(run, seed=0, stage="time"))
-        return statistics.median(r["time/step"] for r in rows if r["step"] > 4)
+def is_level(scores):
+    """Whether the last WINDOW scores are on average no better than those before"""
+    before, last = scores[-2 * WINDOW : -WINDOW], scores[-WINDOW:]
+    return statistics.mean(last) <= statistics.mean(before)
 
-    def keep(self):
-        starts = {(f, t): self.validate(f, t) for f in self.args.families for t in self.tasks}
-        facts, kept = self.settings | {"machine": describe_device()}, []
-        facts["rollouts_per_step"] = SHARED["num_generations"] * self.args.prompts_per_step
-        for run in self.planned():
-            rows, name = self.rows(run), f"eval/{run.task}"
-            facts["seconds_per_step"] = self.seconds(run) if run.task == "countdown" else None
-            facts["rates_tried"] = self.tried((run.family, run.method))
-            facts["test"] = values(rows, f"test/{run.task}")
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            facts["validation"] = [(0, starts[run.family, run.task]), *points]
-            kept.append(asdict(run) | facts)
-        file = ROOT / f"docs/curves/comparison/{self.args.size}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        print(f"{len(kept)} runs kept in {file}")
+
+def saved_step(folder):
+    """-> step that a run can go on from, 0: none"""
+    return max((int(path.name[5:]) for path in folder.glob("*/resume/step-*")), default=0)
+
+
+def patched(script, replaced, folder):
+    """-> path of the script, or of a copy in folder with each text replaced, which it has once"""
+    if not replaced:
+        return script
+    script, source = Path(script), Path(script).read_text()
+    for old, new in replaced.items():
+        if source.count(old) != 1:
+            raise SystemExit(f"{script} has {old!r} {source.count(old)} times")
+        source = source.replace(old, new)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / script.name).write_text(source)
+    return folder / script.name
 
 
 def command_of(script, flags):
@@ -282,7 +452,13 @@ def command_of(script, flags):
 
 
 def values(rows, key):
-    return [row[key] for row in rows if key in row]
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def mean(rows, key):
+    """Of the rows that have a value; None: none has"""
+    found = values(rows, key)
+    return round(statistics.mean(found), 4) if found else None
 
 
 def visible_gpus():
@@ -304,11 +480,12 @@ def sft_rows(task, count):
 
 
 def main(args):
-    curves = Curves(args)
-    for stage in (curves.sft, curves.rates, curves.runs, curves.time):
-        stage()
-    if args.keep:
-        curves.keep()
+    curves, gpus = Curves(args), visible_gpus()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(curves.make_start, args.families, cycle(gpus)))
+        list(pool.map(curves.work, islice(cycle(gpus), args.jobs)))
+    missing = len([run for run in curves.wanted() if run not in curves.rows])
+    print(f"{len(curves.rows)} rows in {args.rows}; {missing} runs known to be missing")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@ docs/plot.py`.
 
 docs/curves/<method>/<name>.jsonl is the metrics.jsonl of a run (here without the timings),
 docs/curves/tiny-sdar/<method>.jsonl that of a method's plain command,
-docs/curves/comparison/<size>.jsonl holds one run per line, written by bench/curves.py, and
+docs/curves/comparison/<name>.jsonl holds one run per line, written by bench/curves.py, and
 docs/curves/alignment.jsonl a row per method, pair and temperatures, by bench/alignment.py.
 """
 
 import json
 import re
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +26,25 @@ PANELS = {
     "loss in training, nats": ("loss/total", "", ""),
     "problems solved, held out": ("", "eval/.*", "test/.*"),
 }
-# C0, C1, ... of a method in all figures
 METHODS = (
     "d1 coupled_grpo spg bgpo cj_grpo mdpo wd1 tpg espo ebpo justgrpo dtreerpo tracerl".split()
 )
+# of a method in all figures; told apart by the colour-blind too
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#000000", "#56B4E9")
+STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
 # temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
+RATE_SEED = 1000  # of runs that try a learning rate
 MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
-COMPARED = (("countdown", "rollouts"), ("countdown", "seconds"), ("sudoku", "rollouts"))
+# y axis, value of the points, x axis; those that the runs have are drawn
+COMPARED = (
+    ("solved, greedy", "greedy", "rollouts"),
+    ("solved, greedy", "greedy", "million tokens"),
+    ("solved, greedy", "greedy", "minutes"),
+    ("reward, sampled", "reward", "rollouts"),
+    ("distinct completions", "distinct", "rollouts"),
+    ("mismatch, nats", "mismatch", "rollouts"),
+)
 HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
 |---|---|---|---|---|---|---|
 """
@@ -40,10 +52,11 @@ HEAD = """| model | task | method | rate | test before | after, seed by seed | s
 
 def finish(figure, name):
     for axes in figure.axes:
-        if "loss" not in axes.get_title():
+        axes.set(xlim=(0, None), visible=axes.has_data())
+        if "nats" not in axes.get_title() + axes.get_ylabel():
             axes.yaxis.set_major_formatter("{x:.0%}")
+            axes.set_ylim(0)
         axes.grid(alpha=0.25)
-        axes.set(xlim=(0, None), ylim=(0, None), visible=axes.has_data())
     figure.savefig(FOLDER / f"{name}.png", dpi=110)
 
 
@@ -59,57 +72,81 @@ def draw(folder):
     for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
         axes.set(title=title, xlabel="step")
         for place, (name, run) in enumerate(runs.items()):
-            color = METHODS.index(name) if name in METHODS else place
-            axes.plot([], [], f"C{color}", label=name)
-            for style, pattern in zip(("-", ".-", "*"), PANELS[title], strict=True):
+            ls, color = STYLES.get(name, ("-", COLOURS[place]))
+            axes.plot([], [], ls=ls, color=color, label=name)
+            for marker, pattern in zip(("", ".", "*"), PANELS[title], strict=True):
+                style = {"marker": marker, "ls": "" if marker == "*" else ls, "color": color}
                 for _, values in run.filter(regex=f"^({pattern})$").items():
-                    mean = values.dropna().rolling(11 if style == "-" else 1, center=True).mean()
-                    axes.plot(mean, style, color=f"C{color}", markersize=8)
+                    mean = values.dropna().rolling(1 if marker else 11, center=True).mean()
+                    axes.plot(mean, ms=8, **style)
         place = "lower center" if len(runs) > 3 else "best"  # a long list would cover stars
         axes.legend(loc=place, frameon=False, fontsize=8)
     figure.suptitle(f"{folder.name}\n(lines: mean over 11 steps; dots: validation; stars: test)")
     finish(figure, folder.name)
 
 
-def comparison(size):
-    """-> {(family, task, method): runs}"""
-    grouped = defaultdict(list)
-    lines = (FOLDER / f"comparison/{size}.jsonl").read_text().splitlines()
-    order = lambda run: (run["family"] != "sdar", run["task"])
-    for run in sorted(map(json.loads, lines), key=order):
-        grouped[run["family"], run["task"], run["method"]].append(run)
-    return grouped
+def comparison(name):
+    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): score at first}"""
+    lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
+    rows, grouped, starts = list(map(json.loads, lines)), defaultdict(list), {}
+    for row in sorted(rows, key=lambda row: (row["family"] != "sdar", row["task"], row["seed"])):
+        pair = row["family"], row["task"]
+        if row["method"] == "start":
+            starts[pair] = row["greedy"]
+        elif row["seed"] != RATE_SEED:
+            grouped[*pair, row["method"], row["variant"]].append(row)
+    return grouped, starts
 
 
-def draw_comparison(size):
-    """Validation score against rollouts and seconds: mean and range over seeds; stars: test."""
-    grouped, lines = comparison(size), {}
-    families = ("sdar", "llada")
-    panels = COMPARED if size == "small" else COMPARED[:2]
-    figure = Figure((4 * len(panels), 7.3), layout="constrained")
-    grid = figure.subplots(2, len(panels), sharey="row")
-    for (family, task, method), runs in grouped.items():
-        for axes, (shown, unit) in zip(grid[families.index(family)], panels, strict=True):
-            if shown != task or not (scale := runs[0][f"{unit}_per_step"]):
-                continue
-            steps = [step * scale for step, _ in runs[0]["validation"]]
-            scores = np.array([[score for _, score in run["validation"]] for run in runs])
-            color = f"C{METHODS.index(method)}"
-            (lines[method],) = axes.plot(steps, scores.mean(0), ".-", color=color)
-            axes.fill_between(steps, scores.min(0), scores.max(0), color=color, alpha=0.12, lw=0)
-            test = np.mean([run["test"][1] for run in runs])
-            axes.plot(steps[-1], test, "*", color=color, markersize=11)
-            axes.set(title=f"{family}: {task}, seeds: {len(runs)}", xlabel=unit, ylabel="solved")
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=6, frameon=False)
-    finish(figure, f"comparison-{size}")
+def evaluations(run, start):
+    """-> table of a run's points by rollout, from the start's score on"""
+    points = pd.DataFrame(run["points"])
+    points = pd.concat([pd.DataFrame({"rollout": [0], "greedy": start}), points])
+    points["rollouts"] = points["rollout"]
+    if run["seconds"]:
+        points["minutes"] = points["rollout"] * run["seconds"] / 60
+    if "tokens" in points:
+        points["million tokens"] = points["tokens"].fillna(0) / 1e6
+        points["mismatch"] = points["surprisal"] - points["entropy"]
+    return points.set_index("rollout")
 
 
-def comparison_table(size):
+def draw_comparison(name):
+    """Mean over the seeds, from the lowest to the highest shaded; stars: test. A run that ends
+    before others keeps its last value.
+    """
+    (grouped, starts), lines, drawn = comparison(name), {}, defaultdict(list)
+    for (*pair, method, variant), runs in grouped.items():
+        for panel in () if variant else COMPARED:
+            tables = [evaluations(run, starts[tuple(pair)]) for run in runs if run["points"]]
+            if tables and all({*panel[1:]} <= {*table} for table in tables):
+                drawn[panel].append((tuple(pair), method, tables, runs))
+    figure = Figure((4 * len(starts), 0.8 + 2.8 * len(drawn)), layout="constrained")
+    grid = figure.subplots(len(drawn), len(starts), sharey="row", squeeze=False)
+    for row, ((label, key, unit), curves) in zip(grid, drawn.items(), strict=True):
+        for pair, method, tables, runs in curves:
+            axes, (ls, color) = row[list(starts).index(pair)], STYLES[method]
+            values = pd.concat([table[key] for table in tables], axis=1).ffill().dropna()
+            x = pd.concat([table[unit] for table in tables], axis=1).mean(axis=1)[values.index]
+            (lines[method],) = axes.plot(x, values.mean(axis=1), ls=ls, color=color)
+            low, high = values.min(axis=1), values.max(axis=1)
+            axes.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
+            if key == "greedy":
+                test = np.mean([score for run in runs for score in run["test"][1:]])
+                axes.plot(x.iloc[-1], test, "*", color=color, ms=11)
+            axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=7, frameon=False)
+    finish(figure, f"comparison-{name}")
+
+
+def comparison_table(name):
     """-> Markdown: test scores before and after"""
     table = HEAD
-    for names, runs in comparison(size).items():
-        after = [f"{run['test'][1]:.1%}" for run in sorted(runs, key=lambda run: run["seed"])]
-        rate, test, seconds = (runs[0][key] for key in ("rate", "test", "seconds_per_step"))
+    for (*names, variant), runs in comparison(name)[0].items():
+        # no score of a run that diverged or in which no completion had an advantage any more
+        after = [f"{run['test'][1]:.1%}" if run["test"][1:] else "stopped" for run in runs]
+        rate, test, seconds = (runs[0][key] for key in ("rate", "test", "seconds"))
+        names[-1] += f", {variant}" if variant else ""
         seconds = "" if seconds is None else f"{seconds:.2f}"
         cells = *names, f"{rate:g}", f"{test[0]:.1%}", ", ".join(after), seconds
         table += f"| {' | '.join(cells)} |\n"
@@ -135,7 +172,7 @@ def draw_alignment():
             # error 0: the exact gradient with itself
             if 0 < row["error"] < MEASURED:
                 place, (mark, fill, shift) = METHODS.index(method), MARKS[tuple(key)]
-                style = {"fmt": mark, "fillstyle": fill, "ms": 5, "color": f"C{place}"}
+                style = {"fmt": mark, "fillstyle": fill, "ms": 5, "color": STYLES[method][1]}
                 axes.errorbar(row["cosine"], place + shift, xerr=row["error"], **style)
                 shown[tuple(key)] = Line2D([], [], ls="", marker=mark, fillstyle=fill, color="0.3")
         axes.axvline(0, color="0.6", lw=0.8)

@@ -71,9 +71,9 @@ llada2_moe      aime24,aime25,olympiad        2048 own  32
 # the shipped models, for a try on a CPU
 tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
 tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
-# examples with the style "compact", for all models: an expression and an end of text, or 16 cells
+# examples with the style "compact", for all models: an answer and an end of text
 compact         countdown                     12   own  2
-compact         sudoku                        16   own  2
+compact         sudoku                        20   own  2
 """
 
 

@@ -1,6 +1,6 @@
 """4x4 sudoku: fill the blanks so that rows, columns and 2x2 boxes hold 1 to 4 once each.
 
-    python evals/sudoku.py --model tiny-sdar --gen-length 16   preset "sudoku4"
+    python evals/sudoku.py --model tiny-sdar   preset "sudoku4"
     python evals/sudoku.py --model sdar-8b --data 4x4_test_sudoku.csv
     python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv --reward sudoku_cells
 

@@ -1,0 +1,154 @@
+"""bench/curves.py: which runs are made, in which order, and how calls that are cut off go on."""
+
+import json
+import math
+import runpy
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tyro
+
+from bench import curves as bench
+from bench.curves import POINTS, RATE_SEED, Args, Curves, rate, saved_step
+
+BEST = {
+    "bgpo": 1,
+    "d1": -3,
+}  # number of the best rate on countdown; on sudoku it is the next higher
+FLAT = 45  # rollouts until the plateau
+
+
+class Scripts(Curves):
+    """Curves whose scripts take no time. Every fourth is cut off halfway, which ends the call."""
+
+    new, made, is_over = {}, Counter(), False  # flags of new runs, rollouts made of each
+
+    def call(self, script, flags, log, gpu):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if str(script).startswith("evals/"):
+            log.write_text('{"accuracy": 0.2}\n')
+            return 0
+        run = log.parent / "run"
+        assert flags.get("resume", run) == run
+        before = saved_step(log.parent) if "resume" in flags else 0
+        assert before <= flags["max_steps"]
+        given = self.new.setdefault(log.parent.name, flags)
+        assert (given.get("beta") == 0) == log.parent.name.endswith("no-kl")
+        self.is_over = sum(self.made.values()) % 4 == 3
+        until = max(before, flags["max_steps"] // 2) if self.is_over else flags["max_steps"]
+        self.made[log.parent.name] += 1
+        off = BEST[Path(script).stem] + (given["task"] == "sudoku")
+        top = 0.5 - abs(math.log(given["learning_rate"] / rate(off))) / 100
+        rows = []
+        for step in range(1, until + 1):
+            row = dict.fromkeys(POINTS.values(), 0.1) | {"step": step, "completion/length": 5}
+            row |= {"time/step": 3, "time/eval": 1, "reward/mean": step}
+            row["mismatch/entropy"] = None  # no completion had an advantage
+            if step % 2 == 0:
+                row[f"eval/{given['task']}"] = top * min(step / FLAT, 1)
+            rows.append(json.dumps(row) + "\n")
+        (run / f"resume/step-{until:06d}").mkdir(parents=True, exist_ok=True)
+        (run / "metrics.jsonl").write_text("".join(rows))
+        return None if self.is_over else 0
+
+    def fits(self, run):
+        return not self.is_over
+
+
+def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
+    (tmp_path / "start-sdar").mkdir()
+    (tmp_path / "start-sdar/model.safetensors").write_text("")
+    args = Args(
+        starts=f"{tmp_path}/start-",
+        rows=f"{tmp_path}/rows.jsonl",
+        methods=tuple(BEST),
+        families=("sdar",),
+        eval_every=2,
+        rate_rollouts=15,
+        rollouts=40,
+        max_rollouts=100,
+    )
+    calls, is_over = 0, True
+    while is_over:
+        curves = Scripts(args)
+        curves.root = tmp_path
+        curves.make_start("sdar", "")
+        curves.work("")
+        calls, is_over = calls + 1, curves.is_over
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    runs = [line for line in lines if line["method"] != "start"]
+    name = lambda run: [run[key] for key in ("method", "task", "seed", "rate", "variant")]
+    assert calls > 10 and len(runs) == len(set(map(str, map(name, runs)))) == len(curves.wanted())
+    assert [name(run)[:4] for run in runs[:3]] == [
+        ["bgpo", "countdown", RATE_SEED, 1.5e-4],
+        ["d1", "countdown", RATE_SEED, 1.5e-4],
+        ["bgpo", "countdown", RATE_SEED, 5e-5],
+    ]
+    for method, best in BEST.items():
+        for task, number in (("countdown", best), ("sudoku", best + 1)):
+            mine = [run for run in runs if (run["method"], run["task"]) == (method, task)]
+            tried = {run["rate"] for run in mine if run["seed"] == RATE_SEED}
+            assert min(tried) < rate(number) < max(tried)
+            final = [run for run in mine if run["seed"] != RATE_SEED]
+            assert {run["rate"] for run in final} == {rate(number)}
+            assert len(final) == 3 * (1 + len(bench.VARIANTS[method]))
+            assert {run["rollouts"] for run in final} == {70}  # at 60 still above the 10 before
+            assert {run["seconds"] for run in final} == {2}
+            assert all(run["points"]["rollout"] == [*range(2, 71, 2)] for run in final)
+            tokens = 5 * 64 * 8 * 2
+            assert all(run["points"]["tokens"][:2] == [tokens, 2 * tokens] for run in final)
+            assert all(run["points"]["reward"][:2] == [1.5, 3.5] for run in final)
+            assert not any(any(run["points"]["entropy"]) for run in final)
+    args.passes = 4
+    with pytest.raises(SystemExit, match="other settings"):
+        Curves(args)
+
+
+@pytest.mark.parametrize("method", bench.METHODS)
+def test_scripts_know_the_flags_of_their_runs(method):
+    for forwards in (2, 6, 10):
+        flags = bench.SHARED | bench.spending(method, 6, forwards)
+        for changed, _ in [({}, {}), *bench.VARIANTS.get(method, {}).values()]:
+            words = bench.command_of("", flags | changed)[2:]
+            args = tyro.cli(import_module(f"algos.{method}").Args, args=words)
+            assert args.num_iterations >= 1 and args.warmup_steps == 5
+    assert method in bench.KL or not args.beta or method == "bgpo"  # whose KL is a variant
+
+
+def test_ablations_of_bgpo_change_what_they_say(tmp_path):
+    """Gradients and advantages of the patched scripts against the method's own."""
+    found = {}
+    for name in ("", "saturating", "no-negatives", "no-std", "kl-0.01"):
+        flags, replaced = bench.VARIANTS["bgpo"][name] if name else ({}, {})
+        script = bench.patched(bench.ROOT / "algos/bgpo.py", replaced, tmp_path / name)
+        mine = SimpleNamespace(**runpy.run_path(str(script)))
+        args = mine.Args(num_generations=4, mc_num=1, **flags)
+        rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
+        advantages = mine.compute_advantages(rewards, args)
+        logps = (
+            torch.randn(8, 1, 3, generator=torch.Generator().manual_seed(0)).sub(2).clamp(max=-0.1)
+        )
+        rows = SimpleNamespace(
+            weights=torch.ones(8, 1, 3),
+            advantages=advantages,
+            batch=SimpleNamespace(num_sequences=8),
+        )
+        logps.requires_grad_()
+        estimates = mine.estimate_logps(logps, rows, args)
+        ref = estimates.detach() - 3
+        loss, _ = mine.policy_loss(estimates, estimates.detach(), ref, rows, args)
+        found[name] = advantages, torch.autograd.grad(loss, logps)[0], logps.detach()
+        assert mine.USES_REF == ("kl" in name)
+    (own, gradient, logps), falls = found[""], found[""][0][:, None, None] < 0
+    torch.testing.assert_close(
+        found["saturating"][1], torch.where(falls, gradient * logps.exp(), gradient)
+    )
+    torch.testing.assert_close(found["no-negatives"][0], own.clamp(min=0))
+    torch.testing.assert_close(
+        found["no-std"][0], rewards - rewards.view(2, 4).mean(1).repeat_interleave(4)
+    )
+    torch.testing.assert_close(found["kl-0.01"][1], gradient + 0.01 * 3 / 8)
