@@ -33,7 +33,7 @@ MOST = {
     "ebpo": 140,
     "wd1": -100,
     "justgrpo": 230,
-    "dtreerpo": 730,
+    "dtreerpo": 510,
     "tracerl": 940,
     "tpg": 210,
 }
