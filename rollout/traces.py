@@ -66,6 +66,16 @@ class Trace:
         is_eos = among(self.completion_ids, self.settings["eos_token_ids"])
         return ~(is_eos & self.completion_mask).any(1)
 
+    @property
+    def reveal_map(self):
+        """replay_map without gaps: forwards that revealed nothing are not counted. [N, L], -1 where
+        never revealed
+        """
+        replay = self.replay_map.clamp(min=0)  # number 0 always reveals a token
+        made = replay.new_zeros(len(replay), self.num_replays).scatter(1, replay, 1)
+        number = made.cumsum(1).gather(1, replay) - 1
+        return number.where(self.replay_map >= 0, -1)
+
     def canvas(self, index):
         """Rows to continue -> tokens, step map, logps [N, L], num_forwards [N]"""
         held = self.completion_ids, self.step_map, self.logps, self.num_forwards

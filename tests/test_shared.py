@@ -34,7 +34,7 @@ MOST = {
     "wd1": -100,
     "justgrpo": 230,
     "dtreerpo": 510,
-    "tracerl": 940,
+    "tracerl": 725,
     "tpg": 210,
 }
 
