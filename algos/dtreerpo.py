@@ -58,6 +58,8 @@ from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
+# isort: split
+from rollout.schedules import tree_forks
 
 
 @dataclass
@@ -205,20 +207,6 @@ DRAWS = lambda args, replays: 1  # a row is a segment, and most leaves have one 
 DRAWS_TOGETHER = False  # a row has one of them
 
 
-def grow_trees(engine, stream, sampling, step, forks, args):
-    """Roll out in parts. All children of a node continue its canvas, from the denoising step `fork`
-    of its depth on. -> Traces of the nodes at each depth, leaves last; example of each leaf
-    """
-    part, nodes = copy(args), [None]
-    for depth, until in enumerate([*forks, None], 1):
-        part.num_generations = math.prod(args.branches[:depth])
-        more = {"canvas": nodes[-1], "until": until}
-        trace, examples = roll_out(engine, stream, sampling | more, step, part)
-        nodes.append(trace)
-    engine.release()  # make_room of an earlier part may have kept what the update needs
-    return nodes[1:], examples
-
-
 def schedule(progress, args):
     """Self-distillation grows and sharpens over the run, progress in [0, 1]. -> lambda, tau"""
     weight = args.lambda_max * math.expm1(args.gamma * progress) / math.expm1(args.gamma)
@@ -246,14 +234,14 @@ def sample_masks(batch, iteration, args):
     if iteration > 0:
         return None
     weight, tau = schedule(batch.progress, args)
-    (B, L), segments = batch.completion_mask.shape, []
-    masked = torch.ones_like(batch.completion_mask[:: args.num_generations])  # in the roots
-    for s, (child, K) in enumerate(zip(batch.nodes, args.branches, strict=True)):
-        index = torch.arange(0, B, B // len(child.step_map))  # the first leaf below each
-        before, masked = masked.repeat_interleave(K, 0), child.step_map[:, :L] < 0
-        active, A = before & ~masked & child.completion_mask[:, :L], batch.advantages[index, s]
+    masked, revealed = batch.trace.segments()  # [B, depth, L]
+    leaves, segments = args.num_generations, []
+    for s, K in enumerate(args.branches):
+        leaves //= K
+        index = torch.arange(0, len(masked), leaves)  # the first leaf below each child
+        A, active = batch.advantages[index, s], revealed[index, s]
         targets = sibling_targets(A.view(-1, K), active.unflatten(0, (-1, K)), tau)
-        segments.append((index, before, active, A, targets.flatten(0, 1)))
+        segments.append((index, masked[index, s], active, A, targets.flatten(0, 1)))
     index, masked, active, A, targets = map(torch.cat, zip(*segments, strict=True))
     num_segments, num_positions = all_reduce(
         {"segments": len(index), "positions": targets.sum()}
@@ -621,13 +609,7 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 def main(args):
     block = args.block_length or meta_model(args.model).block_length
-    steps, depth = math.ceil(args.gen_length / block) * args.denoising_steps, len(args.branches)
-    if math.prod(args.branches) != args.num_generations or depth > steps:
-        raise SystemExit(
-            f"--branches must multiply to --num-generations {args.num_generations} and be at most "
-            f"as many as the {steps} denoising steps"
-        )
-    forks = [s * steps // depth for s in range(1, depth)]
+    tree_forks(leaves=args.num_generations, **vars(args) | {"block_length": block})  # refuses
     # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
     sampling = {name: getattr(args, name) for name in ROLLOUT.split()}
@@ -650,15 +632,14 @@ def main(args):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
         with clock("rollout"):
-            nodes, examples = grow_trees(engine, stream, sampling, step, forks, args)
-            trace = nodes[-1]
+            tree = sampling | {"branches": args.branches}
+            trace, examples = roll_out(engine, stream, tree, step, args)
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
             trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
-            nodes = [gathered(node, [], [], model.pad_token_id)[0] for node in nodes[:-1]] + [trace]
         batch = Batch(trace, model)
         # <<< shared: rollout
-        batch.nodes, batch.advantages = nodes, compute_advantages(rewards, args)  # [B, depth]
+        batch.advantages = compute_advantages(rewards, args)  # [B, depth]
         batch.progress = min(step / (args.schedule_steps or args.max_steps), 1.0)
         # >>> shared: update
         with clock("update"), router_metrics(model) as routing:

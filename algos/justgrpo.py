@@ -56,6 +56,8 @@ from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
+# isort: split
+import os
 
 
 @dataclass
@@ -559,8 +561,6 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 
 def main(args):
-    import os
-
     net = meta_model(args.model)
     n = args.block_length or net.block_length
     if args.denoising_steps != n:

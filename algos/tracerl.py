@@ -57,6 +57,10 @@ from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
+# isort: split
+from dataclasses import replace
+
+from models.value import load_value_model
 
 
 @dataclass
@@ -210,18 +214,6 @@ DRAWS = lambda args, replays: math.ceil(replays / args.shrink)  # noisy copies o
 DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 
 
-def trace_rounds(batch, args):
-    """Sort the denoising steps of a completion and merge every `shrink` of them. Those of a block
-    model count anew in each block; all steps of a block reveal something, so ranks have no gaps.
-
-    -> [B, L] number of the round that reveals a token, from 0; K where never revealed
-    """
-    replay, n = batch.trace.replay_map, batch.trace.num_replays
-    step = replay.clamp(min=0)  # step 0 always reveals a token
-    rank = step.new_zeros(len(step), n).scatter(1, step, 1).cumsum(1).gather(1, step) - 1
-    return torch.where(replay < 0, DRAWS(args, n), rank // args.shrink)
-
-
 def sample_masks(batch, iteration, args):
     """Draw k is the state before round k, of all blocks at once, and scores what round k revealed.
 
@@ -231,11 +223,12 @@ def sample_masks(batch, iteration, args):
     mine = batch.advantages != 0
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
-    rounds = trace_rounds(batch, args)[:, None]  # [B, 1, L]
+    rounds = (batch.trace.reveal_map // args.shrink)[:, None]  # [B, 1, L], -1: never revealed
     k = torch.arange(DRAWS(args, batch.trace.num_replays), device=rounds.device)[:, None]
     scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
-    rows = Rows(batch, torch.nn.functional.pad(rounds >= k, (batch.P, 0)), scored / size)
+    masked = torch.nn.functional.pad((rounds >= k) | (rounds < 0), (batch.P, 0))
+    rows = Rows(batch, masked, scored / size)
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
@@ -262,17 +255,18 @@ def policy_loss(estimates, old, ref, rows, args):
 
     estimates, old [R, K, L] -> loss, metrics
     """
-    batch, c, log_ratio = rows.batch, rows.weights / rows.total, estimates - old  # [R, K, L]
+    batch, c = rows.batch, rows.weights / rows.total  # [R, K, L]
     if hasattr(batch, "returns"):  # of the value model: estimates are values
-        near = old + log_ratio.clamp(-args.epsilon, args.epsilon)
+        near = old + (estimates - old).clamp(-args.epsilon, args.epsilon)
         gaps = torch.stack([estimates, near]) - batch.returns[rows.sequence, None]
         return (gaps.square().amax(0) * c).sum() / 2, {}
     # [R, 1, 1], or with a value model [R, 1, L]
     A = getattr(batch, "token_advantages", batch.advantages[:, None])[rows.sequence, None]
-    ratio = log_ratio.clamp(-10, 10).exp()
+    ratio = (estimates - old).exp()
     clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
-    kl = (((-log_ratio).clamp(-10, 10).expm1() + log_ratio) * c).sum()  # k3
+    log_ratio = old - estimates
+    kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
     return policy + args.kl_to_old * kl, {
         "loss/policy": policy,
         "loss/kl": kl,
@@ -284,34 +278,19 @@ def policy_loss(estimates, old, ref, rows, args):
 
 def gae(outcome, values, steps, gamma, lam):
     """Generalised advantage estimation over denoising steps, the last of which earns the outcome.
-    With values of 0 and lam 1 these are the returns.
+    Backwards in time: values of a step should be gamma times the mean of V + lam A over the tokens
+    of the step after it. With values of 0 and lam 1 these are the returns.
 
     outcome [B]; values, steps [B, L], steps: when a token was revealed, -1 where it is not scored
     -> advantages [B, L]
     """
-    reward = outcome[:, None] * (steps == steps.amax(1, keepdim=True))
-    A, later = torch.zeros_like(values), 0.0  # [B, 1]: V + lam A, mean over the step that follows
+    A, target = torch.zeros_like(values), outcome[:, None]  # what values should be, [B, 1]
     for t in steps[steps >= 0].unique().flip(0):
         here = steps == t
-        A = torch.where(here, reward - values + gamma * later, A)
-        n = here.sum(1, keepdim=True)
+        A, n = torch.where(here, target - values, A), here.sum(1, keepdim=True)
         mean = ((values + lam * A) * here).sum(1, keepdim=True) / n
-        later = torch.where(n > 0, mean, later)
+        target = torch.where(n > 0, gamma * mean, target)
     return A
-
-
-def load_value_model(policy, args):
-    """The initial policy with a value head, so that `logps` returns values. -> model, optimizer"""
-    from models import add_value_head
-
-    head = policy.lm_head.weight
-    model = meta_model(args.model, head.dtype)
-    if args.lora_rank:
-        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    model = load_weights(parallelize(add_value_head(model), args), head.device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decay, fused = args.weight_decay, torch.cuda.is_available()
-    return model, torch.optim.AdamW(trained, betas=args.betas, weight_decay=decay, fused=fused)
 
 
 def update_values(model, optimizer, batch, step, args):
@@ -319,12 +298,10 @@ def update_values(model, optimizer, batch, step, args):
 
     -> metrics of the last update
     """
-    from dataclasses import replace
-
     (rows,) = prepare_rows(model, None, batch, replace(args, num_iterations=1))  # of all updates
     values = frozen_estimates(model, rows, args).sum(1)
     values = values.new_zeros(batch.completion_mask.shape).index_add(0, rows.sequence, values)
-    steps = batch.block_ids * args.gen_length + trace_rounds(batch, args)
+    steps = batch.block_ids * args.gen_length + batch.trace.reveal_map // args.shrink
     steps = steps.where(batch.completion_mask, -1)
     batch.token_advantages = gae(batch.advantages, values, steps, args.gamma, args.lam)
     critic = copy(batch)
@@ -665,7 +642,8 @@ def main(args):
             log.write(0, score("test", "test"))
     # <<< shared: start
     if args.value_model:
-        critic = load_value_model(model, args)
+        shard = lambda model: parallelize(model, args)
+        critic = load_value_model(args.model, model, optimizer, shard)
         saves.include(*critic, start)
     for step in range(start, args.max_steps):
         # >>> shared: rollout

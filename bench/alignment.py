@@ -125,14 +125,14 @@ def measure(method, temperature, device, rollouts, folder, args):
     sampling = {name: getattr(flags, name) for name in script.ROLLOUT.split()}
     model, _, engine = script.load_models(device, sampling, 8 * args.prompts, flags)
     stream, optimizer = ShuffledStream(problems["train"][: args.prompts], 0), Gradient(model)
-    roll_out = getattr(script, "grow_trees", script.roll_out)
+    trees = {"branches": flags.branches} if hasattr(flags, "branches") else {}
     for block in range(args.blocks):
         file, start = folder / f"{block}.pt", time.perf_counter()
         if file.is_file():
             continue
-        key = block, roll_out.__name__, script.RECORDS, *sampling.items()
+        key = block, script.RECORDS, *(sampling | trees).items()
         if key not in rollouts:
-            rollouts[key] = roll_out(engine, stream, sampling, block, flags)
+            rollouts[key] = script.roll_out(engine, stream, sampling | trees, block, flags)
         trace, examples = rollouts[key]
         if hasattr(script, "step_rewards"):
             rewards = script.step_rewards(trace, reward, tokenizer, examples)

@@ -18,4 +18,3 @@ from models.logps import mismatch
 from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, source_of
 from models.schedule import share_at
-from models.scoring import add_value_head

@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
-        self.value_head = None  # of a value model: add_value_head
+        self.value_head = None  # see models/value.py
 
     @property
     def layers(self):
@@ -147,16 +147,6 @@ class LanguageModel(nn.Module):
         spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
         filled = [total(spread(x)) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
-
-
-def add_value_head(model):
-    """Put a linear head of one output on the final hidden states, so that `logps` gives values. It
-    starts at 0. For a model on the meta device, behind add_lora. -> the model
-    """
-    model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
-    if model.lm_head.weight is not model.get_submodule(model.embedding).weight:
-        model.lm_head.requires_grad_(False)  # no gradient reaches it
-    return model
 
 
 def all_valid(mask, input_ids):

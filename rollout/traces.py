@@ -66,6 +66,16 @@ class Trace:
         is_eos = among(self.completion_ids, self.settings["eos_token_ids"])
         return ~(is_eos & self.completion_mask).any(1)
 
+    @property
+    def reveal_map(self):
+        """replay_map without gaps: forwards that revealed nothing are not counted. [N, L], -1 where
+        never revealed
+        """
+        replay = self.replay_map.clamp(min=0)  # number 0 always reveals a token
+        made = replay.new_zeros(len(replay), self.num_replays).scatter(1, replay, 1)
+        number = made.cumsum(1).gather(1, replay) - 1
+        return number.where(self.replay_map >= 0, -1)
+
     def canvas(self, index):
         """Rows to continue -> tokens, step map, logps [N, L], num_forwards [N]"""
         held = self.completion_ids, self.step_map, self.logps, self.num_forwards
@@ -108,6 +118,21 @@ class Trace:
         n = self.settings["block_length"]
         start = len(self.prompt_ids[i]) % n  # the grid of blocks starts with the prompt
         return [(start + j) // n for j in range(self.step_map.shape[1])]
+
+    def segments(self):
+        """The S segments from the root of a tree (`branches` of Engine.generate) to each leaf.
+
+        -> [N, S, L] bool: masked in the canvas from which a segment starts; revealed by it, up to
+        the first EOS of the canvas with which it ends
+        """
+        ids, forks = self.completion_ids, self.settings["forks"]
+        blocks = ids.new_tensor([self.blocks(i) for i in range(len(ids))])
+        step = blocks * self.settings["denoising_steps"] + self.step_map  # counted over all blocks
+        number = torch.bucketize(step, ids.new_tensor(forks), right=True)
+        number[self.step_map < 0] = len(forks) + 1  # never
+        since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]
+        is_eos = (among(ids, self.settings["eos_token_ids"])[:, None] & (since <= 0)).long()
+        return since >= 0, (since == 0) & (is_eos.cumsum(2) - is_eos == 0)
 
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""

@@ -28,15 +28,12 @@ def grow(model, prompts, rewards, **settings):
     shape = {"num_generations": 12, "branches": (3, 2, 2), "gen_length": 8, "block_length": 4}
     args = dtreerpo.Args(prompts_per_step=len(prompts), **shape | settings)
     sampling = {name: getattr(args, name) for name in dtreerpo.ROLLOUT.split()}
-    stream = [(str(ids), ids) for ids in prompts]
-    depth, steps = len(args.branches), -(-args.gen_length // args.block_length)
-    forks = [s * steps * args.denoising_steps // depth for s in range(1, depth)]
-    nodes, examples = dtreerpo.grow_trees(engine, stream, sampling, 0, forks, args)
-    trace = nodes[-1]
+    stream, sampling["branches"] = [(str(ids), ids) for ids in prompts], args.branches
+    trace, examples = dtreerpo.roll_out(engine, stream, sampling, 0, args)
     assert examples == [str(ids) for ids in trace.prompt_ids]
     batch = dtreerpo.Batch(trace, engine.model)
     rewards = torch.tensor(rewards * len(prompts))
-    batch.nodes, batch.progress = nodes, 0.4
+    batch.progress = 0.4
     batch.advantages = dtreerpo.compute_advantages(rewards, args)
     return args, batch, dtreerpo.sample_masks(batch, 0, args)
 

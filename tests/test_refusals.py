@@ -82,10 +82,13 @@ REFUSALS = [
     ("algos/mdpo.py --model tiny-sdar", "mdpo needs a bidirectional model; a block-causal one"),
     ("algos/ebpo.py --model tiny-llada", "ebpo needs a block model; a bidirectional one"),
     ("algos/ebpo.py --epsilon 1", "--epsilon 1.0 must be below 1"),
-    ("algos/dtreerpo.py --branches 3 3", "--branches must multiply to --num-generations 8"),
     (
-        f"algos/dtreerpo.py --branches 2 2 2 --gen-length 4 {ALGO} --out TMP",
-        "--branches must multiply to --num-generations 8 and be at most as many as the 2 denoising",
+        "algos/dtreerpo.py --model WIDE --branches 3 3",
+        "--branches 3 3 makes trees of 9 leaves: give --num-generations 9",
+    ),
+    (
+        "algos/dtreerpo.py --model WIDE --branches 4 2 2 --gen-length 4 --denoising-steps 2",
+        "--branches 4 2 2 needs 3 denoising steps, a rollout has 2: give at most 2 numbers",
     ),
     ("algos/dtreerpo.py --branches 8 1", "--branches 8 1 must be at least 2"),
     ("algos/tracerl.py --accuracy-range 0.8 0.2", "--accuracy-range 0.8 0.2: the lower end comes"),

@@ -33,8 +33,8 @@ MOST = {
     "ebpo": 140,
     "wd1": -100,
     "justgrpo": 230,
-    "dtreerpo": 730,
-    "tracerl": 940,
+    "dtreerpo": 510,
+    "tracerl": 725,
     "tpg": 210,
 }
 

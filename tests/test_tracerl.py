@@ -14,7 +14,10 @@ from test_samplers import SIZES, M, model_of
 from test_trajectories import RAGGED, STATIC, batch_of
 
 from algos import tracerl
+from models import add_lora, load_weights, meta_model
 from models.tiny import TINY_LLADA, TINY_SDAR, random_model
+from models.value import load_value_model
+from rollout import Trace
 
 ROWS = [
     (family, how) for family in ("sdar", "llada2", "llada", "dream") for how in (RAGGED, STATIC)
@@ -86,6 +89,7 @@ def released(family, **settings):
     block_ids = (torch.arange(12) // 4 * (family == "sdar")).expand(2, -1)
     batch = made_batch(tracerl, TEXT, replay >= 0, block_ids, mask=config["mask_token_id"])
     batch.trace.replay_map, batch.trace.num_replays = replay, replays
+    batch.trace.reveal_map = Trace.reveal_map.fget(batch.trace)
     batch.advantages = torch.tensor([1.5, -0.5])
     shared = {"num_iterations": 1, "gen_length": 12, "row_mean": family == "llada"}
     return model, batch, tracerl.Args(**shared | settings)
@@ -146,6 +150,25 @@ def test_values_of_the_released_code(monkeypatch):
         batch.token_advantages[:, ::3], torch.tensor(want), atol=1e-5, rtol=0
     )
     assert found == pytest.approx([0.19179104, 9.8811535, 0.21356988, 11.113428], rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_value_model_is_like_its_policy(rank):
+    """The same start, adapters of the same shape, seed and scale, an optimizer of its own."""
+    policy = meta_model("tiny-sdar")
+    policy = load_weights(add_lora(policy, 4, 8, ["q_proj"], 3) if rank else policy, "cpu")
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), 0.1, (0.5, 0.6), weight_decay=0.3)
+    model, own = load_value_model("tiny-sdar", policy, optimizer, lambda model: model)
+    learns = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learns - {"value_head.weight"} == trained.keys() - {"lm_head.weight"}
+    same = model.state_dict()
+    assert not same.pop("value_head.weight").any()
+    assert same.keys() == policy.state_dict().keys()
+    assert all(torch.equal(same[name], value) for name, value in policy.state_dict().items())
+    assert not rank or model.lora_config.lora_alpha == 8
+    groups = [{**one.param_groups[0], "params": None} for one in (own, optimizer)]
+    assert groups[0] == groups[1] and len(own.param_groups[0]["params"]) == len(learns)
 
 
 # --- identities and full graphs ------------------------------------------------------------------

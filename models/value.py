@@ -1,0 +1,31 @@
+"""A value model beside a policy: the same backbone and a head of one output for each token."""
+
+from torch import nn
+
+from models.checkpoint import load_weights, meta_model
+from models.lora import add_lora
+
+
+def load_value_model(name_or_dir, policy, optimizer, shard):
+    """The weights that the policy started from, with a value head, so that `logps` gives values.
+
+    name_or_dir: as the policy was loaded. Types, device, the shape and the seed of adapters are the
+    policy's, and the settings of `optimizer` too. shard(model) -> the model, sharded, before
+    weights are read. The head starts at 0. -> model, its own optimizer
+    """
+    weight, config = policy.lm_head.weight, getattr(policy, "lora_config", None)
+    model = meta_model(name_or_dir, weight.dtype)
+    if config:
+        add_lora(model, config.r, config.lora_alpha, config.target_modules, policy.lora_seed)
+    model = load_weights(shard(add_value_head(model)), weight.device)
+    (settings,) = optimizer.param_groups
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, type(optimizer)([settings | {"params": trained}])
+
+
+def add_value_head(model):
+    """For a model on the meta device, behind add_lora. -> the model"""
+    model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
+    if model.lm_head.weight is not model.get_submodule(model.embedding).weight:
+        model.lm_head.requires_grad_(False)  # no gradient reaches it
+    return model
