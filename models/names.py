@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from models.atomic import check_letters
 from models.tensors import read_json
 from models.tiny import TINY_CONFIGS
 
@@ -37,7 +38,7 @@ def resolve(name_or_dir):
     """
     source = MODELS.get(name_or_dir, str(name_or_dir))
     if Path(source).is_dir():
-        return Path(source)
+        return check_letters(Path(source))
     source = source_of(source)
     hub_id, revision = pinned(source)
     if hub_id not in MODELS.values():

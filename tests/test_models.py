@@ -6,11 +6,13 @@ files and tokenizers of the official checkpoints (SDAR-4B-Chat, ...); tests that
 without.
 """
 
+import io
 import json
 import math
 import os
 import resource
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from test_attention import FAULTS, plant
 
 import models
+import runlog
 from evals import decoding
 from models import checkpoint as checkpoint_module
 from models import (
@@ -666,6 +669,23 @@ def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load_model(name)
     assert len(asked) == 5 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
+
+
+def test_locales_without_utf8(tmp_path, monkeypatch):
+    """What a terminal cannot show is printed as its code; a path that safetensors would not find is
+    refused.
+    """
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "iso8859-1"))
+    load_tokenizer("tiny-sdar")
+    print("ü\u2591", flush=True)
+    assert sys.stdout.buffer.getvalue() == b"\xfc\\u2591\n"
+    (tmp_path / "ü").symlink_to(models.names.MODELS["tiny-sdar"])
+    load_tokenizer(tmp_path / "ü")
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    for use in (load_tokenizer, load_model, lambda path: runlog.make_run_dir(path, "run")):
+        with exits_with_one_line("iso8859-1", "set PYTHONUTF8=1"):
+            use(tmp_path / "ü")
+    load_tokenizer("tiny-sdar")
 
 
 # --- config files --------------------------------------------------------------------------------
