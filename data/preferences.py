@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, hub_splits, open_rows, read_jsonl
+from data.rows import describe_columns, hub_splits, is_own, open_rows, read_jsonl
 from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_asked
 
 SPLITS = "train", "validation", "test"
@@ -50,7 +50,7 @@ def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
     its even rows are for validation and its odd ones for testing.
     """
     source, first, step = eval_pairs or data, 0, 1
-    if source and source not in task.PRESETS:
+    if not is_own(task, source):
         names = splits_of(source) or (SPLITS if eval_pairs else ())
         if "test" in names and "validation" not in names:
             split, first, step = "test", int(split == "test"), 2
@@ -62,7 +62,7 @@ def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
 
 def pairs_of(task, data, split, score_all):
     """Pairs of a task, of a file, or of one split of a folder or hub data set."""
-    if not data or data in task.PRESETS:
+    if is_own(task, data):
         return gold_pairs(task, split, data, score_all)
     name = splits_of(data).get(split, split)
     if Path(data).is_dir():

@@ -14,7 +14,8 @@ BATCH = 1024  # rows of a parquet file or a hub data set that are Python values 
 
 
 def open_rows(path, split, presets, config=None):
-    """-> rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set ("owner/name").
+    """-> rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set: "owner/name", or
+    "owner/name@revision".
 
     A file has no splits: it gives the same rows for every one. csv cells stay text, so that leading
     zeros survive. config: the part of a hub data set that has several.
@@ -26,7 +27,7 @@ def open_rows(path, split, presets, config=None):
         return READERS[file.suffix](file)
     if is_hub_id(path):
         try:
-            return _python_rows(_load_hub(path, config, split=split))
+            return _python_rows(_load_hub(path, config, split))
         except Exception as error:  # no such id or split, no network, bad files, a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
@@ -44,6 +45,24 @@ def read_rows(path, split, presets, limit=None, config=None):
 
 def is_hub_id(path):
     return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
+
+
+def at_revision(path):
+    """ "owner/name@revision" -> {"path": "owner/name", "revision": revision}; None: the newest"""
+    name, _, revision = path.partition("@")
+    return {"path": name, "revision": revision or None}
+
+
+def is_of(path, hub):
+    """Whether `path` is this hub data set, at any revision."""
+    return path.partition("@")[0] == hub
+
+
+def is_own(task, data):
+    """Whether data (--data) names problems of the task: none, a preset, or its hub data set, at any
+    revision.
+    """
+    return (data or "").partition("@")[0] in ("", *task.PRESETS, getattr(task, "HUB", ""))
 
 
 @cache
@@ -67,7 +86,7 @@ def hub_splits(path):
 
     reach_hub()
     try:
-        return datasets.get_dataset_split_names(path)
+        return datasets.get_dataset_split_names(**at_revision(path))
     except Exception:  # open_rows says what is wrong
         return []
 
@@ -81,24 +100,25 @@ def hub_split(path, names):
     return next((name for name in names if name in found), names[-1])
 
 
-def _load_hub(*name, split):
+def _load_hub(path, config, split):
     import datasets
 
     reach_hub()
+    chosen = at_revision(path) | {"name": config, "split": split}
     try:
-        return datasets.load_dataset(*name, split=split)
+        return datasets.load_dataset(**chosen)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS):
             raise
-        return _stream(*name, split=split)  # no cache can be written
+        return _stream(**chosen)  # no cache can be written
 
 
-def _stream(*name, **options):
+def _stream(**options):
     """A data set that needs no writable home: what `datasets` writes goes to a temporary folder."""
     import datasets
 
     with tempfile.TemporaryDirectory() as folder:
-        return datasets.load_dataset(*name, **options, streaming=True, cache_dir=folder)
+        return datasets.load_dataset(**options, streaming=True, cache_dir=folder)
 
 
 def _python_rows(dataset):
@@ -161,7 +181,7 @@ def read_csv(path):
 def read_parquet(path):
     """Rows of a parquet file; streamed, so that no copy is written to a cache."""
     try:
-        yield from _python_rows(_stream("parquet", data_files=str(path), split="train"))
+        yield from _python_rows(_stream(path="parquet", data_files=str(path), split="train"))
     except Exception as error:  # several kinds, of pyarrow and of datasets
         problem = "is no parquet file, or a truncated or damaged one"
         raise SystemExit(f"{path} {problem}: {one_line(error)}") from error

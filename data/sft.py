@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from data.rows import hub_split, one_line, open_rows
+from data.rows import hub_split, is_own, one_line, open_rows
 from data.tokens import Dropped, as_messages, is_dialogue, token_rows, unreadable, without_asked
 
 DRAWS = 4  # a problem with several right answers gives up to this many rows
@@ -24,7 +24,7 @@ def training_rows(task, data, held_out=()):
 
 
 def source_rows(task, data):
-    if data and data not in (*task.PRESETS, getattr(task, "HUB", "")):
+    if not is_own(task, data):
         rows = iter(open_rows(data, hub_split(data, SPLITS), task.PRESETS))
         first = next(rows, {})
         if "messages" in first or {"prompt", "response"} <= first.keys():

@@ -11,6 +11,7 @@ temperature above 0; at 0 all eight are the same. There is no train split.
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from data.rows import is_of
 from evals import main
 from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
@@ -29,7 +30,7 @@ def load(split, path=None, limit=None, task="aime24", hub=HUB, hub_split=HUB_SPL
     gives the same rows for every split; or a hub id.
     """
     path = path or hub
-    split = one_split(task, split, {"test": hub_split}) if path == hub else split
+    split = one_split(task, split, {"test": hub_split}) if is_of(path, hub) else split
     needs = f"{COLUMNS}, with an integer from 0 to 999 as answer"
     return read_examples(_problem, needs, path, split, limit=limit)
 

@@ -8,6 +8,8 @@ this is the plain one, without a rule for the end of text. Examples and prompts 
 
 from pathlib import Path
 
+from models.names import pinned
+
 # what no line of TABLE sets
 BASE = {
     "remasking": "low_confidence_static",
@@ -104,7 +106,7 @@ def settings(model, model_type, task, style=""):
     """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
     with that name) or else its architecture. style: of the task's examples. SystemExit for an
     architecture without settings."""
-    rows = SETTINGS.get(Path(model).name) or SETTINGS.get(model_type)
+    rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS.get(model_type)
     if rows is None:
         raise SystemExit(
             f"evals/decoding.py has no settings of a {model_type!r} model; known: "

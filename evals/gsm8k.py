@@ -17,7 +17,7 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from fractions import Fraction
 
 from data.planning import stable_hash
-from data.rows import read_rows
+from data.rows import is_of, read_rows
 from evals import WORDS, final_answer, main
 from evals.examples import (
     STYLES,
@@ -194,8 +194,8 @@ def load(split, path=None, limit=None):
     the same rows for every split.
     """
     path, style = source_and_style(path, HUB, PRESETS)
-    if path == HUB:
-        rows = read_rows(HUB, "test" if split == "test" else "train", PRESETS, config="main")
+    if is_of(path, HUB):
+        rows = read_rows(path, "test" if split == "test" else "train", PRESETS, config="main")
         if split != "test":
             rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
     else:

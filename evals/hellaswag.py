@@ -17,6 +17,7 @@ import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
+from data.rows import is_of
 from evals import main
 from evals.choices import answer, extract, lettered, score  # noqa: F401
 from evals.examples import held_out, one_split, read_examples, user
@@ -34,7 +35,7 @@ def load(split, path=None, limit=None):
     """
     path, splits = path or HUB, {"test": "validation", "train": "train", "validation": "train"}
     examples = read_examples(_problem, NEEDS, path, one_split("hellaswag", split, splits))
-    if path == HUB and split != "test":
+    if is_of(path, HUB) and split != "test":
         key = lambda i: stable_hash("hellaswag", examples[i]["text"], i)
         examples = held_out(examples, split, key)
     return examples[:limit]

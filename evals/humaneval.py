@@ -15,6 +15,7 @@ import sys
 import textwrap
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from data.rows import is_of
 from evals import evalplus, main
 from evals.examples import chat_row, one_split, read_examples, user, worked
 from evals.programs import code_of, defines, first_program, scorers
@@ -38,7 +39,7 @@ def load(split, path=None, limit=None, hub=HUB):
     file; or a hub id.
     """
     path = path or hub
-    split = one_split(hub, split, {"test": "test"}) if path == hub else split
+    split = one_split(hub, split, {"test": "test"}) if is_of(path, hub) else split
     return read_examples(_problem, COLUMNS, path, split, limit=limit)
 
 

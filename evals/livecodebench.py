@@ -39,6 +39,7 @@ VERSION = "LiveCodeBench generic"  # name of the prompt
 RELEASES = {f"release_v{n}": range(1, n + 1) for n in range(1, 7)}
 RELEASES |= {f"v{n}": (n,) for n in range(1, 7)}
 PRESETS = (*RELEASES, "release_v6@2024-08-01..2025-01-31")
+RELEASES[HUB] = RELEASES["release_v6"]
 WINDOW = re.compile(r"(.*)@(\d{4}-\d\d-\d\d)?\.\.(\d{4}-\d\d-\d\d)?")
 COLUMNS = (
     "question_content, starter_code, contest_date, public_test_cases, private_test_cases and "
@@ -189,13 +190,14 @@ def load(split, path=None, limit=None):
 
     path: empty for release_v6 of HUB; another release, release_v1 to release_v6, or what one added,
     v1 to v6; a .jsonl (such as HUB's test6.jsonl), .jsonl.gz or .parquet file with HUB's columns;
-    or a hub id. With @FIRST..LAST behind it only the contests of these days, both included; either
-    day may be left out. Private tests take gigabytes, so they are unpacked only when needed.
+    or a hub id. A release or hub id with @REVISION behind it is read at that revision; with
+    @FIRST..LAST behind it only the contests of these days, both included; either day may be left
+    out. Private tests take gigabytes, so they are unpacked only when needed.
     """
     window = WINDOW.fullmatch(path or "")
     path, first, last = window.groups("") if window else (path, "", "")
-    path = "release_v6" if path in (None, "", HUB) else path
-    split = one_split(HUB, split, {"test": "test"}) if path in RELEASES else split
+    path = path or HUB
+    split = one_split(HUB, split, {"test": "test"}) if release(path)[0] else split
     examples = []
     for number, (source, row, place) in enumerate(_rows(path, split), 1):
         [example] = parse_rows(_problem, COLUMNS, source, [row], number)
@@ -265,13 +267,14 @@ def _rows(path, split):
     """(file or hub id, row, (file, offset, bytes) of the row if it can be read again) of `path`, in
     order."""
     files = [path] if path.endswith(".jsonl") and Path(path).is_file() else []
-    if path in RELEASES:
+    numbers, revision = release(path)
+    if numbers:
         import huggingface_hub  # here, because scoring a file does not need it
 
         reach_hub()
         fetch = partial(huggingface_hub.hf_hub_download, HUB, repo_type="dataset")
         try:
-            files = [fetch(f"test{n if n > 1 else ''}.jsonl") for n in RELEASES[path]]
+            files = [fetch(f"test{n if n > 1 else ''}.jsonl", revision=revision) for n in numbers]
         except Exception as error:  # no network, no such file; httpx has errors of its own
             raise SystemExit(
                 f"--data {path}: {HUB} is not available from the hub ({one_line(error)}); "
@@ -289,6 +292,12 @@ def _rows(path, split):
     if not files:
         for row in read_rows(path, split, PRESETS):
             yield path, row, None
+
+
+def release(path):
+    """ "v5@revision" -> numbers of the files of v5, revision; (None, ...) for other paths"""
+    name, _, revision = path.partition("@")
+    return None if ".." in revision else RELEASES.get(name), revision or None  # dates have ".."
 
 
 def _problem(row):

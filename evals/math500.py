@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
-from data.rows import read_rows
+from data.rows import is_of, read_rows
 from evals import final_answer, main
 from evals.examples import (
     STYLES,
@@ -65,9 +65,10 @@ def load(split, path=None, limit=None):
     """
     path, style = source_and_style(path, HUB)
     held = split != "test"
-    if whole := path == "full" or path == HUB and held:
-        path, part = FULL, "train" if held else "test"
-        rows = [row for name in PARTS for row in read_rows(FULL, part, PRESETS, config=name)]
+    path = "full" if path == HUB and held else path
+    if whole := is_of(path, "full"):
+        path, part = path.replace("full", FULL, 1), "train" if held else "test"
+        rows = [row for name in PARTS for row in read_rows(path, part, PRESETS, config=name)]
     else:
         rows = read_rows(path, split, PRESETS, limit)
     examples = [example for example in parse_rows(problem, COLUMNS, path, rows) if example["gold"]]

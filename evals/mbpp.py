@@ -17,7 +17,7 @@ import re
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_rows
+from data.rows import is_of, read_rows
 from evals import main
 from evals.examples import as_text, parse_rows, user, worked
 from evals.programs import code_of, defines, scorers
@@ -89,7 +89,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows; a .jsonl, .jsonl.gz, .csv or .parquet file; or a hub id.
     """
     path = path or HUB
-    rows = read_rows(path, split, (), config="full" if path == HUB else None)
+    rows = read_rows(path, split, (), config="full" if is_of(path, HUB) else None)
     ours = lambda number: not number.isdigit() or int(number) in SPLITS[split]
     rows = [row for row in rows if ours(str(row.get("task_id", "")))]
     return parse_rows(_problem, COLUMNS, path, rows[:limit])

@@ -18,6 +18,7 @@ import re
 import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from data.rows import is_of
 from evals import main
 from evals.examples import one_split, read_examples, user
 from evals.gsm8k import INSTRUCTION
@@ -48,7 +49,7 @@ def load(split, path=None, limit=None):
     columns, which gives the same rows for every split; or a hub id.
     """
     path, config = path or HUB, None
-    if path == HUB:
+    if is_of(path, HUB):
         split, config = one_split("olympiad", split, {"test": "train"}), CONFIG
     return read_examples(_problem, COLUMNS, path, split, (), limit, config)
 

@@ -371,7 +371,7 @@ def generation(settings):
 def hash_of_evals(task):
     """Of the code that asks and scores: verdicts of two versions do not belong in one result."""
     files = {*Path(__file__).parent.glob("*.py"), Path(task.__file__)}
-    return digest(path.read_text() for path in sorted(files))
+    return digest(path.read_text("utf-8") for path in sorted(files))
 
 
 def digest(values):

@@ -2,18 +2,20 @@
 
 import torch
 
-from models.experts import Experts
+from kernels import has_triton
+from models.experts import Experts, runs_grouped
 
 
 def can_record(model):
-    """Whether the forward of a model can be captured: on CUDA, with experts that run together. One
-    by one they read back how many tokens each has.
+    """Whether the forward of a model can be captured: on CUDA, with experts that run together, in
+    bf16. One by one they read back how many tokens each has.
     """
     weight = model.lm_head.weight
-    experts = (module for module in model.modules() if isinstance(module, Experts))
-    if not weight.is_cuda or all(module.is_grouped(weight.dtype) for module in experts):
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    together = has_triton() or runs_grouped(weight.device)
+    if not weight.is_cuda or all(together and e.is_grouped(weight.dtype) for e in experts):
         return weight.is_cuda
-    alone = f"experts in {weight.dtype} run one by one, bf16 ones together"
+    alone = f"experts in {weight.dtype} run one by one on this GPU"
     print(f"rollout without CUDA graphs: {alone}", flush=True)
     return False
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from kernels.fused_triton import add_rms_norm, norm_rotate, silu_mul
 from kernels.moe_triton import MOST, experts_fused, route_fused
+from models.experts import runs_grouped
 
 
 class Names(NamedTuple):
@@ -138,6 +139,7 @@ def mixture(moe, x):
     """The routed experts of x"""
     index, weight = route_fused(moe, x)
     experts = moe.experts
-    if index.numel() > MOST * len(experts.down):  # torch's grouped products are faster
+    is_much = index.numel() > MOST * len(experts.down)
+    if is_much and runs_grouped(x.device):  # torch's grouped products are faster
         return experts(x, index, weight)
     return experts_fused(x, index, weight, experts.gate_up, experts.down)

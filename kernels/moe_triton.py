@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_triton import _load, _rounded
+from kernels.fused_triton import _load, _rounded, shared_memory
 
 # Mean assignments an expert; with more, arithmetic bounds the products and torch's are faster.
 MOST = 128
@@ -172,6 +172,8 @@ def _sum_kernel(y, weight, out, D, K: tl.constexpr, BLOCK: tl.constexpr):
 def _product(x, weights, counts, buckets, out, k, gated, config):
     M, N = buckets.shape[1], out.shape[1]
     few, block_m, block_n, block_k, warps, stages = config
+    tile = (block_m + block_n * (1 + gated)) * block_k * x.itemsize
+    stages = min(stages, 1 + shared_memory(x.device) // tile)  # the first stage needs no tile
     lanes = min(triton.cdiv(M, block_m), 8)
     _product_kernel[(triton.cdiv(N, block_n), len(weights), lanes)](
         x, weights, counts, buckets, out, M, N, k, D=x.shape[-1], GATED=gated, FEW=few,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -131,6 +132,8 @@ def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
+    if hasattr(sys.stdout, "reconfigure"):  # its tokens are printed, whatever the terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     if random_config(name_or_dir):
         return byte_tokenizer()
     directory = resolve(name_or_dir)

@@ -85,6 +85,13 @@ class Experts(nn.Module):
         return dtype == torch.bfloat16 and all(size % 8 == 0 for size in self.down.shape[1:])
 
 
+def runs_grouped(device):
+    """Whether grouped products run without the host: on Hopper and B200. On other GPUs torch reads
+    back how many rows each expert has, which a CUDA graph cannot.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 class SoftmaxMoE(nn.Module):
     """A softmax router over all experts. is_normalized: the weights of the chosen ones sum to 1."""
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.atomic import AtomicDirectory
+from models.names import pinned
 from models.tensors import (
     full_tensor,
     local_rows,
@@ -127,7 +128,8 @@ def save_adapter(model, directory, base, tokenizer):
             name = "base_model.model." + name.replace(".default.", ".")
             tensors[name] = tensor.contiguous().cpu().clone()
     config = copy(model.lora_config)
-    config.base_model_name_or_path, config.inference_mode = base, True
+    config.base_model_name_or_path, config.revision = pinned(base)
+    config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
     save.attempt(save_file, tensors, save.folder / "adapter_model.safetensors", {"format": "pt"})
     save.attempt(config.save_pretrained, save.folder)

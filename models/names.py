@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from models.atomic import check_letters
 from models.tensors import read_json
 from models.tiny import TINY_CONFIGS
 
@@ -30,21 +31,24 @@ MODELS = {
 
 
 def resolve(name_or_dir):
-    """A key of MODELS or a directory -> directory on this machine; hub ids are downloaded.
+    """A key of MODELS or a directory -> directory on this machine; hub ids are downloaded, at the
+    revision behind an @ if there is one.
 
     SystemExit for an unknown name.
     """
     source = MODELS.get(name_or_dir, str(name_or_dir))
     if Path(source).is_dir():
-        return Path(source)
-    if source not in MODELS.values():
+        return check_letters(Path(source))
+    source = source_of(source)
+    hub_id, revision = pinned(source)
+    if hub_id not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
         raise SystemExit(f"unknown model {source!r}: use {choices}")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no network, a gated repository, "random:tiny-dream"
         reason = " ".join(str(error).split())[:200]
         hint = "give --model a directory that holds it"
@@ -57,17 +61,29 @@ def random_config(name):
 
 
 def source_of(name_or_dir):
-    """A name that works on other machines too: a hub id, or the absolute path of a directory."""
-    source = MODELS.get(name_or_dir, name_or_dir)
+    """A name that works on other machines too: a hub id, with its revision if one is named, or the
+    absolute path of a directory.
+    """
+    name, revision = pinned(name_or_dir)
+    source = MODELS.get(name, name) + (f"@{revision}" if revision else "")
     return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def pinned(name_or_dir):
+    """ "sdar-8b@v1.0" -> "sdar-8b", "v1.0"; a directory, or a name without a revision -> itself,
+    None
+    """
+    name, _, revision = str(name_or_dir).partition("@")
+    return (str(name_or_dir), None) if Path(name_or_dir).is_dir() else (name, revision or None)
 
 
 def adapter_base(directory):
     """The base model that adapter_config.json names, as load_model takes it. SystemExit if
     unknown.
     """
-    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+    config = read_json(directory / "adapter_config.json")
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if base not in MODELS.values() and not (base and Path(base).is_dir()):
         what = "which is neither a directory here nor a known hub id"
         raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
-    return base
+    return base if Path(base).is_dir() or not revision else f"{base}@{revision}"

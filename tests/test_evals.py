@@ -239,10 +239,11 @@ def hub(monkeypatch):
     import datasets
 
     def install(rows):
-        def load_dataset(path, config=None, *, split):
-            if (path, config, split) not in rows:
-                raise ValueError(f"no {config} {split}\nin {path}")
-            return datasets.Dataset.from_list(rows[path, config, split])
+        def load_dataset(path, revision, name, split):
+            found = f"{path}@{revision}" if revision else path, name, split
+            if found not in rows:
+                raise ValueError(f"no {name} {split}\nin {path}")
+            return datasets.Dataset.from_list(rows[found])
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
@@ -279,6 +280,8 @@ def test_hub_rows(task, hub):
     row = row_of(task, answer="5") if task.startswith("aime") else row_of(task)
     hub({(name, config, split): [row] * 3})
     assert len(module.load("test")) == 3 and len(module.load("test", name, 2)) == 2
+    hub({(f"{name}@v1.0", config, split): [row] * 3})
+    assert len(module.load("test", f"{name}@v1.0")) == 3
     hub({})
     message = one_line(module.load, "test")
     assert message.startswith(f"--data {name}: no file, and the hub says: no {config} {split} in")
@@ -313,6 +316,14 @@ def test_held_out_rows_are_fixed(hub):
     d1 = [row | {"style": "tags"} for row in load_task("math500").load("train")]
     assert load_task("math500").load("train", "d1") == d1
     assert len(load_task("math500").load("test", "full")) == 7
+    tasks = {
+        "gsm8k": "openai/gsm8k@v1@d1", "hellaswag": "Rowan/hellaswag@v1", "math500": "full@v1"
+    }  # fmt: skip
+    newest = {name: load_task(name).load("validation") for name in tasks}
+    hub({(f"{name}@v1", *part): found for (name, *part), found in rows.items()})
+    for name, data in tasks.items():
+        style = {"style": "tags"} if "d1" in data else {}
+        assert load_task(name).load("validation", data) == [row | style for row in newest[name]]
 
 
 def test_worked_examples_and_subjects(hub):

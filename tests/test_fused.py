@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from kernels import graphs
 from kernels.decode import cached_attention
-from models import add_lora, export_adapter, export_weights
+from models import add_lora, export_adapter, export_weights, meta_model
 from models.attention import block_causal, make_attend
-from models.experts import experts_loop
+from models.experts import experts_loop, runs_grouped
 from models.layers import RMSNorm, rotate
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
@@ -157,6 +158,27 @@ def test_without_triton_or_a_gpu_models_stay_plain(monkeypatch, capsys):
     kernels.speed_up_engine(SimpleNamespace(lm_head=SimpleNamespace(weight=weight)))
     said = capsys.readouterr().out
     assert said.startswith("no Triton") and said.count("\n") == 1
+
+
+def test_graphs_are_recorded_where_experts_run_together(monkeypatch, capsys):
+    """Torch's grouped products do on Hopper and B200, our kernels on every GPU, both in bf16."""
+    grouped = []
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        grouped.append(runs_grouped(torch.device("cuda", 0)))
+    assert grouped == [False, False, True, True, False] and runs_grouped(torch.device("cpu"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    for name, dtype, triton, on_gpu, want in (
+        ("tiny-sdar-moe", torch.bfloat16, False, True, True),
+        ("tiny-sdar-moe", torch.bfloat16, True, False, True),
+        ("tiny-sdar-moe", torch.bfloat16, False, False, False),
+        ("tiny-sdar-moe", torch.float16, True, True, False),
+        ("tiny-sdar", torch.float16, False, False, True),
+    ):
+        monkeypatch.setattr(graphs, "has_triton", lambda found=triton: found)
+        monkeypatch.setattr(graphs, "runs_grouped", lambda device, found=on_gpu: found)
+        assert graphs.can_record(meta_model(name, dtype)) == want
+        assert ("without CUDA graphs: experts" in capsys.readouterr().out) == (not want)
 
 
 # --- experts -------------------------------------------------------------------------------------

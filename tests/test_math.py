@@ -189,7 +189,10 @@ def test_releases_and_dates(tmp_path, monkeypatch):
     """A release has the files of those before it; @FIRST..LAST keeps days, both included."""
     import huggingface_hub
 
-    def download(repository, name, repo_type):
+    revisions = set()
+
+    def download(repository, name, repo_type, revision):
+        revisions.add(revision)
         number = int(name.removeprefix("test").removesuffix(".jsonl") or 1)
         days = [f"202{number}-0{month}-01T00:00:00" for month in (1, 2)]
         rows = [
@@ -205,7 +208,9 @@ def test_releases_and_dates(tmp_path, monkeypatch):
         "@2021-01-01..2021-01-01": "1", f"{tmp_path}/test3.jsonl@2023-01-01..2023-01-31": "3",
     }.items():  # fmt: skip
         assert "".join(example["question"] for example in load(path)) == want, path
-    assert len(load("release_v6@2023-01-01..", 3)) == 3
+    assert len(load("release_v6@2023-01-01..", 3)) == 3 and revisions == {None}
+    pinned = "v3@main/1.0", "v3@main/1.0@2023-01-01..", f"{livecodebench.HUB}@main/1.0"
+    assert [len(load(path)) for path in pinned] == [2, 2, 12] and revisions == {None, "main/1.0"}
     assert load("release_v1@2030-01-01..") == []
     for wrong in ("release_v7", "release_v6@2023..2024"):
         assert "no such preset or file" in one_line(load, wrong)

@@ -6,14 +6,17 @@ files and tokenizers of the official checkpoints (SDAR-4B-Chat, ...); tests that
 without.
 """
 
+import io
 import json
 import math
 import os
 import resource
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -22,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from test_attention import FAULTS, plant
 
 import models
+import runlog
+from evals import decoding
 from models import checkpoint as checkpoint_module
 from models import (
     export_weights,
@@ -636,6 +641,51 @@ def test_names_without_files_are_refused(tmp_path):
         load_model("sdar-9b")
     with exits_with_one_line("config.json is missing", "a model directory"):
         load_model(tmp_path)
+
+
+def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
+    """Config, weights and tokenizer of a model, and of the base of its adapter."""
+    asked = []
+
+    def download(hub_id, revision, allow_patterns):
+        asked.append((hub_id, revision))
+        return models.names.MODELS["tiny-sdar"]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    name, hub_id = "sdar-8b@v1.0", "JetLM/SDAR-8B-Chat"
+    model = models.add_lora(load_model(name), 2, 4)
+    tokenizer, base = load_tokenizer(name), models.source_of(name)
+    models.save_adapter(model, tmp_path / "adapter", base, tokenizer)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (hub_id, "v1.0")
+    load_model(tmp_path / "adapter")
+    assert len(asked) == 3 and {*asked} == {(hub_id, "v1.0")}
+    load_model(f"{hub_id}@main")
+    load_model("sdar-8b")
+    assert asked[3:] == [(hub_id, "main"), (hub_id, None)]
+    settings = [decoding.settings(f"llada-1.5{at}", "llada", "gsm8k") for at in ("", "@v1")]
+    assert settings[0] == settings[1] != decoding.settings("other", "llada", "gsm8k")
+    (tmp_path / "sdar-8b@v1.0").symlink_to(models.names.MODELS["tiny-sdar"])
+    monkeypatch.chdir(tmp_path)
+    load_model(name)
+    assert len(asked) == 5 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
+
+
+def test_locales_without_utf8(tmp_path, monkeypatch):
+    """What a terminal cannot show is printed as its code; a path that safetensors would not find is
+    refused.
+    """
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "iso8859-1"))
+    load_tokenizer("tiny-sdar")
+    print("ü\u2591", flush=True)
+    assert sys.stdout.buffer.getvalue() == b"\xfc\\u2591\n"
+    (tmp_path / "ü").symlink_to(models.names.MODELS["tiny-sdar"])
+    load_tokenizer(tmp_path / "ü")
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    for use in (load_tokenizer, load_model, lambda path: runlog.make_run_dir(path, "run")):
+        with exits_with_one_line("iso8859-1", "set PYTHONUTF8=1"):
+            use(tmp_path / "ü")
+    load_tokenizer("tiny-sdar")
 
 
 # --- config files --------------------------------------------------------------------------------

@@ -185,8 +185,8 @@ HUB = [  # splits of a data set; split and rows of train, validation, test
 def test_splits_of_a_hub_data_set(monkeypatch, case):
     names, *want = HUB[case]
     rows, asked = [{"prompt": "1+1", "chosen": str(i), "rejected": "x"} for i in range(5)], []
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: names)
-    load = lambda name, config, split: asked.append(split) or datasets.Dataset.from_list(rows)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, revision: names)
+    load = lambda split, **_: asked.append(split) or datasets.Dataset.from_list(rows)
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = [chosen(training("owner/name")), *(chosen(held_out(s, "owner/name")) for s in SPLITS)]
     assert found == [list(part[1]) if part else [] for part in want]

@@ -128,7 +128,7 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch):
 
 
 def test_a_hub_data_set_is_streamed_where_no_cache_can_be_written(monkeypatch):
-    def load(*name, split, streaming=False, cache_dir=None):
+    def load(streaming=False, **_):
         if not streaming:
             raise OSError(errno.EROFS, "Read-only file system")
         return datasets.Dataset.from_list(ROWS).to_iterable_dataset()

@@ -125,11 +125,13 @@ def test_a_run_never_starts_on_fewer_rows_than_a_batch(tmp_path):
 
 def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     asked, found = [], datasets.Dataset.from_list([{"prompt": "a", "response": "b"}])
-    load = lambda name, config, split: asked.append((name, split)) or found
+    load = lambda path, split, **_: asked.append((path, split)) or found
     monkeypatch.setattr(datasets, "load_dataset", load)
     sources = (["train", "test"], "train"), (["train", "train_sft"], "train_sft"), ([], "train")
     for names, split in sources:
-        monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, names=names: names)
+        monkeypatch.setattr(
+            datasets, "get_dataset_split_names", lambda path, revision, names=names: names
+        )
         assert list(training_rows(COUNTDOWN, "owner/name")) == [row("a", "b")]
         assert asked.pop() == ("owner/name", split)
 
