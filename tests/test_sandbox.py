@@ -302,6 +302,13 @@ ATTACKS = {
         ),
         "error",
     ),
+    "flags of Python's library": (  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
+        tries(
+            "import fcntl, os\nfile, flags = os.open(os.__file__, os.O_RDONLY), bytearray(8)\n"
+            "fcntl.ioctl(file, 0x80086601, flags)\nfcntl.ioctl(file, 0x40086602, flags)"
+        ),
+        "error",
+    ),
     "the repository": (
         tries("open({repository!r} + '/README.md').read()"),
         "error",
@@ -396,6 +403,7 @@ HELD_BY = {
     "files of the caller deleted": {"files", "uid"},
     "permissions of the caller's files": {"files", "uid"},
     "permissions of Python's library by a descriptor": {"disk", "system calls", "uid"},
+    "flags of Python's library": {"disk", "system calls", "uid"},
     "the repository": {"files"},
     "places that are not read-only": {"disk"},
     "programs with the rights of their owner": {"disk"},
@@ -598,7 +606,12 @@ def test_attacks_succeed_without_the_protection(name, surroundings):
 
 @needs_root
 @pytest.mark.parametrize(
-    "name", ["signals by a descriptor", "permissions of Python's library by a descriptor"]
+    "name",
+    [
+        "signals by a descriptor",
+        "permissions of Python's library by a descriptor",
+        "flags of Python's library",
+    ],
 )
 def test_rules_of_calls_take_the_place_of_namespaces(name, surroundings):
     result = run(attack(name, PROXY, surroundings), without=["disk", "processes", "uid"])
