@@ -557,6 +557,12 @@ def test_a_supervisor_that_dies_ends_no_run(monkeypatch):
         run(job(F))
 
 
+def test_a_machine_that_is_too_busy_ends_no_run(monkeypatch):
+    """A supervisor that is not ready in time is killed; whether it can run has more time."""
+    monkeypatch.setattr(sandbox, "GRACE", -5.0)
+    assert run(job(F, timeout=5.0)).reason == "lost"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mode"), [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)]
