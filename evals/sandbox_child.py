@@ -613,7 +613,7 @@ def end_all(first, uid, missing):
     while time.monotonic() < patience:  # orphans come to us, the subreaper
         if uid is not None:
             kill_user(uid)
-        for pid in family(os.getpid()).keys() - {os.getpid()}:
+        for pid in family(os.getpid()).keys() - {os.getpid()} if uid is None else ():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -688,9 +688,10 @@ def supervise():
             if now >= deadline:
                 result = "timeout", f"{job['timeout']:g} s"
             elif now >= next_look:
-                next_look = now + WATCH
-                if sum(family(first).values()) > job["memory"] + (256 << 20):
+                if sum(family(os.getpid()).values()) > job["memory"] + (256 << 20):
                     result = "memory", "of all its processes together"
+                now, looked = time.monotonic(), now
+                next_look = now + max(WATCH, now - looked)  # half of its time at most
             else:
                 ready, _, _ = select.select([0, verdict], [], [], min(deadline, next_look) - now)
                 if 0 in ready:  # its end: nothing more is sent

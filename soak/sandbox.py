@@ -328,6 +328,16 @@ ATTACKS = {
                 while True: quietly(threading.Thread(target=time.sleep, args=(9,)).start)""",
         "private memory": holds(f"block = b'x' * {HELD}"),
         "private memory of children": holds(CHILDREN.format(f"block = b'x' * {BLOCK}")),
+        "private memory of orphans": holds(f"""
+            told, tell = os.pipe()
+            for number in range(12):
+                if not os.fork():
+                    if os.fork(): os._exit(0)
+                    block = b"x" * {BLOCK}
+                    os.write(tell, b"x")
+                    time.sleep(9)
+                os.wait()
+            for number in range(12): os.read(told, 1)"""),
         "shared memory that is not mapped in": holds(CHILDREN.format(SHARED)),
         "shared memory of which one page stays mapped": holds(ONE_PAGE.format("0x21, -1")),
         "shared memory of /dev/zero": holds(
