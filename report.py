@@ -46,14 +46,21 @@ def read_json(path):
 
 
 def complete_lines(path):
-    """The lines of a .jsonl as bytes, [] without the file. A last line without its end is dropped:
-    it is being written, or its process was killed in the middle, even of a character."""
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    """The lines of a .jsonl as bytes, one after the other, none without the file. A last line
+    without its end is dropped: it is being written, or its process was killed in the middle, even
+    of a character."""
+    if path.exists():
+        with open(path, "rb") as file:
+            yield from (line[:-1] for line in file if line.endswith(b"\n"))
+
+
+def each_row(run_dir):
+    """The rows of metrics.jsonl, one after the other: a long run has many. -> iterator of dicts"""
+    return map(json.loads, complete_lines(run_dir / "metrics.jsonl"))
 
 
 def read_rows(run_dir):
-    """The rows of metrics.jsonl. -> [dict]"""
-    return [json.loads(line) for line in complete_lines(run_dir / "metrics.jsonl")]
+    return [*each_row(run_dir)]
 
 
 def write_report(folder):
@@ -62,21 +69,22 @@ def write_report(folder):
     folder: of a run (config.json, metrics.jsonl, samples.jsonl) or of a task of an evaluation
     (samples.jsonl, result.json). What is missing is left out of the page.
     """
-    rows, lines = read_rows(folder), complete_lines(folder / "samples.jsonl")
-    every = math.ceil(len(rows) / MAX_ROWS)
-    kept = [row for i, row in enumerate(rows) if i % every == 0 or any(map(is_score, row))]
+    every = math.ceil(sum(1 for _ in each_row(folder)) / MAX_ROWS)
+    rows = enumerate(each_row(folder))
+    kept = [row for i, row in rows if i % every == 0 or any(map(is_score, row))]
     page = {
         "title": folder.resolve().name,
         "panels": PANELS,
         "metrics": kept,
-        "written": len(lines),
+        "written": sum(1 for _ in complete_lines(folder / "samples.jsonl")),
     }
     # the tasks of evals/run.py share the config.json of the folder above
     for path in folder.parent / "config.json", folder / "config.json", folder / "result.json":
         if path.is_file():
             page[path.stem] = read_json(path)
     template = TEMPLATE.read_text(encoding="utf-8")
-    page["samples"] = chosen(lines, MAX_BYTES - len(template.encode()) - len(embedded(page)))
+    room = MAX_BYTES - len(template.encode()) - len(embedded(page))
+    page["samples"] = chosen(folder / "samples.jsonl", room)
     text = template.replace("DATA", embedded(page).decode())
     (folder / "report.html").write_text(text, encoding="utf-8")
     return page["samples"]
@@ -88,16 +96,19 @@ def embedded(data):
     return text.encode(errors="replace")  # half a surrogate pair has no UTF-8
 
 
-def chosen(lines, room):
+def chosen(path, room):
     """Evenly spaced rows of samples.jsonl, as many as fit into `room` bytes. -> [dict]
 
     If only some tell the denoising steps of their tokens, as in an evaluation, those.
     """
-    lines = [line for line in lines if b'"step_map": ' in line] or lines
+    with_steps = lambda: (line for line in complete_lines(path) if b'"step_map": ' in line)
+    lines = with_steps if any(with_steps()) else lambda: complete_lines(path)
+    sizes = [*map(len, lines())]
     # the page has about half of a line
-    count = min(len(lines), MAX_SAMPLES, 3 * room * len(lines) // (sum(map(len, lines)) + 1))
+    count = min(len(sizes), MAX_SAMPLES, 3 * room * len(sizes) // (sum(sizes) + 1))
     while count > 0:
-        picked = (lines[i * (len(lines) - 1) // max(count - 1, 1)] for i in range(count))
+        places = {i * (len(sizes) - 1) // max(count - 1, 1) for i in range(count)}
+        picked = (line for i, line in enumerate(lines()) if i in places)
         samples = [shown(json.loads(line)) for line in picked]
         size = len(embedded(samples))
         if size <= room:

@@ -11,6 +11,7 @@ The files are the only state: table, figure and page are made from them, so that
 """
 
 import atexit
+import csv
 import gc
 import inspect
 import json
@@ -44,7 +45,7 @@ from models.atomic import (
 )
 from models.defaults import training
 from models.ranks import all_reduce
-from report import PANELS, complete_lines, is_score, read_json, read_rows, write_report
+from report import PANELS, complete_lines, each_row, is_score, read_json, read_rows, write_report
 
 # What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
 SUMMARY = {
@@ -176,12 +177,14 @@ class RunLog:
         """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html,
         whose samples wandb gets as a table.
         """
-        import pandas as pd
-
-        rows = read_rows(self.run_dir)
-        frame = pd.DataFrame(rows or {"step": []}, dtype=object)
+        last = {"step": 0}
+        for row in each_row(self.run_dir):
+            last |= row
         with writing(self.run_dir):
-            frame.to_csv(self.run_dir / "metrics.csv", index=False)
+            with open(self.run_dir / "metrics.csv", "w", encoding="utf-8") as file:
+                table = csv.DictWriter(file, last, lineterminator="\n")
+                table.writeheader()
+                table.writerows(each_row(self.run_dir))
             draw_curves(self.run_dir)
             gc.collect()  # a figure is full of cycles: several MB that would wait for the collector
             samples = write_report(self.run_dir)
@@ -189,7 +192,7 @@ class RunLog:
             import wandb
 
             table = wandb.Table(COLUMNS, [[sample[key] for key in COLUMNS] for sample in samples])
-            self.wandb_run.log({"samples": table}, step=rows[-1]["step"])
+            self.wandb_run.log({"samples": table}, step=last["step"])
 
     def end(self, weights):
         """Say how long the run took and where its curves and weights (a path) are, and close."""
@@ -514,7 +517,7 @@ def draw_curves(run_dir):
             twin = axes.twinx()
             draw_line(twin, f"{right}, right axis", data[right], color="tab:orange")
             twin.legend(loc="lower right", fontsize=8, **legend)
-    figure.savefig(run_dir / "curves.png", dpi=110, bbox_inches="tight")
+    figure.savefig(run_dir / "curves.png", dpi=110)
 
 
 def draw_line(axes, label, values, color=None):

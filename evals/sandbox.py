@@ -87,7 +87,7 @@ class Job:
     mode: Literal["proxy", "nonce"] = "proxy"
 
 
-EMPTY = Job("", "")
+EMPTY = Job("", "", timeout=300.0)  # no program: ends at once, even on a very busy machine
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,10 @@ def _remove(folder):
     try:
         os.rmdir(folder)
     except OSError:
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, folder], stderr=subprocess.DEVNULL)
+        # permissions only where it needs them: it may be a hundred thousand directories
+        for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            if os.path.exists(folder):
+                subprocess.run([*command, folder], stderr=subprocess.DEVNULL)
 
 
 def _say(missing):

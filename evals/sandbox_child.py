@@ -66,11 +66,15 @@ ON_FILES = """
     lsetxattr 189 6            setxattrat 463 463         removexattr 197 14
     lremovexattr 198 15        removexattrat 466 466      fchmod 91 52
     fchown 93 55               fsetxattr 190 7            fremovexattr 199 16
+    file_setattr 469 469
 """
 MMAP, PRLIMIT, KILL, TGKILL = (9, 222), (302, 261), (62, 129), (234, 131)
-# fcntl(2) and ioctl(2) name the process that a descriptor signals: F_SETOWN, F_SETSIG, F_SETOWN_EX;
-# FIOSETOWN, SIOCSPGRP
-SET_OWNER = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
+FCNTL, IOCTL = (72, 25), (16, 29)
+# fcntl(2) names the process that a descriptor signals: F_SETOWN, F_SETSIG, F_SETOWN_EX
+SET_OWNER = 8, 10, 15
+# ioctl(2): below are those of terminals and plain descriptors; above are those that change a file
+# that is open for reading (FS_IOC_SETFLAGS), and FIOSETOWN
+FILE_IOCTLS = 0x5500
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF
 ALLOW, REFUSE, END = 0x7FFF0000, 0x00050001, 0x80000000  # SECCOMP_RET_*, with EPERM
@@ -277,9 +281,9 @@ def not_made_up_for(missing):
 
 def rules_of_calls(missing):
     """The program for seccomp(2) that refuses CALLS, shared and huge pages, and limits for other
-    processes; where namespaces are missing also ON_FILES, and signals to all processes but the
-    program's first. OSError on machines whose numbers are not known, and where the kernel, or what
-    emulates it, has no such rules."""
+    processes; where namespaces are missing also ON_FILES, FILE_IOCTLS, and signals to all processes
+    but the program's first. OSError on machines whose numbers are not known, and where the kernel,
+    or what emulates it, has no such rules."""
     if (machine := os.uname().machine) not in ARCHITECTURES:
         raise OSError(0, f"not known on {machine}")
     prctl(GET_SECCOMP, 0)
@@ -291,14 +295,14 @@ def rules_of_calls(missing):
     for number in calls.split()[1 + column :: 3]:
         if number != "-":  # the machine has no such call
             rules += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, REFUSE)]
-    for call, commands in SET_OWNER.items() if "processes" in missing else ():
-        for command in commands:
-            rules += [(EQUAL, 0, 4, call[column]), (LOAD, 0, 0, 24), (EQUAL, 0, 1, command)]
-            rules += [(RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
+    for command in SET_OWNER if "processes" in missing else ():
+        rules += [(EQUAL, 0, 4, FCNTL[column]), (LOAD, 0, 0, 24), (EQUAL, 0, 1, command)]
+        rules += [(RETURN, 0, 0, REFUSE), (LOAD, 0, 0, 0)]
     to_self = [(call, 0, (EQUAL, 0, 1, os.getpid())) for call in (KILL, TGKILL)]
-    signals = to_self if "processes" in missing else []
+    more = [(IOCTL, 1, (AT_LEAST, 1, 0, FILE_IOCTLS))] * bool({"disk", "processes"} & set(missing))
+    more += to_self * ("processes" in missing)
     flags = (MMAP, 3, (ANY_BIT, 1, 0, SHARED_OR_HUGE))
-    for call, argument, rule in (flags, (PRLIMIT, 0, (EQUAL, 0, 1, 0)), *signals):
+    for call, argument, rule in (flags, (PRLIMIT, 0, (EQUAL, 0, 1, 0)), *more):
         rules += [(EQUAL, 0, 4, call[column]), (LOAD, 0, 0, 16 + 8 * argument), rule]
         rules += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)]
     rules.append((RETURN, 0, 0, ALLOW))
@@ -609,7 +613,7 @@ def end_all(first, uid, missing):
     while time.monotonic() < patience:  # orphans come to us, the subreaper
         if uid is not None:
             kill_user(uid)
-        for pid in family(os.getpid()).keys() - {os.getpid()}:
+        for pid in family(os.getpid()).keys() - {os.getpid()} if uid is None else ():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -684,9 +688,10 @@ def supervise():
             if now >= deadline:
                 result = "timeout", f"{job['timeout']:g} s"
             elif now >= next_look:
-                next_look = now + WATCH
-                if sum(family(first).values()) > job["memory"] + (256 << 20):
+                if sum(family(os.getpid()).values()) > job["memory"] + (256 << 20):
                     result = "memory", "of all its processes together"
+                now, looked = time.monotonic(), now
+                next_look = now + max(WATCH, now - looked)  # half of its time at most
             else:
                 ready, _, _ = select.select([0, verdict], [], [], min(deadline, next_look) - now)
                 if 0 in ready:  # its end: nothing more is sent

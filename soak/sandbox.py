@@ -254,6 +254,14 @@ ATTACKS = {
         "the caller's file": tries("open(SECRET, 'a').write('x')"),
         "through a link": tries("os.symlink(SECRET, 'link')\nopen('link', 'a').write('x')"),
         "its permissions": tries("os.chmod(SECRET, 0)"),
+        "flags of a file that its user owns": tries("""
+            import fcntl
+            file, flags = os.open(OWN, os.O_RDONLY), bytearray(8)
+            fcntl.ioctl(file, 0x80086601, flags)
+            fcntl.ioctl(file, 0x40086602, bytes([flags[0] | 0x40]) + flags[1:])"""),
+        "flags of a file, by a call of Linux 6.17": claims(
+            "libc.syscall(469, os.open(OWN, 0), b'', struct.pack('3Q', 0x80, 0, 0), 24, 4096) == 0"
+        ),
         "removed": tries("os.remove(SECRET)"),
         "a file out of the folder": tries("open(FOLDER + '/left', 'w').write('x')"),
         "a folder link for the clean-up": """
@@ -320,6 +328,16 @@ ATTACKS = {
                 while True: quietly(threading.Thread(target=time.sleep, args=(9,)).start)""",
         "private memory": holds(f"block = b'x' * {HELD}"),
         "private memory of children": holds(CHILDREN.format(f"block = b'x' * {BLOCK}")),
+        "private memory of orphans": holds(f"""
+            told, tell = os.pipe()
+            for number in range(12):
+                if not os.fork():
+                    if os.fork(): os._exit(0)
+                    block = b"x" * {BLOCK}
+                    os.write(tell, b"x")
+                    time.sleep(9)
+                os.wait()
+            for number in range(12): os.read(told, 1)"""),
         "shared memory that is not mapped in": holds(CHILDREN.format(SHARED)),
         "shared memory of which one page stays mapped": holds(ONE_PAGE.format("0x21, -1")),
         "shared memory of /dev/zero": holds(
@@ -443,11 +461,16 @@ def siege(users):
     secret = Path(top, "secret")
     secret.write_text("secret")
     secret.chmod(0o666)
+    own = Path(top, "site-packages", "own.py")  # programs may read what lies there
+    own.parent.mkdir()
+    own.touch()
+    sys.path.append(str(own.parent))
     os.environ["SIEGE"] = "x"
     victim = subprocess.Popen(["/bin/sleep", "7200"])
     server = socket.create_server(("127.0.0.1", 0))
     server.setblocking(False)
     host = {"SECRET": str(secret), "FOLDER": tempfile.tempdir, "REPOSITORY": str(ROOT)}
+    host["OWN"] = str(own)
     host |= {"PORT": server.getsockname()[1], "VICTIM": victim.pid, "PID": os.getpid()}
     missing = sandbox.run(sandbox.Job("", "")).missing
 

@@ -96,8 +96,10 @@ ATTACKS = {
         def f(x):
             for _ in range(8):
                 if not os.fork():
+                    if os.fork(): os._exit(0)  # the one that takes the memory is an orphan
                     block = bytearray(120 << 20)
                     time.sleep(100)
+                os.wait()
             time.sleep(100)
         """,
         "memory",
@@ -302,6 +304,13 @@ ATTACKS = {
         ),
         "error",
     ),
+    "flags of Python's library": (  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
+        tries(
+            "import fcntl, os\nfile, flags = os.open(os.__file__, os.O_RDONLY), bytearray(8)\n"
+            "fcntl.ioctl(file, 0x80086601, flags)\nfcntl.ioctl(file, 0x40086602, flags)"
+        ),
+        "error",
+    ),
     "the repository": (
         tries("open({repository!r} + '/README.md').read()"),
         "error",
@@ -396,6 +405,7 @@ HELD_BY = {
     "files of the caller deleted": {"files", "uid"},
     "permissions of the caller's files": {"files", "uid"},
     "permissions of Python's library by a descriptor": {"disk", "system calls", "uid"},
+    "flags of Python's library": {"disk", "system calls", "uid"},
     "the repository": {"files"},
     "places that are not read-only": {"disk"},
     "programs with the rights of their owner": {"disk"},
@@ -549,6 +559,12 @@ def test_a_supervisor_that_dies_ends_no_run(monkeypatch):
         run(job(F))
 
 
+def test_a_machine_that_is_too_busy_ends_no_run(monkeypatch):
+    """A supervisor that is not ready in time is killed; whether it can run has more time."""
+    monkeypatch.setattr(sandbox, "GRACE", -5.0)
+    assert run(job(F, timeout=5.0)).reason == "lost"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mode"), [(name, mode) for name in ATTACKS for mode in (PROXY, NONCE)]
@@ -598,7 +614,13 @@ def test_attacks_succeed_without_the_protection(name, surroundings):
 
 @needs_root
 @pytest.mark.parametrize(
-    "name", ["signals by a descriptor", "permissions of Python's library by a descriptor"]
+    "name",
+    [
+        "signals by a descriptor",
+        "permissions of Python's library by a descriptor",
+        "flags of Python's library",
+        "memory of many processes",
+    ],
 )
 def test_rules_of_calls_take_the_place_of_namespaces(name, surroundings):
     result = run(attack(name, PROXY, surroundings), without=["disk", "processes", "uid"])
