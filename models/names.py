@@ -67,7 +67,8 @@ def adapter_base(directory):
     unknown.
     """
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
-    if base not in MODELS.values() and not (base and Path(base).is_dir()):
+    is_dir = isinstance(base, str) and base and Path(base).is_dir()
+    if base not in MODELS.values() and not is_dir:
         what = "which is neither a directory here nor a known hub id"
         raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
     return base
