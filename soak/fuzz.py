@@ -49,10 +49,7 @@ from evals import load_problems, load_task, samples, score_all
 from models import load_model, load_tokenizer, meta_model, prompt_ids, save_adapter, save_model
 from rollout import make_engine
 
-LIMIT, WAIT = (
-    30,
-    600,
-)  # seconds of a case: of the processor, which a busy machine gives late; on the clock
+LIMIT, WAIT = 30, 600  # seconds of a case: of work, and on the clock of a busy machine
 MEMORY = 8 << 30  # bytes of a case
 FAMILIES = "sdar", "sdar-moe", "llada2", "llada", "dream", "llada-moe"
 
