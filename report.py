@@ -13,6 +13,8 @@ import math
 import sys
 from pathlib import Path
 
+from data.rows import json_object
+
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_BYTES = 1_900_000  # of the page
 MAX_ROWS, MAX_SAMPLES = 300, 200  # of metrics.jsonl and samples.jsonl
@@ -38,11 +40,8 @@ def is_score(key):
 
 
 def read_json(path):
-    """The value of a JSON file. SystemExit if it is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SystemExit(f"{path} is damaged: {error}") from error
+    """The object that a JSON file holds. SystemExit if it is damaged."""
+    return _object(path.read_bytes(), path)
 
 
 def complete_lines(path):
@@ -54,9 +53,28 @@ def complete_lines(path):
             yield from (line[:-1] for line in file if line.endswith(b"\n"))
 
 
+def read_lines(path):
+    """Yield (line, its object) of the complete lines of a .jsonl. SystemExit names one that is
+    damaged."""
+    for number, line in enumerate(complete_lines(path), 1):
+        yield line, _object(line + b"\n", f"{path} line {number}")
+
+
+def _object(raw, where):
+    try:
+        return json_object(raw)
+    except ValueError as error:
+        raise SystemExit(f"{where} is damaged: {error}") from error
+
+
 def each_row(run_dir):
-    """The rows of metrics.jsonl, one after the other: a long run has many. -> iterator of dicts"""
-    return map(json.loads, complete_lines(run_dir / "metrics.jsonl"))
+    """Yield the rows of metrics.jsonl, one after the other: a long run has many. SystemExit if a
+    value is no number."""
+    path = run_dir / "metrics.jsonl"
+    for _, row in read_lines(path):
+        if wrong := {key: v for key, v in row.items() if not isinstance(v, int | float | None)}:
+            raise SystemExit(f"{path} is damaged: it has {str(wrong)[:100]}")
+        yield row
 
 
 def read_rows(run_dir):

@@ -29,6 +29,7 @@ import time
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ from models.atomic import (
 )
 from models.defaults import training
 from models.ranks import all_reduce
-from report import PANELS, complete_lines, each_row, is_score, read_json, read_rows, write_report
+from report import PANELS, each_row, is_score, read_json, read_lines, read_rows, write_report
 
 # What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
 SUMMARY = {
@@ -107,6 +108,7 @@ class RunLog:
         if resume:
             truncate_rows(self.run_dir / "metrics.jsonl", step)
             truncate_rows(self.run_dir / "samples.jsonl", step)
+            read_rows(self.run_dir)  # SystemExit here, and not at exit, if it is damaged
         else:
             hold(self.run_dir)
             config_text = json.dumps(describe_run(name, config), indent=2) + "\n"
@@ -361,8 +363,9 @@ def describe_device():
 def truncate_rows(path, step):
     """Keep the rows of a .jsonl up to `step`, without a last test score, which is made again."""
     kept = []
-    for line in complete_lines(path):
-        row = json.loads(line)
+    for line, row in read_lines(path):
+        if type(row.get("step")) is not int:
+            raise SystemExit(f"{path} is damaged: a line has no step: {line[:100]!r}")
         is_last_test = row["step"] and any(key.startswith("test/") for key in row)
         if row["step"] <= step and not is_last_test:
             kept.append(line.decode() + "\n")
@@ -399,9 +402,7 @@ def command_line(arguments, by_size):
     if config.get("script", script) != script:
         other = f"a run of {config['script']}.py, not of {script}.py"
         raise SystemExit(f"--resume {given.resume} is {other}")
-    saved = {key: value for key, value in config["args"].items() if key in known}
-    lists = {key: tuple(value) for key, value in saved.items() if isinstance(value, list)}
-    before = arguments(**saved | lists)
+    before = restored(arguments, config.get("args"), path)
     now = parsed(arguments, default=before)
     for name in known:
         then, here = getattr(before, name), getattr(now, name)
@@ -409,6 +410,36 @@ def command_line(arguments, by_size):
             flag = name.replace("_", "-")
             raise SystemExit(f"--resume: the run had --{flag} {then}, now it is {here}")
     return check_numbers(now)
+
+
+def restored(arguments, saved, path):
+    """-> the flags that config.json, the file `path`, keeps of a run, as their dataclass
+
+    SystemExit names those that this version of the script does not have, or not with such a value.
+    """
+    if not isinstance(saved, dict):
+        raise SystemExit(f"{path} is damaged: it has no flags")
+    kinds = get_type_hints(arguments)
+    if wrong := {k: v for k, v in saved.items() if k not in kinds or not fits(v, kinds[k])}:
+        shown = ", ".join(f"{name} = {value!r:.40}" for name, value in wrong.items())
+        now = "go on with the version of the run, or take them out of that file"
+        raise SystemExit(f"{path} has {shown}, which this version does not take: {now}")
+    lists = {k: tuple(v) for k, v in saved.items() if get_origin(kinds[k]) is tuple}
+    return arguments(**saved | lists)
+
+
+def fits(value, kind):
+    """Whether a value of a JSON file is one of a field of this type."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in inner
+    if origin in (list, tuple):
+        parts = value if isinstance(value, list) else [()]
+        kinds = inner if origin is tuple and ... not in inner else inner[:1] * len(parts)
+        return len(parts) == len(kinds) and all(map(fits, parts, kinds))
+    if inner:  # int | None
+        return any(fits(value, one) for one in inner)
+    return type(value) is kind or kind is float and type(value) is int
 
 
 def print_help(arguments):
@@ -434,7 +465,7 @@ def parsed(arguments, **options):
     for name in ("task", "reward"):
         if ".py" in (path := getattr(args, name, "")):
             setattr(args, name, str(Path(path).resolve()))
-    return args
+    return check_sizes(args)
 
 
 def flags_of(args):
@@ -450,42 +481,77 @@ def flags_of(args):
     return shlex.join(words)
 
 
-# Flags that must be at least 1. Every other number may be 0, and none may be negative.
-AT_LEAST_ONE = (
-    "max_steps batch_size prompts_per_step num_iterations mc_num gen_length "
-    "denoising_steps max_length masks_per_timestep train_steps shrink lora_alpha sequence_parallel"
+MAX = 1 << 31  # of integers: a seed times 2^32 has 63 bits
+RANGES = (  # words, whether a number is in the range, flags; of every other number see check_sizes
+    (
+        "must be at least 1",
+        lambda x: x >= 1,
+        "max_steps batch_size prompts_per_step num_iterations mc_num gen_length denoising_steps "
+        "max_length masks_per_timestep train_steps shrink lora_alpha sequence_parallel eubo_beta",
+    ),
+    # a group of one completion has nothing to compare it with
+    ("must be at least 2", lambda x: x >= 2, "num_generations branches"),
+    ("must be at least 0 and below 1", lambda x: x < 1, "betas p_mask_context"),
+    ("must be at least 0 and at most 1", lambda x: x <= 1, "p_mask_prompt omega ref_mixup lam"),
+    (
+        "must be between 0 and 1: the estimate divides by t and 1 - t",
+        lambda x: 0 < x < 1,
+        "t_range",
+    ),
+    (
+        "must be above 0: at 0 all completions of a group are the same, and none is better than "
+        "another",
+        lambda x: x > 0,
+        "temperature",
+    ),
+    (
+        "must be above 0: gradients are scaled down to this norm; inf leaves them as they are",
+        lambda x: x > 0,
+        "max_grad_norm",
+    ),
+    ("must be above 0: at 0 all weights of wd1 are 0", lambda x: x > 0, "psi"),
 )
-# a group of one completion has nothing to compare it with
-LEAST = dict.fromkeys(AT_LEAST_ONE.split(), 1) | {"num_generations": 2, "branches": 2}
-# flags with which a run at 0 would go on and learn nothing, and why
-ABOVE_ZERO = {
-    "temperature": "at 0 all completions of a group are the same, and none is better than another",
-    "max_grad_norm": "gradients are scaled down to this norm; inf leaves them as they are",
-    "psi": "at 0 all weights of wd1 are 0",
-}
+ASCENDING = "accuracy_range", "t_range"
+
+
+def check_sizes(args):
+    """-> args; SystemExit names the first number that is negative, infinite, NaN or huge, or a
+    name that no file can have.
+    """
+    for name, flag, number in numbers_of(args):
+        if not 0 <= number or number == math.inf and name != "max_grad_norm":
+            raise SystemExit(f"{flag} must be at least 0 and finite")
+        if type(number) is int and number >= MAX:
+            raise SystemExit(f"{flag} must be below {MAX:,}")
+    for name, value in vars(args).items():
+        if name != "prompt" and isinstance(value, str) and max(map(len, value.split("/"))) > 255:
+            flag = name.replace("_", "-")
+            raise SystemExit(f"--{flag} {value[:40]}...: no name has more than 255 characters")
+    return args
+
+
+def numbers_of(args):
+    """Yield (field, flag with its values, number) of every number in the flags."""
+    for name, value in vars(args).items():
+        values = value if isinstance(value, tuple) else (value,)
+        flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
+        yield from ((name, flag, one) for one in values if type(one) in (int, float))
 
 
 def check_numbers(args):
-    """-> args; SystemExit names the first number that is too small or NaN, or a sampler that
-    cannot take the adapters.
+    """-> args; SystemExit names the first number out of its range, or a sampler that cannot take
+    the adapters.
     """
     if getattr(args, "rollout_backend", "") == "lmdeploy" and args.lora_rank:
         if not args.lora_merged_rollout:
             needed = "needs merged weights: add --lora-merged-rollout"
             raise SystemExit(f"--rollout-backend lmdeploy {needed}")
-    for name, value in vars(args).items():
-        values, least = value if isinstance(value, tuple) else (value,), LEAST.get(name, 0)
-        flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
-        if name == "betas" and not all(0 <= beta < 1 for beta in values):
-            raise SystemExit(f"{flag} must be at least 0 and below 1")
-        if name == "accuracy_range" and not values[0] <= values[1]:
+    for name, flag, number in numbers_of(args):
+        for words, is_valid, names in RANGES:
+            if name in names.split() and not is_valid(number):
+                raise SystemExit(f"{flag} {words}")
+        if name in ASCENDING and [*getattr(args, name)] != sorted(getattr(args, name)):
             raise SystemExit(f"{flag}: the lower end comes first")
-        for number in values:
-            if type(number) in (int, float):
-                if name in ABOVE_ZERO and not number > 0:
-                    raise SystemExit(f"{flag} must be above 0: {ABOVE_ZERO[name]}")
-                if not number >= least:
-                    raise SystemExit(f"{flag} must be at least {least}")
     return args
 
 

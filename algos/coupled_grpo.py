@@ -577,11 +577,6 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 
 def main(args):
-    if not 0 < args.t_range[0] <= args.t_range[1] < 1:
-        raise SystemExit(
-            f"--t-range {args.t_range[0]} {args.t_range[1]}: must be 0 < low <= high < 1, because "
-            "the estimate divides by t and 1 - t"
-        )
     # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
     sampling = {name: getattr(args, name) for name in ROLLOUT.split()}

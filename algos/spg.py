@@ -600,12 +600,6 @@ def main(args):
             f"--mc-num {args.mc_num}: with one draw both bounds have the same gradient; "
             "use at least 2"
         )
-    if not (0 <= args.omega <= 1 and args.eubo_beta >= 1 and 0 <= args.p_mask_context < 1):
-        raise SystemExit(
-            f"--omega {args.omega} --eubo-beta {args.eubo_beta} --p-mask-context "
-            f"{args.p_mask_context}: omega must be within 0 and 1, eubo-beta at least 1, and "
-            "p-mask-context below 1"
-        )
     # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
     sampling = {name: getattr(args, name) for name in ROLLOUT.split()}

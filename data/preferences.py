@@ -151,7 +151,7 @@ def pairs_of_samples(rows, per_prompt):
         prompt = prompts[index]
         # The sort is stable: equal scores stay in the order of sampling.
         best = sorted(scored, key=scored.get, reverse=True)
-        for sides in islice(zip(best, best[::-1], strict=True), per_prompt):
+        for sides in [*zip(best, best[::-1], strict=True)][:per_prompt]:
             scores = [scored[text] for text in sides]
             if scores[0] > scores[1]:
                 pair = {"prompt": prompt[-1]["content"]}
@@ -163,10 +163,13 @@ def pairs_of_samples(rows, per_prompt):
 
 def read_samples(path):
     """-> rows of samples.jsonl. SystemExit names the first line that can make no pair."""
-    rows, prompts, needed = [], {}, ["index", "prompt", "completion", "score"]
+    rows, prompts = [], {}
+    needed = "index (integer), prompt (messages), completion (text) and score (number)"
     for line, row in read_jsonl(path):
-        if not {*needed} <= row.keys():
-            problem = f"needs {', '.join(needed)}, has {describe_columns(row)}"
+        index, prompt, text, score = map(row.get, ("index", "prompt", "completion", "score"))
+        is_scored = isinstance(text, str) and isinstance(score, int | float)
+        if not (is_scored and type(index) is int and is_dialogue(prompt)):
+            problem = f"needs {needed}, has {describe_columns(row)}"
             raise SystemExit(f"{path} line {line}: {problem}")
         if prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
             problem = f"index {row['index']} had another prompt before; are these two evaluations?"

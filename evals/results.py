@@ -19,6 +19,7 @@ import tyro
 
 import report
 from models.atomic import lock, new_directory, write_atomically
+from runlog import check_sizes, restored
 
 HEADER = (
     "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"
@@ -32,7 +33,7 @@ def command_line(kind, program, description):
     defaults. SystemExit if DIR belongs to another program."""
     args = tyro.cli(kind, description=description)
     if not args.resume:
-        return args
+        return check_sizes(args)
     saved = read_json(Path(args.resume) / "config.json", {})
     saved.pop("command", "")
     if saved.pop("program", "") != program:
@@ -40,7 +41,8 @@ def command_line(kind, program, description):
             f"--resume {args.resume} is no directory of evals/{program}.py: "
             "config.json with the flags of this program is not there"
         )
-    return tyro.cli(kind, default=kind(**saved), description=description)
+    default = restored(kind, saved, Path(args.resume) / "config.json")
+    return check_sizes(tyro.cli(kind, default=default, description=description))
 
 
 def take_directory(flags, program, default, held):

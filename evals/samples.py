@@ -19,11 +19,12 @@ from pathlib import Path
 from time import perf_counter
 
 from data.rows import json_object
+from data.tokens import is_dialogue
 from evals import math_grader, results, score_all
 from evals.examples import QUESTION
 from models import prompt_ids
 from models.atomic import progress, write_atomically
-from report import complete_lines
+from report import read_lines
 from rollout.traces import gold
 
 QUOTES = str.maketrans("‘’“”", "''\"\"")
@@ -77,7 +78,7 @@ def _lines(raw):
 def same_problem(task, example, row):
     """Whether a row, by what it says of its question or prompt, can be about an example."""
     said = row.get("question") or row.get("problem") or row.get("prompt")
-    said = said[-1].get("content") if isinstance(said, list) else said
+    said = said[-1]["content"] if is_dialogue(said) else said
     if not isinstance(said, str):
         return True
     asked = task.prompt(example)[-1]["content"]
@@ -209,8 +210,7 @@ def gather(folder):
     samples.jsonl. Called on one rank. A last line without a line end is dropped: its rank was
     killed while writing it."""
     main, files = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl"))
-    lines = (line for path in files for line in complete_lines(path))
-    rows = {key(row): row for row in map(json.loads, lines)}
+    rows = {key(row): row for path in files for _, row in read_lines(path)}
     merged = [rows[place] for place in sorted(rows)]
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in merged))
     for path in set(files) - {main}:

@@ -26,6 +26,7 @@ from evals import load_task
 from evals.examples import user
 from models import load_tokenizer, prompt_ids
 from rollout import make_engine
+from runlog import check_sizes
 
 # red to green for equal sixths of 0..1; legible on dark and light backgrounds
 PROBABILITY = (160, 166, 172, 142, 106, 34)
@@ -122,6 +123,7 @@ def play(trace, i, tokenizer, mask_token_id, delay=0.0, colour=False):
 
 
 def main(args):
+    check_sizes(args)
     if bool(args.prompt) == bool(args.task):
         raise SystemExit("give either --prompt or --task")
     messages = user(args.prompt)

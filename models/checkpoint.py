@@ -18,6 +18,7 @@ from models.names import adapter_base, random_config, resolve
 from models.sequence_parallel import check_heads
 from models.tensors import (
     build_model,
+    fitting_weights,
     full_tensor,
     materialize,
     read_json,
@@ -51,6 +52,8 @@ def checkpoint_config(name_or_dir):
     adapters = []
     while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
         adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
+        if Path(name_or_dir).resolve() in map(Path.resolve, adapters):
+            raise SystemExit(f"{adapters[0]} is an adapter of itself: {name_or_dir}")
     if config := random_config(name_or_dir):
         return config, None, adapters
     directory = resolve(name_or_dir)
@@ -68,11 +71,12 @@ def load_weights(model, device):
     directory, adapters = model.sources
     check_backend(model.attention_backend, model.attention, torch.device(device).type)
     check_heads(model.config)
+    files = directory and fitting_weights(model, directory)  # before memory is taken
     materialize(model, device)
     if directory is None:
         random_weights(model)
     else:
-        read_weights(model, directory)
+        read_weights(model, files)
     for adapter in adapters:
         merge_adapter(model, adapter)
     if model.value_head is not None:
@@ -94,9 +98,12 @@ def special_tokens(directory):
     table = {}
     for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
         content = read_json(path) if path.is_file() else {}
-        table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-        decoder = content.get("added_tokens_decoder", {})
-        table |= {token["content"]: int(i) for i, token in decoder.items()}
+        try:
+            table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+            decoder = content.get("added_tokens_decoder", {})
+            table |= {token["content"]: int(i) for i, token in decoder.items()}
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SystemExit(f"{path}: its added tokens are damaged; copy it again") from error
     return table
 
 
@@ -119,7 +126,9 @@ def set_special_tokens(model, directory=None):
         wrong = f"mask_token_id {model.mask_token_id} is no special token of its tokenizer"
         raise SystemExit(f"{directory}: {wrong} {named}")
     turn_end = [named[model.turn_end]] if model.turn_end in named else []
-    model.eos_token_ids = eos if isinstance(eos, list) else [*turn_end, *({eos} - set(turn_end))]
+    if not isinstance(eos, list):
+        eos = turn_end + [eos] * (eos not in turn_end)
+    model.eos_token_ids = eos
     model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
     rows, ids = model.lm_head.out_features, [*model.eos_token_ids, model.pad_token_id]
     if wrong := [i for i in [model.mask_token_id, *ids] if i not in range(rows)]:
@@ -144,9 +153,12 @@ def load_tokenizer(name_or_dir):
     try:
         # With an explicit config AutoTokenizer does not look up the model type, nor warn about it.
         config = PretrainedConfig()
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             directory, config=config, tokenizer_type=kind, trust_remote_code=False
         )
+        if tokenizer.chat_template:  # a damaged one must not wait for the first prompt
+            prompt_text(tokenizer, [{"role": "user", "content": ""}])
+        return tokenizer
     except Exception as error:  # tokenizers raises plain Exception; transformers almost anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         problem = f"its tokenizer cannot be loaded ({reason}); copy its tokenizer files again"

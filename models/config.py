@@ -1,5 +1,6 @@
 """config.json -> the dataclass of an architecture. Refuses, by key, what a model file lacks."""
 
+import math
 from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
@@ -44,6 +45,8 @@ class DecoderKeys(Keys):
     rms_norm_eps: float
     rope_theta: float
 
+
+MAX = 1 << 24  # no integer in a config.json reaches it
 
 # Keys of any config.json that change no logit.
 NO_EFFECT = (
@@ -94,7 +97,12 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
         elif value and not (name in own or name in NO_EFFECT or name in no_effect):
             refuse(name, value, f", which is not implemented for {family} models")
     # null: the default
-    return cls(**{name: raw[name] for name in own if raw.get(name) is not None})
+    known = {name: raw[name] for name in own if raw.get(name) is not None}
+    for name, value in known.items():
+        kinds = (int, float) if own[name].type is float else (own[name].type,)
+        if type(value) not in kinds or not 0 <= value < (MAX if type(value) is int else math.inf):
+            refuse(name, value, f", which is no {kinds[-1].__name__} in the range of such models")
+    return cls(**known)
 
 
 def stored_dtype(raw):

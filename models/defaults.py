@@ -3,7 +3,7 @@ lengths, and batches that fit one GPU of 80 GB with LoRA. The tiny models' lengt
 of the scripts' own fields. Lengths of evaluations stand in evals/decoding.py.
 """
 
-from models.checkpoint import checkpoint_config
+from models.checkpoint import checkpoint_config, meta_model
 from models.config import architecture
 
 # 256 tokens, two of a block in each step (d1's train.yaml), Fast-dLLM's cache
@@ -40,8 +40,7 @@ TINY_WIDTH = 1024  # hidden size of a real model, at least
 
 
 def is_tiny(model):
-    config = checkpoint_config(model)[0]
-    return config.get("hidden_size", config.get("d_model", 0)) < TINY_WIDTH
+    return meta_model(model).lm_head.in_features < TINY_WIDTH
 
 
 def training(model, task, lora_rank, by_size):

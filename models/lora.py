@@ -154,11 +154,14 @@ def merge_adapter(model, directory):
     if other := {k: config[k] for k, v in PLAIN.items() if config.get(k) not in (v, None)}:
         only = "only plain LoRA adapters can be merged"
         raise SystemExit(f"{directory}: {only}; this one has {other}")
-    parts, pairs, r = tensor_parts(model), {}, config["r"]
+    r, alpha = config.get("r"), config.get("lora_alpha")
+    if type(r) is not int or r < 1 or type(alpha) not in (int, float) or not 0 <= alpha < math.inf:
+        raise SystemExit(f"{directory}: adapter_config.json has r {r!r} and lora_alpha {alpha!r}")
+    parts, pairs = tensor_parts(model), {}
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         for name in file.keys():
-            base, part, kind = name.removeprefix("base_model.model.").rsplit(".", 2)
-            pairs.setdefault(f"{base}.{kind}", {})[part] = file.get_tensor(name)
+            *base, part, kind = "", *name.removeprefix("base_model.model.").split(".")
+            pairs.setdefault(".".join([*base[1:], kind]), {})[part] = file.get_tensor(name)
     if not pairs:
         raise SystemExit(f"{directory} holds no adapters")
     for name, pair in pairs.items():

@@ -83,7 +83,8 @@ def adapter_base(directory):
     """
     config = read_json(directory / "adapter_config.json")
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if base not in MODELS.values() and not (base and Path(base).is_dir()):
+    is_dir = isinstance(base, str) and base and Path(base).is_dir()
+    if base not in MODELS.values() and not is_dir:
         what = "which is neither a directory here nor a known hub id"
         raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
-    return base if Path(base).is_dir() or not revision else f"{base}@{revision}"
+    return base if is_dir or not revision else f"{base}@{revision}"

@@ -6,6 +6,7 @@ Sharded models too: each rank reads and holds its own rows alone.
 import json
 import math
 from importlib import import_module
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,13 +31,16 @@ def build_model(config, dtype=torch.float32):
     Parameters are of `dtype`, except those that always stay fp32 (routers).
     """
     model_type = architecture(config)
-    if model_type not in ARCHITECTURES:
+    if model_type not in [*ARCHITECTURES]:
         supported = ", ".join(ARCHITECTURES)
         raise SystemExit(f"config.json has model_type {model_type!r}; supported are {supported}")
     module, name = ARCHITECTURES[model_type].split(".")
     module = import_module(f"models.{module}")
-    with torch.device("meta"):
-        model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
+    try:
+        with torch.device("meta"):
+            model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
+    except Exception as error:  # such as heads that divide nothing
+        raise SystemExit(f"config.json describes no {model_type} model: {error}") from error
     model.checkpoint_config = config
     stored_dtype(config)  # a wrong one would show only when the trained model is saved
     return model
@@ -109,14 +113,18 @@ def full_tensor(value):
 
 
 def read_json(path):
+    """The object that a JSON file holds."""
     if not path.is_file():
         needs = "a model directory needs config.json, *.safetensors and a tokenizer"
         raise SystemExit(f"{path} is missing: {needs}")
+    problem = "it is truncated or damaged; copy it again"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, not JSON
-        problem = "it is truncated or damaged; copy it again"
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a million brackets
         raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
+    if not isinstance(content, dict):
+        raise SystemExit(f"{path} holds no JSON object: {problem}")
+    return content
 
 
 def open_tensors(path):
@@ -133,17 +141,23 @@ def open_weights(directory):
     """
     names, index = ["model.safetensors"], directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(map(is_name, weight_map.values())):
+            raise SystemExit(f"{index} has no weight_map of tensors to files; copy it again")
+        names = sorted({*weight_map.values()})
     files = [open_tensors(directory / name) for name in names]
     return {name: file for file in files for name in file.keys()}
 
 
-@torch.no_grad()
-def read_weights(model, directory):
-    """Copy the tensors of the directory into the model; each rank reads its own rows alone.
+def is_name(value):
+    """Whether it is the name of a file, without a folder."""
+    return isinstance(value, str) and "\0" not in value and Path(value).name == value
 
-    SystemExit lists missing, extra and misshapen tensors, and those that are not floating. On a
-    terminal a bar shows the progress of loads that take over 10 s.
+
+def fitting_weights(model, directory):
+    """`open_weights` of a directory that fits the model, which may be on the meta device.
+
+    SystemExit lists missing, extra and misshapen tensors, and those that are not floating.
     """
     files, want = open_weights(directory), tensor_shapes(model)
     problems = [f"missing {name}" for name in want.keys() - files.keys()]
@@ -156,6 +170,14 @@ def read_weights(model, directory):
     if problems:
         listed = "; ".join(sorted(problems)[:20])
         raise SystemExit(f"{directory} does not fit its config.json: {listed}")
+    return files
+
+
+@torch.no_grad()
+def read_weights(model, files):
+    """Copy the tensors of `fitting_weights` into the model; each rank reads its own rows alone. On
+    a terminal a bar shows the progress of loads that take over 10 s.
+    """
     for name, (value, index) in progress(tensor_parts(model).items(), "weights"):
         view, (local, rows) = files[name].get_slice(name), local_rows(value)
         if index and index[0] in rows:

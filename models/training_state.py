@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from models import save_model, source_of
 from models.atomic import AtomicDirectory, from_first_rank, hold, is_first_rank, writing
 from models.lora import has_lora, save_adapter
+from models.tensors import read_json
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -43,7 +44,7 @@ class Saves:
         self.base, self.keep, self.more = source_of(base), keep, []
         self.every, self.last = every, last
         self.best = max(scores, key=lambda score: score[1], default=None)
-        self.newest = max(self.checkpoints.glob("step-*"), default=None)
+        self.newest = max(saves_in(self.checkpoints), default=None)
         self.tag_best()
 
     @staticmethod
@@ -58,8 +59,8 @@ class Saves:
         step = load_state(newest_state(Path(run_dir) / "resume"), model, optimizer)
         if is_first_rank():
             for folder in (Path(run_dir) / "checkpoints", Path(run_dir) / "resume"):
-                for path in folder.glob("step-*"):
-                    if int(path.name.removeprefix("step-")) > step:
+                for path in saves_in(folder):
+                    if step_of(path) > step:
                         with writing(path):
                             shutil.rmtree(path)
         dist.barrier()
@@ -179,11 +180,21 @@ def damage(state, found):
     return ", ".join(changed) if "facts.json" in known else "facts.json"
 
 
+def saves_in(directory):
+    """-> paths of its saves, the oldest first; a copy under another name is none"""
+    names = Path(directory).glob("step-*")
+    return sorted((path for path in names if path.name[5:].isdecimal()), key=step_of)
+
+
+def step_of(save):
+    return int(save.name.removeprefix("step-"))
+
+
 def newest_state(directory):
     """-> path of the newest state that is not damaged, after a line on each that is. SystemExit if
     there is none. Collective.
     """
-    for state in from_first_rank(lambda: sorted(Path(directory).glob("step-*"), reverse=True)):
+    for state in from_first_rank(lambda: saves_in(directory)[::-1]):
         found = checksums(state)
         wrong = from_first_rank(partial(damage, state, found))
         if not wrong:
@@ -201,13 +212,11 @@ def load_state(state, model, optimizer):
 
     SystemExit on another world size or model.
     """
-    facts, world_size = json.loads((state / "facts.json").read_text()), dist.get_world_size()
-    if facts["world_size"] != world_size:
-        raise SystemExit(
-            f"--resume: {state} was saved by {facts['world_size']} ranks, this run has {world_size}"
-        )
+    world_size, saved = dist.get_world_size(), read_json(state / "facts.json").get("world_size")
+    if saved != world_size:
+        raise SystemExit(f"--resume: {state} was saved by {saved} ranks, this run has {world_size}")
     load_pair(state, model, optimizer, 0)
-    return facts["step"]
+    return step_of(state)
 
 
 def pair_parts(model, optimizer, number):
@@ -245,7 +254,7 @@ def first_cause(error):
 def prune(directory, keep, spare=()):
     """Delete all but the newest `keep` (0: all) of directory/step-* and those named in spare."""
     if keep and is_first_rank():
-        for old in sorted(Path(directory).glob("step-*"))[:-keep]:
+        for old in saves_in(directory)[:-keep]:
             if old.name not in spare:
                 with writing(old):
                     shutil.rmtree(old)

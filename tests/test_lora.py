@@ -263,6 +263,11 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "unknown base": (edit(CONFIG, base_model_name_or_path="me/unknown"), ["me/unknown"]),
     "no base": (edit(CONFIG, base_model_name_or_path=None), ["None"]),
     "truncated weights": (cut(-9, WEIGHTS), [WEIGHTS]),
+    "base that is a number": (edit(CONFIG, base_model_name_or_path=3), ["adapter of 3"]),
+    "its own base": (lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d), ["of itself"]),
+    "rank 0": (edit(CONFIG, r=0), ["r 0"]),
+    "scale": (edit(CONFIG, lora_alpha="16"), ["lora_alpha '16'"]),
+    "one name": (tensors(lambda t: t.update(x=torch.zeros(1)), WEIGHTS), ["no layer x"]),
 }
 
 

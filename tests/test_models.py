@@ -594,6 +594,12 @@ DAMAGES = {
         ["states eos_token_id"],
     ),
     "int8": (edit(torch_dtype="int8"), ["torch_dtype = 'int8'"]),
+    "no object": (write("config.json", []), ["config.json holds no JSON object"]),
+    "brackets": (write("config.json", b"[" * 10**5), ["config.json is not JSON"]),
+    "index": (write(INDEX, {"weight_map": {NORM: 1}}), [INDEX, "no weight_map", "copy it"]),
+    "folder": (write(INDEX, {"weight_map": {NORM: "../x"}}), [INDEX, "no weight_map"]),
+    "added tokens": (edit("tokenizer.json", added_tokens=[7]), ["added tokens are damaged"]),
+    "ends": (edit("generation_config.json", eos_token_id={}), ["outside the vocabulary"]),
 }
 
 
@@ -612,6 +618,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         (write("tokenizer.json", {}), ["its tokenizer cannot be loaded .KeyError"]),
         (edit("tokenizer_config.json", eos_token=3), ["eos_token has to be"]),
         (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
+        (write("chat_template.jinja", b"{% if"), ["cannot be loaded .TemplateSyntaxError"]),
     ],
 )
 def test_a_damaged_tokenizer_is_refused_in_one_line(saved, damage, words):
@@ -703,6 +710,11 @@ REFUSALS = {
         ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
         ({"rope_theta": None}, "lacks rope_theta"),
         ({"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
+        ({"model_type": ["sdar"]}, "model_type.*sdar"),
+        ({"mask_token_id": "1"}, "mask_token_id = '1', which is no int"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps = nan, which is no float"),
+        ({"mask_token_id": -1}, "mask_token_id = -1"),
+        ({"rope_parameters": "yarn"}, "describes no .* model"),
     ],
     "sdar": [
         ({"attention_bias": True}, "attention_bias"),

@@ -272,7 +272,9 @@ def test_samples_of_an_evaluation_become_a_file_of_pairs(tmp_path, capsys):
 
 REFUSED = [
     (samples((0, "a", 1.0)), "no prompt of 1 has two answers of different score"),
-    ([{"index": 0, "completion": "a"}], "samples.jsonl line 1: needs index, prompt, completion"),
+    ([{"index": 0, "completion": "a"}], "samples.jsonl line 1: needs index .*, prompt"),
+    ([samples((0, "a", 1.0))[0] | {"completion": 3}], "line 1: needs .*completion .text."),
+    ([samples((0, "a", 1.0))[0] | {"prompt": [{}]}], "line 1: needs .*prompt .messages."),
     ([*samples((0, "a", 1.0)), samples((0, "b", 0.0))[0] | {"prompt": turns("p1")}],
      "line 2: index 0 had another prompt before"),
 ]  # fmt: skip

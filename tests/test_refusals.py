@@ -115,6 +115,13 @@ REFUSALS = [
     ("algos/d1.py --sequence-parallel 2", "must divide the ranks of a node, 1: use 1"),
     ("algos/sft.py --sequence-parallel 0", "--sequence-parallel 0 must be at least 1"),
     ("algos/vrpo.py --sft-coef nan", "--sft-coef nan must be at least 0"),
+    ("algos/sft.py --learning-rate inf", "--learning-rate inf must be at least 0 and finite"),
+    ("algos/d1.py --p-mask-prompt 1.5", "--p-mask-prompt 1.5 must be at least 0 and at most 1"),
+    ("algos/d1.py --seed 2147483648", "--seed 2147483648 must be below 2,147,483,648"),
+    ("algos/dtreerpo.py --resume OLD", "branches = 4, lost = 1, which this version does not take"),
+    (f"algos/vrpo.py --data {'x' * 256}", "no name has more than 255 characters"),
+    ("evals/countdown.py --model tiny-sdar --factor inf", "--factor inf must be at least 0 and"),
+    (f"evals/show.py --prompt x --gen-length {2**40}", "must be below 2,147,483,648"),
     *(
         (f"algos/{script}.py --temperature 0", "--temperature 0.0 must be above 0")
         for script in ONLINE
@@ -131,7 +138,11 @@ def test_refusal(run_ranks, tmp_path, monkeypatch, command, words):
     copytree(ROOT / "models/tiny-sdar", wide, ignore=ignore_patterns("*.safetensors"))
     config = json.loads((wide / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps(config | {"hidden_size": 1024}))
+    old = {"script": "dtreerpo", "args": {"branches": 4, "lost": 1}}  # of an earlier version
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/config.json").write_text(json.dumps(old))
     places = {"TMP": tmp_path / "TMP", "ROWS": tmp_path / "rows.jsonl", "WIDE": wide}
+    places["OLD"] = tmp_path / "old"
     script, *flags = (str(places.get(word, word)) for word in command.split())
 
     def body(rank, world_size):

@@ -153,13 +153,14 @@ def test_a_damaged_state_is_named_and_the_one_before_is_loaded(run_ranks, tmp_pa
 
     (tmp_path / "resume/.step-000012.tmp").mkdir(parents=True)
     (tmp_path / "evals/step-000012").mkdir(parents=True)  # an evaluation, no save
+    (tmp_path / "resume/step-000099-old").mkdir()  # a copy that someone made
     run_ranks(2, body)
     said = capfd.readouterr().err
     for number, (file, _) in enumerate(DAMAGES, start=1):
         line = f"step-{2 * number:06d} is damaged ({file}); trying the save before it"
         assert said.count(line) == 2, said
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/step*")}
-    assert left == {"resume/step-000000", "evals/step-000012"}
+    assert left == {"resume/step-000000", "resume/step-000099-old", "evals/step-000012"}
 
 
 def test_a_run_directory_takes_one_process(tmp_path):
@@ -348,6 +349,10 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     assert (directory / "config.json").read_bytes() == config and not Path("elsewhere").exists()
     with refused("the run is at step 5 already, beyond --max-steps 4"):
         RunLog("", "x", {}, 4, resume=str(directory), step=5)
+    for line in ('{"step": 1, "x": "y"}', '{"x": 1}', "[1]", '{"step": 1', "[" * 10**5):
+        (directory / "metrics.jsonl").write_text(f"{line}\n")
+        with refused("metrics.jsonl", "damaged"):
+            RunLog("", "x", {}, 4, resume=str(directory), step=4)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
@@ -407,6 +412,13 @@ def test_resume_takes_the_arguments_of_the_run(monkeypatch, tmp_path):
     for flags, words in CHANGED.items():
         with refused("--resume", *words):
             parse(f"--resume {directory} {flags}")
+    for name, value in {"betas": 0.9, "seed": "7", "compile": 1, "no_field_of_it": 1}.items():
+        path = run_directory(tmp_path, rows=1, **had | {name: value}) / "config.json"
+        with refused(str(path), f"{name} = {value!r}", "this version does not take"):
+            parse(f"--resume {path.parent}")
+    path.write_text("[]")
+    with refused("config.json is damaged"):
+        parse(f"--resume {path.parent}")
     with refused("--resume", "nowhere", "no run directory"):
         parse(f"--resume {tmp_path}/nowhere")
 

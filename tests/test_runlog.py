@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import runlog
 from algos import mdpo
 from models.atomic import new_directory, write_atomically
-from runlog import RunLog, Stop, Stopwatch, check_numbers
+from runlog import RunLog, Stop, Stopwatch, check_numbers, check_sizes
 
 NAN = float("nan")
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
@@ -225,25 +225,27 @@ class Numbers:
 
 
 ABOVE = "above 0: [^\n]+"
-TOO_SMALL = [
+OUT_OF_RANGE = [
     ("max_steps", 0, "at least 1"),
-    ("steps", -1, "at least 0"),
-    ("beta", -0.1, "at least 0"),
-    ("beta", NAN, "at least 0"),
+    ("steps", -1, "at least 0 and finite"),
+    ("steps", 1 << 31, "below 2,147,483,648"),
+    ("beta", -0.1, "at least 0 and finite"),
+    ("beta", NAN, "at least 0 and finite"),
+    ("beta", float("inf"), "at least 0 and finite"),
     ("temperature", 0.0, ABOVE),
-    ("temperature", NAN, ABOVE),
+    ("temperature", NAN, "at least 0 and finite"),
     ("max_grad_norm", 0.0, ABOVE),
     ("betas", (0.9, 1.0), "at least 0 and below 1"),
 ]
 
 
-@pytest.mark.parametrize("name, value, words", TOO_SMALL)
-def test_numbers_that_are_too_small_are_named(name, value, words):
+@pytest.mark.parametrize("name, value, words", OUT_OF_RANGE)
+def test_numbers_out_of_range_are_named(name, value, words):
     assert check_numbers(Numbers()) == Numbers()
     shown = " ".join(map(str, value)) if name == "betas" else value
     flag = name.replace("_", "-")
     with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be {words}$"):
-        check_numbers(replace(Numbers(), **{name: value}))
+        check_numbers(check_sizes(replace(Numbers(), **{name: value})))
 
 
 def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):

@@ -15,7 +15,9 @@ import torch
 from size import size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
+from models.config import architecture
 from models.defaults import TINY, training
+from models.tiny import TINY_CONFIGS
 from rollout.engine import Sampling
 from runlog import command_line
 
@@ -103,6 +105,7 @@ def test_the_order_of_a_script(script):
 WIDTH = {"llada": {"d_model": 4096}, "Dream": {"hidden_size": 3584}, "sdar": {"hidden_size": 4096}}
 WIDTH |= {"lladamoe": {"hidden_size": 2048}}
 WIDTH |= {"sdar_moe": {"hidden_size": 2048}, "llada2_moe": {"hidden_size": 2048}}
+CONFIGS = {architecture(config): config for config in TINY_CONFIGS.values()}
 
 
 @pytest.mark.parametrize("script", METHODS)
@@ -117,7 +120,7 @@ def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
         return command_line(module.Args, module.BY_SIZE)
 
     for kind in WIDTH if script == "d1" else ("llada", "sdar"):
-        (tmp_path / "config.json").write_text(json.dumps(WIDTH[kind] | {"model_type": kind}))
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind] | WIDTH[kind]))
         for rank in (128, 0):
             chosen = training(str(tmp_path), "countdown", rank, module.BY_SIZE)
             assert chosen.keys() <= known
