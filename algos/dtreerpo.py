@@ -620,6 +620,8 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 
 def main(args):
+    if not 0 < args.gamma < 100:
+        raise SystemExit(f"--gamma {args.gamma} must be above 0 and below 100: it is an exponent")
     block = args.block_length or meta_model(args.model).block_length
     steps, depth = math.ceil(args.gen_length / block) * args.denoising_steps, len(args.branches)
     if math.prod(args.branches) != args.num_generations or depth > steps:
