@@ -608,6 +608,8 @@ def update(model, ref_model, optimizer, batch, step, args):
 
 
 def main(args):
+    if not 0 < args.gamma < 100:
+        raise SystemExit(f"--gamma {args.gamma} must be above 0 and below 100: it is an exponent")
     block = args.block_length or meta_model(args.model).block_length
     tree_forks(leaves=args.num_generations, **vars(args) | {"block_length": block})  # refuses
     # >>> shared: start

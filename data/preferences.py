@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import describe_columns, hub_splits, is_own, open_rows, read_jsonl
 from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_asked
+from models.atomic import writing
 
 SPLITS = "train", "validation", "test"
 # what a split is called, the first that exists; ultrafeedback_binarized: train_prefs
@@ -197,8 +198,9 @@ def main(args):
     if not pairs:
         problem = f"no prompt of {asked} has two answers of different score"
         raise SystemExit(f"--samples {args.samples}: {problem}")
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    with writing(args.out):
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     print(f"{len(pairs)} pairs, of {len(rows)} answers to {asked} prompts: {args.out}")
 
 

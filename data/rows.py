@@ -4,6 +4,7 @@ import csv
 import errno
 import gzip
 import json
+import os
 import tempfile
 import zlib
 from functools import cache
@@ -132,7 +133,7 @@ def read_jsonl(path):
 
     SystemExit names the line that is no JSON object or not UTF-8, and a file that is cut off.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise SystemExit(f"{path}: no such file")
     line = 0
     try:

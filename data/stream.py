@@ -42,9 +42,8 @@ def check_items(items, config_file):
     config = json.loads(config_file.read_text(encoding="utf-8"))
     had = config.setdefault("rows", found)
     if had != found:
-        then, now = (f"{rows['count']} rows of hash {rows['hash']}" for rows in (had, found))
         raise SystemExit(
-            f"--resume: the run began with {then} to train on, now there are {now}: "
+            f"--resume: the run began with rows {had} to train on, now there are {found}: "
             "give it the data that it had"
         )
     if is_first_rank():

@@ -74,7 +74,7 @@ def take_directory(flags, program, default, held):
 def refuse_overwriting(out):
     """SystemExit if flags, samples or results lie in the directory `out` or in its folders. "" is
     no directory."""
-    if out and (found := sorted(Path(out).glob("**/*.json*"))):
+    if out and (found := sorted([*Path(out).glob("*.json*"), *Path(out).glob("*/*.json*")])):
         raise SystemExit(
             f"--out {out}: {found[0].relative_to(out)} would be overwritten; "
             "name another directory, continue with --resume, or remove the old results"

@@ -1,5 +1,6 @@
 """The names that --model takes, and the directory or configuration that each of them stands for."""
 
+import os
 from pathlib import Path
 
 from models.atomic import check_letters
@@ -83,8 +84,8 @@ def adapter_base(directory):
     """
     config = read_json(directory / "adapter_config.json")
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    is_dir = isinstance(base, str) and base and Path(base).is_dir()
-    if base not in MODELS.values() and not is_dir:
+    is_directory = isinstance(base, str) and os.path.isdir(base)  # False where no name is so long
+    if base not in MODELS.values() and not is_directory:
         what = "which is neither a directory here nor a known hub id"
         raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
-    return base if is_dir or not revision else f"{base}@{revision}"
+    return base if is_directory or not revision else f"{base}@{revision}"

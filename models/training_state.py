@@ -232,6 +232,10 @@ def pair_parts(model, optimizer, number):
 def load_pair(state, model, optimizer, number):
     """Fill a pair from a state directory. Collective."""
     parts = pair_parts(model, optimizer, number)
+    try:  # dcp.load would print the traceback of a damaged file before it raises
+        dcp.FileSystemReader(state / "state").read_metadata()
+    except Exception as error:  # whatever pickle makes of it
+        raise SystemExit(f"--resume: {state} is damaged: its .metadata cannot be read") from error
     try:
         dcp.load(parts, checkpoint_id=state / "state")
         if optimizer:

@@ -198,6 +198,10 @@ def test_a_state_of_another_model_or_world_is_refused(run_ranks, tmp_path, was, 
             file.write_bytes(b"")
         with refused("--resume", "step-000001", "damaged or of another model"):
             load_state(state, model, optimizer)
+        metadata = state / "state/.metadata"
+        metadata.write_bytes(metadata.read_bytes()[:-9])
+        with refused("--resume", "step-000001", "damaged"):
+            load_state(state, model, optimizer)
         (state / "facts.json").write_text(json.dumps({"step": 1, "world_size": 2}))
         with refused("--resume", "was saved by 2 ranks, this run has 1"):
             load_state(state, model, optimizer)
