@@ -226,6 +226,8 @@ def follow(run_dir, config):
     """-> a new run of wandb, or the one that the run in this directory has had before"""
     import wandb
 
+    # tables wait there for `wandb sync`, which may be on another machine; a home may be read-only
+    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
     kept = run_dir / "wandb-id"
     known = kept.read_text() if kept.exists() else None
     run = wandb.init(

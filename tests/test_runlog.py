@@ -4,6 +4,7 @@ import csv
 import gc
 import io
 import json
+import os
 import re
 import sys
 from contextlib import closing
@@ -167,6 +168,8 @@ def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(tmp_path,
     run = wandb.init.return_value
     run.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_DATA_DIR", "")  # restored afterwards
+    monkeypatch.delenv("WANDB_DATA_DIR")
     with closing(open_log(tmp_path, track=True)) as log:
         log.write(1, RL_ROW)
         log.samples(1, [{"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}])
@@ -177,6 +180,7 @@ def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(tmp_path,
     first, second = (made.kwargs for made in wandb.init.call_args_list)
     assert first["config"] == ARGS and second["resume"] == "allow"
     assert (first["id"], second["id"]) == (None, "x1")
+    assert os.environ["WANDB_DATA_DIR"] == str(log.run_dir / "wandb")  # not in the home
 
 
 GROUPS = ["the method's own", "task and data", "rollout", "length of the run and evaluation",

@@ -3,7 +3,9 @@
 import csv
 import functools
 import json
+import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +108,7 @@ def test_the_commands_of_a_user(warm, tmp_path, nodes):
     words += f"localhost --master-port {free_port()} --node-rank"
     rest = f"algos/bgpo.py --mc-num 2 {flags} --out {tmp_path}/runs".split()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    pipes |= {"umask": 0o022, "env": os.environ | {"HF_TOKEN": "hf_secret"}}
     started = [
         subprocess.Popen([sys.executable, *words.split(), str(node), *rest], **pipes)
         for node in range(nodes)
@@ -126,6 +129,9 @@ def test_the_commands_of_a_user(warm, tmp_path, nodes):
     assert "before" in score and prompt.startswith("prompt   <|user|>")
     assert tokens.startswith("tokens   ") and set(steps.split()[1:]) <= {"1", "2"}
     assert re.match(rf"\d+ s; curves: {directory}/curves.png; weights: .*step-000002", last)
+    for path in filter(lambda path: not path.is_symlink(), tmp_path.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path
+        assert path.is_dir() or b"hf_secret" not in path.read_bytes(), path
     model = directory / "checkpoints/step-000002"
     flags = "--model", model, "--limit", 4, "--out", tmp_path / "eval"
     said = Run(tmp_path / "said", 1, "evals/countdown.py", *flags).finish()
