@@ -266,7 +266,9 @@ class Curves:
                 continue
             score = json.loads(log.read_text().splitlines()[-1])["accuracy"]
             if not 0.05 < score < 0.6:
-                raise SystemExit(f"{start} solves {score:.0%} of {task}: change START")
+                raise SystemExit(
+                    f"{start} solves {score:.0%} of {task}: change START and remove it"
+                )
             self.keep(run, {"greedy": score})
 
     def tried(self, family, method, task, centre):
