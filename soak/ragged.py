@@ -23,11 +23,10 @@ import torch.multiprocessing as mp
 from oracles import CONFIGS, tiny_model
 from sync_shared import METHODS, ONLINE
 
+from models import add_value_head
 from rollout import make_engine
 
-ROLLOUTS = 100  # on 2 ranks, and again on 4
-# d-TreeRPO and TraceRL make more of a rollout than its completions: tests/test_scripts.py
-SCRIPTS = [script for script in ONLINE if script not in ("dtreerpo", "tracerl")]
+ROLLOUTS = 130  # on 2 ranks, and again on 4
 LIMIT = 60  # seconds that an update may take
 
 
@@ -36,7 +35,7 @@ def plan(seed, ranks):
     rewards
     """
     draw = random.Random(seed)
-    script = SCRIPTS[seed % len(SCRIPTS)]
+    script = ONLINE[seed % len(ONLINE)]
     families = [family for family in CONFIGS if family in METHODS[script]["families"]]
     G, groups = draw.randint(2, 4), draw.randint(4, 9)
     flags = {
@@ -49,7 +48,12 @@ def plan(seed, ranks):
         "beta": draw.choice([0.0, 0.1]),
         "gen_length": draw.choice([4, 8, 12]),
         "denoising_steps": draw.choice([1, 2, 4]),
+        "prompts_per_step": groups,
+        "seed": seed,
     }
+    if script == "dtreerpo":  # two segments in every block
+        flags |= {"branches": (G, 2), "block_length": 4, "denoising_steps": draw.choice([2, 4])}
+        flags["num_generations"] = G = 2 * G
     prompts = [[draw.randrange(5) for _ in range(draw.randint(1, 15))] for _ in range(groups)]
     dead = draw.random()
     rewards = [[draw.random() * (draw.random() > dead) for _ in range(G)] for _ in range(groups)]
@@ -66,29 +70,35 @@ def update(rank, ranks, seed):
         flags["mc_num"] = 2
     args = module.Args(**flags)
     args.beta *= module.USES_REF
-    mine = slice(bounds[rank], bounds[rank + 1])
-    model, reference = tiny_model(family), tiny_model(family, seed=1)
-    trace = make_engine(model).generate(
-        prompts[mine],
-        num_samples=args.num_generations,
-        gen_length=args.gen_length,
-        denoising_steps=args.denoising_steps,
-        records=module.RECORDS,
-        seed=seed,
-        sample_offset=mine.start * args.num_generations,
-    )
+    sampling = {name: getattr(args, name) for name in module.ROLLOUT.split()}
+    mine = range(bounds[rank], bounds[rank + 1])
+    module.rank_share = lambda *_: mine  # otherwise every rank has as many prompts
+    model, reference, critic = tiny_model(family), tiny_model(family, seed=1), tiny_model(family)
+    add_value_head(critic).value_head.to_empty(device="cpu").double().weight.data.fill_(0.1)
+    rollout = make_engine(model), [("", ids) for ids in prompts], sampling, 0
+    if script == "dtreerpo":
+        forks = [args.gen_length // 4 * args.denoising_steps // 2]
+        nodes, _ = module.grow_trees(*rollout, forks, args)
+        trace = nodes[-1]
+    else:
+        trace, _ = module.roll_out(*rollout, args)
     batch = module.Batch(trace, model)
-    scores = torch.tensor(rewards[mine], dtype=torch.float64).flatten()
+    scores = torch.tensor(rewards[mine.start : mine.stop], dtype=torch.float64).flatten()
     if module.RECORDS == "states":  # a reward for every step
         scores = scores[:, None] * torch.arange(1, trace.num_replays + 1)
     batch.advantages = module.compute_advantages(scores, args)
-    for each in (model, reference):
+    for each in (model, reference, critic):
         del each.set_requires_gradient_sync, each.set_requires_all_reduce  # FSDP2's own
         module.parallelize(each, args)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    metrics = module.update(model, reference, optimizer, batch, 0, args)
-    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    return metrics, weights
+    optimizer, values = torch.optim.SGD(model.parameters(), lr=1.0), {}
+    if script == "dtreerpo":
+        batch.nodes, batch.progress = nodes, 0.5
+    if script == "tracerl":
+        descent = torch.optim.SGD(critic.parameters(), lr=1.0)
+        values = module.update_values(critic, descent, batch, 0, args)
+    metrics = module.update(model, reference, optimizer, batch, 0, args) | values
+    trained = [p for each in (model, critic) for p in each.parameters() if p.requires_grad]
+    return metrics, [p.full_tensor().detach() for p in trained]
 
 
 def work(rank, ranks, seeds, place):
@@ -104,12 +114,11 @@ def work(rank, ranks, seeds, place):
             assert math.isclose(metrics[name], value, rel_tol=1e-4, abs_tol=1e-6), (
                 seed, plan(seed, ranks), name, metrics[name], value,
             )  # fmt: skip
-        for name, value in whole.items():
-            torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(weights, whole, atol=1e-5, rtol=1e-4)
 
 
 def ragged(folder, ranks, script):
-    seeds = [seed for seed in range(ROLLOUTS) if SCRIPTS[seed % len(SCRIPTS)] == script]
+    seeds = [seed for seed in range(ROLLOUTS) if ONLINE[seed % len(ONLINE)] == script]
     for world_size in (1, ranks):
         store = str(folder / f"store-{world_size}")
         arguments = world_size, store, work, (seeds, folder)
@@ -118,7 +127,7 @@ def ragged(folder, ranks, script):
 
 
 CHECKS = [
-    (f"{script} on {ranks} ranks", ragged, ranks, script) for ranks in (2, 4) for script in SCRIPTS
+    (f"{script} on {ranks} ranks", ragged, ranks, script) for ranks in (2, 4) for script in ONLINE
 ]
 
 if __name__ == "__main__":
