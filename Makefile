@@ -1,6 +1,6 @@
 # make demo: RL that visibly works, on CPU, in a few minutes.  make test: the tests.  make test-gpu: those of a GPU's kernels.
 # make soak: kills, full disks, long runs, uneven ranks, other GPUs, fuzzed files and flags, for two
-# hours or more; it needs Linux, and soak/fuzz.py hypothesis (pip install hypothesis).
+# hours or more; it needs Linux, Triton, and hypothesis (pip install triton hypothesis).
 # Each makes .venv first and says where it is.
 PYTHON ?= python3
 VENV ?= .venv

@@ -264,13 +264,13 @@ class Plan:
         """-> the plan in lines"""
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
-        # it keeps its cache where that fits
-        later = min(memory["sum"] + self.kv_cache / 1e9, KEPT_BELOW * self.room / 1e9)
+        held, most = memory["sum"], KEPT_BELOW * self.room / 1e9
+        later = min(held + self.kv_cache / 1e9, most)  # the sampler keeps its cache where it fits
+        more = f", about {later:.3g} in later steps" * (later > held)
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
             f"{self.rows} completions at a time\n"
-            f"  GB of {self.room / 1e9:.3g}: {line(memory)}, "
-            f"up to {max(memory['sum'], later):.3g} in later steps\n"
+            f"  GB of {self.room / 1e9:.3g}: {line(memory)}{more}\n"
             f"  seconds: {line(self.seconds()) or 'unknown on this GPU'}"
         )
 

@@ -521,14 +521,15 @@ def check_sizes(args):
     name that no file can have.
     """
     for name, flag, number in numbers_of(args):
-        if not 0 <= number or number == math.inf and name != "max_grad_norm":
+        if not 0 <= number or number == math.inf and name not in ("max_grad_norm", "epsilon"):
             raise SystemExit(f"{flag} must be at least 0 and finite")
         if type(number) is int and number >= MAX:
             raise SystemExit(f"{flag} must be below {MAX:,}")
     for name, value in vars(args).items():
-        if name != "prompt" and isinstance(value, str) and max(map(len, value.split("/"))) > 255:
+        parts = re.split("[/,]", value) if isinstance(value, str) and name != "prompt" else ()
+        if any(len(part.encode(errors="replace")) > 255 for part in parts):
             flag = name.replace("_", "-")
-            raise SystemExit(f"--{flag} {value[:40]}...: no name has more than 255 characters")
+            raise SystemExit(f"--{flag} {value[:40]}...: no name has more than 255 bytes")
     return args
 
 

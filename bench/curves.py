@@ -117,7 +117,8 @@ class Args:
     minutes: float = 0
     """end this call after so many; 0: when all is made"""
     minutes_later: float = 0
-    """of calls that follow on this machine: until then a run that is started now must be done"""
+    """that later calls on this machine will have: a run that needs less starts only if it can end
+    within them"""
     jobs: int = 2
     """runs at a time; they share cores and GPUs evenly"""
     methods: tuple[str, ...] = METHODS
@@ -193,6 +194,8 @@ class Curves:
         self.root = ROOT / "runs/curves" / self.file.stem
         self.settings = {name: getattr(args, name) for name in SETTINGS.split()}
         self.taken, self.running = set(), set()  # runs of this call
+        if args.rollouts < (least := 2 * WINDOW * args.eval_every):
+            raise SystemExit(f"--rollouts {args.rollouts}: a plateau takes at least {least}")
         pairs = [(family, method) for family in args.families for method in args.methods]
         self.pairs = [pair for pair in pairs if pair not in REFUSED]
         for line in self.file.read_text().splitlines() if self.file.is_file() else []:
@@ -266,9 +269,8 @@ class Curves:
                 continue
             score = json.loads(log.read_text().splitlines()[-1])["accuracy"]
             if not 0.05 < score < 0.6:
-                raise SystemExit(
-                    f"{start} solves {score:.0%} of {task}: change START and remove it"
-                )
+                hint = f": change START and delete {start}" if folder.is_dir() else ""
+                raise SystemExit(f"{start} solves {score:.0%} of {task}, not 5 to 60 %{hint}")
             self.keep(run, {"greedy": score})
 
     def tried(self, family, method, task, centre):
@@ -281,7 +283,7 @@ class Curves:
             if not all(run in self.rows for run in runs):
                 return runs, None
             scores = {k: last_score(self.rows[run]) for k, run in zip(numbers, runs, strict=True)}
-            best = max(sorted(scores), key=scores.get)
+            best = max(scores, key=scores.get)  # of equal ones that nearest to the centre
             if min(numbers) < best < max(numbers):
                 return runs, best
             numbers.append(best - 1 if best == min(numbers) else best + 1)
@@ -312,13 +314,16 @@ class Curves:
 
     def fits(self, run):
         """Whether a run can end in the time that is left, at the pace of the method's others: a
-        second per rollout where there are none.
+        second per rollout where there are none. A run that needs more than all calls on this
+        machine have starts at any time.
         """
         paces = [row["pace"] for known, row in self.rows.items() if known.method == run.method]
         rollouts = self.target(run) - saved_step(self.folder(run))
         need = STARTUP + rollouts * max(paces, default=1)
         now = time.perf_counter()
-        return now < self.end and now + need < self.end + 60 * self.args.minutes_later
+        later = 60 * self.args.minutes_later
+        is_long = need > 60 * self.args.minutes + later
+        return now < self.end and (is_long or now + need < self.end + later)
 
     def work(self, gpu):
         """Make runs until none is left for this call."""

@@ -72,7 +72,7 @@ def draw(folder):
     for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
         axes.set(title=title, xlabel="step")
         for place, (name, run) in enumerate(runs.items()):
-            ls, color = STYLES.get(name, ("-", COLOURS[place]))
+            ls, color = STYLES[name] if name in STYLES else ("-", COLOURS[place % len(COLOURS)])
             axes.plot([], [], ls=ls, color=color, label=name)
             for marker, pattern in zip(("", ".", "*"), PANELS[title], strict=True):
                 style = {"marker": marker, "ls": "" if marker == "*" else ls, "color": color}
@@ -121,13 +121,16 @@ def draw_comparison(name):
             tables = [evaluations(run, starts[tuple(pair)]) for run in runs if run["points"]]
             if tables and all({*panel[1:]} <= {*table} for table in tables):
                 drawn[panel].append((tuple(pair), method, tables, runs))
+    if not drawn:
+        return  # rates are still tried
     figure = Figure((4 * len(starts), 0.8 + 2.8 * len(drawn)), layout="constrained")
     grid = figure.subplots(len(drawn), len(starts), sharey="row", squeeze=False)
     for row, ((label, key, unit), curves) in zip(grid, drawn.items(), strict=True):
         for pair, method, tables, runs in curves:
             axes, (ls, color) = row[list(starts).index(pair)], STYLES[method]
             values = pd.concat([table[key] for table in tables], axis=1).ffill().dropna()
-            x = pd.concat([table[unit] for table in tables], axis=1).mean(axis=1)[values.index]
+            x = pd.concat([table[unit] for table in tables], axis=1).ffill().mean(axis=1)
+            x = x[values.index]
             (lines[method],) = axes.plot(x, values.mean(axis=1), ls=ls, color=color)
             low, high = values.min(axis=1), values.max(axis=1)
             axes.fill_between(x, low, high, color=color, alpha=0.12, lw=0)

@@ -65,7 +65,10 @@ def load(split, path=None, limit=None):
     """
     path, style = source_and_style(path, HUB)
     held = split != "test"
-    path = "full" if path == HUB and held else path
+    if held and is_of(path, HUB):
+        if path != HUB:
+            raise SystemExit(f"--data {path} has test rows alone: use full@REVISION")
+        path = "full"
     if whole := is_of(path, "full"):
         path, part = path.replace("full", FULL, 1), "train" if held else "test"
         rows = [row for name in PARTS for row in read_rows(path, part, PRESETS, config=name)]

@@ -72,8 +72,8 @@ MMAP, PRLIMIT, KILL, TGKILL = (9, 222), (302, 261), (62, 129), (234, 131)
 FCNTL, IOCTL = (72, 25), (16, 29)
 # fcntl(2) names the process that a descriptor signals: F_SETOWN, F_SETSIG, F_SETOWN_EX
 SET_OWNER = 8, 10, 15
-# ioctl(2): below are those of terminals and plain descriptors; above are those that change a file
-# that is open for reading (FS_IOC_SETFLAGS), and FIOSETOWN
+# ioctl(2) from here on is refused: among these are FIOSETOWN and those that change a file that is
+# open for reading (FS_IOC_SETFLAGS). Most of terminals and plain descriptors are below
 FILE_IOCTLS = 0x5500
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of BPF

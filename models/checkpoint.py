@@ -138,10 +138,13 @@ def set_special_tokens(model, directory=None):
 
 
 def load_tokenizer(name_or_dir):
-    """The checkpoint's own tokenizer and chat template, without remote code."""
+    """The checkpoint's own tokenizer and chat template, without remote code.
+
+    From then on stdout prints \\uXXXX for characters that the terminal's encoding lacks.
+    """
     from transformers import AutoTokenizer, PretrainedConfig
 
-    if hasattr(sys.stdout, "reconfigure"):  # its tokens are printed, whatever the terminal can show
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     if random_config(name_or_dir):
         return byte_tokenizer()
@@ -157,7 +160,7 @@ def load_tokenizer(name_or_dir):
             directory, config=config, tokenizer_type=kind, trust_remote_code=False
         )
         if tokenizer.chat_template:  # a damaged one must not wait for the first prompt
-            prompt_text(tokenizer, [{"role": "user", "content": ""}])
+            prompt_text(tokenizer, [{"role": "user", "content": "text"}])
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exception; transformers almost anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -46,7 +46,7 @@ class DecoderKeys(Keys):
     rope_theta: float
 
 
-MAX = 1 << 24  # no integer in a config.json reaches it
+MAX = 1 << 24  # no size in a config.json reaches it
 
 # Keys of any config.json that change no logit.
 NO_EFFECT = (
@@ -99,9 +99,12 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
     # null: the default
     known = {name: raw[name] for name in own if raw.get(name) is not None}
     for name, value in known.items():
-        kinds = (int, float) if own[name].type is float else (own[name].type,)
-        if type(value) not in kinds or not 0 <= value < (MAX if type(value) is int else math.inf):
-            refuse(name, value, f", which is no {kinds[-1].__name__} in the range of such models")
+        kind = own[name].type
+        if kind is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            refuse(name, value, "; it must be a finite number of at least 0")
+        if kind is not float and (type(value) is not kind or not 0 <= value < MAX):
+            wanted = f"an integer from 0 to {MAX - 1}" if kind is int else "true or false"
+            refuse(name, value, f"; it must be {wanted}")
     return cls(**known)
 
 

@@ -160,8 +160,9 @@ def merge_adapter(model, directory):
     parts, pairs = tensor_parts(model), {}
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         for name in file.keys():
-            *base, part, kind = "", *name.removeprefix("base_model.model.").split(".")
-            pairs.setdefault(".".join([*base[1:], kind]), {})[part] = file.get_tensor(name)
+            path, _, kind = name.removeprefix("base_model.model.").rpartition(".")
+            layer, _, part = path.rpartition(".")
+            pairs.setdefault(f"{layer}.{kind}".strip("."), {})[part] = file.get_tensor(name)
     if not pairs:
         raise SystemExit(f"{directory} holds no adapters")
     for name, pair in pairs.items():

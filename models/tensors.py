@@ -31,7 +31,7 @@ def build_model(config, dtype=torch.float32):
     Parameters are of `dtype`, except those that always stay fp32 (routers).
     """
     model_type = architecture(config)
-    if model_type not in [*ARCHITECTURES]:
+    if model_type not in [*ARCHITECTURES]:  # a damaged one may be no string
         supported = ", ".join(ARCHITECTURES)
         raise SystemExit(f"config.json has model_type {model_type!r}; supported are {supported}")
     module, name = ARCHITECTURES[model_type].split(".")

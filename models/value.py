@@ -9,9 +9,9 @@ from models.lora import add_lora
 def load_value_model(name_or_dir, policy, optimizer, shard):
     """The weights that the policy started from, with a value head, so that `logps` gives values.
 
-    name_or_dir: as the policy was loaded. Types, device, the shape and the seed of adapters are the
-    policy's, and the settings of `optimizer` too. shard(model) -> the model, sharded, before
-    weights are read. The head starts at 0. -> model, its own optimizer
+    name_or_dir: as the policy was loaded. Dtype, device and adapters (shape, seed) are as in the
+    policy; its optimizer has the settings of `optimizer`. shard(model) -> the model, sharded,
+    before weights are read. The head starts at 0. -> model, its own optimizer
     """
     weight, config = policy.lm_head.weight, getattr(policy, "lora_config", None)
     model = meta_model(name_or_dir, weight.dtype)

@@ -58,9 +58,12 @@ def tree_forks(branches, leaves, **settings):
     """Where the paths of a tree fork, so that its segments have equally many denoising steps.
 
     branches: children of a node, the root's first; leaves: samples of a prompt -> numbers of steps,
-    counted over all blocks, one less than there are segments. SystemExit where no such tree exists.
+    as `until` of Engine.generate counts them, one less than there are segments. SystemExit where no
+    such tree exists.
     """
-    steps, depth = sum(map(len, block_quotas(**settings))), len(branches)
+    n, quotas, depth = settings["denoising_steps"], block_quotas(**settings), len(branches)
+    numbers = [b * n + s for b, quota in enumerate(quotas) for s in range(len(quota))]
+    steps = len(numbers)
     flag, product = f"--branches {' '.join(map(str, branches))}", math.prod(branches)
     if product != leaves:
         wanted = f"give --num-generations {product}, or branches whose product is {leaves}"
@@ -68,7 +71,7 @@ def tree_forks(branches, leaves, **settings):
     if depth > steps:
         wanted = f"give at most {steps} numbers, or more --denoising-steps or --gen-length"
         raise SystemExit(f"{flag} needs {depth} denoising steps, a rollout has {steps}: {wanted}")
-    return [s * steps // depth for s in range(1, depth)]
+    return [numbers[s * steps // depth] for s in range(1, depth)]
 
 
 def eoser_weight(step, num_steps, schedule):

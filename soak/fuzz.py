@@ -430,7 +430,7 @@ NAMES += [
     "=",
 ]
 # flags that may be infinite or negative
-MAY = {"max_grad_norm": (["inf"], ["1e999"])}
+MAY = dict.fromkeys(("max_grad_norm", "epsilon"), (["inf"], ["1e999"]))
 SMALL = {
     "max_steps": 1, "eval_limit": 1, "prompts_per_step": 2, "num_generations": 2, "gen_length": 4,
     "num_iterations": 1, "mc_num": 2, "batch_size": 2, "branches": 2, "limit": 2, "prompt": "1 2 =",
@@ -469,7 +469,8 @@ def line_of(chosen):
 
 def is_number(word):
     with suppress(ValueError):
-        return bool(float(word)) or True
+        float(word)
+        return True
     return False
 
 

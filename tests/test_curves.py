@@ -6,6 +6,7 @@ import runpy
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import tyro
 
 from bench import curves as bench
-from bench.curves import POINTS, RATE_SEED, Args, Curves, rate, saved_step
+from bench.curves import POINTS, RATE_SEED, Args, Curves, Run, rate, saved_step
 
 BEST = {
     "bgpo": 1,
@@ -106,6 +107,21 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
     args.passes = 4
     with pytest.raises(SystemExit, match="other settings"):
         Curves(args)
+
+
+def test_a_run_starts_if_it_can_end_or_if_no_call_is_long_enough(tmp_path):
+    curves, run = Curves(Args(rows=f"{tmp_path}/rows", minutes=8)), Run("sdar", "bgpo", "countdown")
+    for left, pace, starts in (100, 0.3, 1), (100, 1, 0), (100, 5, 1), (-1, 0.3, 0), (-1, 5, 0):
+        curves.end, curves.rows[run] = perf_counter() + left, {"pace": pace}
+        assert curves.fits(run) == starts
+
+
+def test_equal_rates_end_the_search(tmp_path):
+    curves = Curves(Args(rows=f"{tmp_path}/rows"))
+    for number in 0, -1, 1:
+        row = {"points": {"greedy": [0.2]}, "diverged": False}
+        curves.rows[Run("sdar", "bgpo", "countdown", rate=rate(number))] = row
+    assert curves.tried("sdar", "bgpo", "countdown", 0)[1] == 0
 
 
 @pytest.mark.parametrize("method", bench.METHODS)
