@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from data.planning import countdown_solutions, stable_hash, sudoku_solutions
 from data.rows import read_rows
 from evals import TRAIN_TASKS, load_problems, load_splits, load_task, programs, score_all
-from evals.examples import shots_in
+from evals.examples import shots_in, user
 from evals.math_grader import grade, number
 from evals.rewards import REWARDS, load_reward
 from evals.samples import same_problem
@@ -563,7 +563,7 @@ def test_the_problem_that_a_row_of_completions_is_about():
         "Janet’s": False, asked.replace("16", "17"): False,
     }.items():  # fmt: skip
         assert same_problem(task, example, {"question": said}) == fits, said
-        assert same_problem(task, example, {"prompt": [{"content": said}]}) == fits
+        assert same_problem(task, example, {"prompt": user(said)}) == fits
     assert same_problem(task, example, {"prompt": task.prompt(example)})
     assert same_problem(task, example, {"completion": "5"})
 

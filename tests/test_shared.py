@@ -35,7 +35,7 @@ MOST = {
     "ebpo": 140,
     "wd1": -100,
     "justgrpo": 230,
-    "dtreerpo": 510,
+    "dtreerpo": 520,
     "tracerl": 725,
     "tpg": 210,
 }
