@@ -363,7 +363,6 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
 def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
     """At every byte of the last row, in the middle of a character of several bytes too."""
     monkeypatch.setattr(runlog, "draw_curves", lambda run_dir: None)
-    monkeypatch.setattr(runlog, "write_report", lambda run_dir: [])
     directory = run_directory(tmp_path, rows=2)
     whole = (directory / name).read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
