@@ -121,7 +121,7 @@ REFUSALS = [
     ("algos/d1.py --p-mask-prompt 1.5", "--p-mask-prompt 1.5 must be at least 0 and at most 1"),
     ("algos/d1.py --seed 2147483648", "--seed 2147483648 must be below 2,147,483,648"),
     ("algos/dtreerpo.py --resume OLD", "branches = 4, lost = 1, which this version does not take"),
-    (f"algos/vrpo.py --data {'x' * 256}", "no name has more than 255 characters"),
+    (f"algos/vrpo.py --data {'x' * 256}", "no name has more than 255 bytes"),
     ("evals/countdown.py --model tiny-sdar --factor inf", "--factor inf must be at least 0 and"),
     (f"evals/show.py --prompt x --gen-length {2**40}", "must be below 2,147,483,648"),
     *(
