@@ -38,7 +38,7 @@ OWN = {  # flags that make a step short
     "d1": "--num-iterations 2",
     "coupled_grpo": "--num-iterations 1 --ref-sync-steps 20",
     "mdpo": "--model tiny-llada --train-steps 2 --num-iterations 1",
-    "dtreerpo": "--num-iterations 1 --branches 2",
+    "dtreerpo": "--num-iterations 1 --branches 2 2",
     "tracerl": "--value-model --num-iterations 1",
     "sft": "--batch-size 4 --max-length 64 --pack-length 64",
     "vrpo": "--batch-size 4 --mc-num 2",
