@@ -48,6 +48,9 @@ COMPARED = (
 HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
 |---|---|---|---|---|---|---|
 """
+LEARNING = """| comparison | pair | methods | rank correlation |
+|---|---|---|---|
+"""
 
 
 def finish(figure, name):
@@ -204,7 +207,34 @@ def alignment_table(name):
     return table
 
 
-TABLES = {"comparison": comparison_table, "alignment": alignment_table}
+def learning_table(names):
+    """names: of comparisons -> Markdown: does a higher cosine at temperature 1 learn more? Rank
+    correlation over the methods of a pair, and how often orders by chance have a higher mean.
+    """
+    table, ranks, panels = LEARNING, [], alignment()
+    for name in names.split():
+        learned = defaultdict(list)
+        for (family, task, method, variant), runs in comparison(name)[0].items():
+            row = panels[task, family][method, 1, 1]
+            gains = [np.diff(run["test"]) for run in runs if run["test"][1:]]
+            if gains and not variant and 0 < row["error"] < MEASURED:
+                learned[family, task].append((row["cosine"], np.mean(gains)))
+        for pair, rows in learned.items():
+            x, y = pd.DataFrame(rows).rank().to_numpy().T
+            ranks.append((x, y))
+            correlation = np.corrcoef(x, y)[0, 1]
+            table += f"| {name} | {': '.join(pair)} | {len(rows)} | {correlation:.2f} |\n"
+    mean = lambda order: np.mean([np.corrcoef(order(x), y)[0, 1] for x, y in ranks])
+    found, chance = mean(lambda x: x), np.random.default_rng(0)
+    higher = np.mean([mean(chance.permutation) >= found for _ in range(10_000)])
+    return table + f"| mean | orders by chance reach it: {higher:.1%} | | {found:.2f} |\n"
+
+
+TABLES = {
+    "comparison": comparison_table,
+    "alignment": alignment_table,
+    "learning": learning_table,
+}
 
 
 def with_tables(text):
