@@ -26,7 +26,8 @@ from report import MAX_BYTES, read_rows
 STEPS = dict.fromkeys(METHODS, 600) | dict.fromkeys(("bgpo", "cj_grpo", "sft", "tracerl"), 2000)
 KEEP = 2
 # shares of the steps after which a process is killed. The last one runs from there to the end. Its
-# caches and heap grow for some 250 steps, those of two models for 700; memory is measured in the last half
+# caches and heap grow for some 250 steps, those of two models for 700; memory is measured in the
+# last half
 KILLS = 0.02, 0.04, 0.06
 ALL = f"--save-every 10 --keep-saves {KEEP} --eval-every 25 --eval-limit 8"
 ONLINE = " --prompts-per-step 2 --num-generations 4 --dead-steps 0"
