@@ -158,9 +158,9 @@ class Plan:
         return int(self.lengths.amax(0)[0]) + self.gen_length
 
     @property
-    def kv_cache(self):
-        """Bytes of the sampler's keys and values"""
-        return self.cached * self.rows * math.ceil(self.canvas / WIDTHS) * WIDTHS
+    def row_cache(self):
+        """Bytes of the keys and values of one completion in the sampler"""
+        return self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
 
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
@@ -195,7 +195,7 @@ class Plan:
             "head or block": work,
             # the sampler frees them before an update that needs their memory
             "cache and tokens of the sampler, beyond these": max(
-                0, self.kv_cache + self.kept * sampled - kept - work
+                0, self.rows * self.row_cache + self.kept * sampled - kept - work
             ),
         }
         return terms | {"sum": sum(terms.values())}
@@ -265,7 +265,9 @@ class Plan:
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
         held, most = memory["sum"], KEPT_BELOW * self.room / 1e9
-        later = min(held + self.kv_cache / 1e9, most)  # the sampler keeps its cache where it fits
+        # the sampler keeps the cache of a rollout where it fits, that of an evaluation never
+        cache = min(self.rows, math.ceil(self.rollout / self.ranks)) * self.row_cache
+        later = min(held + cache / 1e9, most)
         more = f", about {later:.3g} in later steps" * (later > held)
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "

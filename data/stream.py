@@ -43,8 +43,8 @@ def check_items(items, config_file):
     had = config.setdefault("rows", found)
     if had != found:
         raise SystemExit(
-            f"--resume: the run began with rows {had} to train on, now there are {found}: "
-            "give it the data that it had"
+            f"--resume: the rows to train on are others ({found}) than those that the run began "
+            f"with ({had}): give it the data that it had"
         )
     if is_first_rank():
         write_atomically(config_file, json.dumps(config, indent=2) + "\n")

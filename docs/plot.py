@@ -209,7 +209,7 @@ def alignment_table(name):
 
 def learning_table(names):
     """names: of comparisons -> Markdown: does a higher cosine at temperature 1 learn more? Rank
-    correlation over the methods of a pair, and how often orders by chance have a higher mean.
+    correlation over the methods of a pair, and how often random orders have as high a mean.
     """
     table, ranks, panels = LEARNING, [], alignment()
     for name in names.split():
@@ -227,7 +227,7 @@ def learning_table(names):
     mean = lambda order: np.mean([np.corrcoef(order(x), y)[0, 1] for x, y in ranks])
     found, chance = mean(lambda x: x), np.random.default_rng(0)
     higher = np.mean([mean(chance.permutation) >= found for _ in range(10_000)])
-    return table + f"| mean | orders by chance reach it: {higher:.1%} | | {found:.2f} |\n"
+    return table + f"| mean; {higher:.1%} of random orders reach it | | | {found:.2f} |\n"
 
 
 TABLES = {

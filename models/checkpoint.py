@@ -140,7 +140,7 @@ def set_special_tokens(model, directory=None):
 def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code.
 
-    From then on stdout prints \\uXXXX for characters that the terminal's encoding lacks.
+    From then on stdout prints the codes of characters that the terminal's encoding lacks.
     """
     from transformers import AutoTokenizer, PretrainedConfig
 

@@ -324,6 +324,8 @@ def test_held_out_rows_are_fixed(hub):
     for name, data in tasks.items():
         style = {"style": "tags"} if "d1" in data else {}
         assert load_task(name).load("validation", data) == [row | style for row in newest[name]]
+    with pytest.raises(SystemExit, match="has test rows alone: use full@REVISION"):
+        load_task("math500").load("train", "HuggingFaceH4/MATH-500@v1")
 
 
 def test_worked_examples_and_subjects(hub):

@@ -764,7 +764,7 @@ CASES = [(f, *case) for f in SMALLS for case in REFUSALS["any"] + REFUSALS[f]]
 
 @pytest.mark.parametrize("family, change, words", CASES)
 def test_what_a_config_asks_and_we_lack_is_refused(family, change, words):
-    build_model(SMALLS[family])
+    build_model(SMALLS[family] | {"rope_theta": 20_000_000})
     with exits_with_one_line("config.json", words):
         raw = (SMALLS[family] | change).items()
         build_model({key: value for key, value in raw if value is not None})

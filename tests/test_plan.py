@@ -119,7 +119,9 @@ def test_a_sampler_takes_fewer_completions_at_a_time_where_their_cache_does_not_
 
 def test_later_steps_hold_the_cache_of_the_sampler_where_it_fits(on_gpu):
     each = on_gpu(10, model="tiny-llada", gen_length=1024, block_length=4, cache="dual")
-    held, cache = need(each, each.size), each.kv_cache
+    held, cache = need(each, each.size), each.rollout * each.row_cache
+    offline = replace(each, rollout=0, held_out=each.rollout)  # frees it after every evaluation
+    assert offline.rows == each.rollout and "later steps" not in offline.table()
     for room, expected in (10e9, held + cache), ((held + cache / 2) / 0.9, held + cache / 2):
         each.room = room
         later = each.table().split("about ")[1].split()[0]

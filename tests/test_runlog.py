@@ -4,11 +4,13 @@ import csv
 import gc
 import io
 import json
+import math
 import os
 import re
 import sys
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -296,3 +298,11 @@ def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatc
     assert given("--resume", str(tmp_path), "--dead-steps", "0").task == args.task
     with pytest.raises(SystemExit, match="the run had --task"):
         given("--task", "mine.py", "--resume", str(tmp_path))
+
+
+def test_numbers_may_be_infinite_where_that_means_none():
+    sizes = {"epsilon": math.inf, "max_grad_norm": math.inf, "tasks": ",".join(["x" * 200] * 3)}
+    runlog.check_sizes(SimpleNamespace(**sizes))
+    for wrong in {"beta": math.inf}, {"epsilon": math.nan}, {"data": "x" * 256}:
+        with pytest.raises(SystemExit):
+            runlog.check_sizes(SimpleNamespace(**wrong))
