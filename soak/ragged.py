@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from oracles import CONFIGS, tiny_model
 from sync_shared import METHODS, ONLINE
 
-from models import add_value_head
+from models.value import add_value_head
 from rollout import make_engine
 
 ROLLOUTS = 130  # on 2 ranks, and again on 4
@@ -75,13 +75,10 @@ def update(rank, ranks, seed):
     module.rank_share = lambda *_: mine  # otherwise every rank has as many prompts
     model, reference, critic = tiny_model(family), tiny_model(family, seed=1), tiny_model(family)
     add_value_head(critic).value_head.to_empty(device="cpu").double().weight.data.fill_(0.1)
-    rollout = make_engine(model), [("", ids) for ids in prompts], sampling, 0
     if script == "dtreerpo":
-        forks = [args.gen_length // 4 * args.denoising_steps // 2]
-        nodes, _ = module.grow_trees(*rollout, forks, args)
-        trace = nodes[-1]
-    else:
-        trace, _ = module.roll_out(*rollout, args)
+        sampling["branches"] = args.branches
+    prompts = [("", ids) for ids in prompts]
+    trace, _ = module.roll_out(make_engine(model), prompts, sampling, 0, args)
     batch = module.Batch(trace, model)
     scores = torch.tensor(rewards[mine.start : mine.stop], dtype=torch.float64).flatten()
     if module.RECORDS == "states":  # a reward for every step
@@ -91,8 +88,7 @@ def update(rank, ranks, seed):
         del each.set_requires_gradient_sync, each.set_requires_all_reduce  # FSDP2's own
         module.parallelize(each, args)
     optimizer, values = torch.optim.SGD(model.parameters(), lr=1.0), {}
-    if script == "dtreerpo":
-        batch.nodes, batch.progress = nodes, 0.5
+    batch.progress = 0.5  # of d-TreeRPO's schedule
     if script == "tracerl":
         descent = torch.optim.SGD(critic.parameters(), lr=1.0)
         values = module.update_values(critic, descent, batch, 0, args)

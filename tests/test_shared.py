@@ -187,3 +187,13 @@ def test_importing_a_script_has_no_effect():
         importlib.import_module(f"algos.{script}")
     assert torch.equal(state, torch.random.get_rng_state())
     assert not torch.distributed.is_initialized()
+
+
+def test_scripts_that_no_test_runs_import_names_that_exist():
+    """kernels/ apart, which needs Triton"""
+    folders = {path.parent.name for path in ROOT.glob("*/*.py")} - {"kernels"}
+    for path in [*ROOT.glob("bench/*.py"), *ROOT.glob("soak/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in folders:
+                for alias in node.names:
+                    exec(f"from {node.module} import {alias.name}")
