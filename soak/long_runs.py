@@ -1,4 +1,5 @@
-"""600 steps of every method on a tiny model, 2,000 of four, with evaluations, saves and kills.
+"""600 steps of every method on a tiny model, 2,000 of four, with evaluations, saves and kills. On a
+GPU, if there is one, 500 steps of BGPO with half a billion parameters.
 
     python soak/long_runs.py [WORD ...]    all methods, or those whose line has one of the words
 
@@ -9,6 +10,7 @@ before, no more saves stay than were asked for, and every value is finite.
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +23,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import table
 from sync_shared import METHODS, OFFLINE
 
+from models import save_model
+from models.checkpoint import set_special_tokens
+from models.tiny import TINY_SDAR, byte_tokenizer, random_model
 from report import MAX_BYTES, read_rows
 
 STEPS = dict.fromkeys(METHODS, 600) | dict.fromkeys(("bgpo", "cj_grpo", "sft", "tracerl"), 2000)
@@ -44,6 +49,15 @@ OWN = {  # flags that make a step short
     "sft": "--batch-size 4 --max-length 64 --pack-length 64",
     "vrpo": "--batch-size 4 --mc-num 2",
 }
+
+HALF = TINY_SDAR | {"hidden_size": 896, "intermediate_size": 4864, "head_dim": 64}
+HALF |= {"num_hidden_layers": 32, "num_attention_heads": 14, "num_key_value_heads": 2}
+COIN = """from data.planning import stable_hash
+
+
+def coin(completion, example):
+    return float(stable_hash(completion) % 2)
+"""
 
 
 def look(process, folder):
@@ -74,14 +88,16 @@ def watch(process, folder, until):
     return seen
 
 
-def run(folder, script):
-    steps = STEPS[script]
-    flags = f"--max-steps {steps} {ALL}" + ONLINE * (script not in OFFLINE)
+def run(folder, script, steps, flags="", kills=KILLS, **environment):
+    flags = f"--max-steps {steps} {ALL} {flags}" + ONLINE * (script not in OFFLINE)
     command = [sys.executable, f"algos/{script}.py"]
     more = [*flags.split(), *OWN.get(script, "").split(), "--out", folder]
-    for until in (*(steps * part for part in KILLS), math.inf):
+    environment = os.environ | environment
+    for until in (*(steps * part for part in kills), math.inf):
         with open(folder / "output", "w") as output:
-            process = subprocess.Popen(command + more, cwd=ROOT, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command + more, cwd=ROOT, stdout=output, stderr=output, env=environment
+            )
         try:
             seen = watch(process, folder, until)
         finally:
@@ -125,7 +141,19 @@ def check(directory, steps, seen):
     assert 0 < (directory / "report.html").stat().st_size <= MAX_BYTES
 
 
-CHECKS = [(f"{steps} steps of {script}", run, script) for script, steps in STEPS.items()]
+def on_gpu(folder):
+    """Completions of random weights all differ, so a coin is their reward."""
+    save_model(set_special_tokens(random_model(HALF)), folder / "half", byte_tokenizer())
+    (folder / "coin.py").write_text(COIN)
+    (folder / "runs").mkdir()
+    flags = f"--model {folder}/half --learning-rate 1e-5 --reward {folder}/coin.py:coin "
+    flags += "--save-every 100"  # of 6 GB each
+    yield from run(folder / "runs", "bgpo", 500, flags, (), CUDA_VISIBLE_DEVICES="0")
+
+
+CHECKS = [(f"{steps} steps of {script}", run, script, steps) for script, steps in STEPS.items()]
+if shutil.which("nvidia-smi"):
+    CHECKS.append(("500 steps of bgpo on a GPU", on_gpu))
 
 if __name__ == "__main__":
     sys.exit(table.run(CHECKS))
