@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.config import Keys, Objective, read_config
-from models.layers import RMSNorm, project, rotate_and_attend
+from models.layers import RMSNorm, embedding_table, project, rotate_and_attend
 from models.scoring import Bidirectional
 
 
@@ -97,7 +97,7 @@ class LLaDA(Bidirectional):
         d, rows = config.d_model, config.embedding_size
         self.model = nn.Module()
         self.model.transformer = nn.Module()
-        self.model.transformer.wte = nn.Embedding(rows, d)
+        self.model.transformer.wte = embedding_table(rows, d)
         blocks = (Block(config, layer) for layer in range(config.n_layers))
         self.model.transformer.blocks = nn.ModuleList(blocks)
         self.model.transformer.ln_f = RMSNorm(d, config.rms_norm_eps)

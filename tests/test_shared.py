@@ -17,6 +17,7 @@ from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
 from models.config import architecture
 from models.defaults import TINY, training
+from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
 from rollout.engine import Sampling
 from runlog import command_line
@@ -179,6 +180,13 @@ def test_slow_packages_are_imported_where_they_are_used():
     for path in [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]:
         found = re.search(rf"^(import|from) ({slow}|.*training_state)\b", path.read_text(), re.M)
         assert not found, f"{path}: {found[0]}"
+
+
+def test_models_without_weights_draw_no_normal_numbers(monkeypatch):
+    """On the meta device these import torch._dynamo, which takes 1.3 s."""
+    monkeypatch.setattr(torch.nn.init, "normal_", None)
+    for config in TINY_CONFIGS.values():
+        build_model(config)
 
 
 def test_importing_a_script_has_no_effect():
