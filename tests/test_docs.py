@@ -156,7 +156,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
     for name in list(MODELS):
         if (folder := Path(os.environ["CLEANDLLM_HF"]) / Path(MODELS[name]).name).is_dir():
             monkeypatch.setitem(MODELS, name, str(folder))
-    monkeypatch.setitem(MODELS, "DiffuCoder-7B-Instruct", MODELS["dream-7b"])
+    monkeypatch.setitem(MODELS, "DiffuCoder-7B-Instruct", MODELS["dream-7b"])  # is a Dream
     monkeypatch.setattr(defaults, "is_tiny", lambda _: False)
     for command, ranks in rows:
         words = shlex.split(Template(command).substitute(names))
