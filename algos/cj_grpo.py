@@ -165,7 +165,7 @@ class Args:
     keep_saves: int = 0
     """newest saves to keep besides the best by validation score; 0: all"""
     resume: str = ""
-    """run directory to continue, with its arguments; --max-steps and --dead-steps may change"""
+    """run directory to continue, with its flags; --max-steps, --dead-steps, --track may change"""
     out: str = "runs"
     """parent of the run directory"""
     track: bool = False

@@ -143,7 +143,7 @@ class Args:
     keep_saves: int = 0
     """newest saves to keep besides the best by validation score; 0: all"""
     resume: str = ""
-    """run directory to continue, with the arguments it had; only --max-steps may change"""
+    """run directory to continue, with its flags; --max-steps and --track may change"""
     out: str = "runs"
     """parent of the run directory"""
     track: bool = False

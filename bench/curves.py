@@ -415,7 +415,7 @@ class Curves:
 
 
 def rate(number):
-    """Learning rates, about a third apart: 1.5e-4 is number 0, 5e-4 number 1, 5e-5 number -1"""
+    """Learning rates, about three times apart: 1.5e-4 is number 0, 5e-4 number 1, 5e-5 number -1"""
     return float(f"{(1.5e-4, 5e-4)[number % 2] * 10.0 ** (number // 2):.1e}")
 
 

@@ -13,7 +13,7 @@ COLUMNS = "messages that end with an assistant turn, or prompt and response as t
 def training_rows(task, data, held_out=()):
     """Rows of the train split, {"prompt": messages, "response": text} or Dropped. A generator.
 
-    data: a file (.jsonl, .jsonl.gz, .parquet) or hub id with columns messages, or prompt and
+    data: a file (.jsonl, .jsonl.gz, .csv, .parquet) or hub id with columns messages, or prompt and
     response; or what the task loads: a preset, its own data (empty, or its hub id), a file of its
     problems. Then rows are the task's prompts with its gold answers.
     held_out: problems that the run is scored on; rows that ask one of them are left out.

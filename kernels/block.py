@@ -1,6 +1,6 @@
 """Block decoding for GPUs: the tokens of rollout/block.py, several times as fast.
 
-SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/rollout.md): 1.6 times its
+SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/measurements.md): 1.6 times its
 tokens/s at 16 rows, 1.5 times at 128.
 
 continuous batching  Each row advances through its blocks at its own pace, so rows need not wait for
@@ -40,8 +40,8 @@ WIDTHS = 128
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
 PREFILL = 1 << 15  # most tokens in one forward of prompts
 # Under adaptive rules all steps are joined up to this many tokens. Joined / separate tokens/s of
-# SDAR-8B on one H200 with 4 steps a block: 1.18 up to 8 rows, 1.09 with 16,
-# 0.99 with 24, 0.93 with 32.
+# SDAR-8B on one H200 with 4 steps a block: 1.18 up to 8 rows, 1.09 with 16, 0.99 with 24, 0.93
+# with 32.
 RIDGE = 128
 
 

@@ -110,8 +110,7 @@ class AtomicDirectory:
         save.finish()                                           # all ranks: renamed, or SystemExit
 
     Errors are kept until `finish`: a rank that stopped earlier would leave the others waiting in a
-    collective.
-    A killed process or a full disk leaves what was there before.
+    collective. A killed process or a full disk leaves what was there before.
     """
 
     def __init__(self, directory):
@@ -129,9 +128,7 @@ class AtomicDirectory:
         if self.is_active:
             try:
                 action(*args)
-            except (
-                Exception
-            ) as error:  # any type: tokenizers raises a plain Exception on a full disk
+            except Exception as error:  # tokenizers raises a plain one on a full disk
                 self.error = error
 
     def finish(self):
@@ -145,9 +142,8 @@ class AtomicDirectory:
         self.folder.mkdir(parents=True)
 
     def _publish(self):
-        mode = (
-            self.folder.stat().st_mode & 0o666
-        )  # by the umask; safetensors writes for the owner alone
+        # by the umask; safetensors writes for the owner alone
+        mode = self.folder.stat().st_mode & 0o666
         for path in [*self.folder.rglob("*"), self.folder]:
             if path.is_file():
                 path.chmod(mode)

@@ -105,8 +105,8 @@ def positions(valid, document=None):
     return (count - 1).clamp(min=0)
 
 
-# --- backends: Visibility -> attend(q, k, v). Masks are made once per forward, not per layer
-# -------
+# --- backends: Visibility -> attend(q, k, v) -----------------------------------------------------
+# Masks are made once per forward, not per layer.
 
 
 def sdpa(visibility):

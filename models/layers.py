@@ -57,7 +57,7 @@ def rotate_and_attend(layer, q, k, v, cos, sin, attend):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of Dream and SDAR. norm: of every head of queries and keys, if any"""
+    """Attention of Dream, SDAR and LLaDA-MoE. norm: of every head of queries and keys, if any"""
 
     def __init__(self, config, layer, bias=False, norm=None):
         super().__init__()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer of Dream, SDAR and LLaDA2: attention, then an MLP or experts, norms before
+    """A decoder layer of all families but LLaDA: attention, then an MLP or experts, norms before
     both.
 
     name: of the attention module, which differs between families

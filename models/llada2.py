@@ -107,9 +107,8 @@ class LLaDA2(BlockCausal):
     turn_end = "<|role_end|>"  # ends an answer
     # inclusionAI/dFactory, train_llada2_bd.py
     objective = Objective(0.3, 0.8, weight="1", mean="masked", tail="block")
-    is_edited = (
-        True  # 2.1 was trained to replace revealed tokens; 2.0, with the same config, was not
-    )
+    # 2.1 was trained to replace revealed tokens; 2.0, with the same config, was not
+    is_edited = True
     embedding = "model.word_embeddings"
     eos_token_id = 156892  # <|endoftext|>, which no official config file states
     # gate, up, down: of dense blocks and shared experts

@@ -325,7 +325,7 @@ class Engine:
         block b begin with number b * denoising_steps. What is not yet revealed then has step_map
         -1. canvas: such a Trace of the same prompts, made under the same settings: its rows,
         instead of masks alone, are what the samples continue, an equal number each row. Parts keep
-        no events or states.
+        no records.
 
         branches: children of a node, the root's first. The samples of a prompt are then the leaves
         of a tree, made in parts: those below a node share the tokens that were revealed before it.

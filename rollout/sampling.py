@@ -76,14 +76,11 @@ def sample_categorical(logits, uniform, temperature=1.0, entropy=False):
     else:
         logps = (logits / temperature).log_softmax(-1)
         cdf = logps.double().exp().cumsum(-1)  # [N, V]
-        target = (
-            uniform[:, None] * cdf[:, -1:]
-        )  # less than the total: u <= 1 - 2^-53 cannot round up to it
-        tokens = torch.searchsorted(cdf, target, right=True)[
-            :, 0
-        ]  # the first entry above it has probability > 0
-        tokens = tokens.clamp(
-            max=logits.shape[-1] - 1
-        )  # a row with NaN has no such entry; its logp is NaN
+        # less than the total: u <= 1 - 2^-53 cannot round up to it
+        target = uniform[:, None] * cdf[:, -1:]
+        # the first entry above it has probability > 0
+        tokens = torch.searchsorted(cdf, target, right=True)[:, 0]
+        # a row with NaN has no such entry; its logp is NaN
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)
     draws = tokens, logps.gather(-1, tokens[:, None])[:, 0]
     return (*draws, torch.special.entr(logps.exp()).sum(-1)) if entropy else draws

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,10 @@ from readme_table import readme_with_table
 import plan
 from evals import load_task, score_all
 from evals.rewards import load_reward
+from models import defaults
 from models.names import MODELS
+from rollout import BlockEngine, MaskedEngine
+from runlog import command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -127,7 +131,9 @@ def test_pages_of_methods_name_functions_and_defaults_of_their_script(method):
 
 @pytest.mark.skipif("CLEANDLLM_HF" not in os.environ, reason="CLEANDLLM_HF is not set")
 def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
-    """Planned for 80 GB, prompts and answers of the greatest length."""
+    """Planned for 80 GB, prompts and answers of the greatest length, with the defaults of the
+    model; the sampler takes its settings.
+    """
     page, names = (ROOT / "docs/recipes.md").read_text(), {"RUN": ""}
     for name, value in re.findall(r'^    ([A-Z0-9]+)=("[^"]*"|\S+)', page, re.M):
         names[name] = Template(value.strip('"')).substitute(names)
@@ -137,8 +143,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
 
     @cache
     def network(name, rank, targets):
-        folder = Path(os.environ["CLEANDLLM_HF"]) / Path(MODELS[name]).name
-        net = build(folder, torch.bfloat16 if rank else torch.float32)
+        net = build(name, torch.bfloat16 if rank else torch.float32)
         if rank:
             adapt(net, rank, 1, targets)
         for module in (net, net.layers, net.layers[-1]):  # plans walk through them often
@@ -148,11 +153,17 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
     monkeypatch.setattr(plan, "add_lora", lambda *_: None)
     # counted, it is 74,000 to 107,000 bytes, and takes seconds
     monkeypatch.setattr(plan, "kept_per_token", lambda *_: 1e5)
+    for name in list(MODELS):
+        if (folder := Path(os.environ["CLEANDLLM_HF"]) / Path(MODELS[name]).name).is_dir():
+            monkeypatch.setitem(MODELS, name, str(folder))
+    monkeypatch.setitem(MODELS, "DiffuCoder-7B-Instruct", MODELS["dream-7b"])  # is a Dream
+    monkeypatch.setattr(defaults, "is_tiny", lambda _: False)
     for command, ranks in rows:
-        path, *words = shlex.split(Template(command).substitute(names))
-        args, script = parse(path, words), import_module(path[:-3].replace("/", "."))
-        name = args.model if args.model in MODELS else "dream-7b"  # DiffuCoder is one
-        net = network(name, args.lora_rank, args.lora_targets)
+        words = shlex.split(Template(command).substitute(names))
+        script = import_module(words[0][:-3].replace("/", "."))
+        monkeypatch.setattr(sys, "argv", words)
+        args = command_line(script.Args, script.BY_SIZE)
+        net = network(args.model, args.lora_rank, args.lora_targets)
         monkeypatch.setattr(plan, "meta_model", lambda *_, net=net: net)
         make = partial(plan.Plan, room=85e9, gpu="H100", ranks=int(ranks))
         flags = vars(args)
@@ -160,6 +171,9 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         make = partial(make, **numbers)
         monkeypatch.setattr(plan, "fit", lambda cpu, flags, make=make, **rest: make(**rest))
         if "prompts_per_step" in flags:
+            engine = BlockEngine if net.attention == "block-causal" else MaskedEngine
+            sampling = {name: flags[name] for name in script.ROLLOUT.split()}
+            engine(net, 1).plan(script.RECORDS, **sampling)
             row = None, range(args.max_prompt_length)
             run = script.plan_run({"train": [row], "test": [row] * 128}, args)
         else:

@@ -52,7 +52,6 @@ HOSTILE = [
     "9" * 10**5, "1 " * 10**4, "answer is " * 10**4, "A\n" * 10**4, "-" * 500 + "1",
     "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**4,
 ]  # fmt: skip
-CHOICE = {"question": "Which?", "options": list("wxyz"), "subject": "x", "shots": []}
 
 
 def of(kind, task=None):
