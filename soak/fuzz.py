@@ -398,16 +398,15 @@ def evaluation_check(folder, count):
 
 
 def resume_check(folder, script, flags, count):
-    """Any file of a run directory. Half of the saves are of a version without checksums, so that
-    what is behind them is reached.
+    """Any file of a run directory, compared and resumed. Half of the saves are of a version without
+    checksums, so that what is behind them is reached.
     """
     first = f"algos/{script}.py", *flags.split(), "--out", folder / "runs"
     assert end_of(folder, train, *first) is None, (folder / "output").read_text()
     (source,) = (folder / "runs").iterdir()
     state = "resume/step-000002"
-    held = [path for path in source.rglob("*") if path.is_file() and not path.is_symlink()]
+    held = [path for path in (source / state).rglob("*") if path.is_file()]
     names = sorted(str(path.relative_to(source)) for path in held)
-    names = [name for name in names if name.startswith(state)]
     names += ["samples.jsonl", *["config.json", "metrics.jsonl", f"{state}/facts.json"] * 2]
     draws = st.tuples(changes(source, names), st.booleans(), st.booleans())
 
@@ -421,6 +420,7 @@ def resume_check(folder, script, flags, count):
             known, name = json.loads(sums.read_text()), change[0].removeprefix(f"{state}/")
             if name in known and change[1] is not None:
                 sums.write_text(json.dumps(known | {name: zlib.crc32(change[1])}))
+        end_of(folder, command, "compare.py", target, "--out", folder / "compare.png")
         end_of(folder, train, f"algos/{script}.py", "--resume", target, "--max-steps", 3)
 
     yield from fuzz(folder, draws, check, count)
@@ -474,18 +474,15 @@ def line_of(chosen):
     return words
 
 
-def is_number(word):
-    with suppress(ValueError):
-        float(word)
-        return True
-    return False
-
-
 def must_refuse(name, kind, words):
     """Whether some number is NaN, infinite or negative."""
     if not {kind, *get_args(kind)} & {int, float} or words in MAY.get(name, ()):
         return False
-    return any(not 0 <= float(word) < math.inf for word in words if is_number(word))
+    for word in words:
+        with suppress(ValueError):
+            if not 0 <= float(word) < math.inf:
+                return True
+    return False
 
 
 def arguments_of(script):
