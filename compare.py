@@ -19,6 +19,7 @@ from report import is_score, read_json, read_rows
 # flags that do not change what a run learns
 FREE = "seed out resume track save_every keep_saves".split()
 UNITS = ["rollouts", "tokens", "seconds"]
+TRAINED = "time/update", "speed/tokens_per_s"  # keys of every training step
 
 
 def read_runs(folders):
@@ -28,12 +29,12 @@ def read_runs(folders):
     A group is called by the flags in which the runs differ. Prints which directories are left out.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
-    found = {folder: pd.DataFrame(read_rows(Path(folder))) for folder in folders}
-    if early := [folder for folder in found if "time/update" not in found[folder]]:
+    found = {folder: pd.DataFrame(read_rows(Path(folder)), dtype=float) for folder in folders}
+    if early := [folder for folder in found if not {*TRAINED} <= {*found[folder]}]:
         print(f"left out, as they have no training step in metrics.jsonl: {', '.join(early)}")
     if not (folders := [folder for folder in folders if folder not in early]):
         raise SystemExit("no run to compare")
-    configs = [read_json(Path(folder, "config.json")) for folder in folders]
+    configs = [read_config(Path(folder, "config.json")) for folder in folders]
     flags = pd.DataFrame([{"script": c["script"], **c["args"]} for c in configs], dtype=object)
     told = flags.drop(columns=FREE, errors="ignore").astype(str)
     told, runs = told.loc[:, told.nunique() > 1], {}
@@ -43,6 +44,13 @@ def read_runs(folders):
             raise SystemExit(f"{folder}: a second run of seed {seed} in the group {key[0]!r}")
         runs[key] = with_units(found[folder])
     return pd.concat(runs, names=["group", "seed"])
+
+
+def read_config(path):
+    match read_json(path) if path.is_file() else None:
+        case {"script": str(), "args": {"seed": int()}} as config:
+            return config
+    raise SystemExit(f"{path} is missing or damaged: it must have a script, and args with a seed")
 
 
 def with_units(rows):
@@ -109,9 +117,10 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
         out: file of the curves
     """
     rows = read_runs(runs)
-    metrics = [metric] if metric else sorted(filter(is_score, rows)) or ["reward/mean"]
-    if not {*metrics} <= {*rows}:
-        raise SystemExit(f"--metric {metric}: the runs have {', '.join(rows)}")
+    known = {*rows.dropna(axis=1, how="all")}
+    metrics = [metric] if metric else sorted(filter(is_score, known)) or ["reward/mean"]
+    if not {*metrics} <= known:
+        raise SystemExit(f"--metric {metrics[0]}: the runs have {', '.join(sorted(known))}")
     for name in metrics:
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
     counts = rows.groupby(["group", "seed"], sort=False)[metrics[0]].count()

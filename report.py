@@ -18,6 +18,8 @@ from data.rows import json_object
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_BYTES = 1_900_000  # of the page
 MAX_ROWS, MAX_SAMPLES = 300, 200  # of metrics.jsonl and samples.jsonl
+# what a sample tells of each of its tokens
+OF_TOKENS = {"pieces": str, "blocks": int, "step_map": int, "logps": int | float}
 
 # title; left axis: keys that match; right axis: key
 PANELS = [
@@ -69,11 +71,13 @@ def _object(raw, where):
 
 def each_row(run_dir):
     """Yield the rows of metrics.jsonl, one after the other: a long run has many. SystemExit if a
-    value is no number."""
+    value is no number, or the step is missing."""
     path = run_dir / "metrics.jsonl"
     for _, row in read_lines(path):
-        if wrong := {key: v for key, v in row.items() if not isinstance(v, int | float | None)}:
-            raise SystemExit(f"{path} is damaged: it has {str(wrong)[:100]}")
+        is_number = lambda v: isinstance(v, int | float) and abs(v) < 1e300
+        wrong = {key: v for key, v in row.items() if v is not None and not is_number(v)}
+        if wrong or row.get("step") is None:
+            raise SystemExit(f"{path} is damaged: it has {str(wrong or row)[:100]}")
         yield row
 
 
@@ -110,6 +114,7 @@ def write_report(folder):
 
 def embedded(data):
     """-> JSON in UTF-8 that ends no <script> element, whatever its texts say"""
+    data = json.loads(json.dumps(data), parse_constant=str)  # browsers read no NaN and Infinity
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return text.encode(errors="replace")  # half a surrogate pair has no UTF-8
 
@@ -117,17 +122,19 @@ def embedded(data):
 def chosen(path, room):
     """Evenly spaced rows of samples.jsonl, as many as fit into `room` bytes. -> [dict]
 
-    If only some tell the denoising steps of their tokens, as in an evaluation, those.
+    If only some tell the denoising steps of their tokens, as in an evaluation, those. SystemExit
+    names a row that is damaged.
     """
-    with_steps = lambda: (line for line in complete_lines(path) if b'"step_map": ' in line)
-    lines = with_steps if any(with_steps()) else lambda: complete_lines(path)
-    sizes = [*map(len, lines())]
+    every = lambda: enumerate(complete_lines(path), 1)
+    with_steps = lambda: (pair for pair in every() if b'"step_map": ' in pair[1])
+    lines = with_steps if any(with_steps()) else every
+    sizes = [len(line) for _, line in lines()]
     # the page has about half of a line
     count = min(len(sizes), MAX_SAMPLES, 3 * room * len(sizes) // (sum(sizes) + 1))
     while count > 0:
         places = {i * (len(sizes) - 1) // max(count - 1, 1) for i in range(count)}
-        picked = (line for i, line in enumerate(lines()) if i in places)
-        samples = [shown(json.loads(line)) for line in picked]
+        picked = (pair for i, pair in enumerate(lines()) if i in places)
+        samples = [shown(line + b"\n", f"{path} line {number}") for number, line in picked]
         size = len(embedded(samples))
         if size <= room:
             return samples
@@ -135,10 +142,22 @@ def chosen(path, room):
     return []
 
 
-def shown(row):
+def shown(line, where):
     """A row of samples.jsonl without what the page does not need, and shorter numbers."""
+    row = _object(line, where)
     row.pop("completion_ids", None)
-    row["percent"] = [round(100 * math.exp(logp)) for logp in row.pop("logps", [])]
+    told = {name: row[name] for name in OF_TOKENS if name in row}
+    are_lists = all(
+        isinstance(parts, list) and all(isinstance(part, OF_TOKENS[name]) for part in parts)
+        for name, parts in told.items()
+    )
+    try:
+        if not are_lists or len({*map(len, told.values())}) > 1:
+            raise ValueError
+        row["percent"] = [round(100 * math.exp(logp)) for logp in row.pop("logps", [])]
+    except (ValueError, OverflowError):  # a logp is NaN or far above 0
+        wrong = f"{', '.join(told)} must be lists with a value for each token"
+        raise SystemExit(f"{where} is damaged: {wrong}") from None
     return row
 
 

@@ -193,7 +193,7 @@ class RunLog:
         if self.wandb_run and samples:
             import wandb
 
-            table = wandb.Table(COLUMNS, [[sample[key] for key in COLUMNS] for sample in samples])
+            table = wandb.Table(COLUMNS, [[*map(sample.get, COLUMNS)] for sample in samples])
             self.wandb_run.log({"samples": table}, step=last["step"])
 
     def end(self, weights):

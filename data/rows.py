@@ -83,7 +83,7 @@ def hub_splits(path):
     """Names of the splits of a hub data set; none for a file, and if the hub does not answer."""
     if not is_hub_id(path):
         return []
-    import datasets  # slow to import, and needed only for hub data sets and parquet files
+    import datasets  # slow to import, and needed only for hub data sets
 
     reach_hub()
     try:
@@ -111,15 +111,9 @@ def _load_hub(path, config, split):
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS):
             raise
-        return _stream(**chosen)  # no cache can be written
-
-
-def _stream(**options):
-    """A data set that needs no writable home: what `datasets` writes goes to a temporary folder."""
-    import datasets
-
-    with tempfile.TemporaryDirectory() as folder:
-        return datasets.load_dataset(**options, streaming=True, cache_dir=folder)
+        # no cache can be written: what `datasets` writes goes to a temporary folder
+        with tempfile.TemporaryDirectory() as folder:
+            return datasets.load_dataset(**chosen, streaming=True, cache_dir=folder)
 
 
 def _python_rows(dataset):
@@ -180,10 +174,14 @@ def read_csv(path):
 
 
 def read_parquet(path):
-    """Rows of a parquet file; streamed, so that no copy is written to a cache."""
+    """Rows of a parquet file."""
+    import pyarrow.parquet
+
     try:
-        yield from _python_rows(_stream(path="parquet", data_files=str(path), split="train"))
-    except Exception as error:  # several kinds, of pyarrow and of datasets
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH):
+                yield from batch.to_pylist()
+    except Exception as error:  # several kinds, of pyarrow
         problem = "is no parquet file, or a truncated or damaged one"
         raise SystemExit(f"{path} {problem}: {one_line(error)}") from error
 

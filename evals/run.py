@@ -378,7 +378,7 @@ def digest(values):
     """Hash of JSON values, one at a time: the tests of a contest problem are megabytes."""
     key = blake2b(digest_size=6)
     for value in values:
-        key.update(f"{json.dumps(value, sort_keys=True)}\n".encode())
+        key.update(f"{json.dumps(value, sort_keys=True, default=str)}\n".encode())  # dates: str
     return key.hexdigest()
 
 

@@ -208,9 +208,21 @@ def key(row):
 def gather(folder):
     """All rows of samples.jsonl and of the other ranks' files, by repeat and index, merged into one
     samples.jsonl. Called on one rank. A last line without a line end is dropped: its rank was
-    killed while writing it."""
-    main, files = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl"))
-    rows = {key(row): row for path in files for _, row in read_lines(path)}
+    killed while writing it. SystemExit names a row that no evaluation writes."""
+    main, files, rows = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl")), {}
+    for path in files:
+        for number, (_, row) in enumerate(read_lines(path), 1):
+            match row:
+                case {
+                    "index": int(), "repeat": int(), "score": int() | float() as score, "answer": _,
+                    "truncated": bool(), "tokens": int(), "forwards": int() | None,
+                    "seconds": float(),
+                } if 0 <= score <= 1:  # fmt: skip
+                    rows[key(row)] = row
+                case _:
+                    raise SystemExit(
+                        f"{path} line {number} is damaged: a value is wrong or missing"
+                    )
     merged = [rows[place] for place in sorted(rows)]
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in merged))
     for path in set(files) - {main}:

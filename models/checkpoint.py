@@ -159,8 +159,9 @@ def load_tokenizer(name_or_dir):
         tokenizer = AutoTokenizer.from_pretrained(
             directory, config=config, tokenizer_type=kind, trust_remote_code=False
         )
-        if tokenizer.chat_template:  # a damaged one must not wait for the first prompt
+        if tokenizer.chat_template:  # what is damaged must not wait for the first prompt
             prompt_text(tokenizer, [{"role": "user", "content": "text"}])
+        tokenizer("text")
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exception; transformers almost anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

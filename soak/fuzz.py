@@ -38,6 +38,7 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import conftest
+import pyarrow.parquet
 import table
 import torch
 from golden_runs import load_few_problems
@@ -46,7 +47,16 @@ from sync_shared import METHODS
 import runlog
 from data import preferences, sft
 from evals import load_problems, load_task, samples, score_all
-from models import load_model, load_tokenizer, meta_model, prompt_ids, save_adapter, save_model
+from models import (
+    add_lora,
+    checkpoint,
+    load_model,
+    load_tokenizer,
+    meta_model,
+    prompt_ids,
+    save_adapter,
+    save_model,
+)
 from rollout import make_engine
 
 LIMIT, WAIT = 30, 600  # seconds of a case: of work, and on the clock of a busy machine
@@ -133,8 +143,8 @@ def fuzz(folder, strategy, body, count):
 
 # --- values, and JSON with one thing changed ------------------------------------------------------
 
-TEXTS = "", " ", "x", "nan", "0", "-1", "1e999", "README.md", "/", "..", "a\nb", "x" * 5000, "ä"
-TEXTS += "\x00", "\ud800", "<|MASK|>", "[[1]]", "{}", '{"a": 1', "9" * 5000, "True", "٣"
+TEXTS = *'x nan 0 -1 1e999 README.md / .. ä <|MASK|> [[1]] {} {"a":1 True ٣'.split(), "", " "
+TEXTS += "a\nb", "\x00", "\ud800", "x" * 5000, "9" * 5000
 SCALARS = None, True, False, 0, 1, -1, 7, 2**31, 2**70, 0.5, -0.5, 1e300, math.nan, math.inf
 junk = st.recursive(
     st.sampled_from(SCALARS + TEXTS) | st.text(max_size=8),
@@ -207,27 +217,46 @@ SAMPLES = [{"index": 0, "prompt": TURNS[:1], "completion": "2", "score": 1.0}]
 SAMPLES.append(SAMPLES[0] | {"completion": "3", "score": 0.0})
 
 
-def as_csv(rows):
-    text = io.StringIO()
-    keys = {key: None for row in rows if isinstance(row, dict) for key in row}
-    writer = csv.DictWriter(text, [*map(str, keys)], restval="", extrasaction="ignore")
-    writer.writeheader()
-    cell = lambda value: value if isinstance(value, str) else json.dumps(value)
-    rows = [{str(key): cell(row[key]) for key in row} for row in rows if isinstance(row, dict)]
-    writer.writerows(rows)
-    return text.getvalue().encode(errors="surrogatepass")
-
-
 def as_jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+def as_csv(columns):
+    text, cell = io.StringIO(), lambda value: value if isinstance(value, str) else json.dumps(value)
+    rows = ([*map(cell, row)] for row in zip(*columns.values(), strict=True))
+    csv.writer(text).writerows([columns, *rows])
+    return text.getvalue().encode(errors="surrogatepass")
+
+
+def as_parquet(columns):
+    """A column that parquet cannot hold becomes one of bytes."""
+    for name, values in columns.items():
+        try:
+            parquet_of({name: values})
+        except Exception:
+            columns[name] = [json.dumps(value).encode() for value in values]
+    return parquet_of(columns)
+
+
+def parquet_of(columns):
+    raw = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), raw)
+    return raw.getvalue()
+
+
 @st.composite
-def files(draw, rows, endings=(".jsonl", ".csv")):
-    """-> ending and bytes of a file of one row or both, not as they should be"""
+def files(draw, rows, endings=(".jsonl", ".csv", ".parquet")):
+    """-> ending and bytes of a file of one row or both, not as they should be; of none in a tenth
+    of those with columns"""
     ending = draw(st.sampled_from(endings))
     rows = draw(near([draw(st.sampled_from(rows)), draw(st.sampled_from(rows))]))
-    raw = (as_csv if ending == ".csv" else as_jsonl)(rows)
+    if ending == ".jsonl":
+        raw = as_jsonl(rows)
+    else:
+        first = draw(st.sampled_from([0] * 9 + [2]))
+        rows = [row for row in rows if isinstance(row, dict)]
+        columns = {key: [row.get(key) for row in rows[first:]] for row in rows for key in row}
+        raw = (as_csv if ending == ".csv" else as_parquet)(columns)
     return ending, draw(damaged(raw)) if draw(st.booleans()) else raw
 
 
@@ -238,30 +267,30 @@ def written(folder, case):
     return str(path)
 
 
+COUNTDOWN, TOKENIZER = load_task("countdown"), load_tokenizer("tiny-sdar")
+MODEL = meta_model("tiny-sdar")
+
+
 def read_task(name, path):
-    task, tokenizer = load_task(name), load_tokenizer("tiny-sdar")
-    problems, _ = load_problems(task, "test", path, tokenizer, 10**6)
+    task = load_task(name)
+    problems, _ = load_problems(task, "test", path, TOKENIZER, 10**6)
     examples = [example for example, _ in problems]
     if not hasattr(task, "score_batch"):  # those run programs: soak/sandbox.py
         score_all(task, ["\\boxed{7}"] * len(examples), examples)
         if hasattr(task, "answer"):
-            sft.encode(sft.gold_answers(task, path), tokenizer, meta_model("tiny-sdar"), 10**6)
-    row = json.dumps({"index": 0, "completion": "7"}) + "\n"
-    Path(path).with_suffix(".given").write_text(row)
-    samples.given(task, examples, Path(path).with_suffix(".given"))
+            sft.encode(sft.gold_answers(task, path), TOKENIZER, MODEL, 10**6)
+    given = Path(f"{path}.given")
+    given.write_text('{"index": 0, "completion": "7"}')
+    samples.given(task, examples, given)
 
 
 def read_sft(path):
-    task = load_task("countdown")
-    model, tokenizer = meta_model("tiny-sdar"), load_tokenizer("tiny-sdar")
-    print(sft.encode(sft.training_rows(task, path), tokenizer, model, 64).report("rows"))
+    print(sft.encode(sft.training_rows(COUNTDOWN, path), TOKENIZER, MODEL, 64).report("rows"))
 
 
 def read_pairs(path):
-    task = load_task("countdown")
-    model, tokenizer = meta_model("tiny-sdar"), load_tokenizer("tiny-sdar")
-    pairs = preferences.training_pairs(task, path, score_all)
-    print(preferences.encode_pairs(pairs, tokenizer, model, 64).at_least(1).report("pairs"))
+    pairs = preferences.training_pairs(COUNTDOWN, path, score_all)
+    print(preferences.encode_pairs(pairs, TOKENIZER, MODEL, 64).at_least(1).report("pairs"))
 
 
 def read_samples(path):
@@ -269,15 +298,14 @@ def read_samples(path):
 
 
 def read_completions(path):
-    task = load_task("countdown")
-    examples = task.load("test", "", 2)
-    rows, _ = samples.given(task, examples, path)
-    samples.scored(task, rows, examples)
+    examples = COUNTDOWN.load("test", "", 2)
+    rows, _ = samples.given(COUNTDOWN, examples, path)
+    samples.scored(COUNTDOWN, rows, examples)
 
 
-def rows_check(folder, reader, rows, count, endings=(".jsonl", ".csv")):
+def rows_check(folder, reader, rows, count, *endings):
     body = lambda folder, case: end_of(folder, reader, written(folder, case))
-    yield from fuzz(folder, files(rows, endings), body, count)
+    yield from fuzz(folder, files(rows, *endings), body, count)
 
 
 # --- directories of models, adapters and runs -----------------------------------------------------
@@ -319,7 +347,7 @@ def changes(draw, source, names):
     kinds = [damaged(raw)] * 2 + [st.sampled_from([None, b"", b"null", b"[]", b"{}", b"\xff"])]
     if file.endswith(".json"):
         kinds += [near(json.loads(raw)).map(lambda value: json.dumps(value).encode())] * 5
-    if file == "metrics.jsonl":
+    if file.endswith(".jsonl"):
         lines = [json.loads(line) for line in raw.splitlines()]
         kinds += [near(lines).map(as_jsonl)] * 5
     if file.endswith(".safetensors"):
@@ -342,54 +370,43 @@ def directories(folder, source, reader, names, count):
     yield from fuzz(folder, draws, check, count)
 
 
-def model_check(folder, family, count):
+def model_check(folder, save, pattern, often, count):
+    """The files of a pattern, one of them more often."""
     source = folder / "model"
-    assert end_of(folder, save_one, f"tiny-{family}", source, False) is None
-    names = ["config.json"] * 3 + [path.name for path in source.iterdir()]
+    assert end_of(folder, save, source) is None
+    names = [often] * 3 + [path.name for path in source.glob(pattern)]
     yield from directories(folder, source, answer, names, count)
 
 
-def index_check(folder, count):
-    """A model of two files and their index."""
-    source = folder / "model"
-    assert end_of(folder, save_one, "tiny-sdar", source, True) is None
-    names = [path.name for path in source.glob("model*")]
-    names += ["model.safetensors.index.json"] * 3
-    yield from directories(folder, source, answer, names, count)
-
-
-def save_one(name, directory, is_divided):
-    from models import checkpoint
-
-    checkpoint.SHARD_BYTES = 1 << 20 if is_divided else 1 << 40
+def save_one(family, size, directory):
+    checkpoint.SHARD_BYTES, name = size, f"tiny-{family}"
     save_model(load_model(name), directory, load_tokenizer(name))
 
 
 def save_adapted(directory):
-    from models import add_lora
-
     model = add_lora(load_model("tiny-sdar"), 2, 4)
-    save_adapter(model, directory, str(ROOT / "models/tiny-sdar"), load_tokenizer("tiny-sdar"))
+    save_adapter(model, directory, str(ROOT / "models/tiny-sdar"), TOKENIZER)
 
 
-def adapter_check(folder, count):
-    source = folder / "adapter"
-    assert end_of(folder, save_adapted, source) is None
-    names = ["adapter_config.json", "adapter_model.safetensors"]
-    yield from directories(folder, source, answer, names, count)
+def evaluation_check(folder, count):
+    source, script = folder / "evaluation", "evals/countdown.py"
+    flags = "--model tiny-sdar --limit 2 --gen-length 4 --out".split()
+    assert end_of(folder, train, script, *flags, source) is None
+    names = [path.name for path in source.iterdir() if path.suffix != ".html"]
+    reader = lambda directory: train(script, "--resume", directory)
+    yield from directories(folder, source, reader, names + ["samples.jsonl"] * 3, count)
 
 
 def resume_check(folder, script, flags, count):
-    """Any file of a run directory. Half of the saves are of a version without checksums, so that
-    what is behind them is reached.
+    """Any file of a run directory, compared and resumed. Half of the saves are of a version without
+    checksums, so that what is behind them is reached.
     """
     first = f"algos/{script}.py", *flags.split(), "--out", folder / "runs"
     assert end_of(folder, train, *first) is None, (folder / "output").read_text()
     (source,) = (folder / "runs").iterdir()
     state = "resume/step-000002"
-    held = [path for path in source.rglob("*") if path.is_file() and not path.is_symlink()]
+    held = [path for path in (source / state).rglob("*") if path.is_file()]
     names = sorted(str(path.relative_to(source)) for path in held)
-    names = [name for name in names if name.startswith(state)]
     names += ["samples.jsonl", *["config.json", "metrics.jsonl", f"{state}/facts.json"] * 2]
     draws = st.tuples(changes(source, names), st.booleans(), st.booleans())
 
@@ -403,6 +420,7 @@ def resume_check(folder, script, flags, count):
             known, name = json.loads(sums.read_text()), change[0].removeprefix(f"{state}/")
             if name in known and change[1] is not None:
                 sums.write_text(json.dumps(known | {name: zlib.crc32(change[1])}))
+        end_of(folder, command, "compare.py", target, "--out", folder / "compare.png")
         end_of(folder, train, f"algos/{script}.py", "--resume", target, "--max-steps", 3)
 
     yield from fuzz(folder, draws, check, count)
@@ -417,25 +435,14 @@ def train(script, *flags):
 
 NUMBERS = "0 1 2 3 7 -1 0.5 1.5 1e-30 1e30 nan inf -inf 1e999 -0.0 x".split()
 NUMBERS += ["", str(2**40), str(10**30)]
-NAMES = ["", "x", ".", "/", "nan", "README.md", "runlog.py", "x.py", "none.jsonl", "a/b"]
-NAMES += [
-    "x" * 5000,
-    "tiny-llada",
-    "tiny-dream",
-    "countdown",
-    "sudoku",
-    "small",
-    "x.py:f",
-    "@",
-    "=",
-]
+NAMES = "x . / nan README.md runlog.py x.py none.jsonl a/b tiny-llada tiny-dream countdown sudoku"
+NAMES = [*f"{NAMES} small x.py:f @ =".split(), "", "x" * 5000]
 # flags that may be infinite or negative
 MAY = dict.fromkeys(("max_grad_norm", "epsilon"), (["inf"], ["1e999"]))
-SMALL = {
-    "max_steps": 1, "eval_limit": 1, "prompts_per_step": 2, "num_generations": 2, "gen_length": 4,
-    "num_iterations": 1, "mc_num": 2, "batch_size": 2, "branches": 2, "limit": 2, "prompt": "1 2 =",
-    "model": "tiny-sdar", "tasks": "countdown", "repeats": 1, "max_length": 64,
-}  # fmt: skip
+SMALL = """max_steps=1 eval_limit=1 prompts_per_step=2 num_generations=2 gen_length=4
+num_iterations=1 mc_num=2 batch_size=2 branches=2 limit=2 prompt=7 model=tiny-sdar tasks=countdown
+repeats=1 max_length=64"""
+SMALL = dict(pair.split("=") for pair in SMALL.split())
 
 
 def values_of(kind):
@@ -467,18 +474,15 @@ def line_of(chosen):
     return words
 
 
-def is_number(word):
-    with suppress(ValueError):
-        float(word)
-        return True
-    return False
-
-
 def must_refuse(name, kind, words):
     """Whether some number is NaN, infinite or negative."""
     if not {kind, *get_args(kind)} & {int, float} or words in MAY.get(name, ()):
         return False
-    return any(not 0 <= float(word) < math.inf for word in words if is_number(word))
+    for word in words:
+        with suppress(ValueError):
+            if not 0 <= float(word) < math.inf:
+                return True
+    return False
 
 
 def arguments_of(script):
@@ -529,18 +533,23 @@ def flags_check(folder, script, count):
 SHORT = "--max-steps 2 --save-every 1 --eval-limit 0 --prompts-per-step 2 --num-generations 2 "
 SCRIPTS = [f"algos/{script}.py" for script in METHODS]
 SCRIPTS += ["evals/countdown.py", "evals/run.py", "evals/show.py", "data/preferences.py"]
+CONFIG, INDEX, JSONL = "config.json", "model.safetensors.index.json", [".jsonl"]
 CHECKS = [
     ("rows: chats, sft", rows_check, read_sft, CHATS, 200),
     ("rows: pairs, vrpo", rows_check, read_pairs, PAIRS, 200),
-    ("rows: samples, preferences", rows_check, read_samples, SAMPLES, 200, [".jsonl"]),
-    ("rows: completions", rows_check, read_completions, SAMPLES, 200, [".jsonl"]),
+    ("rows: samples, preferences", rows_check, read_samples, SAMPLES, 200, JSONL),
+    ("rows: completions", rows_check, read_completions, SAMPLES, 200, JSONL),
     *(
         (f"rows: {task}", rows_check, partial(read_task, task), rows, 60)
         for task, rows in known_rows().items()
     ),
-    *((f"model: {family}", model_check, family, 100) for family in FAMILIES),
-    ("model: index of weights", index_check, 100),
-    ("adapter", adapter_check, 200),
+    *(
+        (f"model: {family}", model_check, partial(save_one, family, 1 << 40), "*", CONFIG, 100)
+        for family in FAMILIES
+    ),
+    ("model: shards", model_check, partial(save_one, "sdar", 1 << 20), "model*", INDEX, 100),
+    ("adapter", model_check, save_adapted, "adapter*", "adapter_config.json", 200),
+    ("evaluation", evaluation_check, 100),
     ("run: bgpo", resume_check, "bgpo", SHORT + "--mc-num 2", 100),
     ("run: bgpo, LoRA", resume_check, "bgpo", SHORT + "--mc-num 2 --lora-rank 2", 60),
     *((f"flags: {script}", flags_check, script, 80) for script in SCRIPTS),

@@ -617,6 +617,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         (write("tokenizer_config.json", b"{"), ["tokenizer_config.json is not JSON"]),
         (write("tokenizer.json", {}), ["its tokenizer cannot be loaded .KeyError"]),
         (edit("tokenizer_config.json", eos_token=3), ["eos_token has to be"]),
+        (edit("tokenizer_config.json", model_max_length="x"), ["cannot be loaded .TypeError"]),
         (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
         (write("chat_template.jinja", b"{% if"), ["cannot be loaded .TemplateSyntaxError"]),
     ],

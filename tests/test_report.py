@@ -21,16 +21,31 @@ def test_page(tmp_path, count, repeats, shown):
     (tmp_path / "samples.jsonl").write_text(f"{line}\n" * count + line[:50])
     rows = '{"step": 1, "loss/total": null}\n' * 3000 + '{"step": 2, "test/x": 1.0}\n{"st'
     (tmp_path / "metrics.jsonl").write_text(rows)
+    (tmp_path / "config.json").write_text('{"args": {"max_grad_norm": Infinity}}')
     write_report(tmp_path)
     content, seen, parser = (tmp_path / "report.html").read_bytes(), [], HTMLParser()
     parser.handle_starttag = lambda name, _: seen.append(name)
     parser.handle_data = seen.append
     parser.feed(content.decode())
     assert len(content) <= MAX_BYTES and seen.count("script") == 2 and "img" not in seen
-    page = json.loads(seen[seen.index("script") + 1])
+    # as a browser reads it
+    page = json.loads(seen[seen.index("script") + 1], parse_constant=pytest.fail)
     assert page["metrics"][-1]["test/x"] == 1 and len(page["samples"]) >= shown
     want = json.loads(json.dumps(row).replace("\\udfff", "?")) | {"percent": [90] * len(text)}
     assert all(sample == want for sample in page["samples"])
+
+
+ODD = "null", '"x"', "0", "[]", "[[0]]", "[null]", "[NaN]", "[Infinity]", "[0, 0]", '{"0": 0}'
+
+
+@pytest.mark.parametrize("name", ["pieces", "blocks", "step_map", "logps"])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_tokens_of_a_sample_are_refused_with_their_line(tmp_path, name, odd):
+    row = {"pieces": ["x"], "blocks": [0], "step_map": [0], "logps": [-0.5]}
+    whole = json.dumps(row)
+    (tmp_path / "samples.jsonl").write_text(f'{whole}\n{whole[:-1]}, "{name}": {odd}}}\n')
+    with pytest.raises(SystemExit, match="samples.jsonl line 2 is damaged: pieces, blocks, step_m"):
+        write_report(tmp_path)
 
 
 def test_differences_and_their_errors(tmp_path, capsys):
@@ -57,14 +72,20 @@ def test_differences_and_their_errors(tmp_path, capsys):
     (folder / "config.json").write_text(
         json.dumps({"script": "d1", "args": {"seed": 7, "beta": "a"}})
     )
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1} | step) + "\n")
+    row = {"step": 1, "reward/mean": None} | step
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
     first, *_, lost, last = capsys.readouterr().out.splitlines()
     assert first == f"left out, as they have no training step in metrics.jsonl: {tmp_path}/early"
     assert lost == "not drawn, as they have no test/x: beta a seed 7"
     assert last == f"curves: {tmp_path}/it.png"
-    (folder / "config.json").write_text("{")
-    with pytest.raises(SystemExit, match=f"^{folder}/config.json is damaged: "):
-        read_runs([str(folder)])
+    with pytest.raises(
+        SystemExit, match="^--metric reward/mean: the runs have rollouts, seconds, "
+    ):
+        main((str(folder),), out=str(tmp_path / "it.png"))  # it has no number of this name
+    for text in "{", '{"script": "d1", "args": {}}':
+        (folder / "config.json").write_text(text)
+        with pytest.raises(SystemExit, match=f"^{folder}/config.json is .*damaged: "):
+            read_runs([str(folder)])
     with pytest.raises(SystemExit, match="of seed 0 in the group 'all'"):
         read_runs([names[0], names[0]])

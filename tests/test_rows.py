@@ -100,6 +100,11 @@ def test_a_damaged_parquet_is_refused(tmp_path):
     refused(path, "utf-8")
 
 
+def test_a_parquet_of_no_rows_is_whole(tmp_path):
+    pandas.DataFrame({"prompt": []}).to_parquet(path := tmp_path / "r.parquet")
+    assert read_rows(str(path), "train", ()) == []
+
+
 def test_what_the_hub_says_becomes_one_line(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("it is\n\nnot there")

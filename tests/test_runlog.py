@@ -174,10 +174,12 @@ def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(tmp_path,
     monkeypatch.delenv("WANDB_DATA_DIR")
     with closing(open_log(tmp_path, track=True)) as log:
         log.write(1, RL_ROW)
-        log.samples(1, [{"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}])
+        sample = {"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}
+        log.samples(1, [sample, {"prompt": "3 4"}])
     table = {"samples": wandb.Table.return_value}
     assert run.log.mock_calls == [call(RL_ROW, step=1), call(table, step=1)]
-    wandb.Table.assert_called_with(runlog.COLUMNS, [[1, "1 2", "1+2", "3", 1.0]])
+    rows = [[1, "1 2", "1+2", "3", 1.0], [1, "3 4", None, None, None]]
+    wandb.Table.assert_called_with(runlog.COLUMNS, rows)
     open_log("", track=True, resume=str(log.run_dir), step=1).close()
     first, second = (made.kwargs for made in wandb.init.call_args_list)
     assert first["config"] == ARGS and second["resume"] == "allow"

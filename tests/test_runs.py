@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -391,6 +392,10 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake, cli, 
     many("--resume", cut, "--batch-size", "64")
     assert list(json.loads(file.read_text())["tasks"]) == ["sudoku", "countdown"]
     assert GoldEngine.calls == []
+    for wrong in {"score": None}, {"score": math.nan}, {"index": "0"}, {"tokens": [1]}:
+        path.write_text(json.dumps(other | wrong) + "\n")
+        said = one_line(many, "--resume", cut)
+        assert "samples.jsonl line 1 is damaged: a value is wrong or missing" in said
 
     flags = "--model m --limit 10 --batch-size 3 --reward countdown_partial".split()
     with interrupted(monkeypatch):
@@ -401,6 +406,10 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake, cli, 
     assert resume()["accuracy"] == 0.6
     said = one_line(many, "--resume", tmp_path / "one")
     assert "is no directory of evals/run.py" in said
+
+
+def test_rows_of_a_parquet_file_may_have_dates_and_bytes():
+    assert run.digest([{"when": date(2024, 5, 1), "image": b"x"}])
 
 
 def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake, many):
