@@ -20,9 +20,13 @@ def open_rows(path, split, presets, config=None):
 
     A file has no splits: it gives the same rows for every one. csv cells stay text, so that leading
     zeros survive. config: the part of a hub data set that has several.
-    SystemExit if `path` is neither, with the names of `presets` that the task knows; and, while
-    rows are read, if the file is cut off, not UTF-8 or damaged, with the line number for text.
+    SystemExit if `path` is empty or neither, with the names of `presets` that the task knows. While
+    rows are read also if the file is cut off, not UTF-8 or damaged, for text with the line number.
     """
+    if not path:
+        raise SystemExit(
+            "the task has no rows of its own: name a file or a hub data set with --data"
+        )
     file = Path(path)
     if file.is_file() and file.suffix in READERS:
         return READERS[file.suffix](file)

@@ -134,9 +134,14 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
     for split, source in {"train": data, "validation": eval_data, "test": eval_data}.items():
         limit = None if split == "train" else eval_limit
         if limit != 0 and source is not None:
-            problems[split], dropped[split] = load_problems(
-                task, split, source or own, tokenizer, max_prompt_length, limit, divided
-            )
+            where = source or own, tokenizer, max_prompt_length, limit, divided
+            try:
+                problems[split], dropped[split] = load_problems(task, split, *where)
+            except SystemExit as error:
+                if split == "train" or divided:
+                    raise
+                others = "--eval-data names others, --eval-limit 0 asks for none"
+                raise SystemExit(f"{error} ({split} problems: {others})") from error
     return problems, dropped
 
 

@@ -284,8 +284,9 @@ def load_reward(name, task):
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
     own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
-    if a reward is not finite. load_reward ends in SystemExit if there is no such reward or file, or
-    if it reads the examples of another task, and lists the rewards.
+    if a reward is not finite, or has other components than the first. load_reward ends in
+    SystemExit if there is no such reward or file, or if it reads the examples of another task, and
+    lists the rewards.
     """
     own, function = task.__name__.removeprefix("evals."), REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
@@ -300,6 +301,8 @@ def load_reward(name, task):
         paid = function(completion, example)
         return paid if isinstance(paid, dict) else {"reward": paid}
 
+    names = {}  # of the components of the first completion, the trial: the same on all ranks
+
     def rewards(completions, examples):
         keys = [(text, id(example)) for text, example in zip(completions, examples, strict=True)]
         once = dict(zip(keys, examples, strict=True))
@@ -310,13 +313,16 @@ def load_reward(name, task):
             parts = [{"score": score} for score in score_all(task, texts, asked)]
         found = dict(zip(once, parts, strict=True))
         for i, key in enumerate(keys):
+            which = f"completion {i} of {len(keys)}"
+            said = f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
+            names.update(names or dict.fromkeys(found[key]))
+            if found[key].keys() != names.keys():
+                odd = f"{which} has the parts {', '.join(found[key])}; others: {', '.join(names)}"
+                raise SystemExit(f"--task {own}: {odd}; {said}")
             for part, value in found[key].items():
                 if not (isinstance(value, Real) and math.isfinite(value)):
-                    raise SystemExit(
-                        f"--task {own}: {part} of completion {i} of {len(keys)} is {value}, "
-                        "not finite; "
-                        f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
-                    )
-        return [dict(found[key]) for key in keys]
+                    problem = f"{part} of {which} is {value}, not a finite number"
+                    raise SystemExit(f"--task {own}: {problem}; {said}")
+        return [{part: float(found[key][part]) for part in names} for key in keys]
 
     return rewards

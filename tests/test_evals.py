@@ -497,7 +497,8 @@ def test_load_reward(monkeypatch):
     assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
     said = one_line(reward, ["y", "y", "x"], [example] * 3)
     assert said.startswith(
-        "--task countdown: b of completion 2 of 3 is nan, not finite; --reward countdown_odd"
+        "--task countdown: b of completion 2 of 3 is nan, not a finite number; "
+        "--reward countdown_odd"
     )
     said = one_line(load_reward, "cells", mbpp)
     assert said.startswith(
@@ -522,6 +523,10 @@ def number(completion, example):
     return len(completion) / 4
 def nothing(completion, example):
     print(completion)
+def whole(completion, example):
+    return 2
+def uneven(completion, example):
+    return {"same": 1.0, "length": 0.5} if completion else {"empty": 1.0}
 """
 
 
@@ -535,7 +540,15 @@ def test_files_of_a_user(tmp_path):
     assert load_reward("", task)(["one", "two"], [example] * 2) == [{"score": 1.0}, {"score": 0.0}]
     assert load_reward(f"{path}:number", task)(["one"], [example]) == [{"reward": 0.75}]
     nothing = load_reward(f"{path}:nothing", load_task("countdown"))
-    assert "reward of completion 0 of 1 is None, not finite" in one_line(nothing, [""], [example])
+    assert "reward of completion 0 of 1 is None, not a finite number" in one_line(
+        nothing, [""], [example]
+    )
+    (parts,) = load_reward(f"{path}:whole", task)(["one"], [example])
+    assert type(parts["reward"]) is float, "advantages cannot be computed with integers"
+    uneven = load_reward(f"{path}:uneven", task)
+    uneven(["one"], [example])  # ranks would add up different parts
+    said = one_line(uneven, [""], [example])
+    assert "completion 0 of 1 has the parts empty; others: same, length; --reward" in said
     path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
     assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
 

@@ -32,7 +32,7 @@ REFUSALS = [
         "no problems in it for validation: name some with --eval",
     ),
     ("algos/bgpo.py --model WIDE --task countdown --data small", "words, for tiny models (train)"),
-    ("algos/d1.py --task qa", "qa has no rows of its own: name a file"),
+    ("algos/d1.py --task qa", "the task has no rows of its own: name a file"),
     ("algos/d1.py --task none.py", "none.py: no such file"),
     ("algos/d1.py --task runlog.py", "runlog.py: needs a function load of 3 arguments"),
     ("algos/d1.py --reward none.py:pay", "none.py: no such file"),
@@ -66,6 +66,10 @@ REFUSALS = [
     ),
     ("algos/bgpo.py --rollout-backend masked --eval-limit 0", "cannot serve a block-causal model"),
     ("algos/d1.py --rollout-backend lmdeploy --lora-rank 4", "add --lora-merged-rollout"),
+    (
+        "algos/d1.py --eval-data none.jsonl",
+        "(validation problems: --eval-data names others, --eval-limit 0 asks for none)",
+    ),
     ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
     ("algos/spg.py --mc-num 1", "--mc-num 1: with one draw"),
     (
@@ -206,6 +210,6 @@ def test_rewards_that_cannot_be_given_stop_a_run(run_ranks, tmp_path, monkeypatc
 STOPPED = {
     "": "the next step",
     "sandbox": "sandbox: no answer from its supervisor",
-    "reward": "--task countdown: b of completion 0 of 1 is nan, not finite; --reward countdown_o",
-    "rollout": "--task countdown: b of completion 0 of 16 is nan, not finite; --reward countdown_o",
+    "reward": "--task countdown: b of completion 0 of 1 is nan, not a finite number; --reward",
+    "rollout": "--task countdown: b of completion 0 of 16 is nan, not a finite number; --reward",
 }
