@@ -38,7 +38,7 @@ NUMBER_SIDE = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")  # of an equation
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
 # ASCII integers without leading zeros
-LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])+")
+LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])++")  # possessive: takes no memory
 
 # name of the prompt, by style
 VERSION = {"compact": "compact", "tags": "d1, training", "boxed-tags": "d1, evaluation"}
