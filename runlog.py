@@ -577,6 +577,7 @@ def draw_curves(run_dir):
     for place, (title, left, right) in enumerate(panels, start=1):
         axes = figure.add_subplot(2, 3, place, xlabel="training step")
         axes.set_title(title, loc="left", fontweight="bold", pad=34)
+        axes.locator_params("x", integer=True)
         axes.grid(alpha=0.25)
         for key, values in keys(left).items():
             draw_line(axes, key, values)
@@ -598,5 +599,6 @@ def draw_line(axes, label, values, color=None):
     if window:
         axes.plot(values, color=line.get_color(), alpha=0.25, linewidth=1)
     if style == "*":
+        axes.margins(0.15)  # for the numbers beside the stars
         for place in values.items():
             axes.annotate(f"{place[1]:.1%}", place, (8, 8), textcoords="offset points")
