@@ -361,12 +361,13 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
-    """At every byte of the last row, in the middle of a character of several bytes too."""
+    """At every eighth byte of the last row, and in the middle of a character of several bytes."""
     monkeypatch.setattr(runlog, "draw_curves", lambda run_dir: None)
     directory = run_directory(tmp_path, rows=2)
     whole = (directory / name).read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
-    for cut in range(last, len(whole)):
+    inside = [cut for cut in range(last, len(whole)) if 0x80 <= whole[cut] < 0xC0]
+    for cut in [*range(last, len(whole), 8), *inside, len(whole) - 1]:
         (directory / name).write_bytes(whole[:cut])
         RunLog("", "", {}, 9, resume=str(directory), step=9).close()
         assert (directory / name).read_bytes() == whole[:last]
