@@ -31,7 +31,7 @@ def read_runs(folders):
     """
     found = {folder: pd.DataFrame(read_rows(Path(folder)), dtype=float) for folder in folders}
     if early := [folder for folder in found if not {*TRAINED} <= {*found[folder]}]:
-        print(f"left out, as they have no training step in metrics.jsonl: {', '.join(early)}")
+        print(f"left out, as metrics.jsonl has no whole training step: {', '.join(early)}")
     if not (folders := [folder for folder in folders if folder not in early]):
         raise SystemExit("no run to compare")
     configs = [read_config(Path(folder, "config.json")) for folder in folders]
@@ -120,7 +120,7 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
     known = {*rows.dropna(axis=1, how="all")}
     metrics = [metric] if metric else sorted(filter(is_score, known)) or ["reward/mean"]
     if not {*metrics} <= known:
-        raise SystemExit(f"--metric {metrics[0]}: the runs have {', '.join(sorted(known))}")
+        raise SystemExit(f"no {metrics[0]}; --metric may be {', '.join(sorted(known))}")
     for name in metrics:
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
     counts = rows.groupby(["group", "seed"], sort=False)[metrics[0]].count()

@@ -140,8 +140,8 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
             except SystemExit as error:
                 if split == "train" or divided:
                     raise
-                others = "--eval-data names others, --eval-limit 0 asks for none"
-                raise SystemExit(f"{error} ({split} problems: {others})") from error
+                others = "--eval-data names others, --eval-limit 0 needs none"
+                raise SystemExit(f"{split} problems: {error}; {others}") from error
     return problems, dropped
 
 

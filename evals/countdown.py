@@ -37,8 +37,7 @@ DROPPED = re.compile(r"\\left|\\right|\\(?= )|✓")
 NUMBER_SIDE = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")  # of an equation
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
-# ASCII integers without leading zeros
-LEGAL = re.compile(r"(?:(?:0|[1-9][0-9]*)(?![0-9])|[-+*/() ])++")  # possessive: takes no memory
+LEGAL, LEADING_ZERO = re.compile(r"[-+*/() 0-9]+"), re.compile(r"(?<![0-9])0[0-9]")
 
 # name of the prompt, by style
 VERSION = {"compact": "compact", "tags": "d1, training", "boxed-tags": "d1, evaluation"}
@@ -150,7 +149,9 @@ def answer(example, draw=0):
 def evaluate(text):
     """(value, sorted literals) of a legal expression; None for anything else, and for division by
     zero. Never raises."""
-    if len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH or not LEGAL.fullmatch(text):
+    if not LEGAL.fullmatch(text) or LEADING_ZERO.search(text):
+        return None
+    if len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH:
         return None
     try:
         tree = ast.parse(text.strip(), mode="eval")

@@ -316,9 +316,9 @@ def load_reward(name, task):
             which = f"completion {i} of {len(keys)}"
             said = f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
             names.update(names or dict.fromkeys(found[key]))
-            if found[key].keys() != names.keys():
-                odd = f"{which} has the parts {', '.join(found[key])}; others: {', '.join(names)}"
-                raise SystemExit(f"--task {own}: {odd}; {said}")
+            if not found[key] or found[key].keys() != names.keys():
+                odd = f"{which} has the parts {[*found[key]]}, the first had {[*names]}"
+                raise SystemExit(f"--task {own}: {odd}: give 0 for what is not earned; {said}")
             for part, value in found[key].items():
                 if not (isinstance(value, Real) and math.isfinite(value)):
                     problem = f"{part} of {which} is {value}, not a finite number"

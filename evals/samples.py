@@ -216,8 +216,8 @@ def gather(folder):
                 case {
                     "index": int(), "repeat": int(), "score": int() | float() as score, "answer": _,
                     "truncated": bool(), "tokens": int(), "forwards": int() | None,
-                    "seconds": float(),
-                } if 0 <= score <= 1:  # fmt: skip
+                    "seconds": int() | float(),
+                } if math.isfinite(score):  # fmt: skip
                     rows[key(row)] = row
                 case _:
                     raise SystemExit(

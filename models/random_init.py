@@ -52,7 +52,7 @@ class Args:
     """key of TINY_CONFIGS or SMALL_CONFIGS, or a directory whose config.json to follow"""
     tokenizer: str = ""
     """model directory whose tokenizer to copy, and for keys of --config its vocabulary; empty:
-    bytes, for a directory in --config none
+    bytes, or none if --config is a directory
     """
     seed: int = 0
     """of the weights"""

@@ -525,6 +525,8 @@ def nothing(completion, example):
     print(completion)
 def whole(completion, example):
     return 2
+def empty(completion, example):
+    return {}
 def uneven(completion, example):
     return {"same": 1.0, "length": 0.5} if completion else {"empty": 1.0}
 """
@@ -547,8 +549,12 @@ def test_files_of_a_user(tmp_path):
     assert type(parts["reward"]) is float, "advantages cannot be computed with integers"
     uneven = load_reward(f"{path}:uneven", task)
     uneven(["one"], [example])  # ranks would add up different parts
+    one_line(load_reward(f"{path}:empty", task), ["one"], [example])
     said = one_line(uneven, [""], [example])
-    assert "completion 0 of 1 has the parts empty; others: same, length; --reward" in said
+    assert (
+        "completion 0 of 1 has the parts ['empty'], the first had ['same', 'length']: give 0"
+        in said
+    )
     path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
     assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
 
