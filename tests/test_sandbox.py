@@ -752,14 +752,18 @@ def test_callers_that_are_not_root(surroundings):
     ]
     names += [*HARMLESS, "files of the caller changed", "signals by a descriptor"]
     programs = {name: attack(name, PROXY, surroundings).code for name in names}
-    done = subprocess.run(
-        [python, "-I", "-c", ORDINARY_USER, str(ROOT / "evals"), json.dumps(programs)],
-        **user,
-        env={"PATH": "/usr/bin:/bin"},
-        cwd="/",
-        capture_output=True,
-        text=True,
-    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the checkout may be closed to others
+        os.chmod(place, 0o755)
+        for name in ("sandbox.py", "sandbox_child.py"):
+            shutil.copy(ROOT / "evals" / name, place)
+        done = subprocess.run(
+            [python, "-I", "-c", ORDINARY_USER, place, json.dumps(programs)],
+            **user,
+            env={"PATH": "/usr/bin:/bin"},
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     uid, found = json.loads(done.stdout)
     assert uid != 0
