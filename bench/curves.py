@@ -220,7 +220,8 @@ class Curves:
         -> exit status, 1 if the training diverged; None: cut off. SystemExit for any other error
         """
         threads = max(1, len(os.sched_getaffinity(0)) // self.args.jobs)
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         command = command_of(script, flags)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +246,9 @@ class Curves:
         start, folder = self.start(family), self.root / f"sft-{family}"
         if not start.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
-            model = set_special_tokens(random_model(SMALL[family]))
-            save_model(model, folder / "init", byte_tokenizer())
+            with self.lock:  # transformers cannot be imported by two threads at once
+                model = set_special_tokens(random_model(SMALL[family]))
+                save_model(model, folder / "init", byte_tokenizer())
             rows = [row for task in TASKS for row in sft_rows(load_task(task), SFT_ROWS[task])]
             random.Random(0).shuffle(rows)
             data = folder / "rows.jsonl"

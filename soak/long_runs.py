@@ -3,6 +3,8 @@ GPU, if there is one, 500 steps of BGPO with half a billion parameters.
 
     python soak/long_runs.py [WORD ...]    all methods, or those whose line has one of the words
 
+With torch 2.11 that run fails: memory grows by 19 MB in 100 steps (docs/models.md, "Host memory").
+
 What must hold: memory grows by less than 1 MB in 100 steps, a step takes as long at the end as
 before, no more saves stay than were asked for, and every value is finite.
 """

@@ -168,3 +168,12 @@ def test_ablations_of_bgpo_change_what_they_say(tmp_path):
         found["no-std"][0], rewards - rewards.view(2, 4).mean(1).repeat_interleave(4)
     )
     torch.testing.assert_close(found["kl-0.01"][1], gradient + 0.01 * 3 / 8)
+
+
+def test_scripts_find_what_the_bench_finds(tmp_path, monkeypatch):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/elsewhere.py").touch()
+    (tmp_path / "script.py").write_text("import elsewhere, runlog")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/packages")
+    curves = Curves(Args(rows=f"{tmp_path}/rows"))
+    assert curves.call(tmp_path / "script.py", {}, tmp_path / "log", "") == 0
