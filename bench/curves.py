@@ -2,17 +2,19 @@
 
     python bench/curves.py --starts models/tiny- --tasks countdown --rows tiny.jsonl    # CPU
     python bench/curves.py --jobs 14 --minutes 8    # 6 million parameters, GPUs
+    python bench/curves.py --tasks sums --starts runs/starts/sums- --methods d1 bgpo --no-variants
+    python bench/curves.py --families sdar-large --methods d1 bgpo cj_grpo --seeds 1 --no-variants
 
 A call makes what is missing, stops after --minutes, and the next call goes on. Rows of finished
 runs are in --rows: what has a row is not made again. A run that --minutes cuts off saves its state
 below runs/curves, where a later call on the same machine finds it.
 
-    starts  algos/sft.py trains each family's model on countdown `small` and sudoku `sudoku4`,
-            4 rows to 1 (START), into runs/starts; copy this folder to a machine that goes on.
-    rates   every method with every family, seed 1000: three learning rates on countdown, a third
-            or three times apart; on sudoku the best one and its neighbours. Where the best score
-            on the validation split is at the edge, the next neighbour follows.
-    runs    three seeds of both tasks at the best rate, to the plateau: until the last evaluations
+    starts  algos/sft.py trains each family's model on the tasks (SFT_ROWS, START), into
+            runs/starts; copy this folder to a machine that goes on.
+    rates   every method with every family, seed 1000: three learning rates on the first task, a
+            third or three times apart; on the next one the best and its neighbours. Where the best
+            score on the validation split is at the edge, the next neighbour follows.
+    runs    three seeds of all tasks at the best rate, to the plateau: until the last evaluations
             (WINDOW) are on average no better than those before. Then without the method's KL,
             and at last ablations of BGPO (VARIANTS).
 
@@ -56,16 +58,20 @@ from runlog import describe_device, describe_git
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
 WIDE |= {"torch_dtype": "bfloat16"}
-SMALL = {  # 6 million parameters
+MODELS = {  # the first two have 6 million parameters, the last one 0.1 billion
     "sdar": TINY_SDAR | {"hidden_size": 256, "intermediate_size": 768} | WIDE,
     "llada": TINY_LLADA
     | dict.fromkeys(("n_layers", "n_heads", "n_kv_heads"), 8)
     | {"d_model": 256, "mlp_hidden_size": 768, "torch_dtype": "bfloat16"},
+    "sdar-large": TINY_SDAR
+    | WIDE
+    | {"hidden_size": 768, "intermediate_size": 2304, "head_dim": 96, "num_hidden_layers": 14},
 }
 # tokens of a completion, in blocks of 4, with room for an EOS
-TASKS = {"countdown": 12, "sudoku": 20}
-SFT_ROWS = {"countdown": 20_000, "sudoku": 5_000}
-SEEDS, RATE_SEED, STEPS_PER_BLOCK = (0, 1, 2), 1000, 2
+TASKS = {"countdown": 12, "sudoku": 20, "sums": 64}
+FILES = {"sums": f"{ROOT}/bench/sums.py"}  # of tasks that are not in evals/
+SFT_ROWS = {"countdown": 20_000, "sudoku": 5_000, "sums": 20_000}
+RATE_SEED, STEPS_PER_BLOCK = 1000, 2
 WINDOW = 5  # evaluations
 STARTUP = 40  # seconds of a run before its first rollout
 
@@ -97,7 +103,8 @@ VARIANTS["bgpo"] = {
     "steps-4": ({"denoising_steps": 4}, {}),
 }
 SHARED = TINY | {"denoising_steps": STEPS_PER_BLOCK, "save_every": 50, "keep_saves": 1}
-START = {"sdar": 350, "llada": 700}  # optimizer steps of SFT
+# optimizer steps of SFT, by family and --tasks
+START = {("sdar", "countdown,sudoku"): 350, ("llada", "countdown,sudoku"): 700}
 SFT = {"eval_limit": 0, "lr_schedule": "linear", "schedule_steps": 800, "warmup_steps": 100}
 SFT |= {"betas": (0.9, 0.98), "weight_decay": 0.01, "batch_size": 128, "micro_batch_size": 128}
 SFT |= {"learning_rate": 2e-3, "eos_tail": 8}
@@ -110,7 +117,7 @@ POINTS |= {name: f"mismatch/{name}" for name in ("surprisal", "entropy", "improb
 class Args:
     starts: str = f"{ROOT}/runs/starts/"
     """checkpoints, up to the name of the family; trained if there are none"""
-    tasks: str = ",".join(TASKS)
+    tasks: str = "countdown,sudoku"
     """rates of the first are the middle ones of the second"""
     rows: str = str(ROOT / "docs/curves/comparison/runs.jsonl")
     """a row per finished run; all have the same settings"""
@@ -122,7 +129,10 @@ class Args:
     jobs: int = 2
     """runs at a time; they share cores and GPUs evenly"""
     methods: tuple[str, ...] = METHODS
-    families: tuple[str, ...] = tuple(SMALL)
+    families: tuple[str, ...] = ("sdar", "llada")
+    seeds: int = 3
+    variants: bool = True
+    """runs without a KL, and ablations"""
     compile: bool = True
     """torch.compile in the runs, on GPUs"""
     commit: str = field(default_factory=describe_git)
@@ -244,30 +254,32 @@ class Curves:
     def make_start(self, family, gpu):
         """Train the start of a family and score it. SystemExit if the rows have another one."""
         start, folder = self.start(family), self.root / f"sft-{family}"
+        tasks = self.args.tasks.split(",")
         if not start.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
             with self.lock:  # transformers cannot be imported by two threads at once
-                model = set_special_tokens(random_model(SMALL[family]))
+                model = set_special_tokens(random_model(MODELS[family]))
                 save_model(model, folder / "init", byte_tokenizer())
-            rows = [row for task in TASKS for row in sft_rows(load_task(task), SFT_ROWS[task])]
+            rows = [row for task in tasks for row in sft_rows(task)]
             random.Random(0).shuffle(rows)
             data = folder / "rows.jsonl"
             data.write_text("".join(json.dumps(row) + "\n" for row in rows))
             flags = SFT | {"model": folder / "init", "data": data, "out": folder}
-            flags["max_steps"] = START[family]
+            flags["max_steps"] = START[family, self.args.tasks]
             if self.call("algos/sft.py", flags, folder / "log", gpu) is None:
                 raise SystemExit("--minutes were over before the starts were made")
             start.parent.mkdir(parents=True, exist_ok=True)
             next(folder.glob("*/checkpoints/step-*")).rename(start)
-        known = {row["start"] for run, row in self.rows.items() if run.family == family}
+        mine = lambda run: run.family == family and run.task in tasks
+        known = {row["start"] for run, row in self.rows.items() if mine(run)}
         if known - {crc32(start / "model.safetensors")}:
             raise SystemExit(f"the runs in {self.file} start from another model than {start}")
-        for task in self.args.tasks.split(","):
+        for task in tasks:
             run, log = Run(family, "start", task), folder / f"{task}.log"
-            flags = {"model": start, "split": "validation", "limit": 512, "temperature": 0.0}
-            flags |= {"gen_length": TASKS[task], "denoising_steps": STEPS_PER_BLOCK}
-            flags |= {"remasking": "low_confidence_static"}
-            if run in self.rows or self.call(f"evals/{task}.py", flags, log, gpu) is None:
+            flags = {"tasks": FILES.get(task, task), "split": "validation", "limit": 512}
+            flags |= {"model": start, "gen_length": TASKS[task], "temperature": 0.0}
+            flags |= {"denoising_steps": STEPS_PER_BLOCK, "remasking": "low_confidence_static"}
+            if run in self.rows or self.call("evals/run.py", flags, log, gpu) is None:
                 continue
             score = json.loads(log.read_text().splitlines()[-1])["accuracy"]
             if not 0.05 < score < 0.6:
@@ -301,9 +313,9 @@ class Curves:
                 ordered += [((0, place, number), run) for number, run in enumerate(runs)]
                 if best is None:
                     break
-                for variant in ("", *VARIANTS.get(method, {})):
+                for variant in ("", *(VARIANTS.get(method, {}) if self.args.variants else ())):
                     stage = (1 if method in KL else 2) if variant else 0
-                    for seed in SEEDS:
+                    for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, rate(best), variant)
                         ordered.append(((1 + stage, seed, place), run))
         return [run for _, run in sorted(ordered, key=lambda item: item[0])]
@@ -350,10 +362,10 @@ class Curves:
         """Make a run, or go on with it; keep its row if it ends."""
         args, folder, target = self.args, self.folder(run), self.target(run)
         # One pass of SDAR's two copies replays a denoising step of all blocks.
-        forwards = STEPS_PER_BLOCK * (1 if run.family == "sdar" else TASKS[run.task] // 4)
+        forwards = STEPS_PER_BLOCK * (1 if run.family.startswith("sdar") else TASKS[run.task] // 4)
         new = {
             "model": self.start(run.family),
-            "task": run.task,
+            "task": FILES.get(run.task, run.task),
             "seed": run.seed,
             "learning_rate": run.rate,
             "gen_length": TASKS[run.task],
@@ -477,10 +489,11 @@ def visible_gpus():
     return named.split(",")[:count] or [""]
 
 
-def sft_rows(task, count):
+def sft_rows(name):
     """-> chat rows of the train split; where it has too few problems, again with other answers"""
-    problems, rows = task.load("train"), []
-    for i in range(count):
+    task, rows = load_task(FILES.get(name, name)), []
+    problems = task.load("train")
+    for i in range(SFT_ROWS[name]):
         problem = problems[i % len(problems)]
         answer = task.answer(problem, i // len(problems))
         turn = {"role": "assistant", "content": answer}
