@@ -100,6 +100,26 @@ def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
     assert first_ids(one_rank(case)) == first_ids(two)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("model", ["tiny-sdar", "tiny-llada"])
+def test_two_gpus_train_as_one(tmp_path, model, share):
+    """NCCL in bf16, rows dealt out or shared"""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = f"algos/sft.py --model {model} --max-steps 3 --eval-limit 0 --batch-size 16"
+    metrics = []
+    for ranks in 1, 2:
+        words = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {flags}"
+        words += f" --sequence-parallel {min(ranks, share)} --out {tmp_path}/{ranks}"
+        subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
+        (directory,) = (tmp_path / str(ranks)).iterdir()
+        rows = [row for row in rows_of(directory) if "loss/total" in row]
+        metrics.append([[row["loss/total"], row["optim/grad_norm"]] for row in rows])
+    assert len(metrics[0]) == 3
+    torch.testing.assert_close(*map(torch.tensor, metrics), rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_commands_of_a_user(warm, tmp_path, nodes):
     """torchrun, two ranks on each node, leaves a whole record, whose checkpoint is a --model."""
