@@ -517,13 +517,16 @@ ASCENDING = "accuracy_range", "t_range"
 
 
 def check_sizes(args):
-    """-> args; SystemExit names the first number that is negative, infinite, NaN or huge, or a
-    name that no file can have.
+    """-> args; SystemExit names the first number that is infinite, NaN, huge, or negative where the
+    default is not, or a name that no file can have.
     """
+    signed = {name for name, _, default in numbers_of(type(args)) if default < 0}
     for name, flag, number in numbers_of(args):
-        if not 0 <= number or number == math.inf and name not in ("max_grad_norm", "epsilon"):
-            raise SystemExit(f"{flag} must be at least 0 and finite")
-        if type(number) is int and number >= MAX:
+        least = "" if name in signed else "at least 0 and "
+        is_endless = not math.isfinite(number) and name not in ("max_grad_norm", "epsilon")
+        if is_endless or (least and not 0 <= number):
+            raise SystemExit(f"{flag} must be {least}finite")
+        if type(number) is int and abs(number) >= MAX:
             raise SystemExit(f"{flag} must be below {MAX:,}")
     for name, value in vars(args).items():
         parts = re.split("[/,]", value) if isinstance(value, str) and name != "prompt" else ()
@@ -534,7 +537,9 @@ def check_sizes(args):
 
 
 def numbers_of(args):
-    """Yield (field, flag with its values, number) of every number in the flags."""
+    """Yield (field, flag with its values, number) of every number in the flags. args: an object, or
+    its class for the defaults.
+    """
     for name, value in vars(args).items():
         values = value if isinstance(value, tuple) else (value,)
         flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])

@@ -230,6 +230,7 @@ class Numbers:
     betas: tuple = (0.9, 0.95)
     temperature: float = 1.0
     max_grad_norm: float = float("inf")
+    margin: float = -1.0
 
 
 ABOVE = "above 0: [^\n]+"
@@ -244,12 +245,15 @@ OUT_OF_RANGE = [
     ("temperature", NAN, "at least 0 and finite"),
     ("max_grad_norm", 0.0, ABOVE),
     ("betas", (0.9, 1.0), "at least 0 and below 1"),
+    ("margin", NAN, "finite"),
+    ("margin", float("-inf"), "finite"),
 ]
 
 
 @pytest.mark.parametrize("name, value, words", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_named(name, value, words):
-    assert check_numbers(Numbers()) == Numbers()
+    fine = Numbers(margin=-2.0)
+    assert check_numbers(check_sizes(fine)) == fine
     shown = " ".join(map(str, value)) if name == "betas" else value
     flag = name.replace("_", "-")
     with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be {words}$"):
