@@ -256,6 +256,8 @@ class Curves:
         start, folder = self.start(family), self.root / f"sft-{family}"
         tasks = self.args.tasks.split(",")
         if not start.is_dir():
+            if (key := (family, self.args.tasks)) not in START:
+                raise SystemExit(f"there is no {start}, and START has no steps for {key}")
             shutil.rmtree(folder, ignore_errors=True)
             with self.lock:  # transformers cannot be imported by two threads at once
                 model = set_special_tokens(random_model(MODELS[family]))
@@ -265,7 +267,7 @@ class Curves:
             data = folder / "rows.jsonl"
             data.write_text("".join(json.dumps(row) + "\n" for row in rows))
             flags = SFT | {"model": folder / "init", "data": data, "out": folder}
-            flags["max_steps"] = START[family, self.args.tasks]
+            flags["max_steps"] = START[key]
             if self.call("algos/sft.py", flags, folder / "log", gpu) is None:
                 raise SystemExit("--minutes were over before the starts were made")
             start.parent.mkdir(parents=True, exist_ok=True)
