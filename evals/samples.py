@@ -215,9 +215,9 @@ def gather(folder):
             match row:
                 case {
                     "index": int(), "repeat": int(), "score": int() | float() as score, "answer": _,
-                    "truncated": bool(), "tokens": int(), "forwards": int() | None,
+                    "truncated": bool(), "tokens": int(), "forwards": int() | None as forwards,
                     "seconds": int() | float(),
-                } if math.isfinite(score):  # fmt: skip
+                } if math.isfinite(score) and forwards != 0:  # fmt: skip
                     rows[key(row)] = row
                 case _:
                     raise SystemExit(

@@ -392,7 +392,8 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake, cli, 
     many("--resume", cut, "--batch-size", "64")
     assert list(json.loads(file.read_text())["tasks"]) == ["sudoku", "countdown"]
     assert GoldEngine.calls == []
-    for wrong in {"score": None}, {"score": math.nan}, {"index": "0"}, {"tokens": [1]}:
+    odd = {"score": None}, {"score": math.nan}, {"index": "0"}, {"tokens": [1]}, {"forwards": 0}
+    for wrong in odd:
         path.write_text(json.dumps(other | wrong) + "\n")
         said = one_line(many, "--resume", cut)
         assert "samples.jsonl line 1 is damaged: a value is wrong or missing" in said
