@@ -15,7 +15,7 @@ import torch._functorch.config
 import torch.distributed as dist
 
 from models import add_lora, meta_model
-from models.layers import MEMORY_BUDGET
+from models.layers import memory_budget
 from models.ranks import cuda_bytes, ranks_of_a_copy, ranks_of_a_node, unsharded
 from rollout.engine import KEPT_BELOW
 
@@ -67,7 +67,7 @@ def kept_per_token(model, compiled, dtype=torch.bfloat16):
 
     if compiled:
         layer.compile(backend="aot_eager_decomp_partition")
-    budget = torch._functorch.config.patch(activation_memory_budget=MEMORY_BUDGET)
+    budget = torch._functorch.config.patch(activation_memory_budget=memory_budget(model))
     with budget, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x, cos, sin, attend)
     torch._dynamo.reset()

@@ -149,17 +149,20 @@ class Copies(torch.autograd.Function):
 def experts_grouped(x, index, weight, gate_up, down):
     """The same for k copies of every token, sorted by expert: one grouped product for all experts.
 
-    No synchronisation with the host, no atomics.
+    No synchronisation with the host, no atomics. The second product gets weighted inputs, so that
+    no gradient needs its result.
     """
     expert, order = index.flatten().sort(stable=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
     experts = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
     copies = Copies.apply(x.flatten(0, -2), order, inverse, index.shape[-1])
+    share = Copies.apply(weight.flatten()[:, None], order, inverse, 1)
     gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-    out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    weighted = (F.silu(gate) * up * share).to(x.dtype)
+    out = F.grouped_mm(weighted, down.transpose(1, 2), offs=ends)
     out = Copies.apply(out, inverse, order, 1).view(*index.shape, -1)
-    return (out * weight[..., None]).sum(-2, dtype=wide(x)).to(x.dtype)
+    return out.sum(-2, dtype=wide(x)).to(x.dtype)
 
 
 def add_routing(sums, index, weight):

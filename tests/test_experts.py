@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
-from models import llada2
+from models import add_lora, llada2
 from models.experts import (
     Experts,
     add_routing,
@@ -18,6 +21,8 @@ from models.experts import (
     router_metrics,
     routing_metrics,
 )
+from models.layers import memory_budget
+from models.tensors import build_model
 from models.tiny import TINY_LLADA2, TINY_SDAR, TINY_SDAR_MOE, random_model
 
 # leading sizes, experts, D, f, k, experts in use
@@ -113,6 +118,33 @@ def test_weighted_outputs_are_summed_in_fp32():
     for compute in (experts_loop, experts_grouped):
         y = compute(x.bfloat16(), index, weight, gate_up.bfloat16(), down.bfloat16())
         assert (y.double() / want - 1).abs().max() < 0.006
+
+
+def test_compiled_blocks_compute_no_grouped_product_twice():
+    """A LoRA block of SDAR-30B's sizes: two forward, two for the gradients of their inputs"""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128}
+    sizes |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    products = []
+
+    def count(graph, inputs):
+        nodes = graph.graph.nodes
+        products.append(sum(node.target == torch.ops.aten._grouped_mm.default for node in nodes))
+        return graph.forward
+
+    model = add_lora(build_model(TINY_SDAR_MOE | sizes), 128, 1).bfloat16()
+    with torch.device("meta"):
+        x = torch.empty(8, 512, 2048, dtype=torch.bfloat16, requires_grad=True)
+        tables = model.rope(torch.arange(512)[None], x.dtype)
+    attend = lambda layer, *qkv: torch.ops.aten._scaled_dot_product_flash_attention(*qkv)[0]
+    backend = aot_autograd(
+        fw_compiler=count,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+    model.layers[-1].compile(backend=backend)
+    with torch._functorch.config.patch(activation_memory_budget=memory_budget(model)):
+        model.layers[-1](x, *tables, attend).sum().backward()
+    assert products == [2, 2]
 
 
 # --- the routers ---------------------------------------------------------------------------------
