@@ -1,6 +1,7 @@
 """Sums in words, with a line in figures before the answer: a task for small models with completions
 of up to 57 bytes, so that length, EOS and truncation matter.
 
+    python bench/sums.py --model DIR --gen-length 64
     python algos/bgpo.py --task bench/sums.py --model DIR --gen-length 64
 
     four hundred seven plus ninety-six  ->  407 + 96 = 503
@@ -10,8 +11,11 @@ Numbers are below 1000. The first line is not scored.
 """
 
 import random
+import sys
 
+sys.path.insert(0, __file__.rpartition("/bench/")[0])
 from data.planning import split_of
+from evals import main
 from evals.examples import user
 
 SMALL = (
@@ -60,3 +64,7 @@ def score(completion, example):
 def answer(example, draw=0):
     a, b = example["numbers"]
     return f"{a} + {b} = {a + b}\n{in_words(a + b)}"
+
+
+if __name__ == "__main__":
+    main(__file__)
