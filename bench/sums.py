@@ -12,6 +12,7 @@ Numbers are below 1000. The first line is not scored.
 import random
 
 from data.planning import split_of
+from evals import main
 from evals.examples import user
 
 SMALL = (
@@ -60,3 +61,7 @@ def score(completion, example):
 def answer(example, draw=0):
     a, b = example["numbers"]
     return f"{a} + {b} = {a + b}\n{in_words(a + b)}"
+
+
+if __name__ == "__main__":
+    main(__file__)
