@@ -278,10 +278,10 @@ class Curves:
             raise SystemExit(f"the runs in {self.file} start from another model than {start}")
         for task in tasks:
             run, log = Run(family, "start", task), folder / f"{task}.log"
-            flags = {"model": start, "split": "validation", "limit": 512, "temperature": 0.0}
-            flags["gen_length"] = TASKS[task]
-            flags |= {"denoising_steps": STEPS_PER_BLOCK, "remasking": "low_confidence_static"}
             script = FILES.get(task, f"evals/{task}.py")
+            flags = {"model": start, "split": "validation", "limit": 512, "temperature": 0.0}
+            flags |= {"gen_length": TASKS[task], "denoising_steps": STEPS_PER_BLOCK}
+            flags |= {"remasking": "low_confidence_static"}
             if run in self.rows or self.call(script, flags, log, gpu) is None:
                 continue
             score = json.loads(log.read_text().splitlines()[-1])["accuracy"]

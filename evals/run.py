@@ -148,11 +148,13 @@ REPEATED = ("aime24", "aime25")  # tasks that --repeats of evals/run.py applies 
 
 
 def main(name):
-    """Command line of evals/<name>.py. Unusable input ends in SystemExit with one line that says
-    what to change."""
+    """Command line of evals/<name>.py, or of another task's file, a path that ends in .py. Unusable
+    input ends in SystemExit with one line that says what to change."""
+    task = load_task(name)
+    name = task.NAME
     args = results.command_line(Args, name, f"Evaluate a model, or score completions, on {name}.")
     files = {name: args.completions} if args.completions else {}
-    made, _ = evaluate(args, name, {name: load_task(name)}, {name: args.data}, files)
+    made, _ = evaluate(args, name, {name: task}, {name: args.data}, files)
     if made:  # on rank 0
         print(json.dumps(made[name]), flush=True)
 

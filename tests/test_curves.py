@@ -14,7 +14,6 @@ import pytest
 import torch
 import tyro
 
-import evals.run
 from bench import curves as bench
 from bench import sums
 from bench.curves import POINTS, RATE_SEED, TASKS, Args, Curves, Run, rate, saved_step
@@ -33,8 +32,8 @@ class Scripts(Curves):
 
     def call(self, script, flags, log, gpu):
         log.parent.mkdir(parents=True, exist_ok=True)
-        if str(script).startswith("evals/"):
-            tyro.cli(evals.run.Args, args=bench.command_of(script, flags)[2:])
+        if script in ("evals/countdown.py", "evals/sudoku.py"):
+            tyro.cli(import_module("evals.run").Args, args=bench.command_of(script, flags)[2:])
             log.write_text('{"accuracy": 0.2}\n')
             return 0
         run = log.parent / "run"
@@ -197,3 +196,15 @@ def test_sums_in_words():
         assert sums.score(gold, row) == 1
         assert sums.score(gold.partition("\n")[0], row) == sums.score(f"{gold}\n1", row) == 0
     assert sums.load("test", limit=5) == splits["test"][:5]
+
+
+def test_the_bench_scores_sums(tmp_path):
+    """As a start is scored: the result is the last line of the log."""
+    answers = map(sums.answer, sums.load("validation", limit=4))
+    rows = [json.dumps({"index": i, "completion": text}) for i, text in enumerate(answers)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    curves, log = Curves(Args(rows=f"{tmp_path}/none")), tmp_path / "log"
+    flags = {"completions": tmp_path / "rows.jsonl", "split": "validation", "limit": 4}
+    assert curves.call(bench.FILES["sums"], flags | {"out": tmp_path / "out"}, log, "") == 0
+    result = json.loads(log.read_text().splitlines()[-1])
+    assert (result["task"], result["accuracy"]) == ("sums", 1)
