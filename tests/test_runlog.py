@@ -40,6 +40,7 @@ def test_config_says_how_to_repeat_the_run(tmp_path):
     keys = "script args command git torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
+    assert runlog.describe_run("my-bgpo-tiny-sdar-countdown-s42", ARGS)["script"] == "my-bgpo"
 
 
 def test_directories_of_one_name_are_numbered(tmp_path):
@@ -231,6 +232,8 @@ class Numbers:
     temperature: float = 1.0
     max_grad_norm: float = float("inf")
     margin: float = -1.0
+    cap: float = float("inf")
+    words: str = "as many as you like " * 20  # a text is no name of a file
 
 
 ABOVE = "above 0: [^\n]+"
