@@ -472,13 +472,13 @@ def parsed(arguments, **options):
 
 
 def flags_of(args):
-    """-> all fields that hold something, as flags of a command line"""
+    """-> all fields that hold something or were emptied, as flags of a command line"""
     words = []
     for name, value in vars(args).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value not in ("", ()):
+        elif value not in ("", ()) or value != getattr(type(args), name, value):
             values = value if isinstance(value, tuple) else [value]
             words += [f"--{flag}", *map(str, values)]
     return shlex.join(words)

@@ -263,6 +263,11 @@ def test_numbers_out_of_range_are_named(name, value, words):
         check_numbers(check_sizes(replace(Numbers(), **{name: value})))
 
 
+def test_the_line_of_settings_keeps_what_was_emptied():
+    line = runlog.flags_of(Numbers(betas=(), words=""))
+    assert "--betas --temperature 1.0" in line and line.endswith(" --words ''")
+
+
 def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     """Five steps without an advantage on any rank: one line. The limit: another, and the end."""
     monkeypatch.setattr(runlog.dist, "all_reduce", lambda flags: None)
