@@ -35,10 +35,13 @@ def read_runs(folders):
     if not (folders := [folder for folder in folders if folder not in early]):
         raise SystemExit("no run to compare")
     configs = [read_config(Path(folder, "config.json")) for folder in folders]
-    flags = pd.DataFrame([{"script": c["script"], **c["args"]} for c in configs], dtype=object)
-    told = flags.drop(columns=FREE, errors="ignore").astype(str)
+    # before pandas takes None for a flag that a script does not have
+    as_text = lambda args: {flag: str(value) for flag, value in args.items()}
+    told = pd.DataFrame([{"script": c["script"], **as_text(c["args"])} for c in configs])
+    told = told.drop(columns=FREE, errors="ignore")
     told, runs = told.loc[:, told.nunique() > 1], {}
-    for folder, seed, (_, own) in zip(folders, flags["seed"], told.iterrows(), strict=True):
+    for folder, c, (_, own) in zip(folders, configs, told.iterrows(), strict=True):
+        seed = c["args"]["seed"]
         key = ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
         if key in runs:
             raise SystemExit(f"{folder}: a second run of seed {seed} in the group {key[0]!r}")

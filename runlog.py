@@ -335,7 +335,7 @@ def make_run_dir(out, name):
 def describe_run(name, config):
     """-> what one needs to repeat the run"""
     return {
-        "script": name.partition("-")[0],
+        "script": name.partition(f"-{Path(config.get('model', '')).name}-")[0],
         "args": config,
         "command": shlex.join(sys.orig_argv),
         "git": describe_git(),
@@ -426,7 +426,8 @@ def restored(arguments, saved, path):
         shown = ", ".join(f"{name} = {value!r:.40}" for name, value in wrong.items())
         now = "go on with the version of the run, or take them out of that file"
         raise SystemExit(f"{path} has {shown}, which this version does not take: {now}")
-    lists = {k: tuple(v) for k, v in saved.items() if get_origin(kinds[k]) is tuple}
+    is_tuple = lambda k, v: isinstance(v, list) and get_origin(kinds[k]) is not list
+    lists = {k: tuple(v) for k, v in saved.items() if is_tuple(k, v)}
     return arguments(**saved | lists)
 
 
@@ -471,13 +472,13 @@ def parsed(arguments, **options):
 
 
 def flags_of(args):
-    """-> all fields that hold something, as flags of a command line"""
+    """-> all fields that hold something or were emptied, as flags of a command line"""
     words = []
     for name, value in vars(args).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value not in ("", ()):
+        elif value not in ("", ()) or value != getattr(type(args), name, value):
             values = value if isinstance(value, tuple) else [value]
             words += [f"--{flag}", *map(str, values)]
     return shlex.join(words)
@@ -517,19 +518,22 @@ ASCENDING = "accuracy_range", "t_range"
 
 
 def check_sizes(args):
-    """-> args; SystemExit names the first number that is infinite, NaN, huge, or negative where the
+    """-> args; SystemExit names the first number that is NaN, huge, infinite or negative where the
     default is not, or a name that no file can have.
     """
-    signed = {name for name, _, default in numbers_of(type(args)) if default < 0}
+    defaults = [*numbers_of(type(args))]
+    signed = {name for name, _, default in defaults if default < 0}
+    endless = {name for name, _, default in defaults if math.isinf(default)}
+    endless |= {"max_grad_norm", "epsilon"}
     for name, flag, number in numbers_of(args):
         least = "" if name in signed else "at least 0 and "
-        is_endless = not math.isfinite(number) and name not in ("max_grad_norm", "epsilon")
+        is_endless = not math.isfinite(number) and name not in endless
         if is_endless or (least and not 0 <= number):
             raise SystemExit(f"{flag} must be {least}finite")
         if type(number) is int and abs(number) >= MAX:
             raise SystemExit(f"{flag} must be below {MAX:,}")
     for name, value in vars(args).items():
-        parts = re.split("[/,]", value) if isinstance(value, str) and name != "prompt" else ()
+        parts = re.split(r"[/,\s]", value) if isinstance(value, str) and name != "prompt" else ()
         if any(len(part.encode(errors="replace")) > 255 for part in parts):
             flag = name.replace("_", "-")
             raise SystemExit(f"--{flag} {value[:40]}...: no name has more than 255 bytes")

@@ -398,7 +398,7 @@ class Rows:
     def split(self, size):
         """-> the same with at most `size` draws in a row, where the loss is a sum over draws"""
         R, K, _ = self.masked.shape
-        assert K <= size or not DRAWS_TOGETHER  # the plan refuses such a size
+        assert K <= size or not DRAWS_TOGETHER  # the plan refuses such a size, if DRAWS is right
         n = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
         rows = self.select(torch.arange(R).repeat_interleave(n))
         shape = R * n, K // n, -1

@@ -93,7 +93,7 @@ def gold_pairs(task, split, preset, score_all):
     answers, problems = [], []
     for problem in task.load(split, preset):
         with suppress(ValueError):  # a problem without a solution makes no pair
-            answers.append(task.answer(problem))
+            answers.append(task.answer(problem, 0))
             problems.append(problem)
     wrong, right = {}, score_all(task, answers, problems)
     for k in range(1, 9):

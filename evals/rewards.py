@@ -277,6 +277,8 @@ REWARDS = (
 )
 REWARDS = {reward.__name__: reward for reward in REWARDS}
 
+METRICS = {"mean", "std", "square", "zero_std_frac"}  # reward/... of rollout_metrics
+
 
 def load_reward(name, task):
     """--reward NAME or path.py:function -> function(completions, examples) -> [{component: value}];
@@ -284,9 +286,9 @@ def load_reward(name, task):
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
     own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
-    if a reward is not finite, or has other components than the first. load_reward ends in
-    SystemExit if there is no such reward or file, or if it reads the examples of another task, and
-    lists the rewards.
+    if a reward is not finite, has other components than the first, or one of METRICS. load_reward
+    ends in SystemExit if there is no such reward or file, or if it reads the examples of another
+    task, and lists the rewards.
     """
     own, function = task.__name__.removeprefix("evals."), REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
@@ -316,12 +318,14 @@ def load_reward(name, task):
             which = f"completion {i} of {len(keys)}"
             said = f"--reward {name or 'none: the score'}, completion {key[0][:60]!a}"
             names.update(names or dict.fromkeys(found[key]))
+            if taken := names.keys() & METRICS:
+                raise SystemExit(f"--reward {name}: {taken.pop()} is a metric: rename that part")
             if not found[key] or found[key].keys() != names.keys():
                 odd = f"{which} has the parts {[*found[key]]}, the first had {[*names]}"
                 raise SystemExit(f"--task {own}: {odd}: give 0 for what is not earned; {said}")
             for part, value in found[key].items():
                 if not (isinstance(value, Real) and math.isfinite(value)):
-                    problem = f"{part} of {which} is {value}, not a finite number"
+                    problem = f"{part} of {which} is {value!r}, not a finite number"
                     raise SystemExit(f"--task {own}: {problem}; {said}")
         return [{part: float(found[key][part]) for part in names} for key in keys]
 

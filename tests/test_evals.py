@@ -500,6 +500,9 @@ def test_load_reward(monkeypatch):
         "--task countdown: b of completion 2 of 3 is nan, not a finite number; "
         "--reward countdown_odd"
     )
+    for paid, words in ("1.0", "is '1.0', not a"), ({"mean": 1.0}, "mean is a"):
+        monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
+        assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
     said = one_line(load_reward, "cells", mbpp)
     assert said.startswith(
         "--reward cells: no such reward; known: countdown_partial, countdown_d1, "

@@ -51,18 +51,19 @@ def test_odd_tokens_of_a_sample_are_refused_with_their_line(tmp_path, name, odd)
 def test_differences_and_their_errors(tmp_path, capsys):
     """Paired over the common seeds, 0 and 1; unpaired against a group with other seeds."""
     step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
+    caps = {"a": None, "b": 2, "c": 3}
     names, scores = [], {"a0": 1, "a1": 2, "a2": 6, "b0": 2, "b1": 5, "c8": 4, "c9": 6}
     for (group, seed), score in scores.items():
         folder = tmp_path / f"{group}{seed}"
         folder.mkdir()
-        config = {"script": "d1", "args": {"seed": int(seed), "beta": group}}
+        config = {"script": "d1", "args": {"seed": int(seed), "cap": caps[group]}}
         (folder / "config.json").write_text(json.dumps(config))
         rows = {"step": 1} | step, {"step": 2} | step, {"step": 2, "test/x": score}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         names.append(str(folder))
     runs = read_runs(names)
     found = table(runs, "test/x").reset_index().values.tolist()
-    assert [row[0] for row in found] == ["beta a", "beta b", "beta c"]
+    assert [row[0] for row in found] == ["cap None", "cap 2", "cap 3"]
     assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
     assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
     (tmp_path / "early").mkdir()
@@ -70,14 +71,14 @@ def test_differences_and_their_errors(tmp_path, capsys):
     folder = tmp_path / "a7"
     folder.mkdir()
     (folder / "config.json").write_text(
-        json.dumps({"script": "d1", "args": {"seed": 7, "beta": "a"}})
+        json.dumps({"script": "d1", "args": {"seed": 7, "cap": None}})
     )
     row = {"step": 1, "reward/mean": None} | step
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
     first, *_, lost, last = capsys.readouterr().out.splitlines()
     assert first == f"left out, as metrics.jsonl has no whole training step: {tmp_path}/early"
-    assert lost == "not drawn, as they have no test/x: beta a seed 7"
+    assert lost == "not drawn, as they have no test/x: cap None seed 7"
     assert last == f"curves: {tmp_path}/it.png"
     with pytest.raises(SystemExit, match="^no reward/mean; --metric may be rollouts, seconds, "):
         main((str(folder),), out=str(tmp_path / "it.png"))  # it has no number of this name

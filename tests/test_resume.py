@@ -381,6 +381,7 @@ class Arguments:
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     lora_targets: tuple[str, ...] = ()
+    clip: tuple[float, float] | None = None
     compile: bool = False
     max_steps: int = 10
     seed: int = 42
@@ -402,7 +403,7 @@ def test_resume_takes_the_arguments_of_the_run(monkeypatch, tmp_path):
     the new one.
     """
     had = {"learning_rate": 3e-4, "lora_targets": ("q_proj",), "compile": True, "seed": 7}
-    had |= {"betas": (0.8, 0.95), "max_steps": 20}
+    had |= {"betas": (0.8, 0.95), "clip": (0.2, 0.3), "max_steps": 20}
     directory = str(run_directory(tmp_path, rows=1, **had))
 
     def parse(flags):

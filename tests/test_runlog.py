@@ -40,6 +40,7 @@ def test_config_says_how_to_repeat_the_run(tmp_path):
     keys = "script args command git torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
+    assert runlog.describe_run("my-bgpo-tiny-sdar-countdown-s42", ARGS)["script"] == "my-bgpo"
 
 
 def test_directories_of_one_name_are_numbered(tmp_path):
@@ -231,6 +232,8 @@ class Numbers:
     temperature: float = 1.0
     max_grad_norm: float = float("inf")
     margin: float = -1.0
+    cap: float = float("inf")
+    words: str = "as many as you like " * 20  # a text is no name of a file
 
 
 ABOVE = "above 0: [^\n]+"
@@ -258,6 +261,11 @@ def test_numbers_out_of_range_are_named(name, value, words):
     flag = name.replace("_", "-")
     with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be {words}$"):
         check_numbers(check_sizes(replace(Numbers(), **{name: value})))
+
+
+def test_the_line_of_settings_keeps_what_was_emptied():
+    line = runlog.flags_of(Numbers(betas=(), words=""))
+    assert "--betas --temperature 1.0" in line and line.endswith(" --words ''")
 
 
 def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):

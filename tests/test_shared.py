@@ -23,7 +23,9 @@ from rollout.engine import Sampling
 from runlog import command_line
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("models", "rollout", "kernels", "evals", "data", "algos")
+FOLDERS = ("models", "rollout", "kernels", "evals", "data")
+FILES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
+FILES += [ROOT / f"algos/{script}.py" for script in METHODS]
 FUNCTIONS = ["sample_masks", "estimate_logps", "compute_advantages", "policy_loss"]
 # the most tokens that a method may have outside the markers beyond those of d1.py
 MOST = {
@@ -157,10 +159,7 @@ def test_services_know_neither_args_nor_scripts():
     """Functions take args only in a file with its own Args, a command line; scripts do not import
     each other.
     """
-    for path in [
-        ROOT / "plan.py",
-        *(p for folder in FOLDERS for p in (ROOT / folder).glob("*.py")),
-    ]:
+    for path in [ROOT / "plan.py", *FILES]:
         tree = ast.parse(path.read_text())
         has_args = any(getattr(node, "name", "") == "Args" for node in tree.body)
         for node in ast.walk(tree):
@@ -177,7 +176,7 @@ def test_services_know_neither_args_nor_scripts():
 def test_slow_packages_are_imported_where_they_are_used():
     """`--help` and a refused command take little longer than `import torch`."""
     slow = r"transformers|peft|datasets|wandb|matplotlib|torch\.(_dynamo|distributed\.[ft])"
-    for path in [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]:
+    for path in FILES:
         found = re.search(rf"^(import|from) ({slow}|.*training_state)\b", path.read_text(), re.M)
         assert not found, f"{path}: {found[0]}"
 
