@@ -389,6 +389,8 @@ def command_line(arguments, by_size):
         print_help(arguments)
     given = parsed(arguments)
     known = inspect.signature(arguments).parameters
+    if unknown := set().union(*by_size.values()) - known.keys():
+        raise SystemExit(f"BY_SIZE sets {', '.join(sorted(unknown))}, which Args does not have")
     if not given.resume:
         for _ in range(2):  # the first sets lora_rank, on which others depend
             chosen = training(given.model, given.task, given.lora_rank, by_size)

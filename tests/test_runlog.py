@@ -289,6 +289,12 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_a_misspelt_default_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    with pytest.raises(SystemExit, match="^BY_SIZE sets betta, which Args does not have$"):
+        runlog.command_line(Numbers, {"tiny": {"beta": 1.0}, "lora": {"betta": 1.0}})
+
+
 def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatch):
     @dataclass
     class Args:
