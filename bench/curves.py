@@ -5,6 +5,8 @@
     python bench/curves.py --tasks sums --starts runs/starts/sums- --methods d1 bgpo --no-variants
     python bench/curves.py --families sdar-large --methods d1 bgpo cj_grpo --seeds 1 --no-variants
 
+The last two need starts that were made before: START has no steps for them yet.
+
 A call makes what is missing, stops after --minutes, and the next call goes on. Rows of finished
 runs are in --rows: what has a row is not made again. A run that --minutes cuts off saves its state
 below runs/curves, where a later call on the same machine finds it.

@@ -119,6 +119,15 @@ def test_a_run_starts_if_it_can_end_or_if_no_call_is_long_enough(tmp_path):
         assert curves.fits(run) == starts
 
 
+def test_sums_are_a_file(tmp_path, monkeypatch):
+    given, curves = {}, Curves(Args(rows=f"{tmp_path}/rows", starts=f"{tmp_path}/"))
+    curves.root = tmp_path
+    monkeypatch.setattr(curves, "call", lambda script, flags, *more: given.update(flags))
+    curves.train(Run("sdar-large", "cj_grpo", "sums"), "")
+    assert given["task"] == sums.__file__ and given["gen_length"] == 64
+    assert given["num_iterations"] == 3  # of two passes each
+
+
 def test_equal_rates_end_the_search(tmp_path):
     curves = Curves(Args(rows=f"{tmp_path}/rows"))
     for number in 0, -1, 1:

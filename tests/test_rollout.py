@@ -14,6 +14,7 @@ import torch
 from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_draws, shared
 
 import rollout
+from evals.rewards import METRICS
 from models import export_weights, save_model
 from models.tiny import byte_tokenizer, random_model
 from rollout import Trace, make_engine
@@ -325,4 +326,6 @@ def test_rollout_metrics(monkeypatch):
         "reward/format": 0.25,
     }
     # a lone component is the reward
+    own = {name[7:] for name in metrics if name.startswith("reward/")} - parts[0].keys()
+    assert own == METRICS - {"square"}  # parts of a reward may not have these names
     assert "reward/score" not in rollout_metrics(trace, rewards[:2], [{"score": 1.0}] * 2, 2)
