@@ -408,7 +408,7 @@ def test_resume_takes_the_arguments_of_the_run(monkeypatch, tmp_path):
 
     def parse(flags):
         monkeypatch.setattr(sys, "argv", ["algos/x.py", *flags.split()])
-        tiny = {"seed": 5, "no_field_of_it": 1, "betas": (0.9, 0.999)}
+        tiny = {"seed": 5, "betas": (0.9, 0.999)}
         return command_line(Arguments, {"tiny": tiny})
 
     assert parse(f"--resume {directory}") == Arguments(**had, resume=directory)
