@@ -30,6 +30,7 @@ denoising steps. Everything else is the method's default. docs/plot.py draws the
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -308,21 +309,23 @@ class Curves:
             numbers.append(best - 1 if best == min(numbers) else best + 1)
 
     def wanted(self):
-        """-> runs whose rates are known so far, in the order in which they are to be made"""
+        """-> runs whose rates are known so far, in the order in which they are to be made: task by
+        task the rates and the seeds, then what has no KL, then ablations
+        """
         ordered = []
         for family, method in self.pairs:
             best = 0
             for place, task in enumerate(self.args.tasks.split(",")):
                 runs, best = self.tried(family, method, task, best)
                 # the middle rate of all methods first
-                ordered += [((0, place, number), run) for number, run in enumerate(runs)]
+                ordered += [((place, 0, number), run) for number, run in enumerate(runs)]
                 if best is None:
                     break
                 for variant in ("", *(VARIANTS.get(method, {}) if self.args.variants else ())):
-                    stage = (1 if method in KL else 2) if variant else 0
                     for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, rate(best), variant)
-                        ordered.append(((1 + stage, seed, place), run))
+                        later = (math.inf, method not in KL, seed)
+                        ordered.append((later if variant else (place, 1, seed), run))
         return [run for _, run in sorted(ordered, key=lambda item: item[0])]
 
     def folder(self, run):

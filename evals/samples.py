@@ -129,17 +129,18 @@ def generated(engine, tokenizer, prompts, calls, seed, **sampling):
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[first:end]]
         seeds = {"num_samples": 1, "sample_offset": first, "seed": seed + repeat}
         trace, rows = engine.generate(ids, **sampling, **seeds), []
-        seconds, forwards = (perf_counter() - began) / len(ids), trace.num_forwards
-        for i in range(len(ids)):
-            kept = trace.completion_ids[i][trace.completion_mask[i]]
+        truncated, forwards = trace.truncated.tolist(), trace.num_forwards
+        forwards = len(ids) * [None] if forwards is None else forwards.tolist()
+        seconds = (perf_counter() - began) / len(ids)
+        for i, kept in enumerate(trace.completions()):
             row = {
                 "index": first + i,
                 "repeat": repeat,
                 "prompt": prompts[first + i],
-                "completion": tokenizer.decode(kept.tolist(), skip_special_tokens=True),
-                "truncated": trace.truncated[i].item(),
+                "completion": tokenizer.decode(kept, skip_special_tokens=True),
+                "truncated": truncated[i],
                 "tokens": len(kept),
-                "forwards": None if forwards is None else forwards[i].item(),
+                "forwards": forwards[i],
                 "seconds": seconds,
             }
             if repeat == 0 and row["index"] % every == 0:

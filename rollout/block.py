@@ -47,15 +47,16 @@ class BlockEngine(Engine):
         #     padding | whole blocks of the prompt | rest of the prompt, masks | masks ... |
         #             pads[i]                      prefilled                               end[i]
         # Position p of row i is column pads[i] + p. Its completion begins at column first[i].
-        lengths = torch.tensor([len(ids) for ids in prompt_ids], device=device)
+        lengths = torch.tensor([len(ids) for ids in prompt_ids])
         prefilled = int(lengths.max()) // n * n
         pads = prefilled - lengths // n * n
         first = pads + lengths
         end = pads + (lengths + settings["gen_length"] + n - 1) // n * n
         width = int(end.max())
-        tokens = torch.full((len(prompt_ids), width), self.model.mask_token_id, device=device)
+        tokens = torch.full((len(prompt_ids), width), self.model.mask_token_id)
         for i, ids in enumerate(prompt_ids):
-            tokens[i, pads[i] : first[i]] = torch.tensor(ids, device=device)
+            tokens[i, pads[i] : first[i]] = torch.tensor(ids)
+        tokens, pads, first, end = (values.to(device) for values in (tokens, pads, first, end))
         cache = self._prefill(tokens[:, :prefilled], pads, owner, width)
 
         # from a row per prompt to a row per sample

@@ -77,7 +77,7 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
     trace = draw(temperature=temperature)
     # ranks that share rows must score the same ones, even if one of them drew another token
     trace = gather_objects(trace, trace.completion_ids.device)[0]
-    different = {tuple(trace.completion(i)) for i in range(SAMPLES)}
+    different = set(map(tuple, trace.completions()))
     metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:
         agreement = greedy_agreement(engine, model, prompt_ids, **settings)
