@@ -159,6 +159,23 @@ def comparison_table(name):
     return table
 
 
+def rates_table(name):
+    """-> Markdown: by learning rate, the mean of the last three validation scores"""
+    lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row.get("points") and row["seed"] == RATE_SEED]
+    key = lambda row: tuple(row[part] for part in ("family", "task", "method", "rate"))
+    scores = {key(row): np.mean(row["points"]["greedy"][-3:]) for row in rows}
+    rates = sorted({row["rate"] for row in rows})
+    heads = "model", "task", "start", "method", *(f"{rate:g}" for rate in rates)
+    table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+    for (pair, start), method in product(comparison(name)[1].items(), METHODS):
+        found = [scores.get((*pair, method, rate)) for rate in rates]
+        cells = ["" if score is None else f"{score:.1%}" for score in found]
+        if any(cells):
+            table += f"| {' | '.join([*pair, f'{start:.1%}', method, *cells])} |\n"
+    return table
+
+
 def alignment():
     """-> {(task, family): {(method, temperature of the rollouts, of the exact gradient): row}}"""
     grouped = defaultdict(dict)
@@ -232,6 +249,7 @@ def learning_table(names):
 
 TABLES = {
     "comparison": comparison_table,
+    "rates": rates_table,
     "alignment": alignment_table,
     "learning": learning_table,
 }
