@@ -18,7 +18,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-FOLDER = Path(__file__).parent / "curves"
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "curves"
+PAGES = DOCS / "curves.md", DOCS / "alignment.md", *sorted(DOCS.glob("algos/*.md"))
 # title: metrics in training (smoothed line), on the validation split (dots), on the test split
 PANELS = {
     "pairs ranked right": ("reward/accuracy", "reward/eval_accuracy", "reward/test_accuracy"),
@@ -159,20 +161,42 @@ def comparison_table(name):
     return table
 
 
-def rates_table(name):
-    """-> Markdown: by learning rate, the mean of the last three validation scores"""
+def rate_runs(name):
+    """-> {(family, task, method): {rate: run}} of the runs that tried a rate"""
+    grouped = defaultdict(dict)
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row.get("points") and row["seed"] == RATE_SEED]
-    key = lambda row: tuple(row[part] for part in ("family", "task", "method", "rate"))
-    scores = {key(row): np.mean(row["points"]["greedy"][-3:]) for row in rows}
-    rates = sorted({row["rate"] for row in rows})
+    for row in sorted(map(json.loads, lines), key=lambda row: row["family"] != "sdar"):
+        if row["seed"] == RATE_SEED and row.get("points"):
+            grouped[row["family"], row["task"], row["method"]][row["rate"]] = row
+    return grouped
+
+
+def late_score(run):
+    """Mean of the last three validation scores"""
+    return np.mean(run["points"]["greedy"][-3:])
+
+
+def rates_table(name):
+    """-> Markdown: validation score by learning rate"""
+    grouped = rate_runs(name)
+    rates = sorted({rate for runs in grouped.values() for rate in runs})
     heads = "model", "task", "start", "method", *(f"{rate:g}" for rate in rates)
     table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
     for (pair, start), method in product(comparison(name)[1].items(), METHODS):
-        found = [scores.get((*pair, method, rate)) for rate in rates]
-        cells = ["" if score is None else f"{score:.1%}" for score in found]
-        if any(cells):
+        if runs := grouped.get((*pair, method)):
+            cells = [f"{late_score(runs[rate]):.1%}" if rate in runs else "" for rate in rates]
             table += f"| {' | '.join([*pair, f'{start:.1%}', method, *cells])} |\n"
+    return table
+
+
+def best_table(method):
+    """-> Markdown: test scores of a method at its best rate, where several were tried"""
+    table = "| model | task | rate | rollouts | test before | after |\n|---|---|---|---|---|---|\n"
+    for (family, task, name), runs in rate_runs("runs").items():
+        if name == method and len(runs) > 1:
+            run = max(runs.values(), key=late_score)
+            scores = " | ".join(f"{score:.1%}" for score in run["test"])
+            table += f"| {family} | {task} | {run['rate']:g} | {run['rollouts']} | {scores} |\n"
     return table
 
 
@@ -250,6 +274,7 @@ def learning_table(names):
 TABLES = {
     "comparison": comparison_table,
     "rates": rates_table,
+    "best": best_table,
     "alignment": alignment_table,
     "learning": learning_table,
 }
@@ -268,6 +293,5 @@ if __name__ == "__main__":
         else:
             draw(file.parent)
     draw_alignment()
-    for name in ("curves", "alignment"):
-        page = Path(__file__).with_name(f"{name}.md")
+    for page in PAGES:
         page.write_text(with_tables(page.read_text()))

@@ -97,11 +97,8 @@ def test_commands_of_the_training_tables_parse():
 
 def test_generated_tables_are_current():
     plot = import_module("docs.plot")
-    for page, renew in (
-        (ROOT / "README.md", readme_with_table),
-        (ROOT / "docs/curves.md", plot.with_tables),
-        (ROOT / "docs/alignment.md", plot.with_tables),
-    ):
+    pages = [(ROOT / "README.md", readme_with_table)]
+    for page, renew in pages + [(page, plot.with_tables) for page in plot.PAGES]:
         assert renew(page.read_text()) == page.read_text(), f"{page.name}: rewrite its tables"
 
 
