@@ -422,7 +422,7 @@ def restored(arguments, saved, path):
     SystemExit names those that this version of the script does not have, or not with such a value.
     """
     if not isinstance(saved, dict):
-        raise SystemExit(f"{path} is damaged: it has no flags")
+        raise SystemExit(f"{path} has no flags of a training run")
     kinds = get_type_hints(arguments)
     if wrong := {k: v for k, v in saved.items() if k not in kinds or not fits(v, kinds[k])}:
         shown = ", ".join(f"{name} = {value!r:.40}" for name, value in wrong.items())

@@ -1,7 +1,7 @@
 """Learning curves of the online methods, all runs of a family from one SFT checkpoint.
 
     python bench/curves.py --starts models/tiny- --tasks countdown --rows tiny.jsonl    # CPU
-    python bench/curves.py --jobs 14 --minutes 8    # 6 million parameters, GPUs
+    python bench/curves.py --jobs 16 --minutes 8    # 6 million parameters, GPUs
     python bench/curves.py --tasks sums --starts runs/starts/sums- --methods d1 bgpo --no-variants
     python bench/curves.py --families sdar-large --methods d1 bgpo cj_grpo --seeds 1 --no-variants
 
@@ -18,7 +18,7 @@ below runs/curves, where a later call on the same machine finds it.
             score on the validation split is at the edge, the next neighbour follows.
     runs    three seeds of all tasks at the best rate, to the plateau: until the last evaluations
             (WINDOW) are on average no better than those before. Then without the method's KL,
-            and at last ablations of BGPO (VARIANTS).
+            and at last ablations of BGPO (VARIANTS) on the first task.
 
 The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
 unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
@@ -207,7 +207,7 @@ class Curves:
         self.file, self.rows = Path(args.rows), {}
         self.root = ROOT / "runs/curves" / self.file.stem
         self.settings = {name: getattr(args, name) for name in SETTINGS.split()}
-        self.taken, self.running = set(), set()  # runs of this call
+        self.taken, self.running, self.failed = set(), set(), []  # runs of this call
         if args.rollouts < (least := 2 * WINDOW * args.eval_every):
             raise SystemExit(f"--rollouts {args.rollouts}: a plateau takes at least {least}")
         pairs = [(family, method) for family in args.families for method in args.methods]
@@ -236,6 +236,7 @@ class Curves:
         threads = max(1, len(os.sched_getaffinity(0)) // self.args.jobs)
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
+        env |= {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         command = command_of(script, flags)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -322,7 +323,8 @@ class Curves:
                 ordered += [((place, 0, number), run) for number, run in enumerate(runs)]
                 if best is None:
                     break
-                for variant in ("", *(VARIANTS.get(method, {}) if self.args.variants else ())):
+                with_variants = self.args.variants and (method in KL or not place)
+                for variant in ("", *(VARIANTS.get(method, {}) if with_variants else ())):
                     for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, rate(best), variant)
                         later = (math.inf, method not in KL, seed)
@@ -364,6 +366,9 @@ class Curves:
                 continue
             try:
                 self.train(run, gpu)
+            except SystemExit as error:  # the others go on
+                print(error, flush=True)
+                self.failed.append(run)
             finally:
                 self.running.remove(run)
 
@@ -518,6 +523,8 @@ def main(args):
         list(pool.map(curves.work, islice(cycle(gpus), args.jobs)))
     missing = len([run for run in curves.wanted() if run not in curves.rows])
     print(f"{len(curves.rows)} rows in {args.rows}; {missing} runs known to be missing")
+    if curves.failed:
+        raise SystemExit(f"{len(curves.failed)} runs failed")
 
 
 if __name__ == "__main__":
