@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from evals import TRIAL, countdown, decoding, load_task, run, samples, sandbox
 from models import atomic
 from models.config import architecture
 from rollout import make_engine
+from rollout.traces import Trace
 
 AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
 
@@ -88,12 +90,17 @@ class GoldEngine:
             texts.append("9" * 12 if wrong else countdown.answer(example) + "\0")
         # text after the first EOS must not be decoded
         ids = torch.tensor([[*map(ord, text.ljust(12, "?"))] for text in texts])
-        return SimpleNamespace(
+        return Trace(
+            prompt_ids,
             completion_ids=ids,
             completion_mask=torch.tensor([[i < len(text) for i in range(12)] for text in texts]),
+            canvas_length=torch.full((len(texts),), 12),
+            step_map=None,
+            replay_map=None,
+            logps=None,
+            sample_index=torch.arange(len(texts)),
             num_forwards=torch.full((len(texts),), 6),
-            truncated=torch.tensor(["\0" not in text for text in texts]),
-            unmasking=lambda i, tokenizer: {},
+            settings={"eos_token_ids": [0]},
         )
 
 
@@ -101,7 +108,7 @@ class GoldEngine:
 def fake(monkeypatch):
     """GoldEngine for every model; -> what make_engine was asked for"""
     made = {}
-    decode = lambda ids, skip_special_tokens: "".join(chr(i) for i in ids if i)
+    decode = lambda ids, skip_special_tokens=False: "".join(chr(i) for i in ids if i)
     monkeypatch.setattr(run, "load_tokenizer", lambda name: SimpleNamespace(decode=decode))
     monkeypatch.setattr(
         samples, "prompt_ids", lambda _, messages: [*map(ord, messages[0]["content"])]
@@ -512,9 +519,7 @@ def test_the_next_batch_is_generated_while_one_is_scored(tmp_path, monkeypatch, 
 
 def test_a_sampler_without_forwards_and_a_lost_sample(tmp_path, monkeypatch, fake, many):
     generate = GoldEngine.generate
-    without = lambda self, *a, **k: SimpleNamespace(
-        **vars(generate(self, *a, **k)) | {"num_forwards": None}
-    )
+    without = lambda self, *a, **k: replace(generate(self, *a, **k), num_forwards=None)
     monkeypatch.setattr(GoldEngine, "generate", without)
     monkeypatch.setattr(GoldEngine, "version", "0.18.0", raising=False)
     flags = "--model m --tasks countdown --limit 3 --out".split()
