@@ -162,11 +162,11 @@ def comparison_table(name):
 
 
 def rate_runs(name):
-    """-> {(family, task, method): {rate: run}} of the runs that tried a rate"""
+    """-> {(family, task, method): {rate: run}} of the runs that tried a rate and did not diverge"""
     grouped = defaultdict(dict)
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
     for row in sorted(map(json.loads, lines), key=lambda row: row["family"] != "sdar"):
-        if row["seed"] == RATE_SEED and row.get("points"):
+        if row["seed"] == RATE_SEED and row.get("points") and not row["diverged"]:
             grouped[row["family"], row["task"], row["method"]][row["rate"]] = row
     return grouped
 
@@ -184,8 +184,11 @@ def rates_table(name):
     table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
     for (pair, start), method in product(comparison(name)[1].items(), METHODS):
         if runs := grouped.get((*pair, method)):
-            cells = [f"{late_score(runs[rate]):.1%}" if rate in runs else "" for rate in rates]
-            table += f"| {' | '.join([*pair, f'{start:.1%}', method, *cells])} |\n"
+            cells = [late_score(runs[rate]) if rate in runs else None for rate in rates]
+            # a token a step: another start
+            scores = None if method == "justgrpo" else start, *cells
+            start_cell, *cells = ["" if x is None else f"{x:.1%}" for x in scores]
+            table += f"| {' | '.join([*pair, start_cell, method, *cells])} |\n"
     return table
 
 
@@ -193,10 +196,12 @@ def best_table(method):
     """-> Markdown: test scores of a method at its best rate, where several were tried"""
     table = "| model | task | rate | rollouts | test before | after |\n|---|---|---|---|---|---|\n"
     for (family, task, name), runs in rate_runs("runs").items():
-        if name == method and len(runs) > 1:
-            run = max(runs.values(), key=late_score)
-            scores = " | ".join(f"{score:.1%}" for score in run["test"])
-            table += f"| {family} | {task} | {run['rate']:g} | {run['rollouts']} | {scores} |\n"
+        whole = [run for run in runs.values() if run["test"][1:]]
+        if name == method and len(whole) > 1:
+            run = max(whole, key=late_score)
+            before, after = (f"{score:.1%}" for score in run["test"])
+            cells = family, task, f"{run['rate']:g}", str(run["rollouts"]), before, after
+            table += f"| {' | '.join(cells)} |\n"
     return table
 
 

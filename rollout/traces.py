@@ -86,7 +86,7 @@ class Trace:
         return self.completion_ids[i][self.completion_mask[i]].tolist()
 
     def completions(self):
-        """The same of all, with one copy from the GPU. -> N lists of int"""
+        """The same of all, without a copy from the GPU for each. -> N lists of int"""
         ids, lengths = self.completion_ids[self.completion_mask].cpu(), self.completion_mask.sum(1)
         return [row.tolist() for row in ids.split(lengths.tolist())]
 

@@ -259,6 +259,7 @@ def test_text_and_describe():
     )
     assert [trace.text(i, tokenizer) for i in range(2)] == ["ab", "a\nübb"]
     assert trace.completion(0) == [97, 98, 256] and trace.truncated.tolist() == [False, True]
+    assert trace.completions() == [trace.completion(0), trace.completion(1)]
     row = {"prompt": "<|user|>hi<|assistant|>", "completion": "ab", "gold": "4", "reward": 0.5}
     row |= {"completion_ids": [97, 98, 256], "pieces": ["a", "b", "<|endoftext|>"]}
     row |= {"blocks": [0, 0, 0], "step_map": [0, 1, 2], "logps": [-0.1235, -0.2469, -0.3704]}
