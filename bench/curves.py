@@ -384,7 +384,7 @@ class Curves:
             "learning_rate": run.rate,
             "gen_length": TASKS[run.task],
             "prompts_per_step": args.prompts_per_step,
-            # 2 to 4 GB of GPU memory; several draws at once
+            # several draws at once; by estimate 4 GB of GPU memory
             "micro_batch_size": (8 if run.family == "sdar-large" else 24) * args.prompts_per_step,
             "eval_every": args.eval_every,
             "schedule_steps": args.rollouts,
