@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from models import add_lora, meta_model
 from models.layers import memory_budget
-from models.ranks import cuda_bytes, ranks_of_a_copy, ranks_of_a_node, unsharded
+from models.ranks import (
+    cuda_bytes,
+    gathered_bytes,
+    gathers_at_once,
+    ranks_of_a_copy,
+    ranks_of_a_node,
+    unsharded,
+)
 from rollout.engine import KEPT_BELOW
 
 # Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
@@ -166,7 +173,8 @@ class Plan:
         """-> {term: bytes} with micro-batches of this size"""
         net, ranks = self.net, ranks_of_a_copy(self.ranks)
         whole, layers = unsharded(net, ranks, self.room), len(net.layers)
-        gathered = lambda module: sum(2 * p.numel() for p in module.parameters() if p not in whole)
+        gathered = lambda module: gathered_bytes(module, whole)
+        blocks = 0 if gathers_at_once(net, whole, self.room) else len(net.layers)
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
         tokens = math.ceil(rows * length / self.sequence_parallel)
@@ -184,8 +192,8 @@ class Plan:
         moments = 8 * self.trained / ranks
         terms = {
             "policy": policy,
-            # in bf16: embedding and head, the block in work and the next one
-            "gathered": gathered(net) - gathered(net.layers) + 2 * gathered(net.layers[-1]),
+            # everything, or embedding and head, the block in work and the next one
+            "gathered": gathered(net) - max(blocks - 2, 0) * gathered(net.layers[-1]),
             "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * has_reference,

@@ -48,6 +48,7 @@ from models.ranks import (
     rank_share,
     reduce_gradients,
     reduce_metrics,
+    reshard,
     setup_distributed,
     sharding,
 )
@@ -285,7 +286,7 @@ def policy_loss(estimates, old, ref, rows, args):
 
 # >>> shared: setup
 def parallelize(model, args):
-    """FSDP2: compile and shard each block, then shard the rest.
+    """FSDP2: compile each block, then shard.
 
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
@@ -304,10 +305,10 @@ def parallelize(model, args):
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    layout, fp32_modules = sharding(model)
+    layout, fp32_modules, modules = sharding(model)
     for module in fp32_modules:
         fully_shard(module, **layout)
-    for module in (*model.layers, model):
+    for module in modules:
         fully_shard(module, mp_policy=policy, **layout)
     register_fsdp_forward_method(model, "logps")
     register_fsdp_forward_method(model, "logits")
@@ -344,6 +345,7 @@ def open_run(task, model, tokenizer, args):
         weight_decay=args.weight_decay,
         fused=torch.cuda.is_available(),
     )
+    optimizer.register_step_pre_hook(lambda *_: reshard(model))
     start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
     log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)

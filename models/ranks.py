@@ -43,9 +43,22 @@ def unsharded(model, ranks, memory):
     return frozen if fits or ranks == 1 else set()
 
 
+def gathered_bytes(module, whole):
+    """Bytes of a module's sharded parameters when gathered, in bf16. whole: of `unsharded`"""
+    return sum(2 * value.numel() for value in module.parameters() if value not in whole)
+
+
+def gathers_at_once(model, whole, memory):
+    """Whether all parameters are gathered together, once for all passes up to an optimizer step,
+    and not block by block for each: adapters and tiny models fill little of a GPU of `memory`
+    bytes. With a call for each block the host's work took up to a fifth of a step.
+    """
+    return memory > 50 * gathered_bytes(model, whole)
+
+
 def sharding(model):
-    """What FSDP2 shards, and over which ranks. -> keyword arguments of fully_shard, those of
-    model.fp32_modules that need a call of their own
+    """What FSDP2 shards, and over which ranks. -> keyword arguments of fully_shard; modules that
+    need a call of their own: those of model.fp32_modules, then the others
 
     mesh: None, all ranks. Under torchrun on several nodes (nodes, ranks of a node), HSDP: every
     node holds the whole model, and only gradients travel between nodes.
@@ -56,10 +69,25 @@ def sharding(model):
         shape, names = (ranks // in_node, in_node), ("nodes", "ranks")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    # The root reshards after its forward as the blocks do: parameters that a no-grad pass left
-    # gathered would hide the next optimizer step.
-    layout = {"ignored_params": whole, "mesh": mesh, "reshard_after_forward": True}
-    return layout, [m for m in model.fp32_modules if not whole.issuperset(m.parameters())]
+    # A frozen model never steps, so nothing would free its parameters before they change.
+    is_trained = any(value.requires_grad for value in model.parameters())
+    at_once = gathers_at_once(model, whole, cuda_bytes())
+    model.stays_gathered = at_once and is_trained
+    layout = {"ignored_params": whole, "mesh": mesh}
+    layout["reshard_after_forward"] = not model.stays_gathered
+    fp32_modules = [m for m in model.fp32_modules if not whole.issuperset(m.parameters())]
+    return layout, fp32_modules, [*([] if at_once else model.layers), model]
+
+
+def reshard(model):
+    """Free what is gathered: it would hide from later forwards what an optimizer writes to the
+    sharded parameters. Before every step; a backward pass with `is_last` does it too.
+    """
+    from torch.distributed.fsdp import FSDPModule  # not at the top: takes 0.7 s
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def ranks_of_a_copy(ranks):
@@ -76,6 +104,7 @@ def reduce_gradients(model, is_last, every):
     """
     model.set_requires_gradient_sync(every or is_last)
     model.set_requires_all_reduce(is_last)
+    model.set_reshard_after_backward(is_last or not model.stays_gathered)
 
 
 def cuda_bytes():

@@ -4,6 +4,7 @@ from torch import nn
 
 from models.checkpoint import load_weights, meta_model
 from models.lora import add_lora
+from models.ranks import reshard
 
 
 def load_value_model(name_or_dir, policy, optimizer, shard):
@@ -20,7 +21,9 @@ def load_value_model(name_or_dir, policy, optimizer, shard):
     model = load_weights(shard(add_value_head(model)), weight.device)
     (settings,) = optimizer.param_groups
     trained = [p for p in model.parameters() if p.requires_grad]
-    return model, type(optimizer)([settings | {"params": trained}])
+    optimizer = type(optimizer)([settings | {"params": trained}])
+    optimizer.register_step_pre_hook(lambda *_: reshard(model))
+    return model, optimizer
 
 
 def add_value_head(model):

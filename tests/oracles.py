@@ -25,6 +25,23 @@ CONFIGS = {
 }
 
 
+FSDP_CALLS = "set_requires_gradient_sync set_requires_all_reduce set_reshard_after_backward".split()
+
+
+def without_fsdp(model):
+    """-> the model, which ignores what `reduce_gradients` asks of FSDP2"""
+    for name in FSDP_CALLS:
+        setattr(model, name, lambda value: None)
+    return model
+
+
+def with_fsdp(model):
+    """-> the model, no longer so"""
+    for name in FSDP_CALLS:
+        delattr(model, name)
+    return model
+
+
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     """A peaked random model in fp64 with 8 tokens; shift: moves every weight a little."""
     config = CONFIGS[family] | config
@@ -38,8 +55,7 @@ def tiny_model(family="sdar", seed=0, shift=0.0, **config):
         model.lm_head.weight[eos] = 0  # an EOS that is not too frequent
         for p in model.parameters():
             p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    model.set_requires_gradient_sync = model.set_requires_all_reduce = lambda sync: None
-    return model
+    return without_fsdp(model)
 
 
 def changed(thing, **fields):

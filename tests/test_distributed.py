@@ -11,12 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from golden_runs import free_port
-from oracles import MASK, tiny_model
+from oracles import MASK, tiny_model, with_fsdp
 
 from algos import d1
 from evals import mean_score
 from models import ranks
-from models.ranks import TIMEOUT, all_reduce, maximum, reduce_gradients, setup_distributed
+from models.ranks import (
+    TIMEOUT,
+    all_reduce,
+    maximum,
+    reduce_gradients,
+    reshard,
+    setup_distributed,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,12 +43,15 @@ def accumulate(model, batch, scale=1.0, every=False):
         (-model.logps(*(tensor[i : i + 1] for tensor in batch)).sum() * scale).backward()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_ranks_with_checkpointing_give_the_gradient_of_one(run_ranks, monkeypatch, nodes):
+@pytest.mark.parametrize("nodes, gpu_bytes", [(1, 0), (2, 0), (1, 1 << 40)])
+def test_ranks_with_checkpointing_give_the_gradient_of_one(
+    run_ranks, monkeypatch, nodes, gpu_bytes
+):
     """Ragged masks, and a rank whose first micro-batch scores nothing: 1e-10 in fp64. Two ranks, or
-    two nodes of two ranks, which hold a copy each.
+    two nodes of two ranks, which hold a copy each; blocks gathered one by one, or all at once.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         whole, batch, share = tiny_model(), batch_of(), 8 // world_size
@@ -59,20 +69,22 @@ def test_ranks_with_checkpointing_give_the_gradient_of_one(run_ranks, monkeypatc
 
 
 def sharded_model(activation_checkpointing=False):
-    model = tiny_model()
-    del model.set_requires_gradient_sync, model.set_requires_all_reduce  # FSDP2's own
+    model = with_fsdp(tiny_model())
     args = d1.Args(activation_checkpointing=activation_checkpointing)
     return d1.parallelize(model, args)
 
 
-def test_a_no_grad_forward_between_backward_and_step_changes_nothing(run_ranks):
-    """With a root that stays gathered it would hide the step."""
+@pytest.mark.parametrize("gpu_bytes", [0, 1 << 40])
+def test_a_no_grad_forward_changes_nothing(run_ranks, monkeypatch, gpu_bytes):
+    """Between backward and step. What it left gathered would hide the step."""
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         batch, results = batch_of(4), []
         for evaluates in (False, True):
             model = sharded_model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.register_step_pre_hook(lambda *_, m=model: reshard(m))  # as in open_run
             accumulate(model, batch)
             with torch.no_grad():
                 if evaluates:

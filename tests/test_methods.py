@@ -26,6 +26,7 @@ from oracles import (
     relative,
     rollout_batch,
     tiny_model,
+    without_fsdp,
 )
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, justgrpo, mdpo, sft, spg, wd1
@@ -460,8 +461,7 @@ def tilted(tilt=0.0):
     width = model.lm_head.weight.shape[1]
     with torch.no_grad():
         model.lm_head.weight.mul_(10 * (1 + tilt * torch.linspace(-1, 1, width)))
-    model.set_requires_gradient_sync = model.set_requires_all_reduce = lambda sync: None
-    return model
+    return without_fsdp(model)
 
 
 @pytest.mark.parametrize("module, masks, lengths, A, loss, norm, first", RELEASED)
