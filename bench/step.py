@@ -1,9 +1,9 @@
 """Time loading, a forward pass and a training step at real size, next to the official LLaDA code.
 
-    python models/random_init.py --config DIR --out /dev/shm/llada --device cuda
-    python bench/step.py --model /dev/shm/llada --compile --peer PEER_DIR
-    torchrun --nproc-per-node 2 bench/step.py --model /dev/shm/llada --compile --rows 2 \
-        --length 16384 --micro-batch-size 1 --sequence-parallel 2
+    python bench/step.py --model DIR --compile     # DIR needs config.json alone: random weights
+    python bench/step.py --model LLADA_DIR --compile --peer PEER_DIR    # the peer reads real files
+    torchrun --nproc-per-node 2 bench/step.py --model DIR --compile --rows 2 --length 16384 \
+        --micro-batch-size 1 --sequence-parallel 2
 
 Our step is the update of algos/sft.py: its `parallelize`, add_lora, load_weights, model.logps,
 clipping and AdamW. One JSON line per measurement; seconds are medians of synchronised steps, rates
@@ -44,7 +44,7 @@ LORA_ALPHA = 64
 @dataclass
 class Args:
     model: str
-    """key of models.MODELS, or a directory in HF layout"""
+    """key of models.MODELS, or a directory in HF layout; without weights in it they are random"""
     lora_rank: int = 128
     """0: full fine-tuning"""
     rows: int = 16
@@ -138,6 +138,8 @@ def load(args, device):
     if args.lora_rank:
         add_lora(model, args.lora_rank, LORA_ALPHA)
     model = parallelize(model, args)
+    if not any(Path(args.model).glob("*.safetensors")):
+        model.sources = None, []  # load_weights draws them
     dist.barrier()
     seconds, _ = timed(lambda: load_weights(model, device))
     gigabytes = sum(p.stat().st_size for p in Path(args.model).glob("*.safetensors")) / 1e9

@@ -3,11 +3,11 @@ run all commands behind the training tables of docs/.
 
     python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random
     python bench/train.py bgpo --model runs/sdar-random --data cd3 --max-steps 3 --eval-limit 0
-    python bench/train.py --llada DIR --sdar runs/sdar-random --peer PEER_DIR
+    python bench/train.py --llada DIR --sdar runs/sdar-random --peer PEER_DIR --mixtures DIR2 DIR3
 
 Runs the script's own `main`. Random weights solve no problem, and groups with equal rewards have no
-gradient, so the reward is a coin flip per completion. The first step warms up; the table is the
-mean of the others. time/estimate: old and reference values (no gradient); time/update: the rest of
+gradient, so every second completion gets reward 1. The first step warms up; the table is the mean
+of the others. time/estimate: old and reference values (no gradient); time/update: the rest of
 the update; time/sync: handing the weights to the sampler.
 
 Without a script it prints and runs COMMANDS one after the other, each in a process of its own. The
@@ -20,20 +20,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
-from data.planning import stable_hash
 from report import read_rows
 
 SIZE = (
     "--data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 --denoising-steps 4 "
     "--num-generations 8 --prompts-per-step"
 )
-ONE, EIGHT = f"{SIZE} 1 --micro-batch-size 8 --no-compile --max-steps 2", f"{SIZE} 8 --max-steps 3"
+ONE, EIGHT = f"{SIZE} 1 --micro-batch-size 8 --max-steps 3", f"{SIZE} 8 --max-steps 3"
 # docs/models.md (steps), docs/algos/bgpo.md (EIGHT), docs/curves.md (ONE)
 COMMANDS = """
 bench/step.py --model {llada} --compile --peer {peer}
@@ -54,6 +54,7 @@ bench/train.py bgpo --model {sdar} {one} --mc-num 4
 bench/train.py cj_grpo --model {sdar} {one} --num-iterations 1
 bench/train.py tpg --model {sdar} {one} --train-steps 4
 """
+MIXTURE = "bench/step.py --model {model} --compile --micro-batch-size 16"
 
 
 @dataclass
@@ -64,16 +65,23 @@ class Args:
     """directory of an SDAR"""
     peer: str
     """directory of the official LLaDA code"""
+    mixtures: tuple[str, ...] = ()
+    """directories of mixtures of experts, which need config.json alone"""
 
 
 def run_all(args):
-    for command in COMMANDS.format(**vars(args), one=ONE, eight=EIGHT).strip().splitlines():
+    commands = COMMANDS.format(**vars(args), one=ONE, eight=EIGHT).strip().splitlines()
+    commands += [MIXTURE.format(model=model) for model in args.mixtures]
+    for command in commands:
         print(command, flush=True)
         subprocess.run([sys.executable, *command.split()])
 
 
+FLIPS = count()
+
+
 def coin(completion, example):
-    return {"coin": float(stable_hash(completion) % 2)}
+    return {"coin": float(next(FLIPS) % 2)}
 
 
 def time_estimates(script):
