@@ -126,15 +126,18 @@ def sdpa(visibility):
 
 @cache
 def compiled_flex():
-    """fullgraph: uncompiled it would hold all scores. dynamic: one kernel for all lengths."""
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    """-> flex_attention, which uncompiled would hold all scores, and create_block_mask, which would
+    keep the GPU waiting for dozens of small kernels. dynamic: one kernel for all lengths
+    """
+    attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return attend, torch.compile(create_block_mask, dynamic=True)
 
 
 def flex(visibility):
     """FlexAttention. Its BlockMask tells which tiles of 128 x 128 to skip."""
-    mask, kernel, (B, S) = None, compiled_flex(), visibility.block.shape
+    mask, (kernel, make_mask), (B, S) = None, compiled_flex(), visibility.block.shape
     if visibility.pattern != "full":
-        mask = create_block_mask(visibility.rule(), B, None, S, S, visibility.block.device)
+        mask = make_mask(visibility.rule(), B, None, S, S, visibility.block.device)
     return lambda q, k, v: kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -202,8 +205,8 @@ BACKENDS = {
 
 # "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
 # and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128
-# over 8; full and padded over 32), forward + backward in ms a layer. Flex also takes 7 to 8 ms a
-# forward to make its BlockMask (11 to 14 with documents).
+# over 8; full and padded over 32), forward + backward in ms a layer. Flex also took 7 to 8 ms a forward
+# to make its BlockMask (11 to 14 with documents) before that was compiled.
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3

@@ -251,9 +251,12 @@ def check_flex(pattern, B, T):
 
 def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     torch._dynamo.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attention.flex_attention, dynamic=True, fullgraph=True, backend=graphs)
-    monkeypatch.setattr(attention, "compiled_flex", lambda: compiled)
+    parts = []
+    for function in (attention.flex_attention, attention.create_block_mask):
+        graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=graphs)
+        parts.append((graphs, compiled))
+    monkeypatch.setattr(attention, "compiled_flex", lambda: [compiled for _, compiled in parts])
     for shape in [
         ("copies", 7, 200),  # batch and number of blocks of 128 differ
         ("copies", 6, 211),
@@ -262,7 +265,7 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
         ("copies", 3, 150),
     ]:
         check_flex(*shape)
-    assert graphs.frame_count == 1
+    assert [graphs.frame_count for graphs, _ in parts] == [1, 1]
     torch._dynamo.reset()
 
 
