@@ -205,8 +205,8 @@ BACKENDS = {
 
 # "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
 # and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128
-# over 8; full and padded over 32), forward + backward in ms a layer. Flex also took 7 to 8 ms a forward
-# to make its BlockMask (11 to 14 with documents) before that was compiled.
+# over 8; full and padded over 32), forward + backward in ms a layer. Flex also took 7 to 8 ms a
+# forward to make its BlockMask (11 to 14 with documents) before that was compiled.
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01
 #   padded B16 S512         sdpa         1.05    varlen 1.98   flash-attn 1.93   flex 1.41
 #   block-causal B16        S512: sdpa   1.02    flex   1.21   S1280: sdpa  5.1   flex 4.3
