@@ -44,7 +44,7 @@ from models.ranks import (
     rank_share,
     reduce_gradients,
     reduce_metrics,
-    reshard,
+    register_forwards,
     setup_distributed,
     sharding,
 )
@@ -238,11 +238,7 @@ def parallelize(model, args):
     fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
     """
     # not at the top: takes 0.7 s, for which --help and refused commands need not wait
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # gradients are reduced in fp32
     types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
@@ -257,8 +253,7 @@ def parallelize(model, args):
         fully_shard(module, **layout)
     for module in modules:
         fully_shard(module, mp_policy=policy, **layout)
-    register_fsdp_forward_method(model, "logps")
-    register_fsdp_forward_method(model, "logits")
+    register_forwards(model)
     return model
 
 
@@ -292,7 +287,6 @@ def open_run(task, model, tokenizer, args):
         weight_decay=args.weight_decay,
         fused=torch.cuda.is_available(),
     )
-    optimizer.register_step_pre_hook(lambda *_: reshard(model))
     start = Saves.load(args.resume, model, optimizer)
     name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
     log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)

@@ -49,9 +49,9 @@ def gathered_bytes(module, whole):
 
 
 def gathers_at_once(model, whole, memory):
-    """Whether all parameters are gathered together, once for all passes up to an optimizer step,
-    and not block by block for each: adapters and tiny models fill little of a GPU of `memory`
-    bytes. With a call for each block the host's work took up to a fifth of a step.
+    """Whether all parameters are gathered together, in training once for all micro-batches of an
+    optimizer step, and not block by block for each pass: adapters and tiny models fill little of a
+    GPU of `memory` bytes. With a call for each block the host's work took up to a fifth of a step.
     """
     return memory > 50 * gathered_bytes(model, whole)
 
@@ -69,25 +69,38 @@ def sharding(model):
         shape, names = (ranks // in_node, in_node), ("nodes", "ranks")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    # A frozen model never steps, so nothing would free its parameters before they change.
-    is_trained = any(value.requires_grad for value in model.parameters())
     at_once = gathers_at_once(model, whole, cuda_bytes())
-    model.stays_gathered = at_once and is_trained
+    # from the first training forward of an optimizer step to its last backward
+    model.stays_gathered = at_once and any(value.requires_grad for value in model.parameters())
     layout = {"ignored_params": whole, "mesh": mesh}
     layout["reshard_after_forward"] = not model.stays_gathered
     fp32_modules = [m for m in model.fp32_modules if not whole.issuperset(m.parameters())]
     return layout, fp32_modules, [*([] if at_once else model.layers), model]
 
 
-def reshard(model):
-    """Free what is gathered: it would hide from later forwards what an optimizer writes to the
-    sharded parameters. Before every step; a backward pass with `is_last` does it too.
+def register_forwards(model):
+    """`logps` and `logits` run FSDP2's hooks. Without gradient they leave nothing gathered: it would
+    hide from later forwards what an optimizer writes to the sharded parameters.
     """
-    from torch.distributed.fsdp import FSDPModule  # not at the top: takes 0.7 s
+    from torch.distributed.fsdp import register_fsdp_forward_method  # not at the top: takes 0.7 s
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for name in ("logps", "logits"):
+        register_fsdp_forward_method(model, name)
+        if model.stays_gathered:
+            setattr(model, name, resharding(model, getattr(model, name)))
+
+
+def resharding(model, method):
+    def forward(*args, **kwargs):
+        values = method(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            model.reshard()
+            for module in model.fp32_modules:
+                if hasattr(module, "reshard"):
+                    module.reshard()
+        return values
+
+    return forward
 
 
 def ranks_of_a_copy(ranks):

@@ -4,7 +4,6 @@ from torch import nn
 
 from models.checkpoint import load_weights, meta_model
 from models.lora import add_lora
-from models.ranks import reshard
 
 
 def load_value_model(name_or_dir, policy, optimizer, shard):
@@ -21,9 +20,7 @@ def load_value_model(name_or_dir, policy, optimizer, shard):
     model = load_weights(shard(add_value_head(model)), weight.device)
     (settings,) = optimizer.param_groups
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = type(optimizer)([settings | {"params": trained}])
-    optimizer.register_step_pre_hook(lambda *_: reshard(model))
-    return model, optimizer
+    return model, type(optimizer)([settings | {"params": trained}])
 
 
 def add_value_head(model):
