@@ -25,6 +25,8 @@ from models.ranks import (
 )
 
 ROOT = Path(__file__).parents[1]
+EXPERTS = {"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
 def batch_of(rows=8, length=12):
@@ -67,8 +69,8 @@ def test_ranks_with_checkpointing_give_the_gradient_of_one(
     run_ranks(2 * nodes, body)
 
 
-def sharded_model(activation_checkpointing=False, family="sdar"):
-    model = with_fsdp(tiny_model(family))
+def sharded_model(activation_checkpointing=False, **config):
+    model = with_fsdp(tiny_model(**config))
     args = d1.Args(activation_checkpointing=activation_checkpointing)
     return d1.parallelize(model, args)
 
@@ -81,7 +83,7 @@ def test_a_no_grad_forward_changes_nothing(run_ranks, monkeypatch, gpu_bytes):
     def body(rank, world_size):
         batch, results = batch_of(4), []
         for evaluates in (False, True):
-            model = sharded_model(family="sdar-moe")
+            model = sharded_model(**EXPERTS)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             accumulate(model, batch)
             with torch.no_grad():
