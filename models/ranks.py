@@ -79,8 +79,8 @@ def sharding(model):
 
 
 def register_forwards(model):
-    """`logps` and `logits` run FSDP2's hooks. Without gradient they leave nothing gathered: it would
-    hide from later forwards what an optimizer writes to the sharded parameters.
+    """`logps` and `logits` run FSDP2's hooks. Without gradient they leave nothing gathered, or else
+    it would hide from later forwards what an optimizer writes to the sharded parameters.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method  # not at the top: takes 0.7 s
 
