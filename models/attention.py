@@ -213,14 +213,14 @@ BACKENDS = {
 #   copies B16              S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
 # Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
 # a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
-# about 1150.
+# about 1150. Copies of rows of 512 tokens have about 1,000 without the blocks that nothing scores.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
 #   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68
 #   copies of documents     S1024: sdpa  3.34    flex   2.52   S8192: sdpa 24.9   flex 2.63
 AUTO = {
     "full": ("sdpa", 0), "padded": ("sdpa", 0), "packed": ("varlen", 1152),
-    "block-causal": ("flex", 1280), "copies": ("flex", 1024),
+    "block-causal": ("flex", 1280), "copies": ("flex", 960),
 }  # fmt: skip
 
 
