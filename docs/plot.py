@@ -253,27 +253,43 @@ def alignment_table(name):
     return table
 
 
+def learned(name):
+    """name: of a comparison, or "rates": the best rate tried in it -> {(family, task, method): gain
+    of the test score, mean over the seeds}
+    """
+    if name == "rates":
+        best = lambda runs: [max(runs.values(), key=late_score)]
+        grouped = {key: best(runs) for key, runs in rate_runs("runs").items()}
+    else:
+        grouped = {
+            (*key,): runs for (*key, variant), runs in comparison(name)[0].items() if not variant
+        }
+    gains = lambda runs: [np.diff(run["test"]) for run in runs if run["test"][1:]]
+    return {key: np.mean(gains(runs)) for key, runs in grouped.items() if gains(runs)}
+
+
 def learning_table(names):
-    """names: of comparisons -> Markdown: does a higher cosine at temperature 1 learn more? Rank
+    """names: of `learned` -> Markdown: does a higher cosine at temperature 1 learn more? Rank
     correlation over the methods of a pair, and how often random orders have as high a mean.
     """
     table, ranks, panels = LEARNING, [], alignment()
     for name in names.split():
-        learned = defaultdict(list)
-        for (family, task, method, variant), runs in comparison(name)[0].items():
+        pairs = defaultdict(list)
+        for (family, task, method), gain in learned(name).items():
             row = panels[task, family][method, 1, 1]
-            gains = [np.diff(run["test"]) for run in runs if run["test"][1:]]
-            if gains and not variant and 0 < row["error"] < MEASURED:
-                learned[family, task].append((row["cosine"], np.mean(gains)))
-        for pair, rows in learned.items():
+            if 0 < row["error"] < MEASURED:
+                pairs[family, task].append((row["cosine"], gain))
+        for pair, rows in pairs.items():
+            if len(rows) < 4:
+                continue
             x, y = pd.DataFrame(rows).rank().to_numpy().T
             ranks.append((x, y))
             correlation = np.corrcoef(x, y)[0, 1]
             table += f"| {name} | {': '.join(pair)} | {len(rows)} | {correlation:.2f} |\n"
     mean = lambda order: np.mean([np.corrcoef(order(x), y)[0, 1] for x, y in ranks])
     found, chance = mean(lambda x: x), np.random.default_rng(0)
-    higher = np.mean([mean(chance.permutation) >= found for _ in range(10_000)])
-    return table + f"| mean; {higher:.1%} of random orders reach it | | | {found:.2f} |\n"
+    higher = sum(mean(chance.permutation) >= found for _ in range(10_000))
+    return table + f"| mean; {higher} of 10,000 random orders reach it | | | {found:.2f} |\n"
 
 
 TABLES = {
