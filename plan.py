@@ -174,7 +174,12 @@ class Plan:
         net, ranks = self.net, ranks_of_a_copy(self.ranks)
         whole, layers = unsharded(net, ranks, self.room), len(net.layers)
         gathered = lambda module: gathered_bytes(module, whole)
-        blocks = 0 if gathers_at_once(net, whole, self.room) else len(net.layers)
+        everything = gathered(net)
+        if gathers_at_once(net, whole, self.room):
+            # FSDP2 frees the buffer of several ranks after the first forward
+            most = everything * min(ranks, 2)
+        else:  # embedding and head, the block in work and the next one
+            most = everything - gathered(net.layers) + 2 * gathered(net.layers[-1])
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
         tokens = math.ceil(rows * length / self.sequence_parallel)
@@ -192,8 +197,7 @@ class Plan:
         moments = 8 * self.trained / ranks
         terms = {
             "policy": policy,
-            # everything, or embedding and head, the block in work and the next one
-            "gathered": gathered(net) - max(blocks - 2, 0) * gathered(net.layers[-1]),
+            "gathered": most,
             "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * has_reference,

@@ -6,8 +6,8 @@
         --micro-batch-size 1 --sequence-parallel 2
 
 Our step is the update of algos/sft.py: its `parallelize`, add_lora, load_weights, model.logps,
-clipping and AdamW. One JSON line per measurement; seconds are medians of synchronised steps, rates
-count input tokens (rows x length), peak_gib is torch's peak allocation.
+reduce_gradients, clipping and AdamW. One JSON line per measurement; seconds are medians of
+synchronised steps, rates count input tokens (rows x length), peak_gib is torch's peak allocation.
 
 FLOPs are those of the matrix products of the mathematics, without recomputation. Over the weight
 matrices M of the blocks and the head, and the layers,
@@ -35,6 +35,7 @@ from algos.sft import parallelize, setup_distributed
 from bench.timing import Report, timed
 from models import add_lora, load_weights, meta_model
 from models.checkpoint import read_json, resolve
+from models.ranks import reduce_gradients
 from models.sequence_parallel import data_place
 from models.tensors import full_tensor
 
@@ -138,12 +139,13 @@ def load(args, device):
     if args.lora_rank:
         add_lora(model, args.lora_rank, LORA_ALPHA)
     model = parallelize(model, args)
-    if not any(Path(args.model).glob("*.safetensors")):
+    files = list(Path(args.model).glob("*.safetensors"))
+    if not files:
         model.sources = None, []  # load_weights draws them
     dist.barrier()
     seconds, _ = timed(lambda: load_weights(model, device))
-    gigabytes = sum(p.stat().st_size for p in Path(args.model).glob("*.safetensors")) / 1e9
-    return model, {"what": "load", "seconds": seconds, "gb_per_s": gigabytes / seconds}
+    facts = {"what": "load" if files else "random weights", "seconds": seconds}
+    return model, facts | {"gb_per_s": sum(path.stat().st_size for path in files) / 1e9 / seconds}
 
 
 def our_forward(model, batch, args, matmul):
@@ -166,7 +168,7 @@ def our_step(model, batch, args, matmul):
     scored = masked.sum()
 
     def micro_loss(rows, is_last):
-        model.set_requires_gradient_sync(is_last)
+        reduce_gradients(model, is_last, False)
         return -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
 
     params = [p for p in model.parameters() if p.requires_grad]

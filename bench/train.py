@@ -6,9 +6,9 @@ run all commands behind the training tables of docs/.
     python bench/train.py --llada DIR --sdar runs/sdar-random --peer PEER_DIR --mixtures DIR2 DIR3
 
 Runs the script's own `main`. Random weights solve no problem, and groups with equal rewards have no
-gradient, so every second completion gets reward 1. The first step warms up; the table is the mean
-of the others. time/estimate: old and reference values (no gradient); time/update: the rest of
-the update; time/sync: handing the weights to the sampler.
+gradient, so of different completions every second one gets reward 1. The first step warms up; the
+table is the mean of the others. time/estimate: old and reference values (no gradient); time/update:
+the rest of the update; time/sync: handing the weights to the sampler.
 
 Without a script it prints and runs COMMANDS one after the other, each in a process of its own. The
 JSON lines of the output are the figures. A command that fails does not stop the others.

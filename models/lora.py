@@ -105,16 +105,14 @@ def export_adapter(model):
 @contextmanager
 def adapters_off(model):
     """The frozen model under the adapters: the reference policy. Enter it on all ranks alike."""
-    # Not peft's enable_adapters: it changes requires_grad of what FSDP2 has registered, which may
-    # be gathered before and sharded after.
     layers = [module for module in model.modules() if hasattr(module, "enable_adapters")]
     try:
         for layer in layers:
-            layer._disable_adapters = True
+            layer.enable_adapters(False)
         yield model
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer.enable_adapters(True)
 
 
 def save_adapter(model, directory, base, tokenizer):

@@ -49,9 +49,9 @@ def gathered_bytes(module, whole):
 
 
 def gathers_at_once(model, whole, memory):
-    """Whether all parameters are gathered together, in training once for all micro-batches of an
-    optimizer step, and not block by block for each pass: adapters and tiny models fill little of a
-    GPU of `memory` bytes. With a call for each block the host's work took up to a fifth of a step.
+    """Whether a pass gathers its parameters in one call for all blocks: where they fill little of a
+    GPU of `memory` bytes, as adapters do. With a call for each block the host's work took up to a
+    fifth of a step.
     """
     return memory > 50 * gathered_bytes(model, whole)
 
@@ -61,27 +61,25 @@ def sharding(model):
     need a call of their own: those of model.fp32_modules, then the others
 
     mesh: None, all ranks. Under torchrun on several nodes (nodes, ranks of a node), HSDP: every
-    node holds the whole model, and only gradients travel between nodes.
+    node holds the whole model, and only gradients travel between nodes. Sets model.stays_gathered:
+    what the micro-batches of an optimizer step gather is kept from the first forward to the last
+    backward. Collective.
     """
-    mesh, ranks = None, dist.get_world_size()
-    whole, in_node = unsharded(model, ranks, cuda_bytes()), ranks_of_a_copy(ranks)
+    mesh, ranks, memory = None, dist.get_world_size(), -maximum(-cuda_bytes())
+    whole, in_node = unsharded(model, ranks, memory), ranks_of_a_copy(ranks)
     if in_node < ranks:
         shape, names = (ranks // in_node, in_node), ("nodes", "ranks")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    at_once = gathers_at_once(model, whole, cuda_bytes())
-    # from the first training forward of an optimizer step to its last backward
-    model.stays_gathered = at_once and any(value.requires_grad for value in model.parameters())
+    model.stays_gathered = gathers_at_once(model, whole, memory)
     layout = {"ignored_params": whole, "mesh": mesh}
     layout["reshard_after_forward"] = not model.stays_gathered
     fp32_modules = [m for m in model.fp32_modules if not whole.issuperset(m.parameters())]
-    return layout, fp32_modules, [*([] if at_once else model.layers), model]
+    return layout, fp32_modules, [*([] if model.stays_gathered else model.layers), model]
 
 
 def register_forwards(model):
-    """`logps` and `logits` run FSDP2's hooks. Without gradient they leave nothing gathered, or else
-    it would hide from later forwards what an optimizer writes to the sharded parameters.
-    """
+    """FSDP2's hooks run around `logps` and `logits`."""
     from torch.distributed.fsdp import register_fsdp_forward_method  # not at the top: takes 0.7 s
 
     for name in ("logps", "logits"):
@@ -91,12 +89,15 @@ def register_forwards(model):
 
 
 def resharding(model, method):
+    """-> the method; after a call without gradient nothing stays gathered. A later forward would
+    use it, and not what an optimizer, or a mix with other weights, has written in between.
+    """
+
     def forward(*args, **kwargs):
         values = method(*args, **kwargs)
         if not torch.is_grad_enabled():
-            model.reshard()
-            for module in model.fp32_modules:
-                if hasattr(module, "reshard"):
+            for module in (*model.fp32_modules, model):
+                if hasattr(module, "reshard"):  # is a group of its own
                     module.reshard()
         return values
 

@@ -20,7 +20,7 @@ import conftest
 import table
 import torch
 import torch.multiprocessing as mp
-from oracles import CONFIGS, tiny_model
+from oracles import CONFIGS, tiny_model, with_fsdp
 from sync_shared import METHODS, ONLINE
 
 from models.value import add_value_head
@@ -85,8 +85,7 @@ def update(rank, ranks, seed):
         scores = scores[:, None] * torch.arange(1, trace.num_replays + 1)
     batch.advantages = module.compute_advantages(scores, args)
     for each in (model, reference, critic):
-        del each.set_requires_gradient_sync, each.set_requires_all_reduce  # FSDP2's own
-        module.parallelize(each, args)
+        module.parallelize(with_fsdp(each), args)
     optimizer, values = torch.optim.SGD(model.parameters(), lr=1.0), {}
     batch.progress = 0.5  # of d-TreeRPO's schedule
     if script == "tracerl":

@@ -36,7 +36,7 @@ def without_fsdp(model):
 
 
 def with_fsdp(model):
-    """-> the model, no longer so"""
+    """-> the model, which FSDP2 may shard now: undoes `without_fsdp`"""
     for name in FSDP_CALLS:
         delattr(model, name)
     return model

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from golden_runs import free_port
 from oracles import MASK, tiny_model, with_fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from algos import d1
 from evals import mean_score
@@ -67,6 +68,25 @@ def test_ranks_with_checkpointing_give_the_gradient_of_one(
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8)
 
     run_ranks(2 * nodes, body)
+
+
+@pytest.mark.parametrize("gpu_bytes, per_step", [(0, 4 * (2 * 2 + 1 + 1)), (1 << 40, 1)])
+def test_how_often_an_optimizer_step_gathers(run_ranks, monkeypatch, gpu_bytes, per_step):
+    """Four micro-batches: each of two blocks before both passes and the root before and after the
+    blocks, or everything once.
+    """
+    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+    gathers, to_unsharded = [], FSDPParamGroup._to_unsharded
+    spy = lambda group: gathers.append(group) or to_unsharded(group)
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", spy)
+
+    def body(rank, world_size):
+        model = sharded_model()
+        for step in (1, 2):
+            accumulate(model, batch_of(4))
+            assert len(gathers) == step * per_step
+
+    run_ranks(2, body)
 
 
 def sharded_model(activation_checkpointing=False, **config):

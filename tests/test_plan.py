@@ -35,6 +35,22 @@ def on_gpu(monkeypatch):
     return see
 
 
+@pytest.mark.parametrize("lora_rank, ranks", [(0, 1), (0, 2), (4, 1), (4, 2)])
+def test_what_is_gathered(on_gpu, lora_rank, ranks):
+    """All that is not whole on every rank: at once where it fills little of the GPU, and then twice
+    for a moment on several ranks; else ends and two blocks, of which the first may be smaller.
+    """
+    model = "tiny-llada2"
+    net = on_gpu(1e3, ranks, model=model, lora_rank=lora_rank).net
+    size = lambda module: 2 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    memory = lambda gigabytes: on_gpu(gigabytes, ranks, model=model, lora_rank=lora_rank).memory(8)
+    assert memory(1e3)["gathered"] == ranks * size(net)
+    if not lora_rank:
+        assert size(net.layers[0]) < size(net.layers[1])
+        blocks = size(net) - size(net.layers) + 2 * size(net.layers[-1])
+        assert memory(49 * size(net) / 1e9)["gathered"] == blocks
+
+
 def need(plan, size):
     return plan.memory(size)["sum"]
 
