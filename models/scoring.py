@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
-        self.stays_gathered = False  # see models/ranks.py
+        self.groups, self.stays_gathered = [], False  # see models/ranks.py
         self.value_head = None  # see models/value.py
 
     @property

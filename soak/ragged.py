@@ -20,7 +20,7 @@ import conftest
 import table
 import torch
 import torch.multiprocessing as mp
-from oracles import CONFIGS, tiny_model, with_fsdp
+from oracles import CONFIGS, tiny_model
 from sync_shared import METHODS, ONLINE
 
 from models.value import add_value_head
@@ -85,7 +85,7 @@ def update(rank, ranks, seed):
         scores = scores[:, None] * torch.arange(1, trace.num_replays + 1)
     batch.advantages = module.compute_advantages(scores, args)
     for each in (model, reference, critic):
-        module.parallelize(with_fsdp(each), args)
+        module.parallelize(each, args)
     optimizer, values = torch.optim.SGD(model.parameters(), lr=1.0), {}
     batch.progress = 0.5  # of d-TreeRPO's schedule
     if script == "tracerl":

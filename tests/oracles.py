@@ -25,21 +25,16 @@ CONFIGS = {
 }
 
 
-FSDP_CALLS = "set_requires_gradient_sync set_requires_all_reduce set_reshard_after_backward".split()
+class Group:
+    """Stands in a model's `groups` for FSDP2, and keeps which backward passes reduce gradients."""
 
+    def __init__(self):
+        self.synced = []
 
-def without_fsdp(model):
-    """-> the model, which ignores what `reduce_gradients` asks of FSDP2"""
-    for name in FSDP_CALLS:
-        setattr(model, name, lambda value: None)
-    return model
+    def set_requires_gradient_sync(self, value, recurse):
+        self.synced.append(value)
 
-
-def with_fsdp(model):
-    """-> the model, which FSDP2 may shard now: undoes `without_fsdp`"""
-    for name in FSDP_CALLS:
-        delattr(model, name)
-    return model
+    set_requires_all_reduce = set_reshard_after_backward = lambda self, value, recurse: None
 
 
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
@@ -55,7 +50,7 @@ def tiny_model(family="sdar", seed=0, shift=0.0, **config):
         model.lm_head.weight[eos] = 0  # an EOS that is not too frequent
         for p in model.parameters():
             p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return without_fsdp(model)
+    return model
 
 
 def changed(thing, **fields):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from golden_runs import free_port
-from oracles import MASK, tiny_model, with_fsdp
+from oracles import MASK, tiny_model
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from algos import d1
@@ -90,7 +90,7 @@ def test_how_often_an_optimizer_step_gathers(run_ranks, monkeypatch, gpu_bytes, 
 
 
 def sharded_model(activation_checkpointing=False, **config):
-    model = with_fsdp(tiny_model(**config))
+    model = tiny_model(**config)
     args = d1.Args(activation_checkpointing=activation_checkpointing)
     return d1.parallelize(model, args)
 

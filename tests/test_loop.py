@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles import changed, rollout_batch, tiny_model, with_fsdp
+from oracles import changed, rollout_batch, tiny_model
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, spg, wd1
 from models import add_lora
@@ -103,7 +103,7 @@ def test_rows_are_prepared_before_the_first_update(run_ranks, module):
 
 
 def sharded_model(module, seed=0):
-    model = with_fsdp(tiny_model(seed=seed))
+    model = tiny_model(seed=seed)
     return module.parallelize(model, module.Args())
 
 

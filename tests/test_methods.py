@@ -14,6 +14,7 @@ import torch
 from oracles import (
     EOS,
     MASK,
+    Group,
     OneBlock,
     blocks_of,
     changed,
@@ -26,7 +27,6 @@ from oracles import (
     relative,
     rollout_batch,
     tiny_model,
-    without_fsdp,
 )
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, ebpo, espo, justgrpo, mdpo, sft, spg, wd1
@@ -461,7 +461,7 @@ def tilted(tilt=0.0):
     width = model.lm_head.weight.shape[1]
     with torch.no_grad():
         model.lm_head.weight.mul_(10 * (1 + tilt * torch.linspace(-1, 1, width)))
-    return without_fsdp(model)
+    return model
 
 
 @pytest.mark.parametrize("module, masks, lengths, A, loss, norm, first", RELEASED)
@@ -567,8 +567,9 @@ def test_the_gradient_is_that_of_the_full_graph(method, family):
 @pytest.mark.parametrize("module", [bgpo, spg])
 def test_memory_is_that_of_a_micro_batch_and_gradients_are_reduced_once(monkeypatch, module):
     """Whatever the number of draws, if the loss is a sum over them; else they must fit."""
-    model, synced, peaks = tiny_model(), [], []
-    model.set_requires_gradient_sync = synced.append
+    model, peaks = tiny_model(), []
+    (group,) = model.groups = [Group()]
+    synced = group.synced
     monkeypatch.setattr(module, "optimizer_step", lambda optimizer, sums, step, args: sums)
     args = module.Args(num_generations=4, num_iterations=1, micro_batch_size=4)
     batch = rollout_batch(module, model, args)

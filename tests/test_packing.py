@@ -10,6 +10,7 @@ import torch
 
 from algos import sft
 from models import add_lora
+from models.ranks import reduce_gradients
 from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
 from rollout.sampling import keyed_uniform
 
@@ -67,8 +68,7 @@ def step_of(model, args, examples, rank=0, world_size=1):
     noise, loss = sft.sample_masks(batch, args, model.objective), 0.0
     for i in range(0, len(batch.input_ids), args.micro_batch_size):
         rows = slice(i, i + args.micro_batch_size)
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(rows.stop >= len(batch.input_ids))
+        reduce_gradients(model, rows.stop >= len(batch.input_ids), False)
         share = sft.micro_loss(model, batch, *noise, rows, args)
         (share * world_size).backward()
         loss += share.item()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from golden_runs import free_port, load_few_problems, rows_of
-from oracles import MASK, tiny_model, with_fsdp
+from oracles import MASK, tiny_model
 
 import runlog
 from algos import d1
@@ -40,7 +40,7 @@ ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile
 
 def build(rank=0, seed=0, **config):
     """-> sharded model, full or with adapters, and its optimizer"""
-    model = with_fsdp(tiny_model(**config)).float()
+    model = tiny_model(**config).float()
     if rank:
         add_lora(model, rank, 8, seed=seed)
     model = d1.parallelize(model, ARGS)

@@ -9,7 +9,6 @@ from oracles import (
     relative,
     rollout_batch,
     tiny_model,
-    without_fsdp,
 )
 from test_samplers import SIZES, M, model_of
 from test_trajectories import RAGGED, STATIC, batch_of
@@ -83,7 +82,7 @@ def released(family, **settings):
         with torch.no_grad():
             ramp = torch.linspace(-1, 1, model.lm_head.in_features)
             model.lm_head.weight.mul_(10 * (1 + tilt * ramp))
-        return without_fsdp(model)
+        return model
 
     replay = torch.tensor([[-1 if s == "-" else int(s) for s in row] for row in steps])
     block_ids = (torch.arange(12) // 4 * (family == "sdar")).expand(2, -1)

@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from golden_runs import OFFLINE, rows_of, run_script
-from oracles import EOS, MASK, gradient, log_probs, peak_of_graphs, relative, tiny_model
+from oracles import EOS, MASK, Group, gradient, log_probs, peak_of_graphs, relative, tiny_model
 
 from algos import vrpo
 from evals import load_task
@@ -193,10 +193,9 @@ def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
     assert metrics["loss/total"].item() == pytest.approx(loss.item(), rel=1e-10)
     assert relative(got, want) < 1e-10
     for size, reduced in ((24, [0, 1]), (17, [0, 1]), (15, [0, 0, 0, 1]), (8, [0, 0, 0, 1])):
-        args.micro_batch_size, synced = size, []
-        model.set_requires_gradient_sync = synced.append
+        args.micro_batch_size, model.groups = size, [Group()]
         again, shares = step()
-        assert relative(again, want) < 1e-10 and synced == reduced
+        assert relative(again, want) < 1e-10 and model.groups[0].synced == reduced
         for name, value in metrics.items():
             torch.testing.assert_close(shares[name], value, rtol=1e-10, atol=1e-12)
     part, args.micro_batch_size = peak_of_graphs(step), 64
