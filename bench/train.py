@@ -5,10 +5,11 @@ run all commands behind the training tables of docs/.
     python bench/train.py bgpo --model runs/sdar-random --data cd3 --max-steps 3 --eval-limit 0
     python bench/train.py --llada DIR --sdar runs/sdar-random --peer PEER_DIR --mixtures DIR2 DIR3
 
-Runs the script's own `main`. Random weights solve no problem, and groups with equal rewards have no
-gradient, so of different completions every second one gets reward 1. The first step warms up; the
-table is the mean of the others. time/estimate: old and reference values (no gradient); time/update:
-the rest of the update; time/sync: handing the weights to the sampler.
+Runs the script's own `main`; a flag left out takes the model's value, as there. Random weights
+solve no problem, and groups with equal rewards have no gradient, so of different completions every
+second one gets reward 1. Prints a line for each step and the mean without the first, which warms up.
+time/estimate: old and reference values (no gradient); time/update: the rest of the update;
+time/sync: handing the weights to the sampler.
 
 Without a script it prints and runs COMMANDS one after the other, each in a process of its own. The
 JSON lines of the output are the figures. A command that fails does not stop the others.
@@ -30,8 +31,8 @@ from bench.timing import timed
 from report import read_rows
 
 SIZE = (
-    "--data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 --denoising-steps 4 "
-    "--num-generations 8 --prompts-per-step"
+    "--task countdown --data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 "
+    "--denoising-steps 4 --num-generations 8 --prompts-per-step"
 )
 ONE, EIGHT = f"{SIZE} 1 --micro-batch-size 8 --max-steps 3", f"{SIZE} 8 --max-steps 3"
 # docs/models.md (steps), docs/algos/bgpo.md (EIGHT), docs/curves.md (ONE)
@@ -104,7 +105,8 @@ def time_estimates(script):
 def main():
     script = import_module(f"algos.{sys.argv[1]}")
     estimates = time_estimates(script)
-    args = tyro.cli(script.Args, args=[*sys.argv[2:], "--reward", f"{__file__}:coin"])
+    sys.argv = [script.__file__, *sys.argv[2:], "--reward", f"{__file__}:coin"]
+    args = script.command_line(script.Args, script.BY_SIZE)
     script.main(args)
     if int(os.environ.get("RANK", 0)):
         return
@@ -115,7 +117,8 @@ def main():
     shown = ("time/", "speed/", "memory/", "completion/length")
     keys = [key for key in rows[1] if key.startswith(shown)]
     means = {key: sum(row[key] for row in rows[1:]) / len(rows[1:]) for key in keys}
-    print(json.dumps({key: round(value, 3) for key, value in means.items()}))
+    for values in (*rows, means):
+        print(json.dumps({key: round(values[key], 3) for key in keys}))
 
 
 if __name__ == "__main__":
