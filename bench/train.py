@@ -7,9 +7,9 @@ run all commands behind the training tables of docs/.
 
 Runs the script's own `main`; a flag left out takes the model's value, as there. Random weights
 solve no problem, and groups with equal rewards have no gradient, so of different completions every
-second one gets reward 1. Prints a line for each step and the mean without the first, which warms up.
-time/estimate: old and reference values (no gradient); time/update: the rest of the update;
-time/sync: handing the weights to the sampler.
+second one gets reward 1. Prints a line for each step, and the mean of all but the first, which
+warms up. time/estimate: old and reference values (no gradient); time/update: the rest of the
+update; time/sync: handing the weights to the sampler.
 
 Without a script it prints and runs COMMANDS one after the other, each in a process of its own. The
 JSON lines of the output are the figures. A command that fails does not stop the others.
