@@ -176,7 +176,7 @@ class Plan:
         gathered = lambda module: gathered_bytes(module, whole)
         everything = gathered(net)
         if gathers_at_once(net, whole, self.room):
-            # FSDP2 frees the buffer of several ranks after the first forward
+            # on several ranks the buffer that they fill is freed after the first forward
             most = everything * min(ranks, 2)
         else:  # embedding and head, the block in work and the next one
             most = everything - gathered(net.layers) + 2 * gathered(net.layers[-1])

@@ -144,8 +144,10 @@ def load(args, device):
         model.sources = None, []  # load_weights draws them
     dist.barrier()
     seconds, _ = timed(lambda: load_weights(model, device))
-    facts = {"what": "load" if files else "random weights", "seconds": seconds}
-    return model, facts | {"gb_per_s": sum(path.stat().st_size for path in files) / 1e9 / seconds}
+    if not files:
+        return model, {"what": "random weights", "seconds": seconds}
+    gigabytes = sum(path.stat().st_size for path in files) / 1e9
+    return model, {"what": "load", "seconds": seconds, "gb_per_s": gigabytes / seconds}
 
 
 def our_forward(model, batch, args, matmul):

@@ -6,10 +6,10 @@ run all commands behind the training tables of docs/.
     python bench/train.py --llada DIR --sdar runs/sdar-random --peer PEER_DIR --mixtures DIR2 DIR3
 
 Runs the script's own `main`; a flag left out takes the model's value, as there. Random weights
-solve no problem, and groups with equal rewards have no gradient, so of different completions every
-second one gets reward 1. Prints a line for each step, and the mean of all but the first, which
-warms up. time/estimate: old and reference values (no gradient); time/update: the rest of the
-update; time/sync: handing the weights to the sampler.
+solve no problem, and groups with equal rewards have no gradient, so rewards alternate between 0 and
+1 (equal completions of a group are scored once). Prints a line for each step, and the mean of all
+but the first, which warms up. time/estimate: old and reference values (no gradient); time/update:
+the rest of the update; time/sync: handing the weights to the sampler.
 
 Without a script it prints and runs COMMANDS one after the other, each in a process of its own. The
 JSON lines of the output are the figures. A command that fails does not stop the others.
@@ -78,11 +78,11 @@ def run_all(args):
         subprocess.run([sys.executable, *command.split()])
 
 
-FLIPS = count()
+CALLS = count()
 
 
-def coin(completion, example):
-    return {"coin": float(next(FLIPS) % 2)}
+def alternating(completion, example):
+    return {"alternating": float(next(CALLS) % 2)}
 
 
 def time_estimates(script):
@@ -105,7 +105,7 @@ def time_estimates(script):
 def main():
     script = import_module(f"algos.{sys.argv[1]}")
     estimates = time_estimates(script)
-    sys.argv = [script.__file__, *sys.argv[2:], "--reward", f"{__file__}:coin"]
+    sys.argv = [script.__file__, *sys.argv[2:], "--reward", f"{__file__}:alternating"]
     args = script.command_line(script.Args, script.BY_SIZE)
     script.main(args)
     if int(os.environ.get("RANK", 0)):

@@ -126,8 +126,9 @@ def sdpa(visibility):
 
 @cache
 def compiled_flex():
-    """-> flex_attention, which uncompiled would hold all scores, and create_block_mask, which would
-    keep the GPU waiting for dozens of small kernels. dynamic: one kernel for all lengths
+    """-> flex_attention, create_block_mask, compiled for all lengths (dynamic).
+
+    Eager, the first would hold all scores, hence fullgraph; the second takes dozens of kernels.
     """
     attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return attend, torch.compile(create_block_mask, dynamic=True)
@@ -213,7 +214,8 @@ BACKENDS = {
 #   copies B16              S1024: sdpa  3.4     flex   2.7    S2560: sdpa 19.8   flex 9.2
 # Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
 # a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
-# about 1150. Copies of rows of 512 tokens have about 1,000 without the blocks that nothing scores.
+# about 1150. A row of 512 tokens and its copy have about 1,000 tokens, because blocks without a
+# scored token are left out; hence 960. Copies below S 1024 were not measured.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
 #   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68

@@ -50,15 +50,15 @@ def gathered_bytes(module, whole):
 
 def gathers_at_once(model, whole, memory):
     """Whether a pass gathers its parameters in one call for all blocks: where they fill little of a
-    GPU of `memory` bytes, as adapters do. With a call for each block the host's work took up to a
-    fifth of a step.
+    GPU of `memory` bytes, as adapters do. With a call for each block the GPU waited for the host
+    a fifth of a step (docs/models.md).
     """
     return memory > 50 * gathered_bytes(model, whole)
 
 
 def sharding(model):
-    """What FSDP2 shards, and over which ranks. -> keyword arguments of fully_shard; modules that
-    need a call of their own: those of model.fp32_modules, then the others
+    """What FSDP2 shards, and over which ranks. -> keyword arguments of fully_shard; fp32 modules to
+    shard, without mixed precision; other modules to shard, the model last
 
     mesh: None, all ranks. Under torchrun on several nodes (nodes, ranks of a node), HSDP: every
     node holds the whole model, and only gradients travel between nodes.
@@ -66,7 +66,8 @@ def sharding(model):
     Sets model.groups, all these modules, and model.stays_gathered: what the micro-batches of an
     optimizer step gather is kept from the first forward to the last backward. Collective.
     """
-    mesh, ranks, memory = None, dist.get_world_size(), -maximum(-cuda_bytes())
+    mesh, ranks = None, dist.get_world_size()
+    memory = -maximum(-cuda_bytes())  # of the smallest GPU, so that all ranks decide alike
     whole, in_node = unsharded(model, ranks, memory), ranks_of_a_copy(ranks)
     if in_node < ranks:
         shape, names = (ranks // in_node, in_node), ("nodes", "ranks")
@@ -92,8 +93,8 @@ def register_forwards(model):
 
 
 def resharding(model, method):
-    """-> the method; after a call without gradient nothing stays gathered. A later forward would
-    use it, and not what an optimizer, or a mix with other weights, has written in between.
+    """-> the method, which frees what a call without gradient has gathered. The next forward would
+    use these values instead of what an optimizer, or a mix of weights, has written since.
     """
 
     def forward(*args, **kwargs):
@@ -115,10 +116,12 @@ def ranks_of_a_copy(ranks):
 
 
 def reduce_gradients(model, is_last, every):
-    """Call it before each backward of an optimizer step: its gradients are summed over ranks in the
-    last one, or with `every` in every one. Over nodes only in the last.
+    """Call it before each forward and backward of an optimizer step.
+
+    Gradients are summed over ranks in the last backward, or with `every` in every one; over nodes
+    only in the last. Where model.stays_gathered, parameters are freed in the last alone.
     """
-    # a call for the model would go through its modules, thousands with adapters: 7 ms each
+    # model.set_...() would visit all its modules, thousands with adapters: 7 ms a call
     for group in model.groups:
         group.set_requires_gradient_sync(every or is_last, recurse=False)
         group.set_requires_all_reduce(is_last, recurse=False)
