@@ -32,7 +32,7 @@ from report import read_rows
 
 SIZE = (
     "--task countdown --data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 "
-    "--denoising-steps 4 --num-generations 8 --prompts-per-step"
+    "--denoising-steps 4 --cache none --num-generations 8 --prompts-per-step"
 )
 ONE, EIGHT = f"{SIZE} 1 --micro-batch-size 8 --max-steps 3", f"{SIZE} 8 --max-steps 3"
 # docs/models.md (steps), docs/algos/bgpo.md (EIGHT), docs/curves.md (ONE)
@@ -45,7 +45,7 @@ bench/train.py d1 --model {llada} {one} --num-iterations 4
 bench/train.py coupled_grpo --model {llada} {one} --num-iterations 2
 bench/train.py spg --model {llada} {one} --num-iterations 2
 bench/train.py bgpo --model {llada} {one} --mc-num 4
-bench/train.py cj_grpo --model {llada} {one} --num-iterations 1
+bench/train.py cj_grpo --model {llada} {one} --num-iterations 1 --schedule uniform --block-length 32
 bench/train.py mdpo --model {llada} {one} --train-steps 4
 bench/train.py tpg --model {llada} {one} --train-steps 4
 bench/train.py d1 --model {sdar} {one} --num-iterations 4

@@ -90,7 +90,8 @@ def test_the_task_and_the_reward_of_a_page_work(tmp_path):
 def test_commands_of_the_training_tables_parse():
     train = import_module("bench.train")
     words = {"llada": "DIR", "sdar": "DIR", "peer": "DIR", "one": train.ONE, "eight": train.EIGHT}
-    for line in train.COMMANDS.strip().format(**words).splitlines():
+    commands = f"{train.COMMANDS.strip()}\n{train.MIXTURE}"
+    for line in commands.format(**words, model="DIR").splitlines():
         program, *flags = line.split()
         parse(program, flags)
 
