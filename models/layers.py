@@ -133,6 +133,10 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+# Inputs of a block, but for FlexAttention's tiles: constants of its kernels
+INPUTS = r"L\['(?!self)(?!.*BLOCK_SIZE)"
+
+
 def compile_blocks(model):
     """torch.compile every block; on CPUs, where compiling costs more than it gains, nothing."""
     if not torch.cuda.is_available():
@@ -143,7 +147,9 @@ def compile_blocks(model):
     from torch._inductor import config  # not at the top: takes a second
 
     config.unroll_reductions_threshold = 16
-    # all lengths share a graph; a single row, passes without gradient or adapters need their own
+    # All numbers and lengths of rows share a graph; a single row, passes without gradient or
+    # adapters need their own. By default the first call's sizes would get graphs of their own.
+    torch.compiler.config.dynamic_sources = INPUTS
     torch._dynamo.config.recompile_limit = 32
     for layer in model.layers:
         layer.compile()

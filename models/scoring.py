@@ -75,6 +75,8 @@ class LanguageModel(nn.Module):
         k rotated -> [B, H, T, h]. Training passes masks in it, samplers their KV cache.
         """
         x = self.get_submodule(self.embedding)(input_ids)
+        if torch.is_grad_enabled():
+            x.requires_grad_()  # even if frozen: the first block would be compiled separately
         cos, sin = self.rope(position_ids, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -144,8 +146,7 @@ class LanguageModel(nn.Module):
         else:
             values = self.value_head(hidden.to(wide(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
-        at = torch.unravel_index(index, noisy_ids.shape)
-        spread = lambda x: x.new_zeros(noisy_ids.shape).index_put(at, x)
+        spread = lambda x: x.new_zeros(noisy_ids.numel()).index_put((index,), x).view_as(noisy_ids)
         filled = [total(spread(x)) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
 

@@ -5,14 +5,18 @@ refusals.
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.attention.flex_attention as flex_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from models import attention
+from oracles import tiny_model
+
+from models import add_lora, attention
 from models.attention import (
     AUTO,
     BACKENDS,
@@ -23,6 +27,7 @@ from models.attention import (
     make_attend,
     positions,
 )
+from models.layers import compile_blocks
 
 # --- who sees whom -------------------------------------------------------------------------------
 
@@ -266,6 +271,43 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     ]:
         check_flex(*shape)
     assert [graphs.frame_count for graphs, _ in parts] == [1, 1]
+    torch._dynamo.reset()
+
+
+@torch.compiler.config.patch(dynamic_sources="")  # compile_blocks sets it
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_blocks_compile_once_for_all_sizes(monkeypatch, backend):
+    """Adapters on a frozen base: a graph without gradient, one with. The values stay right."""
+    compile_block, seen = torch.nn.Module.compile, []
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    eager, compiled = (add_lora(tiny_model(), 4, 8, dtype=torch.float64) for _ in range(2))
+    compiled.attention_backend = backend
+    with monkeypatch.context() as on_cuda:  # compile_blocks does nothing on a CPU
+        on_cuda.setattr(torch.cuda, "is_available", lambda: True)
+        on_cuda.setattr(
+            torch.nn.Module, "compile", lambda self: compile_block(self, backend=graphs)
+        )
+        compile_blocks(compiled)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # gradients on a CPU
+    monkeypatch.setitem(BACKENDS, "flex", replace(BACKENDS["sdpa"], prepare=attention.flex))
+    kernel = partial(torch.compile, dynamic=True, backend="aot_eager")
+    parts = kernel(attention.flex_attention), kernel(attention.create_block_mask)
+    monkeypatch.setattr(attention, "compiled_flex", lambda: parts)
+    for R, K, T in [(3, 2, 72), (2, 4, 100), (4, 3, 160)]:
+        ids = torch.randint(0, eager.mask_token_id, (R, T))
+        scored = (torch.rand(R, K, T) < 0.4) & (torch.arange(T) > 8)
+        noisy = torch.where(scored, eager.mask_token_id, ids[:, None])
+        for model in (eager, compiled):
+            model.zero_grad()
+            with torch.no_grad():
+                frozen = model.logps(ids, noisy, scored)
+            values = model.logps(ids, noisy, scored)
+            values.sum().backward()
+            gradients = [p.grad for p in model.parameters() if p.requires_grad]
+            assert any(gradient.abs().max() > 0.1 for gradient in gradients)
+            seen.append([frozen, values, *gradients])
+        torch.testing.assert_close(*seen[-2:])
+    assert graphs.frame_count == 2
     torch._dynamo.reset()
 
 
