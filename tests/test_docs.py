@@ -1,8 +1,10 @@
 """Documentation: links lead somewhere, commands parse, generated tables are current."""
 
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from functools import cache, partial
 from importlib import import_module
@@ -94,6 +96,16 @@ def test_commands_of_the_training_tables_parse():
     for line in commands.format(**words, model="DIR").splitlines():
         program, *flags = line.split()
         parse(program, flags)
+
+
+def test_a_line_of_the_training_tables_runs(tmp_path):
+    """Every step and the mean; groups of different rewards, though the model is random."""
+    flags = "--model tiny-sdar --max-steps 2 --eval-limit 0 --gen-length 4 --prompts-per-step 1"
+    command = [sys.executable, "bench/train.py", "d1", *flags.split(), "--out", str(tmp_path)]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    first, second, mean = map(json.loads, re.findall("^{.*}$", text, re.M))
+    assert second == mean and min(first["time/estimate"], mean["time/update"]) > 0
+    assert "grad   0.00" not in text
 
 
 def test_generated_tables_are_current():
