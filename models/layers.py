@@ -133,8 +133,10 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-# Inputs of a block, but for FlexAttention's tiles: constants of its kernels
-INPUTS = r"L\['(?!self)(?!.*BLOCK_SIZE)"
+# Sources, as torch._dynamo names them, whose sizes may differ between calls of a block: all inputs,
+# but for FlexAttention's tiles, which its kernels take as constants; of the block itself the number
+# of its layer, for which torch 2.11 would compile every layer.
+INPUTS = r"L\['(?!self(?!.*\.layer$))(?!.*BLOCK_SIZE)"
 
 
 def compile_blocks(model):

@@ -55,7 +55,7 @@ class Config(DecoderKeys):
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
+        self.layer, self.head_dim, self.rotary_dim = layer, config.head_dim, config.rotary_dim
         H, K = config.num_attention_heads, config.num_key_value_heads
         self.heads = [H, K, K]
         D, h = config.hidden_size, config.head_dim
@@ -68,6 +68,8 @@ class Attention(nn.Module):
         (heads,) = project(x, self.head_dim, self.query_key_value)
         q, k, v = heads.split(self.heads, 1)  # [B, H, T, h], [B, K, T, h] twice
         q, k = self.query_layernorm(q), self.key_layernorm(k)
+        # tells torch.compile that the last size of the tables is a constant
+        cos, sin = (table.expand(-1, -1, -1, self.rotary_dim) for table in (cos, sin))
         return self.dense(rotate_and_attend(self.layer, q, k, v, cos, sin, attend))
 
 

@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
         """
         x = self.get_submodule(self.embedding)(input_ids)
         if torch.is_grad_enabled():
-            x.requires_grad_()  # even if frozen: the first block would be compiled separately
+            x.requires_grad_()  # of a frozen embedding too: one graph then serves all blocks
         cos, sin = self.rope(position_ids, x.dtype)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():

@@ -86,11 +86,11 @@ def over_heads(attend, S):
     Inside, each rank has H / N query heads and their key heads, which are repeated if N does not
     divide K. Tokens that fill up the last place are no keys.
     """
-    N = place()[1]
-    if N == 1:
+    if place()[1] == 1:
         return attend
 
     def over_tokens(layer, q, k, v):
+        N = place()[1]  # a constant of compiled blocks, not one of their INPUTS
         repeats = math.lcm(k.shape[1], N) // k.shape[1]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)

@@ -4,6 +4,7 @@ refusals.
 
 import sys
 import types
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -274,9 +275,27 @@ def test_flex_is_one_graph_for_all_lengths_and_patterns(monkeypatch):
     torch._dynamo.reset()
 
 
-@torch.compiler.config.patch(dynamic_sources="")  # compile_blocks sets it
+@pytest.fixture
+def compiler():
+    """Undoes what compile_blocks sets."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    settings = [
+        torch._functorch.config.patch(activation_memory_budget=1.0),
+        torch.compiler.config.patch(dynamic_sources=""),
+        torch._dynamo.config.patch(recompile_limit=8),
+        config.patch(unroll_reductions_threshold=8),
+    ]
+    with ExitStack() as stack:
+        for setting in settings:
+            stack.enter_context(setting)
+        yield
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
-def test_blocks_compile_once_for_all_sizes(monkeypatch, backend):
+def test_blocks_compile_once_for_all_sizes(monkeypatch, compiler, backend):
     """Adapters on a frozen base: a graph without gradient, one with. The values stay right."""
     compile_block, seen = torch.nn.Module.compile, []
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -308,7 +327,8 @@ def test_blocks_compile_once_for_all_sizes(monkeypatch, backend):
             seen.append([frozen, values, *gradients])
         torch.testing.assert_close(*seen[-2:])
     assert graphs.frame_count == 2
-    torch._dynamo.reset()
+    tiles = [node for node in graphs.graphs[-1].graph.nodes if "block_size" in node.name]
+    assert not tiles  # constants
 
 
 # --- the table -----------------------------------------------------------------------------------

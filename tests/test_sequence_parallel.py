@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from test_models import exits_with_one_line, ragged
 
 from models import load_model, sequence_parallel
+from models.layers import INPUTS
 from models.ranks import all_reduce, group_share, rank_share
 from models.sequence_parallel import check_heads, form_groups, over_heads, place, total
 from models.tiny import TINY_CONFIGS, random_model
@@ -95,7 +96,7 @@ def test_numbers_that_do_not_divide_are_refused(monkeypatch):
 
 @pytest.mark.full
 def test_compiled_blocks_exchange_as_often(run_ranks):
-    """One graph a block, without a break; not a graph for every length; none exchanges again in the
+    """A graph with and one without gradient, for all lengths; none exchanges again in the
     backward pass.
     """
 
@@ -106,6 +107,7 @@ def test_compiled_blocks_exchange_as_often(run_ranks):
         for layer in model.layers:
             layer.compile(backend="aot_eager_decomp_partition")
         form_groups(2, 2)
+        torch.compiler.config.dynamic_sources = INPUTS  # of this rank's process
         patch = torch._functorch.config.patch(activation_memory_budget=0.7)
         for T in range(12, 40, 3):
             batch = ragged([T - 1, 7], T=T)
@@ -115,6 +117,6 @@ def test_compiled_blocks_exchange_as_often(run_ranks):
             torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
         names = [event.name for event in profile.events()]
         assert names.count("_c10d_functional::all_to_all_single") == 4 * len(model.layers)
-        assert counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
 
     run_ranks(2, body)
