@@ -280,7 +280,7 @@ class Plan:
         # the sampler keeps the cache of a rollout where it fits, that of an evaluation never
         cache = min(self.rows, math.ceil(self.rollout / self.ranks)) * self.row_cache
         later = min(held + cache / 1e9, most)
-        more = f", up to {later:.3g} in later steps" * (later > held)
+        more = f", up to about {later:.3g} in later steps" * (later > held)
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
             f"{self.rows} completions at a time\n"

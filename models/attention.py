@@ -215,8 +215,8 @@ BACKENDS = {
 # Packed documents of 180 to 192 tokens, 8,192 in all (--packed). varlen computes only pairs within
 # a document, sdpa all S x S: between S 1024 and 4096 sdpa's time grows with S and meets varlen's at
 # about 1150. A row of 512 tokens and its copy have about 1,000 tokens, because blocks without a
-# scored token are left out; hence 960. Copies below S 1024 were not
-# measured one by one; a step of SDAR-30B with 16 x 512 tokens fell from 0.71 s with sdpa to 0.66 s.
+# scored token are left out; hence 960. With such rows a step of SDAR-30B took 0.71 s with sdpa,
+# 0.66 s with flex; a layer alone was not measured below S 1024.
 #   packed B16 S512         sdpa         1.07    varlen 2.04   flash-attn 2.00   flex 1.36
 #   packed B8 S1024         sdpa         1.77    varlen 1.98   flash-attn 1.97   flex 1.66
 #   packed B2 S4096         sdpa         6.27    varlen 2.03   flash-attn 1.99   flex 1.68

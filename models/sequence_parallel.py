@@ -90,7 +90,7 @@ def over_heads(attend, S):
         return attend
 
     def over_tokens(layer, q, k, v):
-        N = place()[1]  # a constant of compiled blocks, not one of their INPUTS
+        N = place()[1]  # from outside it would vary, for compiled blocks
         repeats = math.lcm(k.shape[1], N) // k.shape[1]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)

@@ -140,7 +140,7 @@ def test_later_steps_hold_the_cache_of_the_sampler_where_it_fits(on_gpu):
     assert offline.rows == each.rollout and "later steps" not in offline.table()
     for room, expected in (10e9, held + cache), ((held + cache / 2) / 0.9, held + cache / 2):
         each.room = room
-        later = each.table().split("up to ")[1].split()[0]
+        later = each.table().split("up to about ")[1].split()[0]
         assert float(later) * 1e9 == pytest.approx(expected, rel=cache / held / 8)
     each.room = held
     assert "later steps" not in each.table()
