@@ -164,7 +164,7 @@ class Run:
     seed: int = RATE_SEED
     rate: float = 0.0
     variant: str = ""
-    """key of VARIANTS[method]; empty: as the method is"""
+    """key of VARIANTS[method]; empty: as the method is; of a start: checksum of its weights"""
 
 
 def spending(method, p, forwards):
@@ -257,7 +257,7 @@ class Curves:
         return Path(self.args.starts + family)
 
     def make_start(self, family, gpu):
-        """Train the start of a family and score it. SystemExit if the rows have another one."""
+        """Train the start of a family and score it, unless its rows have these weights."""
         start, folder = self.start(family), self.root / f"sft-{family}"
         tasks = self.args.tasks.split(",")
         if not start.is_dir():
@@ -277,12 +277,9 @@ class Curves:
                 raise SystemExit("--minutes were over before the starts were made")
             start.parent.mkdir(parents=True, exist_ok=True)
             next(folder.glob("*/checkpoints/step-*")).rename(start)
-        mine = lambda run: run.family == family and run.task in tasks
-        known = {row["start"] for run, row in self.rows.items() if mine(run)}
-        if known - {crc32(start / "model.safetensors")}:
-            raise SystemExit(f"the runs in {self.file} start from another model than {start}")
+        weights = str(crc32(start / "model.safetensors"))
         for task in tasks:
-            run, log = Run(family, "start", task), folder / f"{task}.log"
+            run, log = Run(family, "start", task, variant=weights), folder / f"{task}.log"
             script = FILES.get(task, f"evals/{task}.py")
             flags = {"model": start, "split": "validation", "limit": 512, "temperature": 0.0}
             flags |= {"gen_length": TASKS[task], "denoising_steps": STEPS_PER_BLOCK}

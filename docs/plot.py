@@ -91,13 +91,13 @@ def draw(folder):
 
 
 def comparison(name):
-    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): score at first}"""
+    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): {start: score}}"""
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
-    rows, grouped, starts = list(map(json.loads, lines)), defaultdict(list), {}
+    rows, grouped, starts = list(map(json.loads, lines)), defaultdict(list), defaultdict(dict)
     for row in sorted(rows, key=lambda row: (row["family"] != "sdar", row["task"], row["seed"])):
         pair = row["family"], row["task"]
         if row["method"] == "start":
-            starts[pair] = row["greedy"]
+            starts[pair][row.get("start")] = row["greedy"]
         elif row["seed"] != RATE_SEED:
             grouped[*pair, row["method"], row["variant"]].append(row)
     return grouped, starts
@@ -123,7 +123,8 @@ def draw_comparison(name):
     (grouped, starts), lines, drawn = comparison(name), {}, defaultdict(list)
     for (*pair, method, variant), runs in grouped.items():
         for panel in () if variant else COMPARED:
-            tables = [evaluations(run, starts[tuple(pair)]) for run in runs if run["points"]]
+            mine = starts[tuple(pair)]
+            tables = [evaluations(run, mine[run.get("start")]) for run in runs if run["points"]]
             if tables and all({*panel[1:]} <= {*table} for table in tables):
                 drawn[panel].append((tuple(pair), method, tables, runs))
     if not drawn:
@@ -182,13 +183,14 @@ def rates_table(name):
     rates = sorted({rate for runs in grouped.values() for rate in runs})
     heads = "model", "task", "start", "method", *(f"{rate:g}" for rate in rates)
     table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
-    for (pair, start), method in product(comparison(name)[1].items(), METHODS):
+    for (pair, starts), method in product(comparison(name)[1].items(), METHODS):
         if runs := grouped.get((*pair, method)):
-            cells = [late_score(runs[rate]) if rate in runs else None for rate in rates]
-            # a token a step: another start
-            scores = None if method == "justgrpo" else start, *cells
-            start_cell, *cells = ["" if x is None else f"{x:.1%}" for x in scores]
-            table += f"| {' | '.join([*pair, start_cell, method, *cells])} |\n"
+            scores = [late_score(runs[rate]) if rate in runs else None for rate in rates]
+            cells = ["" if x is None else f"{x:.1%}" for x in scores]
+            # of those of its runs; a token a step: another one
+            used = {run["start"] for run in runs.values()} if method != "justgrpo" else ()
+            before = ", ".join(f"{score:.1%}" for key, score in starts.items() if key in used)
+            table += f"| {' | '.join([*pair, before, method, *cells])} |\n"
     return table
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import zlib
 from collections import Counter
 from importlib import import_module
 from itertools import combinations
@@ -134,6 +135,19 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="6 runs failed"):
         bench.main(args)
     assert Counter(tried) == {"bgpo": 3, "d1": 3}
+
+
+def test_every_start_is_scored_once(tmp_path):
+    """Another machine's start has other weights. The file may hold runs of both."""
+    args = Args(starts=f"{tmp_path}/", rows=f"{tmp_path}/rows", tasks="countdown")
+    (tmp_path / "sdar").mkdir()
+    for weights in "a", "b", "a":
+        (tmp_path / "sdar/model.safetensors").write_text(weights)
+        curves = Scripts(args)
+        curves.root = tmp_path
+        curves.make_start("sdar", "")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["start"] for row in rows] == [zlib.crc32(b"a"), zlib.crc32(b"b")]
 
 
 def test_sums_are_a_file(tmp_path, monkeypatch):
