@@ -10,7 +10,8 @@ denoising steps. Compared are expectations: `cosine` removes the noise by produc
 rollouts only.
 
 Vectors go to --out and are not made twice, so that a call that was cut off goes on. --keep: write
-the rows to docs/curves/alignment.jsonl, which docs/plot.py draws.
+the rows to docs/curves/alignment.jsonl, in place of older ones of the same rollouts; docs/plot.py
+draws them.
 """
 
 import json
@@ -165,7 +166,9 @@ def main(args):
     facts = {"family": family, "task": args.task, "completions": args.blocks * args.prompts * 8}
     facts |= {"commit": describe_git(), "machine": describe_device()}
     kept = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.is_file() else []
-    rows = [old for old in kept if (old["family"], old["task"]) != (family, args.task)]
+    mine = lambda row: (row["family"], row["task"]) == (family, args.task)
+    made = lambda row: (row["method"], row["temperature"]) in vectors
+    rows = [old for old in kept if not (mine(old) and made(old))]
     for (method, temperature), vector in vectors.items():
         for target in [at for at in EXACT_AT if at <= temperature]:
             value, error = cosine(vector, vectors[EXACT, target])
