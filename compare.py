@@ -69,9 +69,10 @@ def with_units(rows):
 
 def table(runs, metric):
     """-> frame, a row for each group: the last value of a metric and its difference to the first
-    group, with standard errors, and what the runs cost
+    group, with standard errors, and what the runs cost. A value of step 0 is no result.
     """
-    last = runs.dropna(subset=metric).groupby(["group", "seed"], sort=False).last()
+    trained = runs[runs["step"] > 0].dropna(subset=metric)
+    last = trained.groupby(["group", "seed"], sort=False).last()
     values = last[metric].unstack("group", sort=False)  # [seed, group]
     paired = values.sub(values.iloc[:, 0], axis=0)
     mean, error, pairs = values.mean(), values.sem(), paired.count()
@@ -120,15 +121,15 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
         out: file of the curves
     """
     rows = read_runs(runs)
-    known = {*rows.dropna(axis=1, how="all")}
+    known = {*rows[rows["step"] > 0].dropna(axis=1, how="all")}
     metrics = [metric] if metric else sorted(filter(is_score, known)) or ["reward/mean"]
     if not {*metrics} <= known:
         raise SystemExit(f"no {metrics[0]}; --metric may be {', '.join(sorted(known))}")
     for name in metrics:
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
-    counts = rows.groupby(["group", "seed"], sort=False)[metrics[0]].count()
-    if lost := [f"{group} seed {seed}" for group, seed in counts.index[counts == 0]]:
-        print(f"not drawn, as they have no {metrics[0]}: {'; '.join(lost)}")
+        counts = rows[name].where(rows["step"] > 0).groupby(["group", "seed"], sort=False).count()
+        if lost := [f"{group} seed {seed}" for group, seed in counts.index[counts == 0]]:
+            print(f"left out above, as they have no {name} after step 0: {'; '.join(lost)}")
     draw(rows, metrics[0], out)
     print(f"curves: {Path(out).resolve()}")
 

@@ -154,7 +154,7 @@ class Args:
 # all weights. Rates are ours; empty: as above.
 BY_SIZE = {
     "tiny": {"learning_rate": 1e-3, "batch_size": 128, "betas": (0.9, 0.999)},
-    "lora": {"learning_rate": 1e-4, "batch_size": 64, "eval_limit": 64},
+    "lora": {"learning_rate": 1e-4, "batch_size": 64, "eval_limit": 32},
     "full": {},
 }
 

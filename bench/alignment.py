@@ -56,6 +56,8 @@ class Args:
     """rollouts of the batch, 8 completions of each prompt"""
     clean_prompt: bool = False
     """d1, wd1 and SPG mask nothing but the completion; give it an --out of its own"""
+    at_rollout: bool = False
+    """all methods score at the temperature of the rollouts; give it an --out of its own"""
     out: str = "runs/alignment"
     keep: bool = False
 
@@ -121,6 +123,8 @@ def measure(method, temperature, device, rollouts, folder, args):
     all methods that make the same
     """
     script = import_module(f"algos.{method}")
+    if args.at_rollout:
+        script.Rows.temperature = temperature
     flags = settings(script, method, temperature, args)
     task, tokenizer, reward, problems, _ = script.load_data(flags)
     sampling = {name: getattr(flags, name) for name in script.ROLLOUT.split()}

@@ -146,7 +146,7 @@ class LanguageModel(nn.Module):
         else:
             values = self.value_head(hidden.to(wide(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
-        spread = lambda x: x.new_zeros(noisy_ids.numel()).index_put((index,), x).view_as(noisy_ids)
+        spread = lambda x: x.new_zeros(noisy_ids.shape).put(index, x)  # no view: FSDP2 would warn
         filled = [total(spread(x)) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
 

@@ -73,12 +73,13 @@ def test_differences_and_their_errors(tmp_path, capsys):
     (folder / "config.json").write_text(
         json.dumps({"script": "d1", "args": {"seed": 7, "cap": None}})
     )
-    row = {"step": 1, "reward/mean": None} | step
-    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    start, row = {"step": 0, "test/x": 0}, {"step": 1, "reward/mean": None} | step  # interrupted
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(row)}\n")
     main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
-    first, *_, lost, last = capsys.readouterr().out.splitlines()
+    first, *lines, lost, last = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:5] == ["cap", "None", "3", "3", "1.528"]  # 1, 2, 6: without seed 7
     assert first == f"left out, as metrics.jsonl has no whole training step: {tmp_path}/early"
-    assert lost == "not drawn, as they have no test/x: cap None seed 7"
+    assert lost == "left out above, as they have no test/x after step 0: cap None seed 7"
     assert last == f"curves: {tmp_path}/it.png"
     with pytest.raises(SystemExit, match="^no reward/mean; --metric may be rollouts, seconds, "):
         main((str(folder),), out=str(tmp_path / "it.png"))  # it has no number of this name

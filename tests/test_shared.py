@@ -37,7 +37,7 @@ MOST = {
     "espo": 155,
     "ebpo": 140,
     "wd1": -100,
-    "justgrpo": 230,
+    "justgrpo": 240,
     "dtreerpo": 520,
     "tracerl": 725,
     "tpg": 210,
