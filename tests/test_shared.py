@@ -38,9 +38,9 @@ MOST = {
     "ebpo": 140,
     "wd1": -100,
     "justgrpo": 240,
-    "dtreerpo": 520,
-    "tracerl": 725,
-    "tpg": 210,
+    "dtreerpo": 530,
+    "tracerl": 735,
+    "tpg": 215,
 }
 
 
