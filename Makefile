@@ -7,7 +7,8 @@ VENV ?= .venv
 MODEL ?= tiny-sdar
 RUN = $(VENV)/bin/python
 
-# PASSIVE: waiting threads of OpenMP give up their core. Next to other work, steps are 8 times as fast.
+# PASSIVE: waiting threads of OpenMP give up their core. With other work on it, steps took up to 8 times
+# as long without.
 demo: venv
 	OMP_WAIT_POLICY=PASSIVE $(RUN) algos/bgpo.py --model $(MODEL)
 

@@ -129,8 +129,10 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
         counts = rows[name].where(rows["step"] > 0).groupby(["group", "seed"], sort=False).count()
         if lost := [f"{group} seed {seed}" for group, seed in counts.index[counts == 0]]:
-            print(f"left out above, as they have no {name} after step 0: {'; '.join(lost)}")
-    draw(rows, metrics[0], out)
+            print(f"left out, as they have no {name} after step 0: {'; '.join(lost)}")
+        if name == metrics[0]:
+            whole = counts.index[counts > 0]
+    draw(rows[rows.index.droplevel(-1).isin(whole)], metrics[0], out)
     print(f"curves: {Path(out).resolve()}")
 
 

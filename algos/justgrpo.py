@@ -183,8 +183,8 @@ BY_SIZE = {
     "tiny": {"learning_rate": 3e-4, "prompts_per_step": 32, "denoising_steps": 4},
     "lora": {"learning_rate": 3e-6, "remasking": "sequential"},
     "full": {"remasking": "sequential"},
-    # a block of one token: a completion ends right behind its EOS. Without a cache a rollout needs
-    # 54 s a prompt on an H100, hence few, and some positions instead of all.
+    # a block of one token: a completion ends right behind its EOS. Without a cache a rollout took
+    # 38 s a prompt on an H200, hence few, and some positions instead of all.
     "bidirectional": {
         "block_length": 1,
         "denoising_steps": 1,

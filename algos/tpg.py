@@ -178,7 +178,7 @@ BY_SIZE = {
     "tiny": {"learning_rate": 3e-4},
     "lora": {},
     "full": {"learning_rate": 5e-7},
-    # without a cache a rollout needs 14 s a prompt on an H100
+    # without a cache a rollout took 10 s a prompt on an H200
     "bidirectional": {"cache": "none", "prompts_per_step": 2},
 }
 # fields of Args that the sampler receives

@@ -123,8 +123,7 @@ def measure(method, temperature, device, rollouts, folder, args):
     all methods that make the same
     """
     script = import_module(f"algos.{method}")
-    if args.at_rollout:
-        script.Rows.temperature = temperature
+    script.Rows.temperature = temperature if args.at_rollout else 1.0
     flags = settings(script, method, temperature, args)
     task, tokenizer, reward, problems, _ = script.load_data(flags)
     sampling = {name: getattr(flags, name) for name in script.ROLLOUT.split()}
@@ -158,6 +157,8 @@ def main(args):
     family = architecture(checkpoint_config(args.model)[0])
     methods = [method for method in args.methods if (family, method) not in REFUSED]
     wanted = {(method, t): None for t in args.temperatures for method in methods}
+    if args.keep and (args.at_rollout or args.clean_prompt):
+        raise SystemExit("--keep: a row does not say --at-rollout or --clean-prompt")
     vectors, seconds, rollouts = {}, {}, {}
     for method, temperature in {(EXACT, t): None for t in EXACT_AT} | wanted:
         folder = Path(args.out) / f"{family}-{args.task}/{method}-t{temperature:g}"
@@ -173,6 +174,9 @@ def main(args):
     mine = lambda row: (row["family"], row["task"]) == (family, args.task)
     made = lambda row: (row["method"], row["temperature"]) in vectors
     rows = [old for old in kept if not (mine(old) and made(old))]
+    others = {old["completions"] for old in filter(mine, rows)} - {facts["completions"]}
+    if args.keep and others:
+        raise SystemExit(f"rows of {others} completions would remain: choose --blocks accordingly")
     for (method, temperature), vector in vectors.items():
         for target in [at for at in EXACT_AT if at <= temperature]:
             value, error = cosine(vector, vectors[EXACT, target])

@@ -164,7 +164,7 @@ class Run:
     seed: int = RATE_SEED
     rate: float = 0.0
     variant: str = ""
-    """key of VARIANTS[method]; empty: as the method is; of a start: checksum of its weights"""
+    """key of VARIANTS[method]; empty: as the method is; for a start, the checksum of its weights"""
 
 
 def spending(method, p, forwards):

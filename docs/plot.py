@@ -154,10 +154,11 @@ def comparison_table(name):
     for (*names, variant), runs in comparison(name)[0].items():
         # no score of a run that diverged or in which no completion had an advantage any more
         after = [f"{run['test'][1]:.1%}" if run["test"][1:] else "stopped" for run in runs]
-        rate, test, seconds = (runs[0][key] for key in ("rate", "test", "seconds"))
+        rate, seconds = (runs[0][key] for key in ("rate", "seconds"))
+        before = ", ".join({f"{run['test'][0]:.1%}": None for run in runs})  # of all starts
         names[-1] += f", {variant}" if variant else ""
         seconds = "" if seconds is None else f"{seconds:.2f}"
-        cells = *names, f"{rate:g}", f"{test[0]:.1%}", ", ".join(after), seconds
+        cells = *names, f"{rate:g}", before, ", ".join(after), seconds
         table += f"| {' | '.join(cells)} |\n"
     return table
 
@@ -187,7 +188,7 @@ def rates_table(name):
         if runs := grouped.get((*pair, method)):
             scores = [late_score(runs[rate]) if rate in runs else None for rate in rates]
             cells = ["" if x is None else f"{x:.1%}" for x in scores]
-            # of those of its runs; a token a step: another one
+            # of the starts of its runs; JustGRPO, a token a step, starts elsewhere
             used = {run["start"] for run in runs.values()} if method != "justgrpo" else ()
             before = ", ".join(f"{score:.1%}" for key, score in starts.items() if key in used)
             table += f"| {' | '.join([*pair, before, method, *cells])} |\n"

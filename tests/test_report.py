@@ -79,7 +79,7 @@ def test_differences_and_their_errors(tmp_path, capsys):
     first, *lines, lost, last = capsys.readouterr().out.splitlines()
     assert lines[2].split()[:5] == ["cap", "None", "3", "3", "1.528"]  # 1, 2, 6: without seed 7
     assert first == f"left out, as metrics.jsonl has no whole training step: {tmp_path}/early"
-    assert lost == "left out above, as they have no test/x after step 0: cap None seed 7"
+    assert lost == "left out, as they have no test/x after step 0: cap None seed 7"
     assert last == f"curves: {tmp_path}/it.png"
     with pytest.raises(SystemExit, match="^no reward/mean; --metric may be rollouts, seconds, "):
         main((str(folder),), out=str(tmp_path / "it.png"))  # it has no number of this name
