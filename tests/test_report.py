@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+import compare
 from compare import main, read_runs, table
 from report import MAX_BYTES, write_report
 
@@ -48,7 +49,7 @@ def test_odd_tokens_of_a_sample_are_refused_with_their_line(tmp_path, name, odd)
         write_report(tmp_path)
 
 
-def test_differences_and_their_errors(tmp_path, capsys):
+def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
     """Paired over the common seeds, 0 and 1; unpaired against a group with other seeds."""
     step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
     caps = {"a": None, "b": 2, "c": 3}
@@ -75,7 +76,12 @@ def test_differences_and_their_errors(tmp_path, capsys):
     )
     start, row = {"step": 0, "test/x": 0}, {"step": 1, "reward/mean": None} | step  # interrupted
     (folder / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(row)}\n")
+    drawn, draw = [], compare.draw
+    monkeypatch.setattr(
+        compare, "draw", lambda runs, *more: drawn.append(runs) or draw(runs, *more)
+    )
     main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
+    assert set(drawn[0].loc["cap None"].index.unique("seed")) == {0, 1, 2}  # 7 would hide the rest
     first, *lines, lost, last = capsys.readouterr().out.splitlines()
     assert lines[2].split()[:5] == ["cap", "None", "3", "3", "1.528"]  # 1, 2, 6: without seed 7
     assert first == f"left out, as metrics.jsonl has no whole training step: {tmp_path}/early"

@@ -139,6 +139,7 @@ def test_the_commands_of_a_user(warm, tmp_path, nodes):
     ]
     said = [process.communicate() for process in started]
     assert not any(process.returncode for process in started), said
+    assert not any("UserWarning" in errors for _, errors in said), said
     (directory,) = (tmp_path / "runs").iterdir()
     rows = rows_of(directory)
     assert [row["step"] for row in rows if "loss/total" in row] == [1, 2]
