@@ -12,7 +12,9 @@ runs are in --rows: what has a row is not made again. A run that --minutes cuts 
 below runs/curves, where a later call on the same machine finds it.
 
     starts  algos/sft.py trains each family's model on the tasks (SFT_ROWS, START), into
-            runs/starts; copy this folder to a machine that goes on.
+            runs/starts; copy this folder to a machine that goes on. On a CPU, half an hour for
+            both: `CUDA_VISIBLE_DEVICES= python bench/curves.py --jobs 2 --methods` makes nothing
+            else. On GPUs their weights differed from machine to machine.
     rates   every method with every family, seed 1000: three learning rates on the first task, a
             third or three times apart; on the next one the best and its neighbours. Where the best
             score on the validation split is at the edge, the next neighbour follows.

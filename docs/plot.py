@@ -8,6 +8,7 @@ docs/curves/alignment.jsonl a row per method, pair and temperatures, by bench/al
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from itertools import product
@@ -37,20 +38,22 @@ STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
 # temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
 RATE_SEED = 1000  # of runs that try a learning rate
+PROBLEMS = {"countdown": 113, "sudoku": 512}  # that differ, in the test split
 MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
-# y axis, value of the points, x axis; those that the runs have are drawn
-COMPARED = (
-    ("solved, greedy", "greedy", "rollouts"),
-    ("solved, greedy", "greedy", "million tokens"),
-    ("solved, greedy", "greedy", "minutes"),
-    ("reward, sampled", "reward", "rollouts"),
-    ("distinct completions", "distinct", "rollouts"),
-    ("mismatch, nats", "mismatch", "rollouts"),
-)
+# figure: y axis, value of the points, x axis; those that the runs have are drawn
+COMPARED = {
+    "": (("solved, greedy", "greedy", "rollouts"), ("mismatch, nats", "mismatch", "rollouts")),
+    "-more": (
+        ("solved, greedy", "greedy", "million tokens"),
+        ("solved, greedy", "greedy", "minutes"),
+        ("reward, sampled", "reward", "rollouts"),
+        ("distinct completions", "distinct", "rollouts"),
+    ),
+}
 HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
 |---|---|---|---|---|---|---|
 """
-LEARNING = """| comparison | pair | methods | rank correlation |
+LEARNING = """| gain and | pair | methods | rank correlation |
 |---|---|---|---|
 """
 
@@ -91,7 +94,10 @@ def draw(folder):
 
 
 def comparison(name):
-    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): {start: score}}"""
+    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): {start: score}}
+
+    A method that has no seeds yet has the best of the runs that tried a rate.
+    """
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
     rows, grouped, starts = list(map(json.loads, lines)), defaultdict(list), defaultdict(dict)
     for row in sorted(rows, key=lambda row: (row["family"] != "sdar", row["task"], row["seed"])):
@@ -100,6 +106,8 @@ def comparison(name):
             starts[pair][row.get("start")] = row["greedy"]
         elif row["seed"] != RATE_SEED:
             grouped[*pair, row["method"], row["variant"]].append(row)
+    for key, runs in rate_runs(name).items():
+        grouped[*key, ""] = grouped.get((*key, "")) or [max(runs.values(), key=late_score)]
     return grouped, starts
 
 
@@ -116,19 +124,23 @@ def evaluations(run, start):
     return points.set_index("rollout")
 
 
-def draw_comparison(name):
+def draw_comparison(name, figure_name):
     """Mean over the seeds, from the lowest to the highest shaded; stars: test. A run that ends
     before others keeps its last value.
     """
     (grouped, starts), lines, drawn = comparison(name), {}, defaultdict(list)
     for (*pair, method, variant), runs in grouped.items():
-        for panel in () if variant else COMPARED:
-            mine = starts[tuple(pair)]
-            tables = [evaluations(run, mine[run.get("start")]) for run in runs if run["points"]]
+        for panel in () if variant else COMPARED[figure_name]:
+            # JustGRPO's sampler, a token a step, starts elsewhere
+            mine = {} if method == "justgrpo" else starts[tuple(pair)]
+            scores = [mine.get(run.get("start"), math.nan) for run in runs]
+            tables = [
+                evaluations(*run) for run in zip(runs, scores, strict=True) if run[0]["points"]
+            ]
             if tables and all({*panel[1:]} <= {*table} for table in tables):
                 drawn[panel].append((tuple(pair), method, tables, runs))
     if not drawn:
-        return  # rates are still tried
+        return
     figure = Figure((4 * len(starts), 0.8 + 2.8 * len(drawn)), layout="constrained")
     grid = figure.subplots(len(drawn), len(starts), sharey="row", squeeze=False)
     for row, ((label, key, unit), curves) in zip(grid, drawn.items(), strict=True):
@@ -144,8 +156,10 @@ def draw_comparison(name):
                 test = np.mean([score for run in runs for score in run["test"][1:]])
                 axes.plot(x.iloc[-1], test, "*", color=color, ms=11)
             axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=7, frameon=False)
-    finish(figure, f"comparison-{name}")
+    names = [method for method in METHODS if method in lines]
+    shown = [lines[method] for method in names]
+    figure.legend(shown, names, loc="outside lower center", ncols=7, frameon=False)
+    finish(figure, f"comparison-{name}{figure_name}")
 
 
 def comparison_table(name):
@@ -196,11 +210,11 @@ def rates_table(name):
 
 
 def best_table(method):
-    """-> Markdown: test scores of a method at its best rate, where several were tried"""
+    """-> Markdown: test scores of a method at the best of the rates tried"""
     table = "| model | task | rate | rollouts | test before | after |\n|---|---|---|---|---|---|\n"
     for (family, task, name), runs in rate_runs("runs").items():
         whole = [run for run in runs.values() if run["test"][1:]]
-        if name == method and len(whole) > 1:
+        if name == method and whole:
             run = max(whole, key=late_score)
             before, after = (f"{score:.1%}" for score in run["test"])
             cells = family, task, f"{run['rate']:g}", str(run["rollouts"]), before, after
@@ -256,48 +270,80 @@ def alignment_table(name):
     return table
 
 
-def learned(name):
-    """name: of a comparison, or "rates": the best rate tried in it -> {(family, task, method): gain
-    of the test score, mean over the seeds}
-    """
-    if name == "rates":
-        best = lambda runs: [max(runs.values(), key=late_score)]
-        grouped = {key: best(runs) for key, runs in rate_runs("runs").items()}
-    else:
-        grouped = {
-            (*key,): runs for (*key, variant), runs in comparison(name)[0].items() if not variant
-        }
-    gains = lambda runs: [np.diff(run["test"]) for run in runs if run["test"][1:]]
-    return {key: np.mean(gains(runs)) for key, runs in grouped.items() if gains(runs)}
+def tests(runs):
+    """-> test scores of the start and the end, means over the seeds that ended; None: none did"""
+    whole = [run["test"] for run in runs if run["test"][1:]]
+    return np.mean(whole, axis=0) if whole else None
 
 
-def learning_table(names):
-    """names: of `learned` -> Markdown: does a higher cosine at temperature 1 learn more? Rank
-    correlation over the methods of a pair, and how often random orders have as high a mean.
+def mismatch(runs):
+    """-> mean over the seeds, after the first evaluation and after the last, nats"""
+    tables = (evaluations(run, math.nan)["mismatch"].dropna() for run in runs)
+    return np.mean([table.iloc[[0, -1]] for table in tables if len(table)], axis=0)
+
+
+def by_method(name, cell):
+    """cell(task, runs) -> text; Markdown: a line per method, a column per pair"""
+    grouped, starts = comparison(name)
+    table = f"| method | {' | '.join(map(': '.join, starts))} |\n|{'---|' * (len(starts) + 1)}\n"
+    for method in METHODS:
+        found = {pair: grouped.get((*pair, method, "")) for pair in starts}
+        cells = [cell(pair[1], runs) if runs else "" for pair, runs in found.items()]
+        table += f"| {method} | {' | '.join(cells)} |\n"
+    return table
+
+
+def gains_table(name):
+    """-> Markdown: test score of the start and the end, bold where it rose by two errors"""
+
+    def cell(task, runs):
+        if (scores := tests(runs)) is None:
+            return "stopped"
+        error = math.sqrt((scores * (1 - scores)).sum() / PROBLEMS[task])
+        text = f"{scores[0]:.1%} -> {scores[1]:.1%}"
+        return f"**{text}**" if scores[1] - scores[0] > 2 * error else text
+
+    return by_method(name, cell)
+
+
+def mismatch_table(name):
+    return by_method(name, lambda task, runs: "{:.2f} -> {:.2f}".format(*mismatch(runs)))
+
+
+def learning_table(name):
+    """-> Markdown: rank correlation of the gain with the cosine at temperature 1, and with a low
+    mismatch at the start, over the methods of a pair; how often random orders have as high a mean
     """
-    table, ranks, panels = LEARNING, [], alignment()
-    for name in names.split():
-        pairs = defaultdict(list)
-        for (family, task, method), gain in learned(name).items():
-            row = panels[task, family][method, 1, 1]
-            if 0 < row["error"] < MEASURED:
-                pairs[family, task].append((row["cosine"], gain))
-        for pair, rows in pairs.items():
-            if len(rows) < 4:
-                continue
-            x, y = pd.DataFrame(rows).rank().to_numpy().T
-            ranks.append((x, y))
+    found, panels = defaultdict(lambda: defaultdict(list)), alignment()
+    for (*pair, method, variant), runs in comparison(name)[0].items():
+        if variant or (scores := tests(runs)) is None:
+            continue
+        row = panels[pair[1], pair[0]][method, 1, 1]
+        if 0 < row["error"] < MEASURED:
+            found["high cosine"][tuple(pair)].append((row["cosine"], np.diff(scores)[0]))
+        found["low mismatch"][tuple(pair)].append((-mismatch(runs)[0], np.diff(scores)[0]))
+    table = LEARNING
+    for measure, pairs in found.items():
+        ranks = [pd.DataFrame(rows).rank().to_numpy().T for rows in pairs.values()]
+        for pair, (x, y) in zip(pairs, ranks, strict=True):
             correlation = np.corrcoef(x, y)[0, 1]
-            table += f"| {name} | {': '.join(pair)} | {len(rows)} | {correlation:.2f} |\n"
-    mean = lambda order: np.mean([np.corrcoef(order(x), y)[0, 1] for x, y in ranks])
-    found, chance = mean(lambda x: x), np.random.default_rng(0)
-    higher = sum(mean(chance.permutation) >= found for _ in range(10_000))
-    return table + f"| mean; {higher} of 10,000 random orders reach it | | | {found:.2f} |\n"
+            table += f"| {measure} | {': '.join(pair)} | {len(x)} | {correlation:.2f} |\n"
+        chance = np.random.default_rng(0)
+        seen, *others = (
+            np.mean([np.corrcoef(order(x), y)[0, 1] for x, y in ranks])
+            for order in [lambda x: x] + [chance.permutation] * 10_000
+        )
+        higher = sum(other >= seen for other in others)
+        at_random = f"mean; {higher} of 10,000 random orders reach it"
+        table += f"| {measure} | {at_random} | | {seen:.2f} |\n"
+    return table
 
 
 TABLES = {
     "comparison": comparison_table,
     "rates": rates_table,
+    "gains": gains_table,
+    "mismatch": mismatch_table,
     "best": best_table,
     "alignment": alignment_table,
     "learning": learning_table,
@@ -313,7 +359,8 @@ def with_tables(text):
 if __name__ == "__main__":
     for file in FOLDER.glob("*/*.jsonl"):
         if file.parent.name == "comparison":
-            draw_comparison(file.stem)
+            for figure_name in COMPARED:
+                draw_comparison(file.stem, figure_name)
         else:
             draw(file.parent)
     draw_alignment()
