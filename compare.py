@@ -69,11 +69,13 @@ def with_units(rows):
 
 def table(runs, metric):
     """-> frame, a row for each group: the last value of a metric and its difference to the first
-    group, with standard errors, and what the runs cost. A value of step 0 is no result.
+    group, with standard errors, and what the runs cost; NaN where there is none. A value of step 0
+    is no result.
     """
     trained = runs[runs["step"] > 0].dropna(subset=metric)
     last = trained.groupby(["group", "seed"], sort=False).last()
     values = last[metric].unstack("group", sort=False)  # [seed, group]
+    values = values.reindex(columns=runs.index.unique("group"))  # a group without values too
     paired = values.sub(values.iloc[:, 0], axis=0)
     mean, error, pairs = values.mean(), values.sem(), paired.count()
     is_paired, welch = pairs > 1, np.hypot(error, error.iloc[0])

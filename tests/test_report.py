@@ -67,6 +67,9 @@ def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
     assert [row[0] for row in found] == ["cap None", "cap 2", "cap 3"]
     assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
     assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
+    runs.loc[runs.index.get_level_values("group") == "cap None", "test/x"] = None
+    # it is still the first group
+    assert table(runs, "test/x")["difference"].isna().all()
     (tmp_path / "early").mkdir()
     (tmp_path / "early/metrics.jsonl").write_text('{"step": 0, "test/x": 1}\n')
     folder = tmp_path / "a7"
