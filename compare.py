@@ -26,9 +26,13 @@ def read_runs(folders):
     """folders: directories of runs -> a frame of the rows of metrics.jsonl and UNITS, with the
     index group, seed, row
 
-    A group is called by the flags in which the runs differ. Prints which directories are left out.
+    A group is called by the flags in which the runs differ, and by the checksums of their files if
+    those of one script differ. Prints which directories are left out, and runs that end early.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise SystemExit(f"{folder}: no such directory")
     found = {folder: pd.DataFrame(read_rows(Path(folder)), dtype=float) for folder in folders}
     if early := [folder for folder in found if not {*TRAINED} <= {*found[folder]}]:
         print(f"left out, as metrics.jsonl has no whole training step: {', '.join(early)}")
@@ -39,13 +43,23 @@ def read_runs(folders):
     as_text = lambda args: {flag: str(value) for flag, value in args.items()}
     told = pd.DataFrame([{"script": c["script"], **as_text(c["args"])} for c in configs])
     told = told.drop(columns=FREE, errors="ignore")
-    told, runs = told.loc[:, told.nunique() > 1], {}
+    code = pd.Series([str(c.get("code")) for c in configs])
+    if code.groupby(told["script"]).nunique().max() > 1:  # a file was edited between two runs
+        told["code"] = code
+    told, runs, places = told.loc[:, told.nunique() > 1], {}, {}
     for folder, c, (_, own) in zip(folders, configs, told.iterrows(), strict=True):
         seed = c["args"]["seed"]
         key = ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
         if key in runs:
-            raise SystemExit(f"{folder}: a second run of seed {seed} in the group {key[0]!r}")
-        runs[key] = with_units(found[folder])
+            both = f"{places[key]} and {folder}"
+            raise SystemExit(
+                f"{both}: two runs of seed {seed} in the group {key[0]!r}; leave one out"
+            )
+        runs[key], places[key] = with_units(found[folder]), folder
+    ends = {key: int(rows["step"].max()) for key, rows in runs.items()}
+    for key, end in ends.items():
+        if end < max(ends.values()):
+            print(f"{places[key]} ends at step {end}, others at {max(ends.values())}")
     return pd.concat(runs, names=["group", "seed"])
 
 

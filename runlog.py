@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -84,6 +85,7 @@ def summary(row):
 
 
 COLUMNS = "step prompt completion gold reward".split()  # of the table of samples in wandb
+DEAD_STATUS = 3  # exit status: no script may take a dead run for a finished one
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 
 
@@ -197,9 +199,9 @@ class RunLog:
             self.wandb_run.log({"samples": table}, step=last["step"])
 
     def end(self, weights):
-        """Say how long the run took and where its curves and weights (a path) are, and close."""
-        seconds, curves = time.perf_counter() - self.started, self.run_dir / "curves.png"
-        self.say(f"{seconds:.0f} s; curves: {curves}; weights: {weights}")
+        """Say how long the run took and where its report and weights (a path) are, and close."""
+        seconds, report = time.perf_counter() - self.started, self.run_dir / "report.html"
+        self.say(f"{seconds:.0f} s; report: {report}; weights: {weights}")
         self.close()
 
     def close(self, failed=False):
@@ -244,13 +246,14 @@ def follow(run_dir, config):
 
 class Stop:
     """Whether the loop has to end between two steps, and the `reason`: SIGTERM came (a scheduler's
-    notice), or the run is dead, because no completion has had an advantage for many steps.
+    notice), or the run is dead, because no completion has had an advantage for many steps. Then
+    the process ends with `status`.
     """
 
     def __init__(self, dead_steps=0):
         """dead_steps: so many steps in a row without an advantage end the run; 0: they do not."""
         self.received, self.dead_steps, self.dead = False, dead_steps, 0
-        self.reason = "stopped by a signal"
+        self.reason, self.status = "stopped by a signal", 0
         signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number, frame):
@@ -266,14 +269,17 @@ class Stop:
         is_dead = self.dead >= (self.dead_steps or math.inf)
         if is_first_rank() and (is_dead or self.dead == DEAD_STEPS):
             tqdm.write(why_dead(self.dead, metrics, self.dead_steps), file=sys.stderr)
-        self.reason = "stopped as nothing is learned" if is_dead else self.reason
+        if is_dead:
+            self.reason = f"stopped, because no completion had an advantage for {self.dead} steps"
+            self.status = DEAD_STATUS
         return bool(received or is_dead)
 
 
 def why_dead(steps, metrics, most):
     """A line with the figures that tell the reasons apart."""
     return (
-        f"warning: for {steps} steps no completion had an advantage: mean reward "
+        f"warning: for {steps} steps no completion had an advantage, as in every group the "
+        f"rewards were equal or left out: mean reward "
         f"{metrics['reward/mean']:.3g}, std {metrics['reward/std']:.2g}; of the completions "
         f"{metrics['completion/truncated_frac']:.0%} are cut off, "
         f"{metrics['completion/empty_frac']:.0%} empty, "
@@ -339,12 +345,19 @@ def describe_run(name, config):
         "args": config,
         "command": shlex.join(sys.orig_argv),
         "git": describe_git(),
+        "code": checksums(sys.argv[0], config.get("task", ""), config.get("reward", "")),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": describe_device(),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+
+
+def checksums(*names):
+    """-> {file: crc32} of the script and the user's files; a reward is path.py:function"""
+    files = [Path(name.rpartition(".py:")[0] + ".py" if ".py:" in name else name) for name in names]
+    return {file.name: zlib.crc32(file.read_bytes()) for file in files if file.is_file()}
 
 
 def describe_git():

@@ -468,7 +468,7 @@ def load_data(args):
         task, args.data, args.eval_data, tokenizer, args.max_prompt_length, args.eval_limit
     )
     reward([TRIAL], [problems["train"][0][0]])
-    facts = f"{len(problems['train'])} problems; dropped by --max-prompt-length: {dropped}"
+    facts = f"{len(problems['train'])} training problems; dropped by --max-prompt-length: {dropped}"
     return task, tokenizer, reward, problems, facts
 
 
@@ -620,7 +620,7 @@ def main(args):
         stopped = stop.is_set(batch.advantages, metrics)
         saves.after_step(step + 1, metrics, stopped)
         if stopped:
-            log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
+            log.say(f"step {step + 1}: {stop.reason}; go on with --resume {log.run_dir}")
             break
         # <<< shared: log
     else:  # not stopped
@@ -633,7 +633,7 @@ def main(args):
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))
     log.end(saves.newest)
-    close_distributed()
+    close_distributed(stop.status)
     # <<< shared: end
 
 

@@ -482,7 +482,7 @@ def main(args):
         stopped = stop.is_set()
         saves.after_step(step + 1, metrics, stopped)
         if stopped:
-            log.say(f"{stop.reason} after step {step + 1}: go on with --resume {log.run_dir}")
+            log.say(f"step {step + 1}: {stop.reason}; go on with --resume {log.run_dir}")
             break
         # <<< shared: offline_save
     else:  # not stopped

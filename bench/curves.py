@@ -59,7 +59,7 @@ from models.defaults import TINY
 from models.tiny import TINY_LLADA, TINY_SDAR, byte_tokenizer, random_model
 from models.training_state import crc32
 from report import read_rows
-from runlog import describe_device, describe_git
+from runlog import DEAD_STATUS, describe_device, describe_git
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
 WIDE |= {"torch_dtype": "bfloat16"}
@@ -250,6 +250,8 @@ class Curves:
                 process.terminate()
                 process.wait()
                 return None
+        if code == DEAD_STATUS:
+            return 0
         if code and "not finite at step" not in log.read_text():
             raise SystemExit(f"{' '.join(command)}: exit {code}, see {log}")
         return code

@@ -307,7 +307,8 @@ def gains_table(name):
 
 
 def mismatch_table(name):
-    return by_method(name, lambda task, runs: "{:.2f} -> {:.2f}".format(*mismatch(runs)))
+    shown = lambda values: "{:.2f} -> {:.2f}".format(*values.round(2) + 0.0)  # no -0.00
+    return by_method(name, lambda task, runs: shown(mismatch(runs)))
 
 
 def learning_table(name):

@@ -4,6 +4,7 @@ training."""
 import math
 import re
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -69,8 +70,10 @@ def load_file(path, functions):
     sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     for name, count in functions.items():
+        if not hasattr(module, name):
+            raise SystemExit(f"{path}: needs a function {name} of {count} arguments, and has none")
         try:
-            signature(getattr(module, name, None)).bind(*range(count))
+            signature(getattr(module, name)).bind(*range(count))
         except TypeError as error:
             needed = f"needs a function {name} of {count} arguments"
             raise SystemExit(f"{path}: {needed} ({error})") from error
@@ -85,11 +88,10 @@ def main(task):
 def load_examples(task, split, data, limit=None, divided=False):
     """`load` of a task; SystemExit if there are no examples. divided: the problems of `split` among
     those to train on, a tenth each for validation and test. Equal prompts are in one split."""
-    examples = task.load("train" if divided else split, data, None if divided else limit)
-    if divided:
-        examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
-    if not examples:
-        other = f" for {split}: name some with --eval-data" if divided else ""
+    found = task.load("train" if divided else split, data, None if divided else limit)
+    of_split = lambda one: not divided or split_of(task.prompt(one)) == split
+    if not (examples := list(filter(of_split, found))[: limit if divided else None]):
+        other = f" for {split}: name some with --eval-data, or give --eval-limit 0" if found else ""
         raise SystemExit(f"--data {data}: no problems in it{other}")
     return examples
 
@@ -107,6 +109,9 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
             f"--data {data or 'default'}: prompts without words, for tiny models ({split}); "
             "for others countdown has cd3, sudoku sudoku4-tags: name one with --data, --eval-data"
         )
+    if not isinstance(messages := task.prompt(examples[0]), list):
+        odd = f"prompt(example) gives {messages!r:.60}, not a list of messages"
+        raise SystemExit(f"--task {task.NAME}: {odd}")
     problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
@@ -140,16 +145,20 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
             except SystemExit as error:
                 if split == "train" or divided:
                     raise
+                flag = "--data" if own and not eval_data else "--eval-data"
+                why = str(error).replace("--data", flag)
                 others = "--eval-data names others, --eval-limit 0 needs none"
-                raise SystemExit(f"{split} problems: {error}; {others}") from error
+                raise SystemExit(f"{split} problems: {why}; {others}") from error
     return problems, dropped
 
 
 def score_all(task, completions, examples):
     """-> [score], on all cores: by the task's own score_batch if it has one"""
-    if hasattr(task, "score_batch"):
-        return task.score_batch(completions, examples)
-    return in_threads(task.score, completions, examples)
+    batch = getattr(task, "score_batch", partial(in_threads, task.score))
+    for score in (scores := batch(completions, examples)):
+        if not 0 <= score <= 1:
+            raise SystemExit(f"--task {task.NAME}: a score of {score!r} is not in [0, 1]")
+    return scores
 
 
 def mean_score(engine, task, tokenizer, problems, name, **settings):

@@ -297,7 +297,9 @@ def load_reward(name, task):
         function = getattr(module, function_name)
     elif name and not (function and name.startswith(f"{own}_")):
         problem = f"does not fit {own}" if function else "no such reward"
-        raise SystemExit(f"--reward {name}: {problem}; known: {', '.join(REWARDS)}")
+        raise SystemExit(
+            f"--reward {name}: {problem}; known: path.py:function, {', '.join(REWARDS)}"
+        )
 
     def parts_of(completion, example):
         paid = function(completion, example)
@@ -321,7 +323,8 @@ def load_reward(name, task):
             if taken := names.keys() & METRICS:
                 raise SystemExit(f"--reward {name}: {taken.pop()} is a metric: rename that part")
             if not found[key] or found[key].keys() != names.keys():
-                odd = f"{which} has the parts {[*found[key]]}, the first had {[*names]}"
+                odd = f"{which} has the parts {[*found[key]]}"
+                odd += f", the first had {[*names]}" if names else ""
                 raise SystemExit(f"--task {own}: {odd}: give 0 for what is not earned; {said}")
             for part, value in found[key].items():
                 if not (isinstance(value, Real) and math.isfinite(value)):

@@ -172,6 +172,8 @@ def reduce_metrics(sums):
     metrics = all_reduce(sums)
     weights = {name: metrics.pop(name) for name in list(metrics) if name.endswith("/weight")}
     divisors = {name: weights.get(f"{name.split('/')[0]}/weight", 1) for name in metrics}
+    if "policy/weight" not in weights and any(name.startswith("policy/") for name in metrics):
+        raise SystemExit("policy_loss returns sums under policy/ and no policy/weight to divide by")
     return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
 
 
@@ -182,7 +184,11 @@ def maximum(number):
     return int(tensor)
 
 
-def close_distributed():
-    """End the process group on all ranks together: gloo can abort on a rank that still works."""
+def close_distributed(status=0):
+    """End the process group on all ranks together: gloo can abort on a rank that still works. An
+    exit status other than 0 ends the process.
+    """
     dist.barrier()
     dist.destroy_process_group()
+    if status:
+        raise SystemExit(status)

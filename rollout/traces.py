@@ -193,7 +193,9 @@ class Trace:
 
 
 def gold(example):
-    """The gold answer of an example of evals/, else its solution or target, as text; else empty."""
+    """The gold answers of an example of evals/, its solution or its target, as text; else empty."""
+    if "answers" in example:
+        return " | ".join(example["answers"])
     return str(next((example[k] for k in ("gold", "solution", "target") if k in example), ""))
 
 

@@ -505,7 +505,7 @@ def test_load_reward(monkeypatch):
         assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
     said = one_line(load_reward, "cells", mbpp)
     assert said.startswith(
-        "--reward cells: no such reward; known: countdown_partial, countdown_d1, "
+        "--reward cells: no such reward; known: path.py:function, countdown_partial, countdown_d1, "
     )
     assert said.endswith("mbpp_diffucoder, countdown_odd")
     for name, task in (("gsm8k_d1", "gsm8k"), ("math500_tags", "math500")):

@@ -68,7 +68,7 @@ REFUSALS = [
     ("algos/d1.py --rollout-backend lmdeploy --lora-rank 4", "add --lora-merged-rollout"),
     (
         "algos/d1.py --eval-data none.jsonl",
-        "validation problems: --data none.jsonl: no such preset or file; ",
+        "validation problems: --eval-data none.jsonl: no such preset or file; ",
     ),
     ("algos/bgpo.py --resume TMP", "is no run directory: it has no config.json"),
     ("algos/spg.py --mc-num 1", "--mc-num 1: with one draw"),

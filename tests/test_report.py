@@ -85,7 +85,8 @@ def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
     )
     main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
     assert set(drawn[0].loc["cap None"].index.unique("seed")) == {0, 1, 2}  # 7 would hide the rest
-    first, *lines, lost, last = capsys.readouterr().out.splitlines()
+    first, early, *lines, lost, last = capsys.readouterr().out.splitlines()
+    assert early == f"{folder} ends at step 1, others at 2"
     assert lines[2].split()[:5] == ["cap", "None", "3", "3", "1.528"]  # 1, 2, 6: without seed 7
     assert first == f"left out, as metrics.jsonl has no whole training step: {tmp_path}/early"
     assert lost == "left out, as they have no test/x after step 0: cap None seed 7"
@@ -96,5 +97,11 @@ def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
         (folder / "config.json").write_text(text)
         with pytest.raises(SystemExit, match=f"^{folder}/config.json is .*damaged: "):
             read_runs([str(folder)])
-    with pytest.raises(SystemExit, match="of seed 0 in the group 'all'"):
+    with pytest.raises(
+        SystemExit, match=f"^{names[0]} and {names[0]}: .*of seed 0 in the group 'all"
+    ):
         read_runs([names[0], names[0]])
+    for code, name in enumerate(names[:2]):  # the script was edited between seeds
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"code": {"d1.py": code}}))
+    assert len(read_runs(names[:2]).index.unique("group")) == 2

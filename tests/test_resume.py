@@ -563,7 +563,7 @@ def test_sigterm_saves_and_the_resumed_run_is_the_uninterrupted_one(warm, tmp_pa
     run.signal(signal.SIGTERM)
     text, directory = run.finish(), run_dir_in(tmp_path / "stopped")
     step = rows_of(directory)[-1]["step"]
-    assert f"stopped by a signal after step {step}: go on with --resume {directory}" in text
+    assert f"step {step}: stopped by a signal; go on with --resume {directory}" in text
     assert step < 5 and (directory / f"resume/step-{step:06d}").is_dir()
     start("c", "--resume", directory).finish()
     shutil.rmtree(directory / f"checkpoints/step-{step:06d}")

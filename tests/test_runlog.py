@@ -37,7 +37,7 @@ def open_log(out, **options):
 def test_config_says_how_to_repeat_the_run(tmp_path):
     with closing(open_log(tmp_path)) as log:
         config = json.loads((log.run_dir / "config.json").read_text())
-    keys = "script args command git torch python device world_size started"
+    keys = "script args command git code torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
     assert runlog.describe_run("my-bgpo-tiny-sdar-countdown-s42", ARGS)["script"] == "my-bgpo"
@@ -277,16 +277,16 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     none, some = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.0])
     stop, endless = Stop(7), Stop()
     ends = [stop.is_set(given, metrics) for given in [none] * 4 + [some] + [none] * 7]
-    assert ends == [False] * 11 + [True] and stop.reason == "stopped as nothing is learned"
+    assert ends == [False] * 11 + [True] and stop.status == 3 and "for 7 steps" in stop.reason
     warned, ended = capsys.readouterr().err.splitlines()
     assert warned == (
-        "warning: for 5 steps no completion had an advantage: mean reward 0.1, std 0; of the "
-        "completions 25% are cut off, 50% empty, 75% distinct within their group; "
+        "warning: for 5 steps no completion had an advantage, as in every group the rewards were "
+        "equal or left out: mean reward 0.1, std 0; of the completions 25% are cut off, 50% empty, 75% distinct within their group; "
         "the run ends after 7 such steps (--dead-steps)"
     )
     assert ended.startswith("warning: for 7 steps") and "--dead-steps" not in ended
     assert not any(endless.is_set(none, metrics) for _ in range(99)) and not Stop(1).is_set()
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1 and endless.status == 0
 
 
 def test_a_misspelt_default_is_named(monkeypatch):

@@ -545,7 +545,7 @@ REFUSED = {  # flags of evals/run.py
 ONE_REFUSED = {  # flags of evals/countdown.py
     "": "give either --model (generate and score) or --completions (only score)",
     "--model m --completions c": "give either --model",
-    "--model m --reward cells": "no such reward; known: countdown_partial, countdown_d1",
+    "--model m --reward cells": "no such reward; known: path.py:function, countdown_partial",
     "--model m --reward gsm8k_d1": "does not fit countdown",
     "--model m --data cd9": "presets: small, cd3, cd4",
     "--model m --limit 0": "--limit 0 must be at least 1",

@@ -24,6 +24,7 @@ from golden_runs import (
 )
 from safetensors.torch import load_file
 from test_resume import Run
+from torch.multiprocessing import ProcessExitedException
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = json.loads(FILE.read_text())
@@ -153,7 +154,7 @@ def test_the_commands_of_a_user(warm, tmp_path, nodes):
     *_, score, prompt, tokens, steps, last = said[0][0].splitlines()
     assert "before" in score and prompt.startswith("prompt   <|user|>")
     assert tokens.startswith("tokens   ") and set(steps.split()[1:]) <= {"1", "2"}
-    assert re.match(rf"\d+ s; curves: {directory}/curves.png; weights: .*step-000002", last)
+    assert re.match(rf"\d+ s; report: {directory}/report.html; weights: .*step-000002", last)
     for path in filter(lambda path: not path.is_symlink(), tmp_path.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path
         assert path.is_dir() or b"hf_secret" not in path.read_bytes(), path
@@ -182,12 +183,14 @@ def test_a_task_and_a_reward_of_a_user_on_two_ranks(warm, tmp_path, capfd):
     flags = {"task": f"{tmp_path}/mine.py", "data": f"{tmp_path}/rows.jsonl", "dead_steps": 2}
     flags |= {"reward": f"{tmp_path}/mine.py:pay", "max_steps": 9, "eval_limit": 2, "mc_num": 1}
     small = {"prompts_per_step": 2, "num_generations": 2, "gen_length": 4}
-    directory = run_script("bgpo", flags | small, 2, tmp_path / "out")
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        run_script("bgpo", flags | small, 2, tmp_path / "out")
+    (directory,) = (tmp_path / "out").iterdir()
     assert directory.name.startswith("bgpo-tiny-sdar-mine-s42-")
     rows, said = rows_of(directory), capfd.readouterr()
     assert [row["step"] for row in rows] == [0, 0, 1, 2] and "test/mine" in rows[1]
     assert said.err.count("warning: for 2 steps no completion had an advantage") == 1
-    assert "stopped as nothing is learned after step 2: go on with --resume" in said.out
+    assert "step 2: stopped, because no completion had an advantage for 2 steps; go on" in said.out
     assert (directory / "checkpoints/step-000002").is_dir()
     assert json.loads((directory / "config.json").read_text())["args"]["task"] == flags["task"]
 
