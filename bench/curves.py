@@ -20,7 +20,7 @@ below runs/curves, where a later call on the same machine finds it.
             score on the validation split is at the edge, the next neighbour follows.
     runs    three seeds of all tasks at the best rate, to the plateau: until the last evaluations
             (WINDOW) are on average no better than those before. Then without the method's KL,
-            and at last ablations of BGPO (VARIANTS) on the first task.
+            and at last the other VARIANTS, BGPO's on the first task alone.
 
 The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
 unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
@@ -84,6 +84,10 @@ KL = dict.fromkeys(("d1", "coupled_grpo", "cj_grpo", "mdpo", "espo", "dtreerpo")
 KL["tracerl"] = "kl_to_old"
 # variants of a method: flags, and texts of its script that are replaced
 VARIANTS = {method: {"no-kl": ({flag: 0.0}, {})} for method, flag in KL.items()}
+ENDS = ".flatten()\n\n\ndef policy_loss"  # of compute_advantages
+NO_NEGATIVES = {}, {ENDS: ENDS.replace("()", "().clamp(min=0)", 1)}
+for method in ("spg", "wd1", "espo", "ebpo"):
+    VARIANTS.setdefault(method, {})["no-negatives"] = NO_NEGATIVES
 # between the bounds of the same draws: half the squared difference
 ADD_KL = {
     "USES_REF = False": "USES_REF = True",
@@ -97,7 +101,7 @@ VARIANTS["bgpo"] = {
             "rows.advantages[:, None, None] < 0, logps.detach().exp(), 1.0))"
         },
     ),
-    "no-negatives": ({}, {"0.0).flatten()": "0.0).flatten().clamp(min=0)"}),
+    "no-negatives": NO_NEGATIVES,
     "no-std": ({}, {"centred / (std + 1e-6)": "centred"}),
     "kl-0.01": ({"beta": 0.01}, ADD_KL),
     "kl-0.04": ({"beta": 0.04}, ADD_KL),
@@ -324,7 +328,7 @@ class Curves:
                 ordered += [((place, 0, number), run) for number, run in enumerate(runs)]
                 if best is None:
                     break
-                with_variants = self.args.variants and (method in KL or not place)
+                with_variants = self.args.variants and (method != "bgpo" or not place)
                 for variant in ("", *(VARIANTS.get(method, {}) if with_variants else ())):
                     for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, rate(best), variant)

@@ -222,6 +222,29 @@ def best_table(method):
     return table
 
 
+def variants_table(name):
+    """-> Markdown: what the variants of a method end with; reward, distinct completions and
+    mismatch are those of the samples, means over the seeds
+    """
+    table = "| model | | rate | test after, seed by seed | mean | reward | distinct | mismatch |\n"
+    table += "|---|---|---|---|---|---|---|---|\n"
+    for (family, _, method, variant), all_runs in comparison(name)[0].items():
+        for rate in sorted({run["rate"] for run in all_runs}):
+            runs = [run for run in all_runs if run["rate"] == rate]
+            after = [run["test"][-1] for run in runs]
+            last = pd.DataFrame([run["points"] for run in runs]).map(lambda values: values[-1])
+            cells = (
+                family,
+                f"{method} {variant}",
+                f"{rate:g}",
+                ", ".join(map("{:.1%}".format, after)),
+            )
+            cells += f"{np.mean(after):.1%}", f"{last['reward'].mean():.2f}"
+            cells += f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(runs))
+            table += f"| {' | '.join(cells)} |\n"
+    return table
+
+
 def alignment():
     """-> {(task, family): {(method, temperature of the rollouts, of the exact gradient): row}}"""
     grouped = defaultdict(dict)
@@ -346,6 +369,7 @@ TABLES = {
     "gains": gains_table,
     "mismatch": mismatch_table,
     "best": best_table,
+    "variants": variants_table,
     "alignment": alignment_table,
     "learning": learning_table,
 }
