@@ -26,8 +26,8 @@ def read_runs(folders):
     """folders: directories of runs -> a frame of the rows of metrics.jsonl and UNITS, with the
     index group, seed, row
 
-    A group is called by the flags in which the runs differ, and by the checksums of their files if
-    those of one script differ. Prints which directories are left out, and runs that end early.
+    A group is called by the flags in which the runs differ, and by a number where the checksums of
+    their files do. Prints which directories are left out, and runs that end early.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
     for folder in folders:
@@ -43,9 +43,12 @@ def read_runs(folders):
     as_text = lambda args: {flag: str(value) for flag, value in args.items()}
     told = pd.DataFrame([{"script": c["script"], **as_text(c["args"])} for c in configs])
     told = told.drop(columns=FREE, errors="ignore")
-    code = pd.Series([str(c.get("code")) for c in configs])
-    if code.groupby(told["script"]).nunique().max() > 1:  # a file was edited between two runs
-        told["code"] = code
+    versions = {c["script"]: [] for c in configs}  # where a file was edited between two runs
+    for c in configs:
+        known, code = versions[c["script"]], c.get("code")
+        known += [code] * bool(code and code not in known)  # older runs do not say
+    number = lambda c: versions[c["script"]].index(c["code"]) + 1 if c.get("code") else 1
+    told["version"] = list(map(number, configs))
     told, runs, places = told.loc[:, told.nunique() > 1], {}, {}
     for folder, c, (_, own) in zip(folders, configs, told.iterrows(), strict=True):
         seed = c["args"]["seed"]

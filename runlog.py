@@ -198,13 +198,15 @@ class RunLog:
             table = wandb.Table(COLUMNS, [[*map(sample.get, COLUMNS)] for sample in samples])
             self.wandb_run.log({"samples": table}, step=last["step"])
 
-    def end(self, weights):
-        """Say how long the run took and where its report and weights (a path) are, and close."""
+    def end(self, weights, status=0):
+        """Say how long the run took and where its report and weights (a path) are, and close.
+        status: exit status, for wandb
+        """
         seconds, report = time.perf_counter() - self.started, self.run_dir / "report.html"
         self.say(f"{seconds:.0f} s; report: {report}; weights: {weights}")
-        self.close()
+        self.close(status=status)
 
-    def close(self, failed=False):
+    def close(self, failed=False, status=0):
         """Draw the last plot, end the bar and the wandb run. A second call does nothing.
 
         failed: the run stopped with an error; where its record is goes to stderr.
@@ -221,7 +223,7 @@ class RunLog:
             if self.bar is not None:
                 self.bar.close()
             if self.wandb_run:
-                self.wandb_run.finish(exit_code=int(failed))
+                self.wandb_run.finish(exit_code=status or int(failed))
 
 
 def follow(run_dir, config):
@@ -246,8 +248,8 @@ def follow(run_dir, config):
 
 class Stop:
     """Whether the loop has to end between two steps, and the `reason`: SIGTERM came (a scheduler's
-    notice), or the run is dead, because no completion has had an advantage for many steps. Then
-    the process ends with `status`.
+    notice), or the run is dead, because no completion has had an advantage for many steps.
+    `status`: exit status of the process, DEAD_STATUS for a dead run
     """
 
     def __init__(self, dead_steps=0):
@@ -278,8 +280,8 @@ class Stop:
 def why_dead(steps, metrics, most):
     """A line with the figures that tell the reasons apart."""
     return (
-        f"warning: for {steps} steps no completion had an advantage, as in every group the "
-        f"rewards were equal or left out: mean reward "
+        f"warning: for {steps} steps no completion had an advantage, because in every "
+        f"group all rewards were equal, or the group was left out: mean reward "
         f"{metrics['reward/mean']:.3g}, std {metrics['reward/std']:.2g}; of the completions "
         f"{metrics['completion/truncated_frac']:.0%} are cut off, "
         f"{metrics['completion/empty_frac']:.0%} empty, "
@@ -345,7 +347,7 @@ def describe_run(name, config):
         "args": config,
         "command": shlex.join(sys.orig_argv),
         "git": describe_git(),
-        "code": checksums(sys.argv[0], config.get("task", ""), config.get("reward", "")),
+        "code": checksums(sys.argv[0], config.get("task"), config.get("reward")),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": describe_device(),
@@ -354,10 +356,12 @@ def describe_run(name, config):
     }
 
 
-def checksums(*names):
-    """-> {file: crc32} of the script and the user's files; a reward is path.py:function"""
-    files = [Path(name.rpartition(".py:")[0] + ".py" if ".py:" in name else name) for name in names]
-    return {file.name: zlib.crc32(file.read_bytes()) for file in files if file.is_file()}
+def checksums(script, task, reward):
+    """-> {"script": crc32 of the file, ...}; task and reward only if they are the user's files"""
+    reward = reward and reward.rpartition(":")[0]  # path.py:function
+    named = {"script": script, "task": task, "reward": reward}
+    files = {key: Path(name) for key, name in named.items() if name}
+    return {key: zlib.crc32(file.read_bytes()) for key, file in files.items() if file.is_file()}
 
 
 def describe_git():

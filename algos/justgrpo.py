@@ -632,7 +632,7 @@ def main(args):
             log.say(f"{facts}: {before:.1%} before, {after:.1%} after")
     if start < args.max_steps:
         log.say(trace.draw(0, tokenizer))
-    log.end(saves.newest)
+    log.end(saves.newest, stop.status)
     close_distributed(stop.status)
     # <<< shared: end
 

@@ -166,13 +166,11 @@ def comparison_table(name):
     """-> Markdown: test scores before and after"""
     table = HEAD
     for (*names, variant), runs in comparison(name)[0].items():
-        # no score of a run that diverged or in which no completion had an advantage any more
-        after = [f"{run['test'][1]:.1%}" if run["test"][1:] else "stopped" for run in runs]
         rate, seconds = (runs[0][key] for key in ("rate", "seconds"))
         before = ", ".join({f"{run['test'][0]:.1%}": None for run in runs})  # of all starts
         names[-1] += f", {variant}" if variant else ""
         seconds = "" if seconds is None else f"{seconds:.2f}"
-        cells = *names, f"{rate:g}", before, ", ".join(after), seconds
+        cells = *names, f"{rate:g}", before, scores_after(runs), seconds
         table += f"| {' | '.join(cells)} |\n"
     return table
 
@@ -222,25 +220,27 @@ def best_table(method):
     return table
 
 
+def scores_after(runs):
+    """-> text: test scores at the end, none of a run that diverged or in which no completion had an
+    advantage any more
+    """
+    return ", ".join(f"{run['test'][1]:.1%}" if run["test"][1:] else "stopped" for run in runs)
+
+
 def variants_table(name):
     """-> Markdown: what the variants of a method end with; reward, distinct completions and
     mismatch are those of the samples, means over the seeds
     """
-    table = "| model | | rate | test after, seed by seed | mean | reward | distinct | mismatch |\n"
-    table += "|---|---|---|---|---|---|---|---|\n"
-    for (family, _, method, variant), all_runs in comparison(name)[0].items():
-        for rate in sorted({run["rate"] for run in all_runs}):
-            runs = [run for run in all_runs if run["rate"] == rate]
-            after = [run["test"][-1] for run in runs]
-            last = pd.DataFrame([run["points"] for run in runs]).map(lambda values: values[-1])
-            cells = (
-                family,
-                f"{method} {variant}",
-                f"{rate:g}",
-                ", ".join(map("{:.1%}".format, after)),
-            )
-            cells += f"{np.mean(after):.1%}", f"{last['reward'].mean():.2f}"
-            cells += f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(runs))
+    heads = "model", "method", "rate", "before", "after, seed by seed", "mean", "reward", "distinct"
+    table = f"| {' | '.join(heads)} | mismatch |\n|{'---|' * (len(heads) + 1)}\n"
+    for (family, _, method, variant), runs in comparison(name)[0].items():
+        for rate in sorted({run["rate"] for run in runs if run["seed"] != RATE_SEED}):
+            mine = [run for run in runs if run["rate"] == rate]
+            before, after = tests(mine) if tests(mine) is not None else (math.nan, math.nan)
+            last = pd.DataFrame([run["points"] for run in mine]).map(lambda values: values[-1])
+            cells = [family, f"{method} {variant}", f"{rate:g}", f"{before:.1%}"]
+            cells += [scores_after(mine), f"{after:.1%}", f"{last['reward'].mean():.2f}"]
+            cells += [f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(mine))]
             table += f"| {' | '.join(cells)} |\n"
     return table
 

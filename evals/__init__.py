@@ -4,10 +4,10 @@ training."""
 import math
 import re
 import sys
-from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -109,10 +109,12 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
             f"--data {data or 'default'}: prompts without words, for tiny models ({split}); "
             "for others countdown has cd3, sudoku sudoku4-tags: name one with --data, --eval-data"
         )
-    if not isinstance(messages := task.prompt(examples[0]), list):
-        odd = f"prompt(example) gives {messages!r:.60}, not a list of messages"
-        raise SystemExit(f"--task {task.NAME}: {odd}")
-    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
+    prompts = [task.prompt(example) for example in examples]
+    if odd := [prompt for prompt in prompts if not isinstance(prompt, list | tuple)]:
+        what = f"prompt(example) gives {odd[0]!r:.60}, not a list of messages"
+        raise SystemExit(f"--task {task.NAME}: {what}")
+    ids = (prompt_ids(tokenizer, prompt) for prompt in prompts)
+    problems = list(zip(examples, ids, strict=True))
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
         shortest = min(len(ids) for _, ids in problems)
@@ -146,18 +148,26 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
                 if split == "train" or divided:
                     raise
                 flag = "--data" if own and not eval_data else "--eval-data"
-                why = str(error).replace("--data", flag)
+                why = str(error).replace("--data", flag, 1)
                 others = "--eval-data names others, --eval-limit 0 needs none"
                 raise SystemExit(f"{split} problems: {why}; {others}") from error
     return problems, dropped
 
 
 def score_all(task, completions, examples):
-    """-> [score], on all cores: by the task's own score_batch if it has one"""
-    batch = getattr(task, "score_batch", partial(in_threads, task.score))
-    for score in (scores := batch(completions, examples)):
-        if not 0 <= score <= 1:
-            raise SystemExit(f"--task {task.NAME}: a score of {score!r} is not in [0, 1]")
+    """-> [score], on all cores: by the task's own score_batch if it has one. SystemExit unless each
+    is a number in [0, 1], up to rounding.
+    """
+    if hasattr(task, "score_batch"):
+        scores = list(task.score_batch(completions, examples))
+    else:
+        scores = in_threads(task.score, completions, examples)
+    fits = lambda score: isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6
+    if odd := [score for score in scores if not fits(score)]:
+        raise SystemExit(f"--task {task.NAME}: a score of {odd[0]!r} is no number in [0, 1]")
+    if len(scores) != len(completions):
+        few = f"score_batch gives {len(scores)} scores for {len(completions)} completions"
+        raise SystemExit(f"--task {task.NAME}: {few}")
     return scores
 
 

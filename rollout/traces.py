@@ -193,10 +193,12 @@ class Trace:
 
 
 def gold(example):
-    """The gold answers of an example of evals/, its solution or its target, as text; else empty."""
-    if "answers" in example:
-        return " | ".join(example["answers"])
-    return str(next((example[k] for k in ("gold", "solution", "target") if k in example), ""))
+    """What an example of evals/ calls its gold answer, solution, target or answers, as text; else
+    empty.
+    """
+    names = "gold", "solution", "target", "answers"
+    found = next((example[name] for name in names if name in example), "")
+    return " | ".join(map(str, found)) if isinstance(found, list) else str(found)
 
 
 def pieces(ids, tokenizer):

@@ -137,6 +137,18 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     assert Counter(tried) == {"bgpo": 3, "d1": 3}
 
 
+def test_a_dead_run_has_ended_and_an_error_has_not(tmp_path):
+    curves, script = Curves(Args(rows=f"{tmp_path}/rows")), tmp_path / "ends.py"
+    for status, code in (3, 0), (0, 0), (5, None):
+        script.write_text(f"raise SystemExit({status})")
+        call = lambda: curves.call(str(script), {}, tmp_path / "log", "")
+        if code is None:
+            with pytest.raises(SystemExit, match="exit 5"):
+                call()
+        else:
+            assert call() == code
+
+
 def test_every_start_is_scored_once(tmp_path):
     """Another machine's start has other weights. The file may hold runs of both."""
     args = Args(starts=f"{tmp_path}/", rows=f"{tmp_path}/rows", tasks="countdown")

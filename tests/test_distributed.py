@@ -22,6 +22,7 @@ from models.ranks import (
     all_reduce,
     maximum,
     reduce_gradients,
+    reduce_metrics,
     setup_distributed,
 )
 
@@ -43,6 +44,16 @@ def accumulate(model, batch, scale=1.0, every=False):
     for i in range(len(batch[0])):
         reduce_gradients(model, i + 1 == len(batch[0]), every)
         (-model.logps(*(tensor[i : i + 1] for tensor in batch)).sum() * scale).backward()
+
+
+def test_sums_without_a_weight_are_refused(monkeypatch):
+    monkeypatch.setattr("models.ranks.all_reduce", lambda sums: sums)
+    assert reduce_metrics({"policy/x": 6.0, "policy/weight": 3.0, "loss/x": 1}) == {
+        "policy/x": 2.0,
+        "loss/x": 1,
+    }
+    with pytest.raises(SystemExit, match="no policy/weight to divide by"):
+        reduce_metrics({"policy/x": 6.0, "loss/x": 1})
 
 
 @pytest.mark.parametrize("nodes, gpu_bytes", [(1, 0), (2, 0), (1, 1 << 40)])

@@ -14,6 +14,7 @@ import zipfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -558,6 +559,18 @@ def test_files_of_a_user(tmp_path):
         "completion 0 of 1 has the parts ['empty'], the first had ['same', 'length']: give 0"
         in said
     )
+    for score, said in (1.5, "1.5 is no number in"), (None, "None is no"), (1 + 1e-9, ""):
+        odd = SimpleNamespace(NAME="t", score_batch=lambda texts, _, score=score: iter([score]))
+        if said:
+            assert said in one_line(score_all, odd, ["a"], [{}])
+        else:
+            assert score_all(odd, ["a"], [{}]) == [score]
+    assert "gives 1 scores for 2 completions" in one_line(score_all, odd, ["a", "b"], [{}, {}])
+    path.write_text(
+        TASK.replace('[{"role": "user", "content": example["word"]}]', 'example["word"]')
+    )
+    where = "train", "", load_tokenizer("tiny-sdar"), 99
+    assert "gives 'one', not a list of" in one_line(load_problems, load_task(str(path)), *where)
     path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
     assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
 

@@ -105,3 +105,6 @@ def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
         path = tmp_path / name / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"code": {"d1.py": code}}))
     assert len(read_runs(names[:2]).index.unique("group")) == 2
+    assert len(read_runs(names[1:3]).index.unique("group")) == 1  # an older run does not say
+    with pytest.raises(SystemExit, match="^typo: no such directory"):
+        read_runs(["typo"])

@@ -8,8 +8,10 @@ import math
 import os
 import re
 import sys
+import zlib
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -40,6 +42,10 @@ def test_config_says_how_to_repeat_the_run(tmp_path):
     keys = "script args command git code torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
+    checksum = zlib.crc32(Path(__file__).read_bytes())
+    want = {"script": checksum, "reward": checksum}
+    assert runlog.checksums(__file__, "countdown", f"{__file__}:pay") == want
+    assert runlog.checksums("-m", None, "countdown_partial") == {}
     assert runlog.describe_run("my-bgpo-tiny-sdar-countdown-s42", ARGS)["script"] == "my-bgpo"
 
 
@@ -280,9 +286,9 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert ends == [False] * 11 + [True] and stop.status == 3 and "for 7 steps" in stop.reason
     warned, ended = capsys.readouterr().err.splitlines()
     assert warned == (
-        "warning: for 5 steps no completion had an advantage, as in every group the rewards were "
-        "equal or left out: mean reward 0.1, std 0; of the completions 25% are cut off, 50% empty, "
-        "75% distinct within their group; the run ends after 7 such steps (--dead-steps)"
+        "warning: for 5 steps no completion had an advantage, because in every group all rewards "
+        "were equal, or the group was left out: mean reward 0.1, std 0; of the completions 25% are "
+        "cut off, 50% empty, 75% distinct within their group; the run ends after 7 such steps (--dead-steps)"
     )
     assert ended.startswith("warning: for 7 steps") and "--dead-steps" not in ended
     assert not any(endless.is_set(none, metrics) for _ in range(99)) and not Stop(1).is_set()
