@@ -65,11 +65,7 @@ class TokenRows(Sequence):
         """-> self; SystemExit if there is no row, or not enough for one step, with the reasons."""
         if len(self) >= max(batch_size, 1):
             return self
-        few = (
-            f", fewer than --batch-size {batch_size}; give a smaller --batch-size"
-            if len(self)
-            else ""
-        )
+        few = f", fewer than --batch-size {batch_size}: give a smaller one" if len(self) else ""
         lost = ": ".join([f"; {self.num_dropped} were dropped", *self.reasons])
         lost *= self.num_dropped > 0
         raise SystemExit(f"--data holds {len(self) or 'no'} rows to train on{few}{lost}")

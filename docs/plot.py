@@ -107,7 +107,7 @@ def comparison(name):
         elif row["seed"] != RATE_SEED:
             grouped[*pair, row["method"], row["variant"]].append(row)
     for key, runs in rate_runs(name).items():
-        grouped[*key, ""] = grouped.get((*key, "")) or [max(runs.values(), key=late_score)]
+        grouped[*key, ""] = grouped.get((*key, "")) or [best_of(runs)]
     return grouped, starts
 
 
@@ -180,7 +180,8 @@ def rate_runs(name):
     grouped = defaultdict(dict)
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
     for row in sorted(map(json.loads, lines), key=lambda row: row["family"] != "sdar"):
-        if row["seed"] == RATE_SEED and row.get("points") and not row["diverged"]:
+        is_plain = row["seed"] == RATE_SEED and not row["variant"]
+        if is_plain and row.get("points") and not row["diverged"]:
             grouped[row["family"], row["task"], row["method"]][row["rate"]] = row
     return grouped
 
@@ -188,6 +189,12 @@ def rate_runs(name):
 def late_score(run):
     """Mean of the last three validation scores"""
     return np.mean(run["points"]["greedy"][-3:])
+
+
+def best_of(runs):
+    """{rate: run} -> the run with the best late score, of those that were not stopped"""
+    whole = [run for run in runs.values() if run["test"][1:]]
+    return max(whole or runs.values(), key=late_score)
 
 
 def rates_table(name):
@@ -211,9 +218,8 @@ def best_table(method):
     """-> Markdown: test scores of a method at the best of the rates tried"""
     table = "| model | task | rate | rollouts | test before | after |\n|---|---|---|---|---|---|\n"
     for (family, task, name), runs in rate_runs("runs").items():
-        whole = [run for run in runs.values() if run["test"][1:]]
-        if name == method and whole:
-            run = max(whole, key=late_score)
+        run = best_of(runs)
+        if name == method and run["test"][1:]:
             before, after = (f"{score:.1%}" for score in run["test"])
             cells = family, task, f"{run['rate']:g}", str(run["rollouts"]), before, after
             table += f"| {' | '.join(cells)} |\n"
@@ -300,7 +306,7 @@ def tests(runs):
 
 
 def mismatch(runs):
-    """-> mean over the seeds, after the first evaluation and after the last, nats"""
+    """-> nats, of the rollouts before the first evaluation and before the last, means over seeds"""
     tables = (evaluations(run, math.nan)["mismatch"].dropna() for run in runs)
     return np.mean([table.iloc[[0, -1]] for table in tables if len(table)], axis=0)
 
@@ -312,7 +318,7 @@ def by_method(name, cell):
     for method in METHODS:
         found = {pair: grouped.get((*pair, method, "")) for pair in starts}
         cells = [cell(pair[1], runs) if runs else "" for pair, runs in found.items()]
-        table += f"| {method} | {' | '.join(cells)} |\n"
+        table += f"| {method} | {' | '.join(cells)} |\n" if any(cells) else ""
     return table
 
 
@@ -335,8 +341,8 @@ def mismatch_table(name):
 
 
 def learning_table(name):
-    """-> Markdown: rank correlation of the gain with the cosine at temperature 1, and with a low
-    mismatch at the start, over the methods of a pair; how often random orders have as high a mean
+    """-> Markdown: rank correlation of the gain with the cosine at temperature 1, and with a
+    mismatch near 0 at the start, over a pair's methods; how often random orders have as high a mean
     """
     found, panels = defaultdict(lambda: defaultdict(list)), alignment()
     for (*pair, method, variant), runs in comparison(name)[0].items():
@@ -345,7 +351,7 @@ def learning_table(name):
         row = panels[pair[1], pair[0]][method, 1, 1]
         if 0 < row["error"] < MEASURED:
             found["high cosine"][tuple(pair)].append((row["cosine"], np.diff(scores)[0]))
-        found["low mismatch"][tuple(pair)].append((-mismatch(runs)[0], np.diff(scores)[0]))
+        found["mismatch near 0"][tuple(pair)].append((-abs(mismatch(runs)[0]), np.diff(scores)[0]))
     table = LEARNING
     for measure, pairs in found.items():
         ranks = [pd.DataFrame(rows).rank().to_numpy().T for rows in pairs.values()]
@@ -383,10 +389,10 @@ def with_tables(text):
 
 if __name__ == "__main__":
     for file in FOLDER.glob("*/*.jsonl"):
-        if file.parent.name == "comparison":
+        if file.stem in ("runs", "tiny"):
             for figure_name in COMPARED:
                 draw_comparison(file.stem, figure_name)
-        else:
+        elif file.parent.name != "comparison":
             draw(file.parent)
     draw_alignment()
     for page in PAGES:

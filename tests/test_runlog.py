@@ -288,7 +288,8 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert warned == (
         "warning: for 5 steps no completion had an advantage, because in every group all rewards "
         "were equal, or the group was left out: mean reward 0.1, std 0; of the completions 25% are "
-        "cut off, 50% empty, 75% distinct within their group; the run ends after 7 such steps (--dead-steps)"
+        "cut off, 50% empty, 75% distinct within their group; "
+        "the run ends after 7 such steps (--dead-steps)"
     )
     assert ended.startswith("warning: for 7 steps") and "--dead-steps" not in ended
     assert not any(endless.is_set(none, metrics) for _ in range(99)) and not Stop(1).is_set()

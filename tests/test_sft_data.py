@@ -116,7 +116,7 @@ def test_rows_are_left_out_counted_and_the_first_is_shown(tmp_path, bad, reason,
 def test_a_run_never_starts_on_fewer_rows_than_a_batch(tmp_path):
     rows = [row("a", text) for text in ("x", "", "y" * 50, " ", "z", "<|MASK|>")]
     assert len(ids(rows, 20, batch_size=3)) == 3
-    words = "3 rows to train on, fewer than --batch-size 4; give a smaller --batch-size; "
+    words = "3 rows to train on, fewer than --batch-size 4: give a smaller one; "
     words += "3 were dropped: 2 have an empty answer"
     with pytest.raises(SystemExit, match=f"^--data holds {words}; the first: row 2, .*: 1 exceed"):
         ids(rows, 20, batch_size=4)
