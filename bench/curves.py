@@ -20,7 +20,7 @@ below runs/curves, where a later call on the same machine finds it.
             score on the validation split is at the edge, the next neighbour follows.
     runs    three seeds of all tasks at the best rate, to the plateau: until the last evaluations
             (WINDOW) are on average no better than those before. Then without the method's KL,
-            and at last the other VARIANTS, BGPO's on the first task alone.
+            and at last the other VARIANTS, BGPO's on the last task alone.
 
 The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
 unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
@@ -322,13 +322,14 @@ class Curves:
         ordered = []
         for family, method in self.pairs:
             best = 0
-            for place, task in enumerate(self.args.tasks.split(",")):
+            tasks = self.args.tasks.split(",")
+            for place, task in enumerate(tasks):
                 runs, best = self.tried(family, method, task, best)
                 # the middle rate of all methods first
                 ordered += [((place, 0, number), run) for number, run in enumerate(runs)]
                 if best is None:
                     break
-                with_variants = self.args.variants and (method != "bgpo" or not place)
+                with_variants = self.args.variants and (method != "bgpo" or task == tasks[-1])
                 for variant in ("", *(VARIANTS.get(method, {}) if with_variants else ())):
                     for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, rate(best), variant)
