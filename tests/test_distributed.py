@@ -178,11 +178,11 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
             numbers = [(sample_offset + i, *ids) for i, ids in enumerate(prompts)]
             return SimpleNamespace(texts=lambda tokenizer: numbers)
 
-    task = SimpleNamespace(NAME="t", score=lambda numbers, i: 2.0**i * (numbers == (i, i)))
+    task = SimpleNamespace(NAME="t", score=lambda numbers, i: 2.0**-i * (numbers == (i, i)))
 
     def body(rank, ranks):
         problems = [(i, [i]) for i in range(5)]
         found = mean_score(Answers(), task, None, problems, "test", temperature=0.5)
-        assert found == {"test/t": 31 / 5}
+        assert found == {"test/t": 31 / 16 / 5}
 
     run_ranks(world_size, body)
