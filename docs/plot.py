@@ -239,7 +239,10 @@ def variants_table(name):
     """
     heads = "model", "method", "rate", "before", "after, seed by seed", "mean", "reward", "distinct"
     table = f"| {' | '.join(heads)} | mismatch |\n|{'---|' * (len(heads) + 1)}\n"
-    for (family, _, method, variant), runs in comparison(name)[0].items():
+    place = lambda key: (key[0] != "sdar", METHODS.index(key[2]), key[3] != "")
+    grouped = comparison(name)[0]
+    for family, _, method, variant in sorted(grouped, key=place):
+        runs = grouped[family, _, method, variant]
         for rate in sorted({run["rate"] for run in runs if run["seed"] != RATE_SEED}):
             mine = [run for run in runs if run["rate"] == rate]
             before, after = tests(mine) if tests(mine) is not None else (math.nan, math.nan)
