@@ -391,12 +391,10 @@ def with_tables(text):
 
 
 if __name__ == "__main__":
-    for file in FOLDER.glob("*/*.jsonl"):
-        if file.stem in ("runs", "tiny"):
-            for figure_name in COMPARED:
-                draw_comparison(file.stem, figure_name)
-        elif file.parent.name != "comparison":
-            draw(file.parent)
+    for name, figure_name in ("runs", ""), ("runs", "-more"), ("tiny", ""):
+        draw_comparison(name, figure_name)
+    for folder in {file.parent for file in FOLDER.glob("*/*.jsonl")} - {FOLDER / "comparison"}:
+        draw(folder)
     draw_alignment()
     for page in PAGES:
         page.write_text(with_tables(page.read_text()))

@@ -88,9 +88,10 @@ def main(task):
 def load_examples(task, split, data, limit=None, divided=False):
     """`load` of a task; SystemExit if there are no examples. divided: the problems of `split` among
     those to train on, a tenth each for validation and test. Equal prompts are in one split."""
-    found = task.load("train" if divided else split, data, None if divided else limit)
-    of_split = lambda one: not divided or split_of(task.prompt(one)) == split
-    if not (examples := list(filter(of_split, found))[: limit if divided else None]):
+    examples = found = task.load("train" if divided else split, data, None if divided else limit)
+    if divided:
+        examples = [one for one in found if split_of(task.prompt(one)) == split][:limit]
+    if not examples:
         other = f" for {split}: name some with --eval-data, or give --eval-limit 0" if found else ""
         raise SystemExit(f"--data {data}: no problems in it{other}")
     return examples

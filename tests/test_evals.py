@@ -29,6 +29,7 @@ from evals.rewards import REWARDS, load_reward
 from evals.samples import same_problem
 from evals.sandbox import in_threads
 from models import load_tokenizer
+from rollout.traces import gold
 
 DATA = os.environ.get("CLEANDLLM_DATA")
 needs_files = pytest.mark.skipif(not DATA, reason="set CLEANDLLM_DATA to the benchmarks' files")
@@ -573,6 +574,11 @@ def test_files_of_a_user(tmp_path):
     assert "gives 'one', not a list of" in one_line(load_problems, load_task(str(path)), *where)
     path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
     assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
+
+
+def test_gold_answers_as_text():
+    examples = {"answers": ["a", 1]}, {"answers": "Paris"}, {"gold": 3, "answers": ["b"]}, {}
+    assert [*map(gold, examples)] == ["a | 1", "Paris", "3", ""]
 
 
 def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
