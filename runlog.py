@@ -104,6 +104,7 @@ class RunLog:
         self.is_writer, self.max_steps, self.latest = is_first_rank(), max_steps, {}
         self.started, self.compiled = time.perf_counter(), False
         self.bar = self.metrics_file = self.wandb_run = None
+        self.next_plot = 0.0
         self.run_dir = Path(resume) if resume else from_first_rank(lambda: make_run_dir(out, name))
         if not self.is_writer:
             return
@@ -132,7 +133,7 @@ class RunLog:
         """One row. step: training steps finished, 0 before training. metrics: numbers, 0-d tensors.
 
         JSON has no NaN: non-finite values become null. A row with a score also redraws curves.png
-        and report.html.
+        and report.html, unless that has just been done.
         """
         if not self.is_writer:
             return
@@ -154,8 +155,11 @@ class RunLog:
             self.say("  ".join([place, *parts.values()]))
         if self.wandb_run:
             self.wandb_run.log(row, step=step)
-        if any(map(is_score, row)):
+        if any(map(is_score, row)) and time.perf_counter() > self.next_plot:
+            start = time.perf_counter()
             self.plot()
+            # It takes seconds: at most a twentieth of a run.
+            self.next_plot = (end := time.perf_counter()) + 19 * (end - start)
 
     def samples(self, step, rows):
         """Append rows (dicts: prompt, completion, reward, step map ...) to samples.jsonl."""

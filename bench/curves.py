@@ -19,8 +19,9 @@ below runs/curves, where a later call on the same machine finds it.
             third or three times apart; on the next one the best and its neighbours. Where the best
             score on the validation split is at the edge, the next neighbour follows.
     runs    three seeds of all tasks at the best rate, to the plateau: until the last evaluations
-            (WINDOW) are on average no better than those before. Then without the method's KL,
-            and at last the other VARIANTS, BGPO's on the last task alone.
+            (WINDOW) are on average less than a point (RISE) above those before, or the last call
+            is over. Then without the method's KL, and at last the other VARIANTS, BGPO's on the
+            last task alone.
 
 The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
 unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
@@ -77,7 +78,7 @@ TASKS = {"countdown": 12, "sudoku": 20, "sums": 64}
 FILES = {"sums": f"{ROOT}/bench/sums.py"}  # of tasks that are not in evals/
 SFT_ROWS = {"countdown": 20_000, "sudoku": 5_000, "sums": 20_000}
 RATE_SEED, STEPS_PER_BLOCK = 1000, 2
-WINDOW = 5  # evaluations
+WINDOW, RISE = 5, 0.01  # evaluations; of the score
 STARTUP = 40  # seconds of a run before its first rollout
 
 KL = dict.fromkeys(("d1", "coupled_grpo", "cj_grpo", "mdpo", "espo", "dtreerpo"), "beta")
@@ -111,7 +112,7 @@ VARIANTS["bgpo"] = {
     "steps-1": ({"denoising_steps": 1}, {}),
     "steps-4": ({"denoising_steps": 4}, {}),
 }
-SHARED = TINY | {"denoising_steps": STEPS_PER_BLOCK, "save_every": 50, "keep_saves": 1}
+SHARED = TINY | {"denoising_steps": STEPS_PER_BLOCK, "save_every": 100, "keep_saves": 1}
 # optimizer steps of SFT, by family and --tasks
 START = {("sdar", "countdown,sudoku"): 350, ("llada", "countdown,sudoku"): 700}
 SFT = {"eval_limit": 0, "lr_schedule": "linear", "schedule_steps": 800, "warmup_steps": 100}
@@ -316,8 +317,8 @@ class Curves:
             numbers.append(best - 1 if best == min(numbers) else best + 1)
 
     def wanted(self):
-        """-> runs whose rates are known so far, in the order in which they are to be made: task by
-        task the rates and the seeds, then what has no KL, then ablations
+        """-> runs whose rates are known so far, in the order in which they are to be made: the
+        rates, task by task; seed by seed the runs of all tasks; what has no KL; ablations
         """
         ordered = []
         for family, method in self.pairs:
@@ -333,8 +334,8 @@ class Curves:
                 for variant in ("", *(VARIANTS.get(method, {}) if with_variants else ())):
                     for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, rate(best), variant)
-                        later = (math.inf, method not in KL, seed)
-                        ordered.append((later if variant else (place, 1, seed), run))
+                        stage = 1 + (method not in KL) if variant else 0
+                        ordered.append(((math.inf, stage, seed, place), run))
         return [run for _, run in sorted(ordered, key=lambda item: item[0])]
 
     def folder(self, run):
@@ -402,6 +403,7 @@ class Curves:
         new |= {} if args.compile else {"no_compile": ()}
         while target < saved_step(folder):  # it had not reached its plateau
             target += WINDOW * args.eval_every
+        row = None
         while True:
             if not saved_step(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -411,6 +413,8 @@ class Curves:
             script = patched(f"{ROOT}/algos/{run.method}.py", replaced, folder)
             code = self.call(script, flags, folder / "log", gpu)
             if code is None:
+                if row and not args.minutes_later:  # long enough; nothing can go on with it
+                    break
                 return
             row = self.summary(run)
             if code or row["rollouts"] < target or run.seed == RATE_SEED:
@@ -461,9 +465,9 @@ def last_score(row):
 
 
 def is_level(scores):
-    """Whether the last WINDOW scores are on average no better than those before"""
+    """Whether the last WINDOW scores are on average less than RISE above those before"""
     before, last = scores[-2 * WINDOW : -WINDOW], scores[-WINDOW:]
-    return statistics.mean(last) <= statistics.mean(before)
+    return statistics.mean(last) < statistics.mean(before) + RISE
 
 
 def saved_step(folder):

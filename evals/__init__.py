@@ -183,7 +183,8 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
     score = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine := problems[first : first + share]:
         trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
-        engine.release()  # the cache of so many rows would take memory from training
+        if engine.held is None:  # otherwise the next rollout makes room before the next update
+            engine.release()
         examples = [example for example, _ in mine]
         score += sum(score_all(task, trace.texts(tokenizer), examples))
     dist.all_reduce(score)

@@ -176,8 +176,8 @@ class Engine:
     records = (None, "steps")
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
-    # bytes that the last make_room freed: the memory that the update after it had beside its own
-    kept = None
+    # bytes on the GPU after the last make_room; None: there was none
+    held = None
     # the fast engines replace both by Triton kernels
     keyed_uniform = staticmethod(keyed_uniform)
     sample_categorical = staticmethod(sample_categorical)
@@ -208,13 +208,12 @@ class Engine:
         """Call it before a model on the same GPU is updated: `release`, unless what generate keeps
         fits beside the largest update so far. Before the first one nothing is known.
         """
-        peak = torch.cuda.max_memory_allocated()
-        if self.kept is not None and peak + self.kept < KEPT_BELOW * cuda_bytes():
-            self.kept = 0  # the next peak contains it
-            return
-        before = torch.cuda.memory_allocated()
-        self.release()
-        self.kept = before - torch.cuda.memory_allocated()
+        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        # The largest update had `self.held` beside its own; the next one would have `held`.
+        if self.held is None or peak + max(0, held - self.held) > KEPT_BELOW * cuda_bytes():
+            self.release()
+            held = torch.cuda.memory_allocated()
+        self.held = held
 
     def block_length(self, asked):
         """asked: tokens per block, 0 or None for the model's own. -> tokens per block"""

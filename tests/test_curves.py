@@ -76,6 +76,7 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
         rate_rollouts=15,
         rollouts=40,
         max_rollouts=100,
+        minutes_later=1,
     )
     calls, is_over = 0, True
     while is_over:
@@ -102,9 +103,9 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
             assert {run["rate"] for run in final} == {rate(number)}
             variants = {} if (method, task) == ("bgpo", "countdown") else bench.VARIANTS[method]
             assert len(final) == 3 * (1 + len(variants))
-            assert {run["rollouts"] for run in final} == {70}  # at 60 still above the 10 before
+            assert {run["rollouts"] for run in final} == {60}  # at 50 they still rise
             assert {run["seconds"] for run in final} == {2}
-            assert all(run["points"]["rollout"] == [*range(2, 71, 2)] for run in final)
+            assert all(run["points"]["rollout"] == [*range(2, 61, 2)] for run in final)
             tokens = 5 * 64 * 8 * 2
             assert all(run["points"]["tokens"][:2] == [tokens, 2 * tokens] for run in final)
             assert all(run["points"]["reward"][:2] == [1.5, 3.5] for run in final)
@@ -119,6 +120,32 @@ def test_a_run_starts_if_it_can_end_or_if_no_call_is_long_enough(tmp_path):
     for left, pace, starts in (100, 0.3, 1), (100, 1, 0), (100, 5, 1), (-1, 0.3, 0), (-1, 5, 0):
         curves.end, curves.rows[run] = perf_counter() + left, {"pace": pace}
         assert curves.fits(run) == starts
+
+
+def test_the_last_call_keeps_what_is_long_enough(tmp_path, monkeypatch):
+    """A run that is cut off before its plateau, but after --rollouts, has its row up to there."""
+    for minutes_later, rows in (1, 0), (0, 1):
+        args = Args(
+            rows=f"{tmp_path}/{minutes_later}.jsonl", minutes_later=minutes_later,
+            eval_every=2, rollouts=20,
+        )  # fmt: skip
+        curves, run = Curves(args), Run("sdar", "bgpo", "countdown", 0, 1e-4)
+        curves.root = tmp_path / str(minutes_later)
+        codes = iter([0, None])
+
+        def call(script, flags, log, gpu, codes=codes):
+            folder = log.parent / "run"
+            (folder / f"resume/step-{flags['max_steps']:06d}").mkdir(parents=True)
+            row = dict.fromkeys(POINTS.values(), 0.1) | {"completion/length": 5, "time/step": 3}
+            lines = [row | {"step": i, "eval/countdown": i / 100} for i in range(2, 21, 2)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+            return next(codes)
+
+        monkeypatch.setattr(curves, "call", call)
+        monkeypatch.setattr(curves, "start", lambda family: tmp_path / "none")
+        monkeypatch.setattr(bench, "crc32", lambda path: 0)
+        curves.train(run, "")
+        assert [row["rollouts"] for row in curves.rows.values()] == [20] * rows
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):

@@ -171,8 +171,6 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
     class Answers:
         device = "cpu"
 
-        release = staticmethod(lambda: None)
-
         def generate(self, prompts, sample_offset, **settings):
             assert settings == {"temperature": 0.5} and 0 < len(prompts) <= -(-5 // world_size)
             numbers = [(sample_offset + i, *ids) for i, ids in enumerate(prompts)]
@@ -182,7 +180,12 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
 
     def body(rank, ranks):
         problems = [(i, [i]) for i in range(5)]
-        found = mean_score(Answers(), task, None, problems, "test", temperature=0.5)
-        assert found == {"test/t": 31 / 16 / 5}
+        engine, freed = Answers(), []
+        engine.release = lambda: freed.append(1)
+        for held in 0, None:  # None: nothing else makes room before the next update
+            engine.held = held
+            found = mean_score(engine, task, None, problems, "test", temperature=0.5)
+            assert found == {"test/t": 31 / 16 / 5}
+        assert len(freed) == (rank * -(-5 // ranks) < 5)
 
     run_ranks(world_size, body)
