@@ -53,6 +53,9 @@ COMPARED = {
 HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
 |---|---|---|---|---|---|---|
 """
+BEST = """| model | task | variant | rate | rollouts | test before | after, seed by seed |
+|---|---|---|---|---|---|---|
+"""
 LEARNING = """| gain and | pair | methods | rank correlation |
 |---|---|---|---|
 """
@@ -215,14 +218,14 @@ def rates_table(name):
 
 
 def best_table(method):
-    """-> Markdown: test scores of a method at the best of the rates tried"""
-    table = "| model | task | rate | rollouts | test before | after |\n|---|---|---|---|---|---|\n"
-    for (family, task, name), runs in rate_runs("runs").items():
-        run = best_of(runs)
-        if name == method and run["test"][1:]:
-            before, after = (f"{score:.1%}" for score in run["test"])
-            cells = family, task, f"{run['rate']:g}", str(run["rollouts"]), before, after
-            table += f"| {' | '.join(cells)} |\n"
+    """-> Markdown: test scores of a method and its variants at the best of the rates tried"""
+    table = BEST
+    for (family, task, name, variant), runs in comparison("runs")[0].items():
+        if name == method:
+            rollouts = ", ".join(str(run["rollouts"]) for run in runs)
+            before = f"{runs[0]['test'][0]:.1%}"
+            cells = family, task, variant, f"{runs[0]['rate']:g}", rollouts, before
+            table += f"| {' | '.join(cells)} | {scores_after(runs)} |\n"
     return table
 
 
@@ -325,15 +328,26 @@ def by_method(name, cell):
     return table
 
 
+def error_of(scores, runs, task):
+    """-> standard error of the gain: scores before and after are of different problems, drawn
+    independently, and the seeds are draws too
+    """
+    after = [run["test"][1] for run in runs if run["test"][1:]]
+    seeds = np.var(after, ddof=1) / len(after) if after[1:] else 0
+    return math.sqrt((scores * (1 - scores)).sum() / PROBLEMS[task] + seeds)
+
+
 def gains_table(name):
-    """-> Markdown: test score of the start and the end, bold where it rose by two errors"""
+    """-> Markdown: test score of the start and of each seed's end, bold where it rose by two
+    errors
+    """
 
     def cell(task, runs):
         if (scores := tests(runs)) is None:
             return "stopped"
-        error = math.sqrt((scores * (1 - scores)).sum() / PROBLEMS[task])
-        text = f"{scores[0]:.1%} -> {scores[1]:.1%}"
-        return f"**{text}**" if scores[1] - scores[0] > 2 * error else text
+        text = f"{scores[0]:.1%} -> {scores_after(runs)}"
+        is_clear = scores[1] - scores[0] > 2 * error_of(scores, runs, task)
+        return f"**{text}**" if is_clear else text
 
     return by_method(name, cell)
 

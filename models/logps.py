@@ -5,6 +5,8 @@ holding all logits.
 import torch
 from torch.autograd.function import once_differentiable
 
+PART = 1 << 20  # numbers that a kernel may hold at any vocabulary; fewer would make many kernels
+
 
 def wide(x):
     """The dtype of a tensor, but at least fp32"""
@@ -49,7 +51,8 @@ class LinearLogps(torch.autograd.Function):
             logps[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
             p = log_p.exp_()
             if entropy:  # a few rows at a time: p log p needs memory
-                entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in p.split(64)])
+                parts = p.split(max(64, PART // p.shape[1]))
+                entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in parts])
             if need_hidden:
                 slopes[rows] = slope(p, targets[rows]).div_(settings[0]).to(weight.dtype) @ weight
             del log_p, p  # before the next logits are made
@@ -77,10 +80,10 @@ class LinearLogps(torch.autograd.Function):
 
 
 def linear_logps(
-    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=1024
+    hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=None
 ):
     """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory
-    at a time.
+    at a time: 1024, more where the vocabulary is small.
 
     hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal
     to banned_id. banned_id: a token with probability 0 (the mask token, which no sampler may draw).
@@ -89,7 +92,7 @@ def linear_logps(
     chunk_rows x V, and one more copy of hidden for its gradient, whatever N is. N = 0 keeps the
     graph, for ranks without scored rows.
     """
-    settings = temperature, banned_id, chunk_rows
+    settings = temperature, banned_id, chunk_rows or max(1024, 2 * PART // len(weight))
     logps, entropies = LinearLogps.apply(hidden, weight, targets, entropy, *settings)
     return (logps, entropies) if entropy else logps
 
