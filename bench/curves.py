@@ -134,9 +134,9 @@ class Args:
     """a row per finished run; all have the same settings"""
     minutes: float = 0
     """end this call after so many; 0: when all is made"""
-    minutes_later: float = 0
-    """that later calls on this machine will have: a run that needs less starts only if it can end
-    within them"""
+    minutes_later: float = math.inf
+    """that later calls on this machine will have: a run starts only if it can end within them; 0:
+    the last call, which also keeps what is long enough"""
     jobs: int = 2
     """runs at a time; they share cores and GPUs evenly"""
     methods: tuple[str, ...] = METHODS
@@ -345,17 +345,13 @@ class Curves:
         return self.args.rate_rollouts if run.seed == RATE_SEED else self.args.rollouts
 
     def fits(self, run):
-        """Whether a run can end in the time that is left, at the pace of the method's others: a
-        second per rollout where there are none. A run that needs more than all calls on this
-        machine have starts at any time.
+        """Whether a run can end in the time that is left, at the slowest pace of the method's last
+        four: a second per rollout where there are none.
         """
         paces = [row["pace"] for known, row in self.rows.items() if known.method == run.method]
         rollouts = self.target(run) - saved_step(self.folder(run))
-        need = STARTUP + rollouts * max(paces, default=1)
-        now = time.perf_counter()
-        later = 60 * self.args.minutes_later
-        is_long = need > 60 * self.args.minutes + later
-        return now < self.end and (is_long or now + need < self.end + later)
+        need, now = STARTUP + rollouts * max(paces[-4:], default=1), time.perf_counter()
+        return now < self.end and now + need < self.end + 60 * self.args.minutes_later
 
     def work(self, gpu):
         """Make runs until none is left for this call."""

@@ -115,10 +115,13 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
         Curves(args)
 
 
-def test_a_run_starts_if_it_can_end_or_if_no_call_is_long_enough(tmp_path):
+def test_a_run_starts_if_it_can_end_on_this_machine(tmp_path):
     curves, run = Curves(Args(rows=f"{tmp_path}/rows", minutes=8)), Run("sdar", "bgpo", "countdown")
-    for left, pace, starts in (100, 0.3, 1), (100, 1, 0), (100, 5, 1), (-1, 0.3, 0), (-1, 5, 0):
+    for left, pace, later, starts in (
+        (100, 0.3, 0, 1), (100, 1, 0, 0), (100, 1, 2, 1), (100, 5, math.inf, 1), (-1, 0.3, 9, 0),
+    ):  # fmt: skip
         curves.end, curves.rows[run] = perf_counter() + left, {"pace": pace}
+        curves.args.minutes_later = later
         assert curves.fits(run) == starts
 
 
