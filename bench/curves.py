@@ -4,8 +4,9 @@
     python bench/curves.py --jobs 16 --minutes 8    # 6 million parameters, GPUs
     python bench/curves.py --tasks sums --starts runs/starts/sums- --methods d1 bgpo --no-variants
     python bench/curves.py --families sdar-large --methods d1 bgpo cj_grpo --seeds 1 --no-variants
+    python bench/curves.py --tasks sudoku --methods bgpo --rate 1.5e-4    # the variants, one rate
 
-The last two need starts that were made before: START has no steps for them yet.
+The last three need starts that were made before: START has no steps for them.
 
 A call makes what is missing, stops after --minutes, and the next call goes on. Rows of finished
 runs are in --rows: what has a row is not made again. A run that --minutes cuts off saves its state
@@ -142,6 +143,8 @@ class Args:
     methods: tuple[str, ...] = METHODS
     families: tuple[str, ...] = ("sdar", "llada")
     seeds: int = 3
+    rate: float = 0
+    """learning rate of all methods; 0: the best of those tried"""
     variants: bool = True
     """runs without a KL, and ablations"""
     compile: bool = True
@@ -325,15 +328,17 @@ class Curves:
             best = 0
             tasks = self.args.tasks.split(",")
             for place, task in enumerate(tasks):
-                runs, best = self.tried(family, method, task, best)
-                # the middle rate of all methods first
-                ordered += [((place, 0, number), run) for number, run in enumerate(runs)]
-                if best is None:
-                    break
+                if not (chosen := self.args.rate):
+                    runs, best = self.tried(family, method, task, best)
+                    # the middle rate of all methods first
+                    ordered += [((place, 0, number), run) for number, run in enumerate(runs)]
+                    if best is None:
+                        break
+                    chosen = rate(best)
                 with_variants = self.args.variants and (method != "bgpo" or task == tasks[-1])
                 for variant in ("", *(VARIANTS.get(method, {}) if with_variants else ())):
                     for seed in range(self.args.seeds):
-                        run = Run(family, method, task, seed, rate(best), variant)
+                        run = Run(family, method, task, seed, chosen, variant)
                         stage = 1 + (method not in KL) if variant else 0
                         ordered.append(((math.inf, stage, seed, place), run))
         return [run for _, run in sorted(ordered, key=lambda item: item[0])]

@@ -115,6 +115,15 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
         Curves(args)
 
 
+def test_with_a_rate_given_none_is_tried(tmp_path):
+    args = Args(rows=f"{tmp_path}/rows", methods=("bgpo",), families=("sdar",), rate=3e-4, seeds=2)
+    runs = Curves(args).wanted()
+    assert {run.rate for run in runs} == {3e-4} and {run.seed for run in runs} == {0, 1}
+    tasks = [run.task for run in runs if not run.variant]
+    assert tasks == ["countdown", "sudoku"] * 2
+    assert {run.variant for run in runs} == {"", *bench.VARIANTS["bgpo"]}
+
+
 def test_a_run_starts_if_it_can_end_on_this_machine(tmp_path):
     curves, run = Curves(Args(rows=f"{tmp_path}/rows", minutes=8)), Run("sdar", "bgpo", "countdown")
     for left, pace, later, starts in (
