@@ -50,11 +50,8 @@ COMPARED = {
         ("distinct completions", "distinct", "rollouts"),
     ),
 }
-HEAD = """| model | task | method | rate | test before | after, seed by seed | s a step |
-|---|---|---|---|---|---|---|
-"""
-BEST = """| model | task | variant | rate | rollouts | test before | after, seed by seed |
-|---|---|---|---|---|---|---|
+BEST = """| model | task | rate | rollouts | test before | after, seed by seed |
+|---|---|---|---|---|---|
 """
 LEARNING = """| gain and | pair | methods | rank correlation |
 |---|---|---|---|
@@ -165,19 +162,6 @@ def draw_comparison(name, figure_name):
     finish(figure, f"comparison-{name}{figure_name}")
 
 
-def comparison_table(name):
-    """-> Markdown: test scores before and after"""
-    table = HEAD
-    for (*names, variant), runs in comparison(name)[0].items():
-        rate, seconds = (runs[0][key] for key in ("rate", "seconds"))
-        before = ", ".join({f"{run['test'][0]:.1%}": None for run in runs})  # of all starts
-        names[-1] += f", {variant}" if variant else ""
-        seconds = "" if seconds is None else f"{seconds:.2f}"
-        cells = *names, f"{rate:g}", before, scores_after(runs), seconds
-        table += f"| {' | '.join(cells)} |\n"
-    return table
-
-
 def rate_runs(name):
     """-> {(family, task, method): {rate: run}} of the runs that tried a rate and did not diverge"""
     grouped = defaultdict(dict)
@@ -224,7 +208,8 @@ def best_table(method):
         if name == method:
             rollouts = ", ".join(str(run["rollouts"]) for run in runs)
             before = f"{runs[0]['test'][0]:.1%}"
-            cells = family, task, variant, f"{runs[0]['rate']:g}", rollouts, before
+            task += f", {variant}" if variant else ""
+            cells = family, task, f"{runs[0]['rate']:g}", rollouts, before
             table += f"| {' | '.join(cells)} | {scores_after(runs)} |\n"
     return table
 
@@ -240,17 +225,17 @@ def variants_table(name):
     """-> Markdown: what the variants of a method end with; reward, distinct completions and
     mismatch are those of the samples, means over the seeds
     """
-    heads = "model", "method", "rate", "before", "after, seed by seed", "mean", "reward", "distinct"
+    heads = "pair", "method", "rate", "before", "after, seed by seed", "mean", "reward", "distinct"
     table = f"| {' | '.join(heads)} | mismatch |\n|{'---|' * (len(heads) + 1)}\n"
-    place = lambda key: (key[0] != "sdar", METHODS.index(key[2]), key[3] != "")
+    place = lambda key: (key[0] != "sdar", key[1], METHODS.index(key[2]), key[3] != "")
     grouped = comparison(name)[0]
-    for family, _, method, variant in sorted(grouped, key=place):
-        runs = grouped[family, _, method, variant]
+    for *pair, method, variant in sorted(grouped, key=place):
+        runs = grouped[*pair, method, variant]
         for rate in sorted({run["rate"] for run in runs if run["seed"] != RATE_SEED}):
             mine = [run for run in runs if run["rate"] == rate]
             before, after = tests(mine) if tests(mine) is not None else (math.nan, math.nan)
             last = pd.DataFrame([run["points"] for run in mine]).map(lambda values: values[-1])
-            cells = [family, f"{method} {variant}", f"{rate:g}", f"{before:.1%}"]
+            cells = [": ".join(pair), f"{method} {variant}", f"{rate:g}", f"{before:.1%}"]
             cells += [scores_after(mine), f"{after:.1%}", f"{last['reward'].mean():.2f}"]
             cells += [f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(mine))]
             table += f"| {' | '.join(cells)} |\n"
@@ -387,7 +372,6 @@ def learning_table(name):
 
 
 TABLES = {
-    "comparison": comparison_table,
     "rates": rates_table,
     "gains": gains_table,
     "mismatch": mismatch_table,
@@ -405,7 +389,7 @@ def with_tables(text):
 
 
 if __name__ == "__main__":
-    for name, figure_name in ("runs", ""), ("runs", "-more"), ("tiny", ""):
+    for name, figure_name in ("runs", ""), ("runs", "-more"):
         draw_comparison(name, figure_name)
     for folder in {file.parent for file in FOLDER.glob("*/*.jsonl")} - {FOLDER / "comparison"}:
         draw(folder)
