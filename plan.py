@@ -277,8 +277,8 @@ class Plan:
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
         held, most = memory["sum"], KEPT_BELOW * self.room / 1e9
-        # the sampler keeps the cache of a rollout where it fits, that of an evaluation never
-        cache = min(self.rows, math.ceil(self.rollout / self.ranks)) * self.row_cache
+        # the sampler keeps its cache where it fits, without rollouts never
+        cache = self.rows * self.row_cache if self.rollout else 0
         later = min(held + cache / 1e9, most)
         more = f", up to about {later:.3g} in later steps" * (later > held)
         return (

@@ -4,7 +4,7 @@
     python bench/curves.py --jobs 16 --minutes 8    # 6 million parameters, GPUs
     python bench/curves.py --tasks sums --starts runs/starts/sums- --methods d1 bgpo --no-variants
     python bench/curves.py --families sdar-large --methods d1 bgpo cj_grpo --seeds 1 --no-variants
-    python bench/curves.py --tasks sudoku --methods bgpo --rate 1.5e-4    # the variants, one rate
+    python bench/curves.py --tasks sudoku --methods bgpo --rate 1.5e-4 --rows variants.jsonl
 
 The last three need starts that were made before: START has no steps for them.
 
@@ -218,6 +218,8 @@ class Curves:
         self.root = ROOT / "runs/curves" / self.file.stem
         self.settings = {name: getattr(args, name) for name in SETTINGS.split()}
         self.taken, self.running, self.failed = set(), set(), []  # runs of this call
+        if args.rate and args.rows == Args.rows:
+            raise SystemExit("--rate needs other --rows: the default ones have best rates")
         if args.rollouts < (least := 2 * WINDOW * args.eval_every):
             raise SystemExit(f"--rollouts {args.rollouts}: a plateau takes at least {least}")
         pairs = [(family, method) for family in args.families for method in args.methods]
@@ -346,15 +348,21 @@ class Curves:
     def folder(self, run):
         return self.root / "-".join(map(str, asdict(run).values()))
 
-    def target(self, run):
-        return self.args.rate_rollouts if run.seed == RATE_SEED else self.args.rollouts
+    def next_target(self, run):
+        """-> rollouts after which a run may end: --rollouts, or a window after the last time"""
+        if run.seed == RATE_SEED:
+            return self.args.rate_rollouts
+        target = self.args.rollouts
+        while target < saved_step(self.folder(run)):
+            target += WINDOW * self.args.eval_every
+        return target
 
     def fits(self, run):
         """Whether a run can end in the time that is left, at the slowest pace of the method's last
         four: a second per rollout where there are none.
         """
         paces = [row["pace"] for known, row in self.rows.items() if known.method == run.method]
-        rollouts = self.target(run) - saved_step(self.folder(run))
+        rollouts = self.next_target(run) - saved_step(self.folder(run))
         need, now = STARTUP + rollouts * max(paces[-4:], default=1), time.perf_counter()
         return now < self.end and now + need < self.end + 60 * self.args.minutes_later
 
@@ -382,7 +390,7 @@ class Curves:
 
     def train(self, run, gpu):
         """Make a run, or go on with it; keep its row if it ends."""
-        args, folder, target = self.args, self.folder(run), self.target(run)
+        args, folder, target = self.args, self.folder(run), self.next_target(run)
         # One pass of SDAR's two copies replays a denoising step of all blocks.
         forwards = STEPS_PER_BLOCK * (1 if run.family.startswith("sdar") else TASKS[run.task] // 4)
         new = {
@@ -402,9 +410,7 @@ class Curves:
         changed, replaced = VARIANTS[run.method][run.variant] if run.variant else ({}, {})
         new |= changed
         new |= {} if args.compile else {"no_compile": ()}
-        while target < saved_step(folder):  # it had not reached its plateau
-            target += WINDOW * args.eval_every
-        row = None
+        kept = folder / "row.json"  # of a run that is long enough
         while True:
             if not saved_step(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -414,7 +420,8 @@ class Curves:
             script = patched(f"{ROOT}/algos/{run.method}.py", replaced, folder)
             code = self.call(script, flags, folder / "log", gpu)
             if code is None:
-                if row and not args.minutes_later:  # long enough; nothing can go on with it
+                if kept.exists() and not args.minutes_later:  # nothing can go on with it
+                    row = json.loads(kept.read_text())
                     break
                 return
             row = self.summary(run)
@@ -422,6 +429,7 @@ class Curves:
                 break  # diverged, dead, or long enough
             if target >= args.max_rollouts or is_level(row["points"]["greedy"]):
                 break
+            kept.write_text(json.dumps(row))
             target += WINDOW * args.eval_every
         self.keep(run, row | {"diverged": bool(code)})
         shutil.rmtree(folder)

@@ -147,14 +147,16 @@ def draw_comparison(name, figure_name):
         for pair, method, tables, runs in curves:
             axes, (ls, color) = row[list(starts).index(pair)], STYLES[method]
             values = pd.concat([table[key] for table in tables], axis=1).ffill().dropna()
-            x = pd.concat([table[unit] for table in tables], axis=1).ffill().mean(axis=1)
-            x = x[values.index]
+            x = pd.concat([table[unit] for table in tables], axis=1).mean(axis=1)[values.index]
             (lines[method],) = axes.plot(x, values.mean(axis=1), ls=ls, color=color)
             low, high = values.min(axis=1), values.max(axis=1)
             axes.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
             if key == "greedy":
                 test = np.mean([score for run in runs for score in run["test"][1:]])
-                axes.plot(x.iloc[-1], test, "*", color=color, ms=11)
+                fill = "full" if ls == "-" else "none"
+                axes.plot(x.iloc[-1], test, "*", color=color, ms=11, fillstyle=fill)
+            if key == "mismatch":
+                axes.set_yscale("symlog", linthresh=0.1)
             axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
     names = [method for method in METHODS if method in lines]
     shown = [lines[method] for method in names]
@@ -314,8 +316,8 @@ def by_method(name, cell):
 
 
 def error_of(scores, runs, task):
-    """-> standard error of the gain: scores before and after are of different problems, drawn
-    independently, and the seeds are draws too
+    """-> standard error of the gain, as if scores before and after were of other problems, with
+    the spread of the seeds
     """
     after = [run["test"][1] for run in runs if run["test"][1:]]
     seeds = np.var(after, ddof=1) / len(after) if after[1:] else 0
@@ -344,16 +346,18 @@ def mismatch_table(name):
 
 def learning_table(name):
     """-> Markdown: rank correlation of the gain with the cosine at temperature 1, and with a
-    mismatch near 0 at the start, over a pair's methods; how often random orders have as high a mean
+    mismatch near 0 at the start, over the methods of a pair whose cosine was measured; how often
+    random orders have as high a mean
     """
     found, panels = defaultdict(lambda: defaultdict(list)), alignment()
     for (*pair, method, variant), runs in comparison(name)[0].items():
         if variant or (scores := tests(runs)) is None:
             continue
         row = panels[pair[1], pair[0]][method, 1, 1]
-        if 0 < row["error"] < MEASURED:
+        if row["error"] < MEASURED:
             found["high cosine"][tuple(pair)].append((row["cosine"], np.diff(scores)[0]))
-        found["mismatch near 0"][tuple(pair)].append((-abs(mismatch(runs)[0]), np.diff(scores)[0]))
+            near = -abs(mismatch(runs)[0])
+            found["mismatch near 0"][tuple(pair)].append((near, np.diff(scores)[0]))
     table = LEARNING
     for measure, pairs in found.items():
         ranks = [pd.DataFrame(rows).rank().to_numpy().T for rows in pairs.values()]

@@ -163,6 +163,8 @@ class FastBlockEngine(BlockEngine):
         have = self.slots.sizes if self.slots else (0, 0, 0, 0)
         if any(x < y for x, y in zip(have, sizes, strict=True)):
             self.release()  # the old ones make room
+            # also for calls like the last: rollouts and evaluations take turns
+            sizes = tuple(map(max, have, sizes))
             self.slots = Slots(self.model, *sizes, self.device, self.dtype)
         self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
         return self.slots

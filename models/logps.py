@@ -5,7 +5,8 @@ holding all logits.
 import torch
 from torch.autograd.function import once_differentiable
 
-PART = 1 << 20  # numbers that a kernel may hold at any vocabulary; fewer would make many kernels
+# logits of a small vocabulary that are made at once; smaller parts would be many small kernels
+PART = 1 << 20
 
 
 def wide(x):

@@ -176,8 +176,8 @@ class Engine:
     records = (None, "steps")
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
-    # bytes on the GPU after the last make_room; None: there was none
-    held = None
+    # bytes on the GPU after the last make_room, None: there was none; most that an update took more
+    held, need = None, 0
     # the fast engines replace both by Triton kernels
     keyed_uniform = staticmethod(keyed_uniform)
     sample_categorical = staticmethod(sample_categorical)
@@ -208,9 +208,10 @@ class Engine:
         """Call it before a model on the same GPU is updated: `release`, unless what generate keeps
         fits beside the largest update so far. Before the first one nothing is known.
         """
-        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        # The largest update had `self.held` beside its own; the next one would have `held`.
-        if self.held is None or peak + max(0, held - self.held) > KEPT_BELOW * cuda_bytes():
+        held, is_first = torch.cuda.memory_allocated(), self.held is None
+        if not is_first:  # what the last update took is at most this
+            self.need = max(self.need, torch.cuda.max_memory_allocated() - self.held)
+        if is_first or self.need + held > KEPT_BELOW * cuda_bytes():
             self.release()
             held = torch.cuda.memory_allocated()
         self.held = held

@@ -116,6 +116,8 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
 
 
 def test_with_a_rate_given_none_is_tried(tmp_path):
+    with pytest.raises(SystemExit, match="--rate needs other --rows"):
+        Curves(Args(rate=3e-4))
     args = Args(rows=f"{tmp_path}/rows", methods=("bgpo",), families=("sdar",), rate=3e-4, seeds=2)
     runs = Curves(args).wanted()
     assert {run.rate for run in runs} == {3e-4} and {run.seed for run in runs} == {0, 1}
@@ -135,27 +137,25 @@ def test_a_run_starts_if_it_can_end_on_this_machine(tmp_path):
 
 
 def test_the_last_call_keeps_what_is_long_enough(tmp_path, monkeypatch):
-    """A run that is cut off before its plateau, but after --rollouts, has its row up to there."""
-    for minutes_later, rows in (1, 0), (0, 1):
-        args = Args(
-            rows=f"{tmp_path}/{minutes_later}.jsonl", minutes_later=minutes_later,
-            eval_every=2, rollouts=20,
-        )  # fmt: skip
-        curves, run = Curves(args), Run("sdar", "bgpo", "countdown", 0, 1e-4)
-        curves.root = tmp_path / str(minutes_later)
-        codes = iter([0, None])
+    """A run that is cut off before its plateau, but after --rollouts, has its row up to there, also
+    if an earlier call made it.
+    """
+    run = Run("sdar", "bgpo", "countdown", 0, 1e-4)
+    monkeypatch.setattr(bench, "crc32", lambda path: 0)
+    for minutes_later, codes, rows in (1, [0, None], 0), (0, [None], 1):
+        args = Args(rows=f"{tmp_path}/rows", minutes_later=minutes_later, eval_every=2, rollouts=20)
+        curves, codes = Curves(args), iter(codes)
+        curves.root = tmp_path
 
         def call(script, flags, log, gpu, codes=codes):
             folder = log.parent / "run"
-            (folder / f"resume/step-{flags['max_steps']:06d}").mkdir(parents=True)
+            (folder / "resume/step-000021").mkdir(parents=True, exist_ok=True)
             row = dict.fromkeys(POINTS.values(), 0.1) | {"completion/length": 5, "time/step": 3}
             lines = [row | {"step": i, "eval/countdown": i / 100} for i in range(2, 21, 2)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
             return next(codes)
 
         monkeypatch.setattr(curves, "call", call)
-        monkeypatch.setattr(curves, "start", lambda family: tmp_path / "none")
-        monkeypatch.setattr(bench, "crc32", lambda path: 0)
         curves.train(run, "")
         assert [row["rollouts"] for row in curves.rows.values()] == [20] * rows
 

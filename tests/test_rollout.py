@@ -93,25 +93,25 @@ def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
 
 
 @pytest.mark.parametrize(
-    "updates, cache, released",
+    "updates, caches, released",
     [
-        ([60, 60, 60], 20, [1, 0, 0]),  # of 100, beside a cache of 20
-        ([75, 75, 75], 20, [1, 1, 1]),
-        ([60, 60, 75, 60, 60], 20, [1, 0, 0, 1, 1]),
-        ([60, 60, 60], 35, [1, 0, 1]),  # grown by an evaluation, which released nothing
+        ([60, 60, 60], [20, 20, 20], [1, 0, 0]),  # of 100
+        ([75, 75, 75], [20, 20, 20], [1, 1, 1]),
+        ([60, 60, 75, 60, 60], [20, 20, 20, 20, 20], [1, 0, 0, 1, 1]),
+        ([60, 60, 60], [20, 20, 35], [1, 0, 1]),  # grown by an evaluation, which releases nothing
+        ([60, 60, 50, 40, 60], [20, 20, 29, 38, 38], [1, 0, 0, 1, 1]),  # small updates between
     ],
 )
-def test_room_is_made_for_updates_that_need_it(monkeypatch, updates, cache, released):
+def test_room_is_made_for_updates_that_need_it(monkeypatch, updates, caches, released):
     """A simulated GPU: what generate keeps is freed before the first update, and where it would not
-    fit beside the largest so far. cache: the last one
+    fit beside the largest so far.
     """
     engine, peak, held, found = engine_of("sdar"), 0, {}, []
     monkeypatch.setattr(engine, "release", lambda: held.update(cache=0))
     monkeypatch.setattr("rollout.engine.cuda_bytes", lambda: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["cache"])
-    for number, update in enumerate(updates, 1):
-        held["cache"] = cache if number == len(updates) else 20  # after a rollout
+    for update, held["cache"] in zip(updates, caches, strict=True):
         engine.make_room()
         found.append(held["cache"] == 0)
         peak = max(peak, update + held["cache"])
