@@ -157,6 +157,7 @@ def draw_comparison(name, figure_name):
                 axes.plot(x.iloc[-1], test, "*", color=color, ms=11, fillstyle=fill)
             if key == "mismatch":
                 axes.set_yscale("symlog", linthresh=0.1)
+                axes.yaxis.set_major_formatter("{x:g}")
             axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
     names = [method for method in METHODS if method in lines]
     shown = [lines[method] for method in names]
@@ -237,7 +238,7 @@ def variants_table(name):
             mine = [run for run in runs if run["rate"] == rate]
             before, after = tests(mine) if tests(mine) is not None else (math.nan, math.nan)
             last = pd.DataFrame([run["points"] for run in mine]).map(lambda values: values[-1])
-            cells = [": ".join(pair), f"{method} {variant}", f"{rate:g}", f"{before:.1%}"]
+            cells = [": ".join(pair), f"{method} {variant}".strip(), f"{rate:g}", f"{before:.1%}"]
             cells += [scores_after(mine), f"{after:.1%}", f"{last['reward'].mean():.2f}"]
             cells += [f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(mine))]
             table += f"| {' | '.join(cells)} |\n"
