@@ -109,7 +109,7 @@ VARIANTS["bgpo"] = {
     "kl-0.04": ({"beta": 0.04}, ADD_KL),
     "temperature-0.3": ({"temperature": 0.3}, {}),
     "temperature-0.6": ({"temperature": 0.6}, {}),
-    "group-16": ({"num_generations": 16, "prompts_per_step": 32}, {}),
+    "group-16": ({"num_generations": 16}, {}),  # of half as many prompts
     "steps-1": ({"denoising_steps": 1}, {}),
     "steps-4": ({"denoising_steps": 4}, {}),
 }
@@ -218,7 +218,7 @@ class Curves:
         self.root = ROOT / "runs/curves" / self.file.stem
         self.settings = {name: getattr(args, name) for name in SETTINGS.split()}
         self.taken, self.running, self.failed = set(), set(), []  # runs of this call
-        if args.rate and args.rows == Args.rows:
+        if args.rate and self.file.resolve() == Path(Args.rows):
             raise SystemExit("--rate needs other --rows: the default ones have best rates")
         if args.rollouts < (least := 2 * WINDOW * args.eval_every):
             raise SystemExit(f"--rollouts {args.rollouts}: a plateau takes at least {least}")
@@ -352,10 +352,16 @@ class Curves:
         """-> rollouts after which a run may end: --rollouts, or a window after the last time"""
         if run.seed == RATE_SEED:
             return self.args.rate_rollouts
-        target = self.args.rollouts
-        while target < saved_step(self.folder(run)):
-            target += WINDOW * self.args.eval_every
-        return target
+        if (kept := self.folder(run) / "row.json").exists():
+            return json.loads(kept.read_text())["rollouts"] + WINDOW * self.args.eval_every
+        return self.args.rollouts
+
+    def keep_long_enough(self):
+        """Rows of the runs that no call will go on with, up to where they could have ended."""
+        for run in self.wanted():
+            kept = self.folder(run) / "row.json"
+            if run not in self.rows and kept.exists():
+                self.keep(run, json.loads(kept.read_text()) | {"diverged": False})
 
     def fits(self, run):
         """Whether a run can end in the time that is left, at the slowest pace of the method's last
@@ -409,8 +415,8 @@ class Curves:
         new = SHARED | new | spending(run.method, args.passes, forwards)
         changed, replaced = VARIANTS[run.method][run.variant] if run.variant else ({}, {})
         new |= changed
+        new["prompts_per_step"] = args.prompts_per_step * 8 // new["num_generations"]
         new |= {} if args.compile else {"no_compile": ()}
-        kept = folder / "row.json"  # of a run that is long enough
         while True:
             if not saved_step(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -420,16 +426,13 @@ class Curves:
             script = patched(f"{ROOT}/algos/{run.method}.py", replaced, folder)
             code = self.call(script, flags, folder / "log", gpu)
             if code is None:
-                if kept.exists() and not args.minutes_later:  # nothing can go on with it
-                    row = json.loads(kept.read_text())
-                    break
                 return
             row = self.summary(run)
             if code or row["rollouts"] < target or run.seed == RATE_SEED:
                 break  # diverged, dead, or long enough
             if target >= args.max_rollouts or is_level(row["points"]["greedy"]):
                 break
-            kept.write_text(json.dumps(row))
+            (folder / "row.json").write_text(json.dumps(row))
             target += WINDOW * args.eval_every
         self.keep(run, row | {"diverged": bool(code)})
         shutil.rmtree(folder)
@@ -540,6 +543,8 @@ def main(args):
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(curves.make_start, args.families, cycle(gpus)))
         list(pool.map(curves.work, islice(cycle(gpus), args.jobs)))
+    if not args.minutes_later:
+        curves.keep_long_enough()
     missing = len([run for run in curves.wanted() if run not in curves.rows])
     print(f"{len(curves.rows)} rows in {args.rows}; {missing} runs known to be missing")
     if curves.failed:

@@ -76,7 +76,6 @@ def test_calls_that_are_cut_off_make_every_run_once(tmp_path):
         rate_rollouts=15,
         rollouts=40,
         max_rollouts=100,
-        minutes_later=1,
     )
     calls, is_over = 0, True
     while is_over:
@@ -136,28 +135,30 @@ def test_a_run_starts_if_it_can_end_on_this_machine(tmp_path):
         assert curves.fits(run) == starts
 
 
-def test_the_last_call_keeps_what_is_long_enough(tmp_path, monkeypatch):
-    """A run that is cut off before its plateau, but after --rollouts, has its row up to there, also
-    if an earlier call made it.
-    """
-    run = Run("sdar", "bgpo", "countdown", 0, 1e-4)
+def test_a_run_that_is_long_enough_can_be_kept(tmp_path, monkeypatch):
+    """One that was cut off before its plateau, but after --rollouts, has its row up to there."""
+    args = Args(
+        rows=f"{tmp_path}/rows", methods=("bgpo",), families=("sdar",), tasks="countdown", seeds=1,
+        rate=1e-4, variants=False, eval_every=2, rollouts=20,
+    )  # fmt: skip
+    curves, codes = Curves(args), iter([0, None])
+    curves.root, (run,) = tmp_path, curves.wanted()
+
+    def call(script, flags, log, gpu):
+        folder = log.parent / "run"
+        (folder / "resume/step-000020").mkdir(parents=True, exist_ok=True)
+        row = dict.fromkeys(POINTS.values(), 0.1) | {"completion/length": 5, "time/step": 3}
+        lines = [row | {"step": i, "eval/countdown": i / 100} for i in range(2, 21, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        return next(codes)
+
+    monkeypatch.setattr(curves, "call", call)
     monkeypatch.setattr(bench, "crc32", lambda path: 0)
-    for minutes_later, codes, rows in (1, [0, None], 0), (0, [None], 1):
-        args = Args(rows=f"{tmp_path}/rows", minutes_later=minutes_later, eval_every=2, rollouts=20)
-        curves, codes = Curves(args), iter(codes)
-        curves.root = tmp_path
-
-        def call(script, flags, log, gpu, codes=codes):
-            folder = log.parent / "run"
-            (folder / "resume/step-000021").mkdir(parents=True, exist_ok=True)
-            row = dict.fromkeys(POINTS.values(), 0.1) | {"completion/length": 5, "time/step": 3}
-            lines = [row | {"step": i, "eval/countdown": i / 100} for i in range(2, 21, 2)]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-            return next(codes)
-
-        monkeypatch.setattr(curves, "call", call)
-        curves.train(run, "")
-        assert [row["rollouts"] for row in curves.rows.values()] == [20] * rows
+    assert curves.next_target(run) == 20
+    curves.train(run, "")
+    assert not curves.rows and curves.next_target(run) == 30
+    curves.keep_long_enough()
+    assert curves.rows[run]["rollouts"] == 20 and not curves.rows[run]["diverged"]
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):

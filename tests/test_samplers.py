@@ -508,6 +508,18 @@ def test_slots_are_refilled_and_prompts_prefilled_once(small_buckets, monkeypatc
 
 
 @pytest.mark.fast
+def test_rollouts_and_evaluations_take_turns_in_the_same_slots(small_buckets):
+    """Each needs more of something; once both have been made, neither frees the other's graphs."""
+    engine, slots, traces = fast_of(shared("sdar"), max_batch_size=5), [], []
+    for _ in range(3):
+        for prompts, more in (([9, 5], {"records": "draws"}), ([3, 4, 6, 8], {"temperature": 0.0})):
+            traces.append(engine.generate(prompts_of(prompts), **OPTIONS | more))
+            slots.append(engine.slots)
+    assert len({*map(id, slots[1:])}) == 1
+    assert all(same_draws(traces[i], traces[i % 2], 0) for i in range(2, 6))
+
+
+@pytest.mark.fast
 def test_old_keys_and_broken_weights_leave_no_trace(small_buckets):
     """What an earlier rollout left in the slots is never attended to, NaN included."""
     engine, good = fast_of(model_of()), dict(export_weights(model_of()))
