@@ -1,7 +1,7 @@
 """Learning curves of the online methods, all runs of a family from one SFT checkpoint.
 
     python bench/curves.py --starts models/tiny- --tasks countdown --rows tiny.jsonl    # CPU
-    python bench/curves.py --jobs 16 --minutes 8    # 6 million parameters, GPUs
+    python bench/curves.py --jobs 14 --minutes 8    # 6 million parameters, GPUs
     python bench/curves.py --tasks sums --starts runs/starts/sums- --methods d1 bgpo --no-variants
     python bench/curves.py --families sdar-large --methods d1 bgpo cj_grpo --seeds 1 --no-variants
     python bench/curves.py --tasks sudoku --methods bgpo --rate 1.5e-4 --rows variants.jsonl
@@ -26,7 +26,7 @@ below runs/curves, where a later call on the same machine finds it.
 
 The test split is scored before and after; nothing is chosen by it. Runs on one GPU take turns
 unless NVIDIA's MPS runs them together: `nvidia-cuda-mps-control -d` before, `echo quit |
-nvidia-cuda-mps-control` after (docs/curves.md has the gain).
+nvidia-cuda-mps-control` after.
 
 All methods get the same rollouts, optimizer (SHARED) and --passes forward-backward passes per
 completion. Each spends them its own way (METHODS): updates per rollout, draws of a bound, or

@@ -394,8 +394,8 @@ def with_tables(text):
 
 
 if __name__ == "__main__":
-    for name, figure_name in ("runs", ""), ("runs", "-more"):
-        draw_comparison(name, figure_name)
+    for figure_name in COMPARED:
+        draw_comparison("runs", figure_name)
     for folder in {file.parent for file in FOLDER.glob("*/*.jsonl")} - {FOLDER / "comparison"}:
         draw(folder)
     draw_alignment()

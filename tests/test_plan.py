@@ -144,6 +144,10 @@ def test_later_steps_hold_the_cache_of_the_sampler_where_it_fits(on_gpu):
         assert float(later) * 1e9 == pytest.approx(expected, rel=cache / held / 8)
     each.room = held
     assert "later steps" not in each.table()
+    wide = replace(each, held_out=3 * each.rollout, room=10e9)  # evaluations keep theirs too
+    later = float(wide.table().split("up to about ")[1].split()[0])
+    more = wide.memory(wide.size)["sum"] + wide.rows * wide.row_cache
+    assert wide.rows > each.rows and later * 1e9 == pytest.approx(more, rel=1e-2)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):

@@ -161,6 +161,24 @@ def test_panels_follow_the_keys_and_a_score_redraws_them(tmp_path, monkeypatch, 
     assert list(filter(None, drawn[-1])) == titles
 
 
+def test_the_figure_is_not_redrawn_at_once_but_at_the_end(tmp_path, monkeypatch):
+    drawn, now = [], [100.0]
+    monkeypatch.setattr(runlog.time, "perf_counter", lambda: now[0])
+    with closing(open_log(tmp_path)) as log:
+
+        def plot():
+            now[0] += 2  # seconds
+            drawn.append(len(runlog.read_rows(log.run_dir)))
+
+        monkeypatch.setattr(log, "plot", plot)
+        for step, passed in enumerate((0, 37, 2), start=1):
+            now[0] += passed
+            log.write(step, {"eval/x": 0.5})
+        assert drawn == [1, 3]  # 39 s later
+        log.write(4, {"eval/x": 0.5})
+    assert drawn == [1, 3, 4]
+
+
 def test_an_error_leaves_table_and_plot(tmp_path, capsys):
     for row in {}, RL_ROW:
         log = open_log(tmp_path)
