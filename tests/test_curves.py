@@ -135,7 +135,7 @@ def test_a_run_starts_if_it_can_end_on_this_machine(tmp_path):
         assert curves.fits(run) == starts
 
 
-def test_a_run_that_is_long_enough_can_be_kept(tmp_path, monkeypatch):
+def test_the_last_call_keeps_what_is_long_enough(tmp_path, monkeypatch):
     """One that was cut off before its plateau, but after --rollouts, has its row up to there."""
     args = Args(
         rows=f"{tmp_path}/rows", methods=("bgpo",), families=("sdar",), tasks="countdown", seeds=1,
@@ -157,7 +157,12 @@ def test_a_run_that_is_long_enough_can_be_kept(tmp_path, monkeypatch):
     assert curves.next_target(run) == 20
     curves.train(run, "")
     assert not curves.rows and curves.next_target(run) == 30
-    curves.keep_long_enough()
+    monkeypatch.setattr(curves, "make_start", lambda family, gpu: None)
+    monkeypatch.setattr(bench, "Curves", lambda args: curves)
+    curves.end = 0.0  # no time is left
+    for args.minutes_later in 1, 0:
+        assert not curves.rows
+        bench.main(args)
     assert curves.rows[run]["rollouts"] == 20 and not curves.rows[run]["diverged"]
 
 
