@@ -38,7 +38,7 @@ STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
 # temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
 RATE_SEED = 1000  # of runs that try a learning rate
-PROBLEMS = {"countdown": 113, "sudoku": 512}  # that differ, in the test split
+PROBLEMS = {"countdown": 113, "sudoku": 512, "sums": 512}  # that differ, in the test split
 MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
 # figure: y axis, value of the points, x axis; those that the runs have are drawn
 COMPARED = {
@@ -124,11 +124,14 @@ def evaluations(run, start):
     return points.set_index("rollout")
 
 
-def draw_comparison(name, figure_name):
-    """Mean over the seeds, from the lowest to the highest shaded; stars: test. A run that ends
-    before others keeps its last value.
+def draw_comparison(figure_name, *names):
+    """A column per pair of the comparisons. Mean over the seeds, shaded from the lowest to the
+    highest; stars: test. A run that ends before others keeps its last value.
     """
-    (grouped, starts), lines, drawn = comparison(name), {}, defaultdict(list)
+    lines, drawn, grouped, starts = {}, defaultdict(list), {}, {}
+    for name in names:
+        runs, scores = comparison(name)
+        grouped, starts = grouped | runs, starts | scores
     for (*pair, method, variant), runs in grouped.items():
         for panel in () if variant else COMPARED[figure_name]:
             # JustGRPO's sampler, a token a step, starts elsewhere
@@ -159,10 +162,10 @@ def draw_comparison(name, figure_name):
                 axes.set_yscale("symlog", linthresh=0.1)
                 axes.yaxis.set_major_formatter("{x:g}")
             axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
-    names = [method for method in METHODS if method in lines]
-    shown = [lines[method] for method in names]
-    figure.legend(shown, names, loc="outside lower center", ncols=7, frameon=False)
-    finish(figure, f"comparison-{name}{figure_name}")
+    methods = [method for method in METHODS if method in lines]
+    shown = [lines[method] for method in methods]
+    figure.legend(shown, methods, loc="outside lower center", ncols=7, frameon=False)
+    finish(figure, f"comparison-{'-'.join(names)}{figure_name}")
 
 
 def rate_runs(name):
@@ -306,12 +309,12 @@ def mismatch(runs):
 
 
 def by_method(name, cell):
-    """cell(task, runs) -> text; Markdown: a line per method, a column per pair"""
+    """cell((family, task, method), runs) -> text; Markdown: a line per method, a column per pair"""
     grouped, starts = comparison(name)
     table = f"| method | {' | '.join(map(': '.join, starts))} |\n|{'---|' * (len(starts) + 1)}\n"
     for method in METHODS:
-        found = {pair: grouped.get((*pair, method, "")) for pair in starts}
-        cells = [cell(pair[1], runs) if runs else "" for pair, runs in found.items()]
+        keys = [(*pair, method) for pair in starts]
+        cells = [cell(key, grouped[*key, ""]) if grouped.get((*key, "")) else "" for key in keys]
         table += f"| {method} | {' | '.join(cells)} |\n" if any(cells) else ""
     return table
 
@@ -330,19 +333,33 @@ def gains_table(name):
     errors
     """
 
-    def cell(task, runs):
+    def cell(key, runs):
         if (scores := tests(runs)) is None:
             return "stopped"
         text = f"{scores[0]:.1%} -> {scores_after(runs)}"
-        is_clear = scores[1] - scores[0] > 2 * error_of(scores, runs, task)
+        is_clear = scores[1] - scores[0] > 2 * error_of(scores, runs, key[1])
         return f"**{text}**" if is_clear else text
+
+    return by_method(name, cell)
+
+
+def changed_table(names):
+    """names: "<comparison> <variant>" -> Markdown: test score at the end, mean over the seeds, and
+    that of each seed of the variant
+    """
+    name, variant = names.split()
+    grouped = comparison(name)[0]
+
+    def cell(key, runs):
+        changed = grouped.get((*key, variant))
+        return f"{tests(runs)[1]:.1%} vs {scores_after(changed)}" if changed else ""
 
     return by_method(name, cell)
 
 
 def mismatch_table(name):
     shown = lambda values: "{:.2f} -> {:.2f}".format(*values.round(2) + 0.0)  # no -0.00
-    return by_method(name, lambda task, runs: shown(mismatch(runs)))
+    return by_method(name, lambda key, runs: shown(mismatch(runs)))
 
 
 def learning_table(name):
@@ -379,6 +396,7 @@ def learning_table(name):
 TABLES = {
     "rates": rates_table,
     "gains": gains_table,
+    "changed": changed_table,
     "mismatch": mismatch_table,
     "best": best_table,
     "variants": variants_table,
@@ -395,7 +413,8 @@ def with_tables(text):
 
 if __name__ == "__main__":
     for figure_name in COMPARED:
-        draw_comparison("runs", figure_name)
+        draw_comparison(figure_name, "runs")
+    draw_comparison("", "sums", "large")
     for folder in {file.parent for file in FOLDER.glob("*/*.jsonl")} - {FOLDER / "comparison"}:
         draw(folder)
     draw_alignment()
