@@ -56,6 +56,8 @@ class Args:
     """rollouts of the batch, 8 completions of each prompt"""
     clean_prompt: bool = False
     """d1, wd1 and SPG mask nothing but the completion; give it an --out of its own"""
+    no_negatives: bool = False
+    """of the methods, all negative advantages are set to 0; give it an --out of its own"""
     at_rollout: bool = False
     """all methods score at the temperature of the rollouts; give it an --out of its own"""
     out: str = "runs/alignment"
@@ -145,6 +147,8 @@ def measure(method, temperature, device, rollouts, folder, args):
             rewards = torch.tensor([sum(part.values()) for part in parts], device=device)
         batch = script.Batch(trace, model)
         batch.advantages, batch.progress = script.compute_advantages(rewards, flags), 0.0
+        if args.no_negatives and method != EXACT:
+            batch.advantages = batch.advantages.clamp(min=0)
         script.update(model, None, optimizer, batch, 0, flags)
         seconds = time.perf_counter() - start
         torch.save({"gradient": optimizer.value, "seconds": seconds}, folder / "new")
@@ -157,8 +161,8 @@ def main(args):
     family = architecture(checkpoint_config(args.model)[0])
     methods = [method for method in args.methods if (family, method) not in REFUSED]
     wanted = {(method, t): None for t in args.temperatures for method in methods}
-    if args.keep and (args.at_rollout or args.clean_prompt):
-        raise SystemExit("--keep: a row does not say --at-rollout or --clean-prompt")
+    if args.keep and (args.at_rollout or args.clean_prompt or args.no_negatives):
+        raise SystemExit("--keep: a row does not say --at-rollout, --clean-prompt, --no-negatives")
     vectors, seconds, rollouts = {}, {}, {}
     for method, temperature in {(EXACT, t): None for t in EXACT_AT} | wanted:
         folder = Path(args.out) / f"{family}-{args.task}/{method}-t{temperature:g}"

@@ -87,7 +87,7 @@ KL["tracerl"] = "kl_to_old"
 VARIANTS = {method: {"no-kl": ({flag: 0.0}, {})} for method, flag in KL.items()}
 ENDS = ".flatten()\n\n\ndef policy_loss"  # of compute_advantages
 NO_NEGATIVES = {}, {ENDS: ENDS.replace("()", "().clamp(min=0)", 1)}
-for method in ("spg", "wd1", "espo", "ebpo"):
+for method in ("spg", "wd1", "espo", "ebpo", "coupled_grpo", "cj_grpo"):
     VARIANTS.setdefault(method, {})["no-negatives"] = NO_NEGATIVES
 # between the bounds of the same draws: half the squared difference
 ADD_KL = {
@@ -114,10 +114,12 @@ VARIANTS["bgpo"] = {
 }
 SHARED = TINY | {"denoising_steps": STEPS_PER_BLOCK, "save_every": 100, "keep_saves": 1}
 # flags of SFT by family and --tasks
-START = {("sdar", "countdown,sudoku"): {"max_steps": 350}}
-START["llada", "countdown,sudoku"] = {"max_steps": 700}
-START["sdar-large", "countdown,sudoku"] = {"max_steps": 300, "learning_rate": 7e-4}
-START["sdar", "sums"] = {"max_steps": 1150, "schedule_steps": 3000}
+START = {
+    ("sdar", "countdown,sudoku"): {"max_steps": 350},
+    ("llada", "countdown,sudoku"): {"max_steps": 700},
+    ("sdar-large", "countdown,sudoku"): {"max_steps": 300, "learning_rate": 7e-4},
+    ("sdar", "sums"): {"max_steps": 1150, "schedule_steps": 3000},
+}
 SFT = {"eval_limit": 0, "lr_schedule": "linear", "schedule_steps": 800, "warmup_steps": 100}
 SFT |= {"betas": (0.9, 0.98), "weight_decay": 0.01, "batch_size": 128, "micro_batch_size": 128}
 # Compiled, SDAR's start differed between two machines with the same kind of GPU.
@@ -400,7 +402,7 @@ class Curves:
         args, folder, target = self.args, self.folder(run), self.next_target(run)
         # One pass of SDAR's two copies replays a denoising step of all blocks.
         forwards = STEPS_PER_BLOCK * (1 if run.family.startswith("sdar") else TASKS[run.task] // 4)
-        # at once of a prompt; by estimate 4 GB of GPU memory, 14 GB of sdar-large
+        # per prompt and forward; by estimate 4 GB of GPU memory, 14 GB of sdar-large
         draws = 6 if run.task == "sums" else 8 if run.family == "sdar-large" else 24
         new = {
             "model": self.start(run.family),

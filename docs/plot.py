@@ -100,7 +100,8 @@ def comparison(name):
     """
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
     rows, grouped, starts = list(map(json.loads, lines)), defaultdict(list), defaultdict(dict)
-    for row in sorted(rows, key=lambda row: (row["family"] != "sdar", row["task"], row["seed"])):
+    order = "task", "variant", "seed"
+    for row in sorted(rows, key=lambda row: (row["family"] != "sdar", *map(row.get, order))):
         pair = row["family"], row["task"]
         if row["method"] == "start":
             starts[pair][row.get("start")] = row["greedy"]
@@ -150,7 +151,9 @@ def draw_comparison(figure_name, *names):
         for pair, method, tables, runs in curves:
             axes, (ls, color) = row[list(starts).index(pair)], STYLES[method]
             values = pd.concat([table[key] for table in tables], axis=1).ffill().dropna()
-            x = pd.concat([table[unit] for table in tables], axis=1).mean(axis=1)[values.index]
+            # of the seeds that go on, so that x never falls
+            steps = pd.concat([table[unit].fillna(0).diff() for table in tables], axis=1)
+            x = steps.mean(axis=1).fillna(0).cumsum()[values.index]
             (lines[method],) = axes.plot(x, values.mean(axis=1), ls=ls, color=color)
             low, high = values.min(axis=1), values.max(axis=1)
             axes.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
@@ -161,7 +164,8 @@ def draw_comparison(figure_name, *names):
             if key == "mismatch":
                 axes.set_yscale("symlog", linthresh=0.1)
                 axes.yaxis.set_major_formatter("{x:g}")
-            axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
+            axes.set(title=": ".join(pair), xlabel=unit)
+        row[0].set_ylabel(label)
     methods = [method for method in METHODS if method in lines]
     shown = [lines[method] for method in methods]
     figure.legend(shown, methods, loc="outside lower center", ncols=7, frameon=False)
@@ -314,7 +318,7 @@ def by_method(name, cell):
     table = f"| method | {' | '.join(map(': '.join, starts))} |\n|{'---|' * (len(starts) + 1)}\n"
     for method in METHODS:
         keys = [(*pair, method) for pair in starts]
-        cells = [cell(key, grouped[*key, ""]) if grouped.get((*key, "")) else "" for key in keys]
+        cells = [cell(key, runs) if (runs := grouped.get((*key, ""))) else "" for key in keys]
         table += f"| {method} | {' | '.join(cells)} |\n" if any(cells) else ""
     return table
 
@@ -344,7 +348,7 @@ def gains_table(name):
 
 
 def changed_table(names):
-    """names: "<comparison> <variant>" -> Markdown: test score at the end, mean over the seeds, and
+    """names: "<comparison> <variant>" -> Markdown: test score at the end, mean over the seeds ->
     that of each seed of the variant
     """
     name, variant = names.split()
@@ -352,7 +356,7 @@ def changed_table(names):
 
     def cell(key, runs):
         changed = grouped.get((*key, variant))
-        return f"{tests(runs)[1]:.1%} vs {scores_after(changed)}" if changed else ""
+        return f"{tests(runs)[1]:.1%} -> {scores_after(changed)}" if changed else ""
 
     return by_method(name, cell)
 
