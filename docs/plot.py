@@ -10,6 +10,7 @@ docs/curves/alignment.jsonl a row per method, pair and temperatures, by bench/al
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+from bench.curves import RATE_SEED, is_level
+
 FOLDER = DOCS / "curves"
 PAGES = DOCS / "curves.md", DOCS / "alignment.md", *sorted(DOCS.glob("algos/*.md"))
 # title: metrics in training (smoothed line), on the validation split (dots), on the test split
@@ -37,7 +41,6 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#000000", "#5
 STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
 # temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
-RATE_SEED = 1000  # of runs that try a learning rate
 PROBLEMS = {"countdown": 113, "sudoku": 512, "sums": 512}  # that differ, in the test split
 MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
 # figure: y axis, value of the points, x axis; those that the runs have are drawn
@@ -164,8 +167,8 @@ def draw_comparison(figure_name, *names):
             if key == "mismatch":
                 axes.set_yscale("symlog", linthresh=0.1)
                 axes.yaxis.set_major_formatter("{x:g}")
-            axes.set(title=": ".join(pair), xlabel=unit)
-        row[0].set_ylabel(label)
+            axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
+            axes.yaxis.label.set_visible(axes is row[0])
     methods = [method for method in METHODS if method in lines]
     shown = [lines[method] for method in methods]
     figure.legend(shown, methods, loc="outside lower center", ncols=7, frameon=False)
@@ -225,10 +228,16 @@ def best_table(method):
 
 
 def scores_after(runs):
-    """-> text: test scores at the end, none of a run that diverged or in which no completion had an
-    advantage any more
+    """-> text: test scores at the end, "+": still rising; none of a run that diverged or in which at
+    last no completion had an advantage
     """
-    return ", ".join(f"{run['test'][1]:.1%}" if run["test"][1:] else "stopped" for run in runs)
+    score = lambda run: f"{run['test'][1]:.1%}{'+' * is_rising(run)}"
+    return ", ".join(score(run) if run["test"][1:] else "stopped" for run in runs)
+
+
+def is_rising(run):
+    """Whether a long run ended before its plateau (bench/curves.py)"""
+    return run["rollouts"] >= 200 and not is_level(run["points"]["greedy"])
 
 
 def variants_table(name):
