@@ -228,8 +228,8 @@ def best_table(method):
 
 
 def scores_after(runs):
-    """-> text: test scores at the end, "+": still rising; none of a run that diverged or in which at
-    last no completion had an advantage
+    """-> text: test scores at the end, "+": still rising; none of a run that diverged or in which
+    no completion had an advantage at last
     """
     score = lambda run: f"{run['test'][1]:.1%}{'+' * is_rising(run)}"
     return ", ".join(score(run) if run["test"][1:] else "stopped" for run in runs)
