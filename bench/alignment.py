@@ -1,7 +1,7 @@
 """Does the first update of a method push the reward of the sampler uphill?
 
     python bench/alignment.py --model tiny-llada --task countdown
-    python bench/alignment.py --model DIR --task sudoku --gen-length 20 --keep
+    python bench/alignment.py --model DIR --task sudoku --gen-length 20 --keep rows.jsonl
 
 Each method's own script makes rollouts and takes its first update (no KL, no clipping); the
 gradient that its optimizer would receive is kept, one vector for each of --blocks rollouts of the
@@ -9,9 +9,8 @@ same prompts. The exact gradient of the sampler's expected reward on these promp
 denoising steps. Compared are expectations: `cosine` removes the noise by products of different
 rollouts only.
 
-Vectors go to --out and are not made twice, so that a call that was cut off goes on. --keep: write
-the rows to docs/curves/alignment.jsonl, in place of older ones of the same rollouts; docs/plot.py
-draws them.
+Vectors go to --out and are not made twice, so that a call that was cut off goes on. docs/plot.py
+draws the rows of docs/curves/alignment.jsonl.
 """
 
 import json
@@ -37,7 +36,6 @@ EXACT, EXACT_AT = "tpg", (1.0, 0.3)  # the method, temperatures: sampling, near 
 METHODS = ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", EXACT)
 METHODS += ("espo", "ebpo", "justgrpo", "dtreerpo", "tracerl")
 REFUSED = {("sdar", "mdpo"), ("llada", "ebpo")}  # by the scripts themselves, which say why
-KEPT = ROOT / "docs/curves/alignment.jsonl"
 
 
 @dataclass
@@ -61,7 +59,8 @@ class Args:
     at_rollout: bool = False
     """all methods score at the temperature of the rollouts; give it an --out of its own"""
     out: str = "runs/alignment"
-    keep: bool = False
+    keep: str = ""
+    """file that gets the rows, in place of older ones of the same method, pair and temperature"""
 
 
 def cosine(a, b):
@@ -161,8 +160,6 @@ def main(args):
     family = architecture(checkpoint_config(args.model)[0])
     methods = [method for method in args.methods if (family, method) not in REFUSED]
     wanted = {(method, t): None for t in args.temperatures for method in methods}
-    if args.keep and (args.at_rollout or args.clean_prompt or args.no_negatives):
-        raise SystemExit("--keep: a row does not say --at-rollout, --clean-prompt, --no-negatives")
     vectors, seconds, rollouts = {}, {}, {}
     for method, temperature in {(EXACT, t): None for t in EXACT_AT} | wanted:
         folder = Path(args.out) / f"{family}-{args.task}/{method}-t{temperature:g}"
@@ -174,7 +171,8 @@ def main(args):
     close_distributed()
     facts = {"family": family, "task": args.task, "completions": args.blocks * args.prompts * 8}
     facts |= {"commit": describe_git(), "machine": describe_device()}
-    kept = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.is_file() else []
+    file = Path(args.keep)
+    kept = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     mine = lambda row: (row["family"], row["task"]) == (family, args.task)
     made = lambda row: (row["method"], row["temperature"]) in vectors
     rows = [old for old in kept if not (mine(old) and made(old))]
@@ -192,7 +190,7 @@ def main(args):
                 f"{method:14} at {temperature:g}, exact at {target:g}: {value:.2f} +- {error:.2f}"
             )
     if args.keep:
-        KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ docs/plot.py`.
 docs/curves/<method>/<name>.jsonl is the metrics.jsonl of a run (here without the timings),
 docs/curves/tiny-sdar/<method>.jsonl that of a method's plain command,
 docs/curves/comparison/<name>.jsonl holds one run per line, written by bench/curves.py, and
-docs/curves/alignment.jsonl a row per method, pair and temperatures, by bench/alignment.py.
+docs/curves/alignment*.jsonl a row per method, pair and temperatures, by bench/alignment.py.
 """
 
 import json
@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
-from bench.curves import RATE_SEED, is_level
+from bench.curves import METHODS, RATE_SEED, is_level
 
 FOLDER = DOCS / "curves"
 PAGES = DOCS / "curves.md", DOCS / "alignment.md", *sorted(DOCS.glob("algos/*.md"))
@@ -33,9 +33,6 @@ PANELS = {
     "loss in training, nats": ("loss/total", "", ""),
     "problems solved, held out": ("", "eval/.*", "test/.*"),
 }
-METHODS = (
-    "d1 coupled_grpo spg bgpo cj_grpo mdpo wd1 tpg espo ebpo justgrpo dtreerpo tracerl".split()
-)
 # of a method in all figures; told apart by the colour-blind too
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#000000", "#56B4E9")
 STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
@@ -261,10 +258,13 @@ def variants_table(name):
     return table
 
 
-def alignment():
-    """-> {(task, family): {(method, temperature of the rollouts, of the exact gradient): row}}"""
+def alignment(changed=""):
+    """-> {(task, family): {(method, temperature of the rollouts, of the exact gradient): row}}
+
+    changed: end of the file's name
+    """
     grouped = defaultdict(dict)
-    for row in map(json.loads, (FOLDER / "alignment.jsonl").read_text().splitlines()):
+    for row in map(json.loads, (FOLDER / f"alignment{changed}.jsonl").read_text().splitlines()):
         key = row["method"], row["temperature"], row["exact_at"]
         grouped[row["task"], row["family"]][key] = row
     return dict(sorted(grouped.items()))
@@ -297,14 +297,20 @@ def draw_alignment():
 
 
 def alignment_table(name):
-    """name: "cosine" or "noise", temperature of the rollouts, of the exact gradient -> Markdown"""
-    panels, (quantity, *at) = alignment(), name.split()
-    table = f"| method | {' | '.join(map(': '.join, panels))} |\n|{'---|' * (len(panels) + 1)}\n"
+    """name: "cosine" or "noise", temperature of the rollouts, of the exact gradient, then possibly
+    what was changed -> Markdown, in this case "as the methods are -> changed"
+    """
+    quantity, here, there, *changed = name.split()
+    files = [alignment(), *(alignment(f"-{change}") for change in changed)]
+    table = (
+        f"| method | {' | '.join(map(': '.join, files[0]))} |\n|{'---|' * (len(files[0]) + 1)}\n"
+    )
     shown = {"cosine": "{cosine:.2f} ± {error:.2f}", "noise": "{noise:,.0f}"}[quantity]
     text = lambda row: shown.format(**row) if row["error"] < MEASURED else "?"
     for method in METHODS:
-        rows = [panel.get((method, *map(float, at))) for panel in panels.values()]
-        cells = [text(row) if row else "" for row in rows]
+        key = method, float(here), float(there)
+        rows = [[file[pair].get(key) for file in files] for pair in files[0]]
+        cells = [" -> ".join(map(text, row)) if all(row) else "" for row in rows]
         table += f"| {method} | {' | '.join(cells)} |\n"
     return table
 
