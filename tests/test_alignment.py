@@ -1,8 +1,13 @@
 """bench/alignment.py: the cosine of two expectations, from noisy draws of them."""
 
+from importlib import import_module
+
+import pytest
 import torch
 
+from bench import alignment
 from bench.alignment import cosine, noise_scale
+from models.ranks import close_distributed, setup_distributed
 
 N, P, REPEATS = 16, 200, 200
 
@@ -26,3 +31,14 @@ def test_the_cosine_of_noisy_gradients_is_that_of_their_means():
         assert 0.8 < errors.mean() / spread < 1.5
     scales = [noise_scale(a) for a in draws(b, 3.0, 3)]
     assert abs(sum(scales) / REPEATS - 9) < 1
+
+
+@pytest.mark.parametrize("method, moves", [("bgpo", False), (alignment.EXACT, True)])
+def test_without_negative_advantages(method, moves, tmp_path, monkeypatch):
+    """They are set to 0, but not those of the exact gradient."""
+    script = import_module(f"algos.{method}")
+    monkeypatch.setattr(script, "compute_advantages", lambda rewards, _: -torch.ones_like(rewards))
+    args = alignment.Args(blocks=1, prompts=1, no_negatives=True)
+    alignment.measure(method, 1.0, setup_distributed(), {}, tmp_path, args)
+    close_distributed()
+    assert bool(torch.load(tmp_path / "0.pt")["gradient"].any()) == moves

@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import shutil
 import zlib
 from collections import Counter
 from importlib import import_module
@@ -207,12 +208,35 @@ def test_every_start_is_scored_once(tmp_path):
     assert [row["start"] for row in rows] == [zlib.crc32(b"a"), zlib.crc32(b"b")]
 
 
+def test_a_start_is_trained_with_its_flags(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.MODELS, "sdar", bench.TINY_SDAR)
+    curves = Curves(Args(starts=f"{tmp_path}/", rows=f"{tmp_path}/rows", tasks="sums"))
+    curves.root, given = tmp_path, {}
+
+    def call(script, flags, log, gpu):
+        if script == "algos/sft.py":
+            given.update(flags)
+            shutil.copytree(flags["model"], flags["out"] / "run/checkpoints/step-1")
+        else:
+            log.write_text('{"accuracy": 0.2}\n')
+        return 0
+
+    monkeypatch.setattr(curves, "call", call)
+    curves.make_start("sdar", "")
+    assert (given["max_steps"], given["schedule_steps"], given["eos_tail"]) == (1150, 3000, 8)
+    assert (tmp_path / "sdar/model.safetensors").exists()
+    assert [row["greedy"] for row in curves.rows.values()] == [0.2]
+    with pytest.raises(SystemExit, match="START has no flags for"):
+        curves.make_start("llada", "")
+
+
 def test_sums_are_a_file(tmp_path, monkeypatch):
     given, curves = {}, Curves(Args(rows=f"{tmp_path}/rows", starts=f"{tmp_path}/"))
     curves.root = tmp_path
     monkeypatch.setattr(curves, "call", lambda script, flags, *more: given.update(flags))
     curves.train(Run("sdar-large", "cj_grpo", "sums"), "")
     assert given["task"] == sums.__file__ and given["gen_length"] == 64
+    assert given["micro_batch_size"] == 6 * 64  # rows three times as long as countdown's
     assert given["num_iterations"] == 3  # of two passes each
 
 
