@@ -2,10 +2,8 @@
 
     python bench/curves.py --starts models/tiny- --tasks countdown --rows tiny.jsonl    # CPU
     python bench/curves.py --jobs 14 --minutes 8    # 6 million parameters, GPUs
-    python bench/curves.py --tasks sudoku --methods bgpo --rate 1.5e-4 --rows variants.jsonl
 
-The last one needs a start that was made before: START has none for sudoku alone. docs/curves.md has
-the commands for the harder task (sums) and for 0.1 billion parameters.
+docs/curves.md has the commands for the harder task (sums) and for 0.1 billion parameters.
 
 A call makes what is missing, stops after --minutes, and the next call goes on. Rows of finished
 runs are in --rows: what has a row is not made again. A run that --minutes cuts off saves its state

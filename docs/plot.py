@@ -212,10 +212,12 @@ def rates_table(name):
 
 
 def best_table(method):
-    """-> Markdown: test scores of a method and its variants at the best of the rates tried"""
+    """-> Markdown: test scores of a method at the best of the rates tried, as it is, without its KL
+    and without negative advantages
+    """
     table = BEST
     for (family, task, name, variant), runs in comparison("runs")[0].items():
-        if name == method:
+        if name == method and variant in ("", "no-kl", "no-negatives"):
             rollouts = ", ".join(str(run["rollouts"]) for run in runs)
             before = f"{runs[0]['test'][0]:.1%}"
             task += f", {variant}" if variant else ""
@@ -237,23 +239,23 @@ def is_rising(run):
     return run["rollouts"] >= 200 and not is_level(run["points"]["greedy"])
 
 
-def variants_table(name):
-    """-> Markdown: what the variants of a method end with; reward, distinct completions and
-    mismatch are those of the samples, means over the seeds
+def ablations_table(names):
+    """names: "<comparison> <method>" -> Markdown: what every change of a method ends with, on the
+    pairs that have some; reward, distinct completions and mismatch are those of the samples, means
+    over the seeds
     """
-    heads = "pair", "method", "rate", "before", "after, seed by seed", "mean", "reward", "distinct"
+    name, method = names.split()
+    heads = "pair", "change", "before", "after, seed by seed", "mean", "reward", "distinct"
     table = f"| {' | '.join(heads)} | mismatch |\n|{'---|' * (len(heads) + 1)}\n"
-    place = lambda key: (key[0] != "sdar", key[1], METHODS.index(key[2]), key[3] != "")
-    grouped = comparison(name)[0]
-    for *pair, method, variant in sorted(grouped, key=place):
-        runs = grouped[*pair, method, variant]
-        for rate in sorted({run["rate"] for run in runs if run["seed"] != RATE_SEED}):
-            mine = [run for run in runs if run["rate"] == rate]
-            before, after = tests(mine) if tests(mine) is not None else (math.nan, math.nan)
-            last = pd.DataFrame([run["points"] for run in mine]).map(lambda values: values[-1])
-            cells = [": ".join(pair), f"{method} {variant}".strip(), f"{rate:g}", f"{before:.1%}"]
-            cells += [scores_after(mine), f"{after:.1%}", f"{last['reward'].mean():.2f}"]
-            cells += [f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(mine))]
+    mine = {(*pair, v): runs for (*pair, m, v), runs in comparison(name)[0].items() if m == method}
+    changed = {tuple(pair) for *pair, variant in mine if variant}
+    for (*pair, variant), runs in mine.items():
+        if tuple(pair) in changed:
+            before, after = tests(runs)
+            last = pd.DataFrame([run["points"] for run in runs]).map(lambda values: values[-1])
+            cells = [": ".join(pair), variant or "none", f"{before:.1%}", scores_after(runs)]
+            cells += [f"{after:.1%}", f"{last['reward'].mean():.2f}"]
+            cells += [f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(runs))]
             table += f"| {' | '.join(cells)} |\n"
     return table
 
@@ -418,7 +420,7 @@ TABLES = {
     "changed": changed_table,
     "mismatch": mismatch_table,
     "best": best_table,
-    "variants": variants_table,
+    "ablations": ablations_table,
     "alignment": alignment_table,
     "learning": learning_table,
 }
