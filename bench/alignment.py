@@ -53,11 +53,11 @@ class Args:
     blocks: int = 16
     """rollouts of the batch, 8 completions of each prompt"""
     clean_prompt: bool = False
-    """d1, wd1 and SPG mask nothing but the completion; give it an --out of its own"""
+    """d1, wd1 and SPG mask nothing but the completion; with an --out and --keep of its own"""
     no_negatives: bool = False
-    """of the methods, all negative advantages are set to 0; give it an --out of its own"""
+    """of the methods, all negative advantages are set to 0; with an --out and --keep of its own"""
     at_rollout: bool = False
-    """all methods score at the temperature of the rollouts; give it an --out of its own"""
+    """all methods score at the temperature of the rollouts; with an --out and --keep of its own"""
     out: str = "runs/alignment"
     keep: str = ""
     """file that gets the rows, in place of older ones of the same method, pair and temperature"""

@@ -1,9 +1,8 @@
 """Learning curves of the online methods, all runs of a family from one SFT checkpoint.
 
-    python bench/curves.py --starts models/tiny- --tasks countdown --rows tiny.jsonl    # CPU
     python bench/curves.py --jobs 14 --minutes 8    # 6 million parameters, GPUs
 
-docs/curves.md has the commands for the harder task (sums) and for 0.1 billion parameters.
+docs/curves.md has commands for a CPU, a harder task (sums) and 0.1 billion parameters.
 
 A call makes what is missing, stops after --minutes, and the next call goes on. Rows of finished
 runs are in --rows: what has a row is not made again. A run that --minutes cuts off saves its state
@@ -148,7 +147,7 @@ class Args:
     rate: float = 0
     """learning rate of all methods; 0: the best of those tried"""
     variants: bool = True
-    """runs without a KL, and ablations"""
+    """also the runs of VARIANTS"""
     compile: bool = True
     """torch.compile in the runs, on GPUs"""
     commit: str = field(default_factory=describe_git)
@@ -324,7 +323,7 @@ class Curves:
 
     def wanted(self):
         """-> runs whose rates are known so far, in the order in which they are to be made: the
-        rates, task by task; seed by seed the runs of all tasks; what has no KL; ablations
+        rates, task by task; seed by seed the runs of all tasks; what has no KL; other variants
         """
         ordered = []
         for family, method in self.pairs:
@@ -342,7 +341,7 @@ class Curves:
                 for variant in ("", *(VARIANTS.get(method, {}) if with_variants else ())):
                     for seed in range(self.args.seeds):
                         run = Run(family, method, task, seed, chosen, variant)
-                        stage = 1 + (method not in KL) if variant else 0
+                        stage = {"": 0, "no-kl": 1}.get(variant, 2)
                         ordered.append(((math.inf, stage, seed, place), run))
         return [run for _, run in sorted(ordered, key=lambda item: item[0])]
 

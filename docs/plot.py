@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
-from bench.curves import METHODS, RATE_SEED, is_level
+from bench.curves import METHODS, RATE_SEED, VARIANTS, is_level, last_score
 
 FOLDER = DOCS / "curves"
 PAGES = DOCS / "curves.md", DOCS / "alignment.md", *sorted(DOCS.glob("algos/*.md"))
@@ -40,7 +40,7 @@ STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
 PROBLEMS = {"countdown": 113, "sudoku": 512, "sums": 512}  # that differ, in the test split
 MEASURED = 0.4  # a larger error, or NaN: noise drowns the cosine
-# figure: y axis, value of the points, x axis; those that the runs have are drawn
+# figure: y axis, value of the points, x axis
 COMPARED = {
     "": (("solved, greedy", "greedy", "rollouts"), ("mismatch, nats", "mismatch", "rollouts")),
     "-more": (
@@ -94,10 +94,7 @@ def draw(folder):
 
 
 def comparison(name):
-    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): {start: score}}
-
-    A method that has no seeds yet has the best of the runs that tried a rate.
-    """
+    """-> {(family, task, method, variant): runs, one per seed}, {(family, task): {start: score}}"""
     lines = (FOLDER / f"comparison/{name}.jsonl").read_text().splitlines()
     rows, grouped, starts = list(map(json.loads, lines)), defaultdict(list), defaultdict(dict)
     order = "task", "variant", "seed"
@@ -107,8 +104,6 @@ def comparison(name):
             starts[pair][row.get("start")] = row["greedy"]
         elif row["seed"] != RATE_SEED:
             grouped[*pair, row["method"], row["variant"]].append(row)
-    for key, runs in rate_runs(name).items():
-        grouped[*key, ""] = grouped.get((*key, "")) or [best_of(runs)]
     return grouped, starts
 
 
@@ -117,15 +112,13 @@ def evaluations(run, start):
     points = pd.DataFrame(run["points"])
     points = pd.concat([pd.DataFrame({"rollout": [0], "greedy": start}), points])
     points["rollouts"] = points["rollout"]
-    if run["seconds"]:
-        points["minutes"] = points["rollout"] * run["seconds"] / 60
-    if "tokens" in points:
-        points["million tokens"] = points["tokens"].fillna(0) / 1e6
-        points["mismatch"] = points["surprisal"] - points["entropy"]
+    points["minutes"] = points["rollout"] * run["seconds"] / 60
+    points["million tokens"] = points["tokens"].fillna(0) / 1e6
+    points["mismatch"] = points["surprisal"] - points["entropy"]
     return points.set_index("rollout")
 
 
-def draw_comparison(figure_name, *names):
+def draw_comparison(figure_name, *names, variant=""):
     """A column per pair of the comparisons. Mean over the seeds, shaded from the lowest to the
     highest; stars: test. A run that ends before others keeps its last value.
     """
@@ -133,18 +126,13 @@ def draw_comparison(figure_name, *names):
     for name in names:
         runs, scores = comparison(name)
         grouped, starts = grouped | runs, starts | scores
-    for (*pair, method, variant), runs in grouped.items():
-        for panel in () if variant else COMPARED[figure_name]:
+    for (*pair, method, changed), runs in grouped.items():
+        if changed == variant:
             # JustGRPO's sampler, a token a step, starts elsewhere
             mine = {} if method == "justgrpo" else starts[tuple(pair)]
-            scores = [mine.get(run.get("start"), math.nan) for run in runs]
-            tables = [
-                evaluations(*run) for run in zip(runs, scores, strict=True) if run[0]["points"]
-            ]
-            if tables and all({*panel[1:]} <= {*table} for table in tables):
+            tables = [evaluations(run, mine.get(run["start"], math.nan)) for run in runs]
+            for panel in COMPARED[figure_name]:
                 drawn[panel].append((tuple(pair), method, tables, runs))
-    if not drawn:
-        return
     figure = Figure((4 * len(starts), 0.8 + 2.8 * len(drawn)), layout="constrained")
     grid = figure.subplots(len(drawn), len(starts), sharey="row", squeeze=False)
     for row, ((label, key, unit), curves) in zip(grid, drawn.items(), strict=True):
@@ -169,7 +157,8 @@ def draw_comparison(figure_name, *names):
     methods = [method for method in METHODS if method in lines]
     shown = [lines[method] for method in methods]
     figure.legend(shown, methods, loc="outside lower center", ncols=7, frameon=False)
-    finish(figure, f"comparison-{'-'.join(names)}{figure_name}")
+    name = "-".join((*names, variant)).removesuffix("-")
+    finish(figure, f"comparison-{name}{figure_name}")
 
 
 def rate_runs(name):
@@ -183,17 +172,6 @@ def rate_runs(name):
     return grouped
 
 
-def late_score(run):
-    """Mean of the last three validation scores"""
-    return np.mean(run["points"]["greedy"][-3:])
-
-
-def best_of(runs):
-    """{rate: run} -> the run with the best late score, of those that were not stopped"""
-    whole = [run for run in runs.values() if run["test"][1:]]
-    return max(whole or runs.values(), key=late_score)
-
-
 def rates_table(name):
     """-> Markdown: validation score by learning rate"""
     grouped = rate_runs(name)
@@ -202,7 +180,7 @@ def rates_table(name):
     table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
     for (pair, starts), method in product(comparison(name)[1].items(), METHODS):
         if runs := grouped.get((*pair, method)):
-            scores = [late_score(runs[rate]) if rate in runs else None for rate in rates]
+            scores = [last_score(runs[rate]) if rate in runs else None for rate in rates]
             cells = ["" if x is None else f"{x:.1%}" for x in scores]
             # of the starts of its runs; JustGRPO, a token a step, starts elsewhere
             used = {run["start"] for run in runs.values()} if method != "justgrpo" else ()
@@ -239,23 +217,23 @@ def is_rising(run):
     return run["rollouts"] >= 200 and not is_level(run["points"]["greedy"])
 
 
-def ablations_table(names):
-    """names: "<comparison> <method>" -> Markdown: what every change of a method ends with, on the
+def variants_table(names):
+    """names: "<comparison> <method>" -> Markdown: what every variant of a method ends with, on the
     pairs that have some; reward, distinct completions and mismatch are those of the samples, means
     over the seeds
     """
     name, method = names.split()
-    heads = "pair", "change", "before", "after, seed by seed", "mean", "reward", "distinct"
+    heads = "pair", "variant", "before", "after, seed by seed", "mean", "reward", "distinct"
     table = f"| {' | '.join(heads)} | mismatch |\n|{'---|' * (len(heads) + 1)}\n"
-    mine = {(*pair, v): runs for (*pair, m, v), runs in comparison(name)[0].items() if m == method}
-    changed = {tuple(pair) for *pair, variant in mine if variant}
-    for (*pair, variant), runs in mine.items():
-        if tuple(pair) in changed:
+    grouped, starts = comparison(name)
+    for pair, variant in product(starts, ("", *VARIANTS[method])):
+        runs = grouped.get((*pair, method, variant))
+        if runs and any((*pair, method, changed) in grouped for changed in VARIANTS[method]):
             before, after = tests(runs)
             last = pd.DataFrame([run["points"] for run in runs]).map(lambda values: values[-1])
-            cells = [": ".join(pair), variant or "none", f"{before:.1%}", scores_after(runs)]
+            cells = [": ".join(pair), variant or "unchanged", f"{before:.1%}", scores_after(runs)]
             cells += [f"{after:.1%}", f"{last['reward'].mean():.2f}"]
-            cells += [f"{last['distinct'].mean():.2f}", "{:.2f} -> {:.2f}".format(*mismatch(runs))]
+            cells += [f"{last['distinct'].mean():.2f}", shown_mismatch(runs)]
             table += f"| {' | '.join(cells)} |\n"
     return table
 
@@ -317,10 +295,16 @@ def alignment_table(name):
     return table
 
 
+def ends(runs):
+    """-> test score of every run at the end; 0 where no completion had an advantage at last,
+    because all rewards were 0
+    """
+    return [run["test"][1] if run["test"][1:] else 0.0 for run in runs]
+
+
 def tests(runs):
-    """-> test scores of the start and the end, means over the seeds that ended; None: none did"""
-    whole = [run["test"] for run in runs if run["test"][1:]]
-    return np.mean(whole, axis=0) if whole else None
+    """-> test scores of the start and the end, means over the seeds"""
+    return np.array([np.mean([run["test"][0] for run in runs]), np.mean(ends(runs))])
 
 
 def mismatch(runs):
@@ -340,13 +324,16 @@ def by_method(name, cell):
     return table
 
 
-def error_of(scores, runs, task):
-    """-> standard error of the gain, as if scores before and after were of other problems, with
-    the spread of the seeds
+def is_clear(scores, task, *groups):
+    """Whether two scores differ by two standard errors, as if they were of other problems, with the
+    spread of the seeds
+
+    groups: scores of the seeds whose mean is one of the two
     """
-    after = [run["test"][1] for run in runs if run["test"][1:]]
-    seeds = np.var(after, ddof=1) / len(after) if after[1:] else 0
-    return math.sqrt((scores * (1 - scores)).sum() / PROBLEMS[task] + seeds)
+    spreads = [np.var(group, ddof=1) for group in groups if group[1:]]
+    seeds = np.mean(spreads or 0) * sum(1 / len(group) for group in groups)
+    variance = (scores * (1 - scores)).sum() / PROBLEMS[task] + seeds
+    return abs(np.diff(scores)[0]) > 2 * math.sqrt(variance)
 
 
 def gains_table(name):
@@ -355,32 +342,37 @@ def gains_table(name):
     """
 
     def cell(key, runs):
-        if (scores := tests(runs)) is None:
-            return "stopped"
+        scores = tests(runs)
         text = f"{scores[0]:.1%} -> {scores_after(runs)}"
-        is_clear = scores[1] - scores[0] > 2 * error_of(scores, runs, key[1])
-        return f"**{text}**" if is_clear else text
+        is_higher = scores[1] > scores[0] and is_clear(scores, key[1], ends(runs))
+        return f"**{text}**" if is_higher else text
 
     return by_method(name, cell)
 
 
-def changed_table(names):
+def variant_table(names):
     """names: "<comparison> <variant>" -> Markdown: test score at the end, mean over the seeds ->
-    that of each seed of the variant
+    that of each seed of the variant; bold where the means differ by two errors
     """
     name, variant = names.split()
     grouped = comparison(name)[0]
 
     def cell(key, runs):
-        changed = grouped.get((*key, variant))
-        return f"{tests(runs)[1]:.1%} -> {scores_after(changed)}" if changed else ""
+        if not (changed := grouped.get((*key, variant))):
+            return ""
+        scores = np.array([np.mean(ends(runs)), np.mean(ends(changed))])
+        text = f"{scores[0]:.1%} -> {scores_after(changed)}"
+        return f"**{text}**" if is_clear(scores, key[1], ends(runs), ends(changed)) else text
 
     return by_method(name, cell)
 
 
+def shown_mismatch(runs):
+    return "{:.2f} -> {:.2f}".format(*mismatch(runs).round(2) + 0.0)  # no -0.00
+
+
 def mismatch_table(name):
-    shown = lambda values: "{:.2f} -> {:.2f}".format(*values.round(2) + 0.0)  # no -0.00
-    return by_method(name, lambda key, runs: shown(mismatch(runs)))
+    return by_method(name, lambda key, runs: shown_mismatch(runs))
 
 
 def learning_table(name):
@@ -390,13 +382,11 @@ def learning_table(name):
     """
     found, panels = defaultdict(lambda: defaultdict(list)), alignment()
     for (*pair, method, variant), runs in comparison(name)[0].items():
-        if variant or (scores := tests(runs)) is None:
-            continue
-        row = panels[pair[1], pair[0]][method, 1, 1]
-        if row["error"] < MEASURED:
-            found["high cosine"][tuple(pair)].append((row["cosine"], np.diff(scores)[0]))
+        row, gain = panels[pair[1], pair[0]][method, 1, 1], np.diff(tests(runs))[0]
+        if not variant and row["error"] < MEASURED:
+            found["high cosine"][tuple(pair)].append((row["cosine"], gain))
             near = -abs(mismatch(runs)[0])
-            found["mismatch near 0"][tuple(pair)].append((near, np.diff(scores)[0]))
+            found["mismatch near 0"][tuple(pair)].append((near, gain))
     table = LEARNING
     for measure, pairs in found.items():
         ranks = [pd.DataFrame(rows).rank().to_numpy().T for rows in pairs.values()]
@@ -417,10 +407,10 @@ def learning_table(name):
 TABLES = {
     "rates": rates_table,
     "gains": gains_table,
-    "changed": changed_table,
+    "variant": variant_table,
     "mismatch": mismatch_table,
     "best": best_table,
-    "ablations": ablations_table,
+    "variants": variants_table,
     "alignment": alignment_table,
     "learning": learning_table,
 }
@@ -435,6 +425,7 @@ def with_tables(text):
 if __name__ == "__main__":
     for figure_name in COMPARED:
         draw_comparison(figure_name, "runs")
+    draw_comparison("", "runs", variant="no-negatives")
     draw_comparison("", "sums", "large")
     for folder in {file.parent for file in FOLDER.glob("*/*.jsonl")} - {FOLDER / "comparison"}:
         draw(folder)

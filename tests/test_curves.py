@@ -124,6 +124,9 @@ def test_with_a_rate_given_none_is_tried(tmp_path):
     tasks = [run.task for run in runs if not run.variant]
     assert tasks == ["countdown", "sudoku"] * 2
     assert {run.variant for run in runs} == {"", *bench.VARIANTS["bgpo"]}
+    args.methods = "espo", "bgpo"
+    stages = [{"": 0, "no-kl": 1}.get(run.variant, 2) for run in Curves(args).wanted()]
+    assert stages == sorted(stages) and {*stages} == {0, 1, 2}
 
 
 def test_a_run_starts_if_it_can_end_on_this_machine(tmp_path):
@@ -259,10 +262,21 @@ def test_scripts_know_the_flags_of_their_runs(method):
     assert method in bench.KL or not args.beta or method == "bgpo"  # whose KL is a variant
 
 
+@pytest.mark.parametrize("method", [m for m, v in bench.VARIANTS.items() if "no-negatives" in v])
+def test_negative_advantages_are_dropped(method, tmp_path):
+    own, (flags, replaced) = import_module(f"algos.{method}"), bench.NO_NEGATIVES
+    script = bench.patched(own.__file__, replaced, tmp_path)
+    rewards, args = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), own.Args(num_generations=4)
+    advantages = own.compute_advantages(rewards, args)
+    changed = runpy.run_path(str(script))["compute_advantages"](rewards, args)
+    assert not flags and advantages.min() < 0
+    torch.testing.assert_close(changed, advantages.clamp(min=0))
+
+
 def test_ablations_of_bgpo_change_what_they_say(tmp_path):
     """Gradients and advantages of the patched scripts against the method's own."""
     found = {}
-    for name in ("", "saturating", "no-negatives", "no-std", "kl-0.01"):
+    for name in ("", "saturating", "no-std", "kl-0.01"):
         flags, replaced = bench.VARIANTS["bgpo"][name] if name else ({}, {})
         script = bench.patched(bench.ROOT / "algos/bgpo.py", replaced, tmp_path / name)
         mine = SimpleNamespace(**runpy.run_path(str(script)))
@@ -283,11 +297,10 @@ def test_ablations_of_bgpo_change_what_they_say(tmp_path):
         loss, _ = mine.policy_loss(estimates, estimates.detach(), ref, rows, args)
         found[name] = advantages, torch.autograd.grad(loss, logps)[0], logps.detach()
         assert mine.USES_REF == ("kl" in name)
-    (own, gradient, logps), falls = found[""], found[""][0][:, None, None] < 0
+    (_, gradient, logps), falls = found[""], found[""][0][:, None, None] < 0
     torch.testing.assert_close(
         found["saturating"][1], torch.where(falls, gradient * logps.exp(), gradient)
     )
-    torch.testing.assert_close(found["no-negatives"][0], own.clamp(min=0))
     torch.testing.assert_close(
         found["no-std"][0], rewards - rewards.view(2, 4).mean(1).repeat_interleave(4)
     )
