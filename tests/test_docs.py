@@ -157,13 +157,13 @@ def test_figures_of_runs_of_different_length(tmp_path, monkeypatch):
     [
         ([[0.6] * 3], 1),
         ([[0.4, 0.6, 0.8]], 0),
-        ([[0.3, 0.5, 0.7], [0.6]], 0),
+        ([[0.465, 0.5, 0.535], [0.6]], 0),
         ([[0.5] * 3, [0.6]], 1),
     ],
 )
 def test_a_difference_is_clear_above_two_errors(groups, clear):
-    """0.5 and 0.6 on 512 problems are 3.2 errors apart, fewer with the spread of the seeds. One seed
-    takes that of the other method.
+    """0.5 and 0.6 on 512 problems are 3.2 errors apart, fewer with the spread of the seeds. A single
+    seed takes that of the other method.
     """
     plot = import_module("docs.plot")
     assert plot.is_clear(np.array([0.5, 0.6]), "sudoku", *groups) == clear
