@@ -162,8 +162,8 @@ def test_figures_of_runs_of_different_length(tmp_path, monkeypatch):
     ],
 )
 def test_a_difference_is_clear_above_two_errors(groups, clear):
-    """0.5 and 0.6 on 512 problems are 3.2 errors apart, fewer with the spread of the seeds. A single
-    seed takes that of the other method.
+    """0.5 and 0.6 on 512 problems are 3.2 errors apart, fewer with the spread of the seeds. A
+    single seed takes that of the other method.
     """
     plot = import_module("docs.plot")
     assert plot.is_clear(np.array([0.5, 0.6]), "sudoku", *groups) == clear
