@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +33,12 @@ PANELS = {
     "loss in training, nats": ("loss/total", "", ""),
     "problems solved, held out": ("", "eval/.*", "test/.*"),
 }
-# of a method in all figures; told apart by the colour-blind too
+# of a method in all figures; told apart by the colour-blind too. Dashed: random masks
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#000000", "#56B4E9")
-STYLES = dict(zip(METHODS, product(("-", "--"), COLOURS), strict=False))
+RANDOM_MASKS = "d1", "coupled_grpo", "spg", "bgpo", "wd1", "espo", "ebpo"
+STYLES = dict(zip(RANDOM_MASKS, product(["--"], COLOURS), strict=True))
+ON_STATES = [method for method in METHODS if method not in STYLES]
+STYLES |= dict(zip(ON_STATES, product(["-"], COLOURS), strict=False))
 # temperature of the rollouts, of the exact gradient: mark, filled or not, its place in the line
 MARKS = {(1, 1): ("o", "full", -0.2), (1, 0.3): ("s", "none", 0), (0.3, 0.3): ("D", "full", 0.2)}
 PROBLEMS = {"countdown": 113, "sudoku": 512, "sums": 512}  # that differ, in the test split
@@ -154,7 +157,8 @@ def draw_comparison(figure_name, *names, variant=""):
                 axes.yaxis.set_major_formatter("{x:g}")
             axes.set(title=": ".join(pair), xlabel=unit, ylabel=label)
             axes.yaxis.label.set_visible(axes is row[0])
-    methods = [method for method in METHODS if method in lines]
+    kinds = zip_longest(RANDOM_MASKS, ON_STATES)  # the legend is filled column by column
+    methods = [method for column in kinds for method in column if method in lines]
     shown = [lines[method] for method in methods]
     figure.legend(shown, methods, loc="outside lower center", ncols=7, frameon=False)
     name = "-".join((*names, variant)).removesuffix("-")
