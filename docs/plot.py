@@ -104,7 +104,7 @@ def comparison(name):
     for row in sorted(rows, key=lambda row: (row["family"] != "sdar", *map(row.get, order))):
         pair = row["family"], row["task"]
         if row["method"] == "start":
-            starts[pair][row.get("start")] = row["greedy"]
+            starts[pair][row["start"]] = row["greedy"]
         elif row["seed"] != RATE_SEED:
             grouped[*pair, row["method"], row["variant"]].append(row)
     return grouped, starts
@@ -300,9 +300,7 @@ def alignment_table(name):
 
 
 def ends(runs):
-    """-> test score of every run at the end; 0 where no completion had an advantage at last,
-    because all rewards were 0
-    """
+    """-> test score of every run at the end; 0 of one that was stopped with hardly a reward"""
     return [run["test"][1] if run["test"][1:] else 0.0 for run in runs]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import shutil
 import zlib
@@ -271,6 +272,18 @@ def test_negative_advantages_are_dropped(method, tmp_path):
     changed = runpy.run_path(str(script))["compute_advantages"](rewards, args)
     assert not flags and advantages.min() < 0
     torch.testing.assert_close(changed, advantages.clamp(min=0))
+
+
+def test_the_page_shows_the_lines_that_were_changed(tmp_path):
+    page = (bench.ROOT / "docs/curves.md").read_text()
+    lines = re.findall(r"^ {4,}((?:return|torch\.where).+)$", page, re.M)
+    for line, method, name in zip(
+        lines, ("espo", "bgpo"), ("no-negatives", "saturating"), strict=True
+    ):
+        replaced = bench.VARIANTS[method][name][1]
+        script = bench.ROOT / f"algos/{method}.py"
+        changed = bench.patched(script, replaced, tmp_path)
+        assert line in changed.read_text() and line not in script.read_text()
 
 
 def test_ablations_of_bgpo_change_what_they_say(tmp_path):
