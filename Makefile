@@ -1,6 +1,4 @@
 # make demo: RL that visibly works, on CPU, in a few minutes.  make test: the tests.  make test-gpu: those of a GPU's kernels.
-# make soak: kills, full disks, long runs, uneven ranks, other GPUs, fuzzed files and flags, for two
-# hours or more; it needs Linux, Triton, and hypothesis (pip install triton hypothesis).
 # Each makes .venv first and says where it is.
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,9 +21,6 @@ test-all: venv
 test-gpu: venv
 	$(RUN) -m pytest -q -m cuda tests
 
-soak: venv
-	@failed=0; for script in soak/*.py; do $(RUN) $$script || failed=1; done; exit $$failed
-
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
@@ -34,4 +29,4 @@ $(VENV)/installed: requirements.txt
 venv: $(VENV)/installed
 	@echo "Python is $(abspath $(RUN)); to use it: source $(abspath $(VENV))/bin/activate"
 
-.PHONY: demo soak test test-all test-gpu venv
+.PHONY: demo test test-all test-gpu venv

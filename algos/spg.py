@@ -28,6 +28,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
+from distributed.groups import (
+    all_reduce,
+    close_distributed,
+    maximum,
+    rank_share,
+    reduce_metrics,
+    setup_distributed,
+)
+from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import TRIAL, load_splits, load_task, mean_score
 from evals.rewards import load_reward
 from models import (
@@ -39,22 +48,11 @@ from models import (
     meta_model,
     mismatch,
     router_metrics,
-    share_at,
 )
-from models.ranks import (
-    all_reduce,
-    close_distributed,
-    maximum,
-    rank_share,
-    reduce_gradients,
-    reduce_metrics,
-    register_forwards,
-    setup_distributed,
-    sharding,
-)
-from plan import fit_rollouts
 from rollout import gathered, keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
-from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
+from run.log import RunLog, Stop, Stopwatch, command_line, machine_metrics
+from run.plan import fit_rollouts
+from run.schedule import share_at
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
@@ -176,7 +174,7 @@ class Args:
     # <<< shared: args
 
 
-# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
+# Fields where no flag is given: on the tiny models (more: run/defaults.py), with LoRA or with
 # all weights. Empty: as above. All weights: the paper's 2e-7 to 3e-7.
 BY_SIZE = {
     "tiny": {"learning_rate": 3e-4, "num_iterations": 2},
@@ -332,7 +330,7 @@ def optimizer_step(optimizer, sums, step, args):
 
 def open_run(task, model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    from models.training_state import Saves
+    from run.saves import Saves
 
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],

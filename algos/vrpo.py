@@ -29,6 +29,15 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
+from distributed.groups import (
+    all_reduce,
+    close_distributed,
+    group_share,
+    reduce_metrics,
+    setup_distributed,
+)
+from distributed.sequence import data_place
+from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import load_splits, load_task, mean_score, score_all
 from models import (
     adapters_off,
@@ -38,22 +47,11 @@ from models import (
     load_weights,
     meta_model,
     router_metrics,
-    share_at,
 )
-from models.ranks import (
-    all_reduce,
-    close_distributed,
-    group_share,
-    reduce_gradients,
-    reduce_metrics,
-    register_forwards,
-    setup_distributed,
-    sharding,
-)
-from models.sequence_parallel import data_place
-from plan import fit_answers
 from rollout import keyed_uniform, make_engine, sync_engine
-from runlog import RunLog, Stop, Stopwatch, command_line, machine_metrics
+from run.log import RunLog, Stop, Stopwatch, command_line, machine_metrics
+from run.plan import fit_answers
+from run.schedule import share_at
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
 
@@ -152,7 +150,7 @@ class Args:
     # <<< shared: offline_args
 
 
-# Fields where no flag is given: on the tiny models (more: models/defaults.py), with LoRA or with
+# Fields where no flag is given: on the tiny models (more: run/defaults.py), with LoRA or with
 # all weights. Rates are ours; empty: as above.
 BY_SIZE = {
     "tiny": {"learning_rate": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.01},
@@ -312,7 +310,7 @@ def optimizer_step(optimizer, sums, step, args):
 
 def open_run(task, model, tokenizer, args):
     """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    from models.training_state import Saves
+    from run.saves import Saves
 
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],

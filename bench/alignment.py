@@ -26,11 +26,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.stream import ShuffledStream
+from distributed.groups import close_distributed, setup_distributed
 from models.checkpoint import checkpoint_config
 from models.config import architecture
-from models.defaults import training
-from models.ranks import close_distributed, setup_distributed
-from runlog import describe_device, describe_git
+from run.defaults import training
+from run.log import describe_device, describe_git
 
 EXACT, EXACT_AT = "tpg", (1.0, 0.3)  # the method, temperatures: sampling, near the greedy score
 METHODS = ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", EXACT)

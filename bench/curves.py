@@ -53,11 +53,11 @@ from bench.alignment import METHODS, REFUSED
 from evals import load_task
 from models import save_model
 from models.checkpoint import set_special_tokens
-from models.defaults import TINY
 from models.tiny import TINY_LLADA, TINY_SDAR, byte_tokenizer, random_model
-from models.training_state import crc32
-from report import read_rows
-from runlog import DEAD_STATUS, describe_device, describe_git
+from run.defaults import TINY
+from run.log import DEAD_STATUS, describe_device, describe_git
+from run.report import read_rows
+from run.saves import crc32
 
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8}
 WIDE |= {"torch_dtype": "bfloat16"}

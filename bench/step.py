@@ -33,10 +33,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.sft import parallelize, setup_distributed
 from bench.timing import Report, timed
+from distributed.sequence import data_place
+from distributed.sharding import reduce_gradients
 from models import add_lora, load_weights, meta_model
 from models.checkpoint import read_json, resolve
-from models.ranks import reduce_gradients
-from models.sequence_parallel import data_place
 from models.tensors import full_tensor
 
 LORA_ALPHA = 64

@@ -28,7 +28,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
-from report import read_rows
+from run.report import read_rows
 
 SIZE = (
     "--task countdown --data cd3 --eval-limit 0 --lora-rank 128 --gen-length 256 "

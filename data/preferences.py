@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import describe_columns, hub_splits, is_own, open_rows, read_jsonl
 from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_asked
-from models.atomic import writing
+from distributed.disk import writing
 
 SPLITS = "train", "validation", "test"
 # what a split is called, the first that exists; ultrafeedback_binarized: train_prefs

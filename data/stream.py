@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from models.atomic import is_first_rank, write_atomically
+from distributed.disk import is_first_rank, write_atomically
 from rollout.sampling import keyed_uniform
 
 

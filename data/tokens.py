@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from data.rows import describe_columns, one_line
-from models.atomic import from_first_rank
+from distributed.disk import from_first_rank
 from models.checkpoint import prompt_text
 
 CHUNK = 1024  # rows per tokenizer call: keeps all cores busy, and little text in memory

@@ -17,9 +17,9 @@ from statistics import pstdev
 
 import tyro
 
-import report
-from models.atomic import lock, new_directory, write_atomically
-from runlog import check_sizes, restored
+from distributed.disk import lock, new_directory, write_atomically
+from run import report
+from run.log import check_sizes, restored
 
 HEADER = (
     "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"

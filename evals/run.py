@@ -35,14 +35,14 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from distributed.disk import from_first_rank, is_first_rank
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
 from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
-from models.atomic import from_first_rank, is_first_rank
 from models.config import architecture
-from report import write_report
 from rollout import make_engine
+from run.report import write_report
 
 
 @dataclass

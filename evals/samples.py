@@ -20,12 +20,12 @@ from time import perf_counter
 
 from data.rows import json_object
 from data.tokens import is_dialogue
+from distributed.disk import progress, write_atomically
 from evals import math_grader, results, score_all
 from evals.examples import QUESTION
 from models import prompt_ids
-from models.atomic import progress, write_atomically
-from report import read_lines
 from rollout.traces import gold
+from run.report import read_lines
 
 QUOTES = str.maketrans("‘’“”", "''\"\"")
 DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows

@@ -24,10 +24,10 @@ from functools import partial
 
 import torch
 
+from distributed.disk import progress
 from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
-from models.atomic import progress
 from models.attention import block_causal, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine

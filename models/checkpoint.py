@@ -10,12 +10,12 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
-from models.atomic import AtomicDirectory
+from distributed.disk import AtomicDirectory
+from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
 from models.names import adapter_base, random_config, resolve
-from models.sequence_parallel import check_heads
 from models.tensors import (
     build_model,
     fitting_weights,

@@ -6,7 +6,7 @@ predicts token i, and that of the first token predicts the first token too. `ali
 shift, so row i of `logits` and `logps` is about token i. Module and parameter names are the
 official ones, so safetensors files need no table of names. The official code keeps the embedding of
 the padding token, which also ends a text, out of training (padding_idx); here it learns. The
-forward `hidden`, `grid`, `logits` and `logps` are in models/scoring.py.
+forward `hidden`, `grid`, `logits` and `logps` are in models/language_model.py.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from models.config import DecoderKeys, Objective, read_config
+from models.language_model import Bidirectional
 from models.layers import MLP, Attention, Block, RMSNorm, decoder
-from models.scoring import Bidirectional
 
 
 @dataclass(frozen=True)

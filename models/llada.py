@@ -4,7 +4,7 @@ A masked diffusion language model: every token sees every other, without causal 
 Logits at position i are about token i: there is no shift. Module and parameter names are the
 official ones, so safetensors files need no table of names. In a block `ff_proj` is the gate,
 `up_proj` the up and `ff_out` the down projection; `model.transformer.ff_out` is the head. The
-forward `hidden`, `grid`, `logits` and `logps` are in models/scoring.py.
+forward `hidden`, `grid`, `logits` and `logps` are in models/language_model.py.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.config import Keys, Objective, read_config
+from models.language_model import Bidirectional
 from models.layers import RMSNorm, embedding_table, project, rotate_and_attend
-from models.scoring import Bidirectional
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch import nn
 
 from models.config import DecoderKeys, Objective, read_config
 from models.experts import Experts, Router
+from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
 from models.logps import wide
-from models.scoring import BlockCausal
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from models.config import DecoderKeys, read_config
 from models.experts import SoftmaxMoE
+from models.language_model import Bidirectional
 from models.layers import Attention, Block, RMSNorm, decoder
 from models.llada import LLaDA
-from models.scoring import Bidirectional
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from models.atomic import AtomicDirectory
+from distributed.disk import AtomicDirectory
 from models.names import pinned
 from models.tensors import (
     full_tensor,

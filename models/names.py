@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from models.atomic import check_letters
+from distributed.disk import check_letters
 from models.tensors import read_json
 from models.tiny import TINY_CONFIGS
 

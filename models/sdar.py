@@ -4,7 +4,7 @@ A block diffusion language model: a token sees every token of its own block of `
 positions and of the blocks before it. The grid of blocks starts at position 0 of the prompt. Logits
 at position i are about token i: there is no shift. Module and parameter names are the official
 ones, so safetensors files need no table of names. The forward `hidden`, `grid`, `logits` and
-`logps` are in models/scoring.py.
+`logps` are in models/language_model.py.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from functools import partial
 
 from models.config import DecoderKeys, Objective, read_config
 from models.experts import SoftmaxMoE
+from models.language_model import BlockCausal
 from models.layers import MLP, Attention, Block, decoder
 from models.layers import RMSNorm as AnyRMSNorm
-from models.scoring import BlockCausal
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models.atomic import progress
+from distributed.disk import progress
 from models.config import architecture, stored_dtype
 from models.experts import expert_parts
 

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from models.atomic import progress
+from distributed.disk import progress
 from models.attention import block_causal, make_attend
 from rollout.engine import BROKEN, Engine, select
 from rollout.schedules import reveal_quota

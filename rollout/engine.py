@@ -10,9 +10,9 @@ from operator import mul
 
 import torch
 
-from models.atomic import progress
+from distributed.disk import progress
+from distributed.sharding import cuda_bytes
 from models.lora import adapter_tensors
-from models.ranks import cuda_bytes
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas, tree_forks

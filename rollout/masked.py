@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from models.atomic import progress
+from distributed.disk import progress
 from rollout.engine import ADAPTIVE, BROKEN, RULES, Engine, select
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
 from rollout.traces import Trace, left_padded, scored

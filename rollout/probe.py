@@ -4,7 +4,7 @@ learner's. Scripts repeat it at every evaluation.
 
 import torch
 
-from models.sequence_parallel import gather_objects
+from distributed.sequence import gather_objects
 
 SAMPLES = 8  # of one prompt, at temperature 100 and at the run's own
 GREEDY_BLOCKS = 8

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 
-from models.ranks import all_reduce
-from models.sequence_parallel import gather_objects
+from distributed.groups import all_reduce
+from distributed.sequence import gather_objects
 from rollout.schedules import block_quotas
 
 

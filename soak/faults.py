@@ -29,13 +29,13 @@ from unittest.mock import Mock, patch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import conftest
+import models.ranks
 import table
 import torch
 from test_resume import Run, assert_same_record, run_dir_in
 
-import models.ranks
-import runlog
-from report import read_rows
+from run import log as runlog
+from run.report import read_rows
 
 EVERY, STEPS, KILLS = 2, 8, 12  # steps between saves and of a run; kills of a case
 RUN = f"--save-every {EVERY} --max-steps {STEPS} --eval-limit 2 --learning-rate 1e-3 "

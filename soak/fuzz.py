@@ -44,7 +44,6 @@ import torch
 from golden_runs import load_few_problems
 from sync_shared import METHODS
 
-import runlog
 from data import preferences, sft
 from evals import load_problems, load_task, samples, score_all
 from models import (
@@ -58,6 +57,7 @@ from models import (
     save_model,
 )
 from rollout import make_engine
+from run import log as runlog
 
 LIMIT, WAIT = 30, 600  # seconds of a case: of work, and on the clock of a busy machine
 MEMORY = 8 << 30  # bytes of a case

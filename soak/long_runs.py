@@ -28,7 +28,7 @@ from sync_shared import METHODS, OFFLINE
 from models import save_model
 from models.checkpoint import set_special_tokens
 from models.tiny import TINY_SDAR, byte_tokenizer, random_model
-from report import MAX_BYTES, read_rows
+from run.report import MAX_BYTES, read_rows
 
 STEPS = dict.fromkeys(METHODS, 600) | dict.fromkeys(("bgpo", "cj_grpo", "sft", "tracerl"), 2000)
 KEEP = 2

@@ -115,7 +115,8 @@ def warm_up():
     from sync_shared import METHODS
 
     from data.planning import small_problems
-    from models import load_tokenizer, training_state  # noqa: F401
+    from models import load_tokenizer
+    from run import saves  # noqa: F401
 
     load_tokenizer("tiny-sdar")
     small_problems()

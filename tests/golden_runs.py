@@ -76,8 +76,8 @@ def load_few_problems():
 
 
 def _child(rank, ranks, nodes, port, script, flags, out):
-    import runlog
     from evals import rewards
+    from run import log as runlog
 
     torch.set_num_threads(1)
     torch.manual_seed(port)  # draws are keyed: the global generators change nothing

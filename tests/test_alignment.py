@@ -7,7 +7,7 @@ import torch
 
 from bench import alignment
 from bench.alignment import cosine, noise_scale
-from models.ranks import close_distributed, setup_distributed
+from distributed.groups import close_distributed, setup_distributed
 
 N, P, REPEATS = 16, 200, 200
 

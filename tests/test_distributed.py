@@ -15,16 +15,10 @@ from oracles import MASK, tiny_model
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from algos import d1
+from distributed import groups as ranks
+from distributed.groups import TIMEOUT, all_reduce, maximum, reduce_metrics, setup_distributed
+from distributed.sharding import reduce_gradients
 from evals import mean_score
-from models import ranks
-from models.ranks import (
-    TIMEOUT,
-    all_reduce,
-    maximum,
-    reduce_gradients,
-    reduce_metrics,
-    setup_distributed,
-)
 
 ROOT = Path(__file__).parents[1]
 EXPERTS = {"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}
@@ -47,7 +41,7 @@ def accumulate(model, batch, scale=1.0, every=False):
 
 
 def test_sums_without_a_weight_are_refused(monkeypatch):
-    monkeypatch.setattr("models.ranks.all_reduce", lambda sums: sums)
+    monkeypatch.setattr("distributed.groups.all_reduce", lambda sums: sums)
     assert reduce_metrics({"policy/x": 6.0, "policy/weight": 3.0, "loss/x": 1}) == {
         "policy/x": 2.0,
         "loss/x": 1,
@@ -64,7 +58,7 @@ def test_ranks_with_checkpointing_give_the_gradient_of_one(
     two nodes of two ranks, which hold a copy each; blocks gathered one by one, or all at once.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         whole, batch, share = tiny_model(), batch_of(), 8 // world_size
@@ -86,7 +80,7 @@ def test_how_often_an_optimizer_step_gathers(run_ranks, monkeypatch, gpu_bytes, 
     """Four micro-batches: each of two blocks before both passes and the root before and after the
     blocks, or everything once.
     """
-    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
     gathers, to_unsharded = [], FSDPParamGroup._to_unsharded
     spy = lambda group: gathers.append(group) or to_unsharded(group)
     monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", spy)
@@ -109,7 +103,7 @@ def sharded_model(activation_checkpointing=False, **config):
 @pytest.mark.parametrize("gpu_bytes", [0, 1 << 40])
 def test_a_no_grad_forward_changes_nothing(run_ranks, monkeypatch, gpu_bytes):
     """Between backward and step. What it left gathered would hide the step, of routers too."""
-    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         batch, results = batch_of(4), []

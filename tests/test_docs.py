@@ -19,14 +19,13 @@ import torch
 import tyro
 from readme_table import readme_with_table
 
-import plan
 from bench.curves import FILES, RATE_SEED
 from evals import load_task, score_all
 from evals.rewards import load_reward
-from models import defaults
 from models.names import MODELS
 from rollout import BlockEngine, MaskedEngine
-from runlog import command_line
+from run import defaults, plan
+from run.log import command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

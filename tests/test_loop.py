@@ -11,7 +11,7 @@ from oracles import changed, rollout_batch, tiny_model
 
 from algos import bgpo, cj_grpo, coupled_grpo, d1, spg, wd1
 from models import add_lora
-from models.schedule import share_at
+from run.schedule import share_at
 
 ARGS = {"num_generations": 4, "num_iterations": 2, "micro_batch_size": 5}
 SCHEDULES = [  # schedule, steps of warm-up, of the schedule; shares of the rate in steps 0, 1, ...
@@ -200,7 +200,7 @@ def test_what_is_not_finite_on_one_rank_stops_all_before_the_step(run_ranks, mon
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_reference_of_coupled_grpo_moves(run_ranks, monkeypatch, ranks):
-    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: 1 << 40)
 
     def body(rank, world_size):
         model, frozen = sharded_model(coupled_grpo, seed=1), tiny_model().requires_grad_(False)

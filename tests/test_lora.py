@@ -299,7 +299,7 @@ def test_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes, world_s
     of two ranks.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: gpu_bytes)
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
         build = lambda: adapted(base=model_of(SMALL, torch.float64), dtype=torch.float64)

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from test_attention import FAULTS, plant
 
 import models
-import runlog
 from evals import decoding
 from models import checkpoint as checkpoint_module
 from models import (
@@ -42,6 +41,7 @@ from models.experts import expert_parts
 from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
 from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
+from run import log as runlog
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HF = os.environ.get("CLEANDLLM_HF")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from algos import sft
+from distributed.sharding import reduce_gradients
 from models import add_lora
-from models.ranks import reduce_gradients
 from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
 from rollout.sampling import keyed_uniform
 

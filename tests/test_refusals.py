@@ -34,7 +34,7 @@ REFUSALS = [
     ("algos/bgpo.py --model WIDE --task countdown --data small", "words, for tiny models (train)"),
     ("algos/d1.py --task qa", "the task has no rows of its own: name a file"),
     ("algos/d1.py --task none.py", "none.py: no such file"),
-    ("algos/d1.py --task runlog.py", "runlog.py: needs a function load of 3 arguments"),
+    ("algos/d1.py --task run/log.py", "log.py: needs a function load of 3 arguments"),
     ("algos/d1.py --reward none.py:pay", "none.py: no such file"),
     ("algos/d1.py --reward evals/qa.py:pay", "evals/qa.py: needs a function pay of 2 arguments"),
     ("algos/d1.py --reward evals/qa.py:prompt", "prompt of 2 arguments (too many positional"),

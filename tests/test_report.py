@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-import compare
-from compare import main, read_runs, table
-from report import MAX_BYTES, write_report
+from run import compare
+from run.compare import main, read_runs, table
+from run.report import MAX_BYTES, write_report
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
 

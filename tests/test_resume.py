@@ -28,11 +28,12 @@ import torch.distributed.checkpoint as dcp
 from golden_runs import free_port, load_few_problems, rows_of
 from oracles import MASK, tiny_model
 
-import runlog
 from algos import d1
-from models import add_lora, load_tokenizer, training_state
-from models.training_state import Saves, load_state, newest_state, save_state
-from runlog import RunLog, command_line
+from models import add_lora, load_tokenizer
+from run import log as runlog
+from run import saves as training_state
+from run.log import RunLog, command_line
+from run.saves import Saves, load_state, newest_state, save_state
 
 ROOT = Path(__file__).parents[1]
 ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)

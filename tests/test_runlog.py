@@ -1,4 +1,4 @@
-"""runlog.py: the files of a run, the lines on the screen."""
+"""run/log.py: the files of a run, the lines on the screen."""
 
 import csv
 import gc
@@ -20,10 +20,10 @@ import torch
 from golden_runs import rows_of
 from matplotlib.figure import Figure
 
-import runlog
 from algos import mdpo
-from models.atomic import new_directory, write_atomically
-from runlog import RunLog, Stop, Stopwatch, check_numbers, check_sizes
+from distributed.disk import new_directory, write_atomically
+from run import log as runlog
+from run.log import RunLog, Stop, Stopwatch, check_numbers, check_sizes
 
 NAN = float("nan")
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}

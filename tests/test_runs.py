@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from test_evals import one_line, row_of, write
 from test_math import ENDLESS, quick_timeout  # noqa: F401, a fixture
 
+from distributed import disk as atomic
 from evals import TRIAL, countdown, decoding, load_task, run, samples, sandbox
-from models import atomic
 from models.config import architecture
 from rollout import make_engine
 from rollout.traces import Trace

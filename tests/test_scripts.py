@@ -73,7 +73,7 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, monkeyp
     flags = flags_of(case) | {"micro_batch_size": {"bgpo": 2, "vrpo": 16}.get(script, 5)}
     nodes = 1 + (script == "sft")
     one = one_rank(case)
-    monkeypatch.setattr("models.ranks.cuda_bytes", lambda: (case in AT_ONCE.split()) << 40)
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: (case in AT_ONCE.split()) << 40)
     more = run_script(script, flags, 2 * nodes, tmp_path / "more", nodes)
     rows = rows_of(one)
     assert any(row.get("optim/grad_norm", 0) > 0 for row in rows)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from test_models import exits_with_one_line, ragged
 
-from models import load_model, sequence_parallel
+from distributed import sequence as sequence_parallel
+from distributed.groups import all_reduce, group_share, rank_share
+from distributed.sequence import check_heads, form_groups, over_heads, place, total
+from models import load_model
 from models.layers import INPUTS
-from models.ranks import all_reduce, group_share, rank_share
-from models.sequence_parallel import check_heads, form_groups, over_heads, place, total
 from models.tiny import TINY_CONFIGS, random_model
 
 # ranks, of a group; 4 query heads over 2 (LLaDA 4), so that groups of 4 repeat them

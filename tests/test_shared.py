@@ -16,11 +16,11 @@ from size import size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
 from models.config import architecture
-from models.defaults import TINY, training
 from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
 from rollout.engine import Sampling
-from runlog import command_line
+from run.defaults import TINY, training
+from run.log import command_line
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("models", "rollout", "kernels", "evals", "data")
@@ -159,7 +159,7 @@ def test_services_know_neither_args_nor_scripts():
     """Functions take args only in a file with its own Args, a command line; scripts do not import
     each other.
     """
-    for path in [ROOT / "plan.py", *FILES]:
+    for path in [ROOT / "run/plan.py", *FILES]:
         tree = ast.parse(path.read_text())
         has_args = any(getattr(node, "name", "") == "Args" for node in tree.body)
         for node in ast.walk(tree):

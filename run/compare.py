@@ -1,7 +1,7 @@
 """Compare runs, as an ablation needs it: a table on the screen, curves in compare.png (--out).
 
-    python compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
-    python compare.py runs/sft-* --metric loss/total
+    python run/compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
+    python run/compare.py runs/sft-* --metric loss/total
 
 Values are the last ones of the runs. A difference is that to the first group: where both groups
 have two or more seeds in common, the mean difference between runs of one seed, with its standard
@@ -9,12 +9,14 @@ error; otherwise (pairs 0) the difference of the means, with Welch's standard er
 means over seeds, shaded from the lowest to the highest.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from report import is_score, read_json, read_rows
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from run.report import is_score, read_json, read_rows
 
 # flags that do not change what a run learns
 FREE = "seed out resume track save_every keep_saves".split()

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from distributed.disk import AtomicDirectory, from_first_rank, hold, is_first_rank, writing
 from models import save_model, source_of
-from models.atomic import AtomicDirectory, from_first_rank, hold, is_first_rank, writing
 from models.lora import has_lora, save_adapter
 from models.tensors import read_json
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from distributed.sequence import over_heads, own_tokens, place, total
 from models.attention import (
     Visibility,
     bidirectional,
@@ -18,7 +19,6 @@ from models.attention import (
 )
 from models.experts import Router
 from models.logps import linear_logps, wide
-from models.sequence_parallel import over_heads, own_tokens, place, total
 
 
 class LanguageModel(nn.Module):
@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
-        self.groups, self.stays_gathered = [], False  # see models/ranks.py
+        self.groups, self.stays_gathered = [], False  # see distributed/groups.py
         self.value_head = None  # see models/value.py
 
     @property

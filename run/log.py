@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from models.atomic import (
+from distributed.disk import (
     check_letters,
     from_first_rank,
     hold,
@@ -45,9 +45,9 @@ from models.atomic import (
     write_atomically,
     writing,
 )
-from models.defaults import training
-from models.ranks import all_reduce
-from report import PANELS, each_row, is_score, read_json, read_lines, read_rows, write_report
+from distributed.groups import all_reduce
+from run.defaults import training
+from run.report import PANELS, each_row, is_score, read_json, read_lines, read_rows, write_report
 
 # What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
 SUMMARY = {
@@ -402,7 +402,7 @@ CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resu
 def command_line(arguments, by_size):
     """Parse the flags of a script into its dataclass. --resume DIR: that run's flags are defaults.
 
-    A flag that is left out takes the model's value (models/defaults.py), or the method's own for
+    A flag that is left out takes the model's value (run/defaults.py), or the method's own for
     the model's size (by_size). SystemExit if a flag has another value than the run had, but for
     CHANGEABLE.
     """

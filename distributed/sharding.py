@@ -1,34 +1,10 @@
-"""Ranks of a run. A plain `python` command is one rank of the same code that torchrun starts."""
-
-import os
-from datetime import timedelta
+"""What FSDP2 shards, over which ranks, and when it gathers and reduces."""
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.sequence_parallel import data_place, form_groups, place
-
-TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends with an error
-
-
-def setup_distributed(sequence_parallel=1):
-    """Start the process group, gloo on CPU, NCCL for CUDA tensors, and in it the groups of ranks
-    that share rows (models/sequence_parallel.py). -> device of this rank
-    """
-    cuda = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
-    form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
-    return device
-
-
-def ranks_of_a_node(ranks):
-    """ranks: of all nodes"""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+from distributed.groups import maximum, ranks_of_a_node
 
 
 def unsharded(model, ranks, memory):
@@ -133,62 +109,3 @@ def cuda_bytes():
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-
-def rank_share(total, flag):
-    """-> range: which of the items 0 to total - 1 of a step belong to this rank
-
-    SystemExit names the flag that set `total` if it does not divide by the number of ranks.
-    """
-    return share(total, flag, "ranks", dist.get_rank(), dist.get_world_size())
-
-
-def group_share(total, flag):
-    """The same where all ranks that share rows get the same items."""
-    return share(total, flag, "groups of ranks", *data_place())
-
-
-def share(total, flag, kind, rank, ranks):
-    if left := total % ranks:
-        raise SystemExit(f"{flag} {total} does not divide by {ranks} {kind}: {left} left over")
-    return range(rank * total // ranks, (rank + 1) * total // ranks)
-
-
-def all_reduce(values):
-    """{name: number or 0-d tensor} -> {name: float}, fp64 sums over ranks; of those that share
-    rows, and so have equal values, one counts
-    """
-    tensor = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
-    dist.all_reduce(tensor)
-    tensor /= place()[1]
-    return dict(zip(values, tensor.tolist(), strict=True))
-
-
-def reduce_metrics(sums):
-    """Sum a step's metrics over ranks (`all_reduce`), then divide those under policy/ by
-    policy/weight, the sum of their weights, and those under mismatch/ likewise. If that is 0, no
-    row on any rank had a gradient, and they are left out.
-    """
-    metrics = all_reduce(sums)
-    weights = {name: metrics.pop(name) for name in list(metrics) if name.endswith("/weight")}
-    divisors = {name: weights.get(f"{name.split('/')[0]}/weight", 1) for name in metrics}
-    if "policy/weight" not in weights and any(name.startswith("policy/") for name in metrics):
-        raise SystemExit("policy_loss returns sums under policy/ and no policy/weight to divide by")
-    return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
-
-
-def maximum(number):
-    """The largest of an integer over all ranks."""
-    tensor = torch.tensor(number)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return int(tensor)
-
-
-def close_distributed(status=0):
-    """End the process group on all ranks together: gloo can abort on a rank that still works. An
-    exit status other than 0 ends the process.
-    """
-    dist.barrier()
-    dist.destroy_process_group()
-    if status:
-        raise SystemExit(status)

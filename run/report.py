@@ -1,7 +1,7 @@
 """report.html: a run or an evaluation as one page that any browser opens, without a server or
 network. Training and evaluation write it; this writes it anew.
 
-    python report.py RUN          directory of a run, or of a task of an evaluation
+    python run/report.py RUN          directory of a run, or of a task of an evaluation
 
 It shows the curves, the settings, and completions with the denoising step and the probability of
 each token. The page is the template report.html beside this file, with the records in it as JSON.
@@ -13,6 +13,7 @@ import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import json_object
 
 TEMPLATE = Path(__file__).with_suffix(".html")

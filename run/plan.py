@@ -14,16 +14,16 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 
-from models import add_lora, meta_model
-from models.layers import memory_budget
-from models.ranks import (
+from distributed.groups import ranks_of_a_node
+from distributed.sharding import (
     cuda_bytes,
     gathered_bytes,
     gathers_at_once,
     ranks_of_a_copy,
-    ranks_of_a_node,
     unsharded,
 )
+from models import add_lora, meta_model
+from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
 
 # Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
