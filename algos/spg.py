@@ -50,7 +50,8 @@ from models import (
     router_metrics,
 )
 from rollout import gathered, keyed_uniform, make_engine, probe, rollout_metrics, sync_engine
-from run.log import RunLog, Stop, Stopwatch, command_line, machine_metrics
+from run.flags import command_line
+from run.log import RunLog, Stop, Stopwatch, machine_metrics
 from run.plan import fit_rollouts
 from run.schedule import share_at
 

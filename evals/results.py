@@ -19,7 +19,7 @@ import tyro
 
 from distributed.disk import lock, new_directory, write_atomically
 from run import report
-from run.log import check_sizes, restored
+from run.flags import check_sizes, restored
 
 HEADER = (
     "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"

@@ -26,7 +26,7 @@ from evals import load_task
 from evals.examples import user
 from models import load_tokenizer, prompt_ids
 from rollout import make_engine
-from run.log import check_sizes
+from run.flags import check_sizes
 
 # red to green for equal sixths of 0..1; legible on dark and light backgrounds
 PROBABILITY = (160, 166, 172, 142, 106, 34)

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 import tyro
+from bench.curves import FILES, RATE_SEED
 from readme_table import readme_with_table
 
-from bench.curves import FILES, RATE_SEED
 from evals import load_task, score_all
 from evals.rewards import load_reward
 from models.names import MODELS
 from rollout import BlockEngine, MaskedEngine
 from run import defaults, plan
-from run.log import command_line
+from run.flags import command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

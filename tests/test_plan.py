@@ -10,7 +10,7 @@ from algos import bgpo
 from models import add_lora, load_model, load_weights, meta_model
 from models.attention import bidirectional, make_attend
 from run import plan
-from run.log import command_line
+from run.flags import command_line
 
 PROBLEMS = {split: [(None, range(24))] * 40 for split in ("train", "validation", "test")}
 FIELDS = {"compile": False, "prompts_per_step": 8, "gen_length": 16, "eval_limit": 0, "mc_num": 4}

@@ -32,7 +32,8 @@ from algos import d1
 from models import add_lora, load_tokenizer
 from run import log as runlog
 from run import saves as training_state
-from run.log import RunLog, command_line
+from run.flags import command_line
+from run.log import RunLog
 from run.saves import Saves, load_state, newest_state, save_state
 
 ROOT = Path(__file__).parents[1]

@@ -22,8 +22,10 @@ from matplotlib.figure import Figure
 
 from algos import mdpo
 from distributed.disk import new_directory, write_atomically
+from run import flags as run_flags
 from run import log as runlog
-from run.log import RunLog, Stop, Stopwatch, check_numbers, check_sizes
+from run.flags import check_numbers, check_sizes
+from run.log import RunLog, Stop, Stopwatch
 
 NAN = float("nan")
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
@@ -221,7 +223,7 @@ def test_help_is_in_groups(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", ["mdpo.py", "--lora-rank", "4", "--help"])
     with pytest.raises(SystemExit):
-        runlog.command_line(mdpo.Args, {})
+        run_flags.command_line(mdpo.Args, {})
     text = capsys.readouterr().out
     groups = re.split(r"(\w[\w' ]+) options\b", text)[1:]
     assert groups[::2] == GROUPS and "rcr (Running" in groups[5]
@@ -288,7 +290,7 @@ def test_numbers_out_of_range_are_named(name, value, words):
 
 
 def test_the_line_of_settings_keeps_what_was_emptied():
-    line = runlog.flags_of(Numbers(betas=(), words=""))
+    line = run_flags.flags_of(Numbers(betas=(), words=""))
     assert "--betas --temperature 1.0" in line and line.endswith(" --words ''")
 
 
@@ -317,7 +319,7 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
 def test_a_misspelt_default_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     with pytest.raises(SystemExit, match="^BY_SIZE sets betta, which Args does not have$"):
-        runlog.command_line(Numbers, {"tiny": {"beta": 1.0}, "lora": {"betta": 1.0}})
+        run_flags.command_line(Numbers, {"tiny": {"beta": 1.0}, "lora": {"betta": 1.0}})
 
 
 def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatch):
@@ -332,7 +334,7 @@ def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatc
 
     def given(*flags):
         monkeypatch.setattr(sys, "argv", ["bgpo.py", *flags])
-        return runlog.command_line(Args, {"tiny": {}})
+        return run_flags.command_line(Args, {"tiny": {}})
 
     monkeypatch.chdir(tmp_path)
     args = given("--task", "mine.py", "--reward", "mine.py:pay")
@@ -347,7 +349,7 @@ def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatc
 
 def test_numbers_may_be_infinite_where_that_means_none():
     sizes = {"epsilon": math.inf, "max_grad_norm": math.inf, "tasks": ",".join(["x" * 200] * 3)}
-    runlog.check_sizes(SimpleNamespace(**sizes))
+    run_flags.check_sizes(SimpleNamespace(**sizes))
     for wrong in {"beta": math.inf}, {"epsilon": math.nan}, {"data": "x" * 256}:
         with pytest.raises(SystemExit):
-            runlog.check_sizes(SimpleNamespace(**wrong))
+            run_flags.check_sizes(SimpleNamespace(**wrong))

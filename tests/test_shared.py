@@ -20,7 +20,7 @@ from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
 from rollout.engine import Sampling
 from run.defaults import TINY, training
-from run.log import command_line
+from run.flags import command_line
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("models", "rollout", "kernels", "evals", "data")
