@@ -14,7 +14,7 @@ from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
-from models.names import checkpoint_config, random_config, resolve
+from models.names import checkpoint_config, is_drawn, resolve
 from models.tensors import (
     build_model,
     fitting_weights,
@@ -130,9 +130,9 @@ def load_tokenizer(name_or_dir):
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if random_config(name_or_dir):
-        return byte_tokenizer()
     directory = resolve(name_or_dir)
+    if is_drawn(directory):
+        return byte_tokenizer()
     path = directory / "tokenizer_config.json"
     facts = read_json(path) if path.is_file() else {}
     # Dream's class is Qwen2's under another name.

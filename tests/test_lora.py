@@ -248,11 +248,11 @@ def rename(held):
 
 PLAIN, CONFIG, WEIGHTS = "only plain LoRA", "adapter_config.json", "adapter_model.safetensors"
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
-    "rank": (edit(CONFIG, r=8), ["down_proj.weight", "rank 8"]),
-    "names": (tensors(rename, WEIGHTS), ["no layer", "layers.7"]),
+    "rank": (edit(CONFIG, r=8), ["down_proj.lora_A.weight", "rank 8"]),
+    "names": (tensors(rename, WEIGHTS), ["layers.7", "needed nowhere"]),
     "shapes": (
         tensors(lambda t: t.update({Q + "B.weight": torch.zeros(5, RANK)}), WEIGHTS),
-        ["q_proj", r"\(32, 16\)", r"\(5, 4\)"],
+        ["q_proj", r"is \(5, 4\), needed \(32, 4\)"],
     ),
     "empty": (tensors(dict.clear, WEIGHTS), ["holds no adapters"]),
     "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
@@ -265,9 +265,10 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "truncated weights": (cut(-9, WEIGHTS), [WEIGHTS]),
     "base that is a number": (edit(CONFIG, base_model_name_or_path=3), ["adapter of 3"]),
     "its own base": (lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d), ["of itself"]),
-    "rank 0": (edit(CONFIG, r=0), ["r 0"]),
-    "scale": (edit(CONFIG, lora_alpha="16"), ["lora_alpha '16'"]),
-    "one name": (tensors(lambda t: t.update(x=torch.zeros(1)), WEIGHTS), ["no layer x"]),
+    "one name": (
+        tensors(lambda t: t.update(x=torch.zeros(1)), WEIGHTS),
+        [r"x is \(1,\), needed nowhere"],
+    ),
 }
 
 
