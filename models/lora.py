@@ -17,6 +17,7 @@ from models.tensors import (
     check_tensors,
     full_tensor,
     local_rows,
+    on_cpu,
     open_tensors,
     read_json,
     tensor_parts,
@@ -123,11 +124,9 @@ def save_adapter(model, directory, base, tokenizer):
     base: the run's --model, as a hub id or an absolute directory: base_model_name_or_path. The
     directory appears under its name only when complete, as with save_model.
     """
-    save, tensors = AtomicDirectory(directory), {}
-    for name, tensor in export_adapter(model):
-        if save.is_active:
-            name = PREFIX + name.replace(".default.", ".")
-            tensors[name] = tensor.contiguous().cpu().clone()
+    save = AtomicDirectory(directory)
+    named = ((PREFIX + k.replace(".default.", "."), v) for k, v in export_adapter(model))
+    tensors = on_cpu(named, save)
     config = copy(model.lora_config)
     config.base_model_name_or_path, config.revision = pinned(base)
     config.inference_mode = True

@@ -1,7 +1,6 @@
 """The names that --model takes, and the directory or configuration that each of them stands for."""
 
 import math
-import os
 from pathlib import Path
 
 from distributed.disk import check_letters
@@ -64,19 +63,21 @@ def checkpoint_config(name_or_dir):
     """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
     be drawn), directories of the adapters on them
     """
-    adapters = []
-    while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
-        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
-        if Path(name_or_dir).resolve() in map(Path.resolve, adapters):
-            raise SystemExit(f"{adapters[0]} is an adapter of itself: {name_or_dir}")
-    directory = resolve(name_or_dir)
+    adapters, source = [], source_of(name_or_dir)
+    # adapters trained on adapters too; one of itself is no base
+    while (file := Path(source, "adapter_config.json")).is_file() and file.parent not in adapters:
+        adapters.insert(0, file.parent)
+        config = read_json(file)
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
+        source = source_of(f"{base}@{revision}" if revision else f"{base}")
+    directory = resolve(source)
     config = read_json(directory / "config.json")
     return config, None if is_drawn(directory) else directory, adapters
 
 
 def is_drawn(directory):
     """Whether it is one of a tiny model that comes without weights."""
-    return directory.resolve().parent == HERE and not (directory / "model.safetensors").is_file()
+    return directory.parent == HERE and not (directory / "model.safetensors").is_file()
 
 
 def resolve(name_or_dir):
@@ -85,10 +86,9 @@ def resolve(name_or_dir):
 
     SystemExit for an unknown name.
     """
-    source = MODELS.get(name_or_dir, str(name_or_dir))
+    source = source_of(name_or_dir)
     if Path(source).is_dir():
         return check_letters(Path(source))
-    source = source_of(source)
     hub_id, revision = pinned(source)
     if hub_id not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
@@ -119,16 +119,3 @@ def pinned(name_or_dir):
     """
     name, _, revision = str(name_or_dir).partition("@")
     return (str(name_or_dir), None) if Path(name_or_dir).is_dir() else (name, revision or None)
-
-
-def adapter_base(directory):
-    """The base model that adapter_config.json names, as load_model takes it. SystemExit if
-    unknown.
-    """
-    config = read_json(directory / "adapter_config.json")
-    base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    is_directory = isinstance(base, str) and os.path.isdir(base)  # False where no name is so long
-    if base not in MODELS.values() and not is_directory:
-        what = "which is neither a directory here nor a known hub id"
-        raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
-    return base if is_directory or not revision else f"{base}@{revision}"

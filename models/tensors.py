@@ -71,9 +71,10 @@ def tensor_names(model):
 
 def tensor_shapes(model):
     """{official name: shape} without touching a value; sharded models too."""
-    empty = lambda value: torch.empty(value.shape, device="meta")
-    parts = tensor_parts(model).items()
-    return {name: tuple(empty(value)[index].shape) for name, (value, index) in parts}
+    return {
+        name: tuple(torch.empty(value.shape, device="meta")[index].shape)
+        for name, (value, index) in tensor_parts(model).items()
+    }
 
 
 def is_sharded(value):
@@ -97,6 +98,13 @@ def local_rows(value):
 def full_tensor(value):
     """The whole of a tensor or DTensor; collective."""
     return (value.full_tensor() if is_sharded(value) else value).detach()
+
+
+def on_cpu(tensors, save):
+    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them;
+    save: AtomicDirectory -> {name: copy on the CPU} on the rank that writes, {} on others
+    """
+    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if save.is_active}
 
 
 def read_json(path):

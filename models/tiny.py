@@ -14,7 +14,9 @@ TINY_CONFIGS = {
     name: json.loads((HERE / name / "config.json").read_text())
     for name in "tiny-sdar tiny-llada tiny-dream tiny-llada-moe tiny-sdar-moe tiny-llada2".split()
 }
-TINY_SDAR, TINY_LLADA, TINY_DREAM, _, TINY_SDAR_MOE, TINY_LLADA2 = TINY_CONFIGS.values()
+TINY_SDAR, TINY_LLADA, TINY_DREAM, TINY_LLADA_MOE, TINY_SDAR_MOE, TINY_LLADA2 = (
+    TINY_CONFIGS.values()
+)
 
 
 def byte_tokenizer():

@@ -593,12 +593,11 @@ DAMAGES = {
     "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
-        ["states eos_token_id"],
+        ["no config file states eos_token_id"],
     ),
     "int8": (edit(torch_dtype="int8"), ["torch_dtype = 'int8'"]),
     "no object": (write("config.json", []), ["config.json is not JSON", "holds no object"]),
     "brackets": (write("config.json", b"[" * 10**5), ["config.json is not JSON"]),
-    "added tokens": (edit("tokenizer.json", added_tokens=[7]), ["added tokens are damaged"]),
     "ends": (edit("generation_config.json", eos_token_id={}), ["outside the vocabulary"]),
 }
 
@@ -702,7 +701,7 @@ def test_locales_without_utf8(tmp_path, monkeypatch):
     print("ü\u2591", flush=True)
     assert sys.stdout.buffer.getvalue() == b"\xfc\\u2591\n"
     for name in "ü", "u":
-        (tmp_path / name).symlink_to(models.names.MODELS["tiny-sdar"])
+        shutil.copytree(models.MODELS["tiny-sdar"], tmp_path / name)
         load_tokenizer(tmp_path / name)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
     for use in (load_tokenizer, load_model, lambda path: runlog.make_run_dir(path, "run")):
