@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -15,7 +14,7 @@ from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
-from models.names import adapter_base, random_config, resolve
+from models.names import checkpoint_config, random_config, resolve
 from models.tensors import (
     build_model,
     fitting_weights,
@@ -43,21 +42,6 @@ def meta_model(name_or_dir, dtype=torch.float32):
     model = build_model(config, dtype)
     model.sources = directory, adapters
     return set_special_tokens(model, directory)
-
-
-def checkpoint_config(name_or_dir):
-    """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
-    be drawn), directories of the adapters on them
-    """
-    adapters = []
-    while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
-        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
-        if Path(name_or_dir).resolve() in map(Path.resolve, adapters):
-            raise SystemExit(f"{adapters[0]} is an adapter of itself: {name_or_dir}")
-    if config := random_config(name_or_dir):
-        return config, None, adapters
-    directory = resolve(name_or_dir)
-    return read_json(directory / "config.json"), directory, adapters
 
 
 def load_weights(model, device):

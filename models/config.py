@@ -56,12 +56,25 @@ NO_EFFECT = (
 ).split()
 
 
+ARCHITECTURES = {  # model_type of config.json -> file and class
+    "llada": "llada.LLaDA",
+    "lladamoe": "llada_moe.LLaDAMoE",
+    "Dream": "dream.Dream",
+    "sdar": "sdar.SDAR",
+    "sdar_moe": "sdar.SDAR",
+    "llada2_moe": "llada2.LLaDA2",
+}
+
+
 def architecture(raw):
     """raw: content of config.json -> its model_type; "lladamoe" for LLaDA-MoE, whose official files
-    say "llada" too.
+    say "llada" too. SystemExit for others than ARCHITECTURES.
     """
-    is_mixture = raw.get("model_type") == "llada" and "num_experts" in raw
-    return "lladamoe" if is_mixture else raw.get("model_type")
+    kind = raw.get("model_type")
+    if kind not in [*ARCHITECTURES]:  # a damaged one may be no string
+        supported = ", ".join(ARCHITECTURES)
+        raise SystemExit(f"config.json has model_type {kind!r}; supported are {supported}")
+    return "lladamoe" if kind == "llada" and "num_experts" in raw else kind
 
 
 def read_config(cls, raw, fixed, no_effect=(), needed=()):

@@ -1,10 +1,12 @@
 """The names that --model takes, and the directory or configuration that each of them stands for."""
 
+import math
 import os
 from pathlib import Path
 
 from distributed.disk import check_letters
-from models.tensors import read_json
+from models.config import architecture
+from models.tensors import open_weights, read_json
 from models.tiny import TINY_CONFIGS
 
 # --model NAME -> hub id, directory in the repository, or "random:" and a key of TINY_CONFIGS: a
@@ -29,6 +31,56 @@ MODELS = {
     "llada2-mini": "inclusionAI/LLaDA2.0-mini",
     "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
 }
+
+# What a model states about its sampling, as fields of the scripts. Lengths of evaluations stand in
+# evals/decoding.py. Masked diffusion: 256 tokens, two of a block in each step (d1's train.yaml),
+# Fast-dLLM's cache
+MASKED = {"gen_length": 256, "block_length": 32, "denoising_steps": 16, "cache": "dual"}
+# 256 tokens, one of a block in each step (DARE's training of SDAR)
+SDAR = {"gen_length": 256, "denoising_steps": 4}
+# all tokens above 0.95, at least one of a block in each step (model card)
+LLADA2 = {"gen_length": 256, "denoising_steps": 32}
+LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
+# model_type of config.json, or "tiny", -> fields
+SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
+SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED}
+SAMPLING |= {"sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
+TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
+
+
+def is_tiny(model):
+    """model: as --model -> whether it is a shipped tiny model, or a directory with fewer than
+    TINY_SIZE parameters. An adapter counts as its base; a directory without weights is not tiny.
+    """
+    if (name := pinned(model)[0]) in MODELS:
+        return name in TINY_CONFIGS
+    directory = checkpoint_config(model)[1]
+    if directory is None or not any(directory.glob("*.safetensors")):
+        return directory is None
+    files = open_weights(directory)
+    sizes = (math.prod(file.get_slice(name).get_shape()) for name, file in files.items())
+    return sum(sizes) < TINY_SIZE
+
+
+def sampling_facts(model):
+    """model: as --model -> {field: value} of its sampling, from SAMPLING"""
+    kind = "tiny" if is_tiny(model) else architecture(checkpoint_config(model)[0])
+    return SAMPLING[kind]
+
+
+def checkpoint_config(name_or_dir):
+    """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
+    be drawn), directories of the adapters on them
+    """
+    adapters = []
+    while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
+        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
+        if Path(name_or_dir).resolve() in map(Path.resolve, adapters):
+            raise SystemExit(f"{adapters[0]} is an adapter of itself: {name_or_dir}")
+    if config := random_config(name_or_dir):
+        return config, None, adapters
+    directory = resolve(name_or_dir)
+    return read_json(directory / "config.json"), directory, adapters
 
 
 def resolve(name_or_dir):

@@ -3,8 +3,9 @@ lengths, and batches that fit one GPU of 80 GB with LoRA. The tiny models' lengt
 of the scripts' own fields. Lengths of evaluations stand in evals/decoding.py.
 """
 
-from models.checkpoint import checkpoint_config, meta_model
+from models.checkpoint import meta_model
 from models.config import architecture
+from models.names import checkpoint_config
 
 # 256 tokens, two of a block in each step (d1's train.yaml), Fast-dLLM's cache
 MASKED = {"gen_length": 256, "block_length": 32, "denoising_steps": 16, "cache": "dual"}

@@ -651,6 +651,22 @@ def test_names_without_files_are_refused(tmp_path):
         load_model(tmp_path)
 
 
+def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
+    """Below 10 million parameters, whatever the width; known names are answered without a file."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    assert [models.is_tiny(name) for name in ("tiny-dream", "sdar-8b", "sdar-8b@v1")] == [1, 0, 0]
+    models.save_adapter(
+        models.add_lora(load_model(saved), 2, 4), tmp_path / "a", str(saved), byte_tokenizer()
+    )
+    large = SMALLS["llada"] | {"mlp_hidden_size": 110_000, "torch_dtype": "bfloat16"}
+    save_model(random_model(large), tmp_path / "large", None)
+    facts = [models.sampling_facts(path) for path in (saved, tmp_path / "a", tmp_path / "large")]
+    assert facts[0] == facts[1] == {"gen_length": 12, "denoising_steps": 2}
+    assert facts[2]["cache"] == "dual" and not models.is_tiny(tmp_path / "large")
+    (saved / "model.safetensors").unlink()
+    assert not models.is_tiny(saved)
+
+
 def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     """Config, weights and tokenizer of a model, and of the base of its adapter."""
     asked = []
