@@ -40,8 +40,9 @@ class Run:
         return Stopwatch(self.args.micro_batch_size)
 
     def write(self, step, metrics, clock=None):
-        """A row of the log. clock: of a training step"""
-        self.log.write(step, metrics | (clock.with_step() | machine_metrics() if clock else {}))
+        """A row of the log, if there are metrics. clock: of a training step"""
+        if metrics:
+            self.log.write(step, metrics | (clock.with_step() | machine_metrics() if clock else {}))
 
     def samples(self, step, trace, rewards, examples, number):
         """Log the first `number` completions of a rollout."""

@@ -104,6 +104,11 @@ class RunFlags:
         "mc_num": (1, MAX),
     }
 
+    @property
+    def lora(self):
+        """-> arguments of add_lora"""
+        return self.lora_rank, self.lora_alpha, self.lora_targets, self.seed
+
     def lr_share(self, step):
         """Share of the peak learning rate in step 0, 1, ...: linear warm-up, then the schedule."""
         if step < self.warmup_steps:
@@ -146,6 +151,10 @@ class RolloutFlags(RunFlags):
         "temperature": (EPS, MAX),  # at 0 all completions of a group are the same
         "confidence_threshold": (0, 1),
     }
+
+    def num_draws(self, replays):
+        """Noisy copies of a completion in a step. replays: denoising steps that can be replayed"""
+        return 1
 
 
 def values_for(arguments, by_size, model, task=None, lora_rank=None):

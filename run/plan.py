@@ -344,19 +344,21 @@ def fit(on_cpu, flags, **numbers):
     return plan.size, plan.rows
 
 
-def fit_rollouts(problems, flags, **numbers):
+def fit_rollouts(problems, model, args, together, uses_old):
     """`fit` for a script with rollouts. problems {split: [(example, prompt ids)]}"""
-    sequences = flags["prompts_per_step"] * flags["num_generations"]
+    sequences = args.prompts_per_step * args.num_generations
     prompts = [len(ids) for rows in problems.values() for _, ids in rows]
     return fit(
         256,
-        flags,
-        lengths=torch.tensor([(prompt, flags["gen_length"]) for prompt in prompts]),
+        vars(args),
+        lengths=torch.tensor([(prompt, args.gen_length) for prompt in prompts]),
         held_out=len(problems.get("test", ())),
         sequences=sequences,
         rollout=sequences,
-        has_reference=flags["beta"] > 0,
-        **numbers,
+        draws=args.num_draws,
+        coupled=together,
+        has_old=uses_old,
+        has_reference=args.beta > 0,
     )
 
 

@@ -9,6 +9,7 @@ from evals.rewards import load_reward
 from models import load_tokenizer
 from rollout import gathered, probe
 from rollout.engine import Sampling
+from run.plan import fit_rollouts
 
 
 class HeldOut:
@@ -24,11 +25,14 @@ class HeldOut:
         self.splits, self.dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
-        self.sampling = {"temperature": 0.0, "remasking": "low_confidence_static"} | sampling_of(args)
+        self.sampling = {"temperature": 0.0, "remasking": "low_confidence_static"} | sampling_of(
+            args
+        )
 
     def score(self, engine, split, name):
-        """-> {name/task: mean exact score}. Collective."""
-        problems = self.splits[split]
+        """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
+        if not (problems := self.splits.get(split)):
+            return {}
         return mean_score(engine, self.task, self.tokenizer, problems, name, **self.sampling)
 
 
@@ -43,7 +47,11 @@ class Problems(HeldOut):
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
         super().__init__(args, args.max_prompt_length, args.data)
         self.grade = load_reward(args.reward, self.task)
-        self.train, self.per_step, self.seed = self.splits["train"], args.prompts_per_step, args.seed
+        self.train, self.per_step, self.seed = (
+            self.splits["train"],
+            args.prompts_per_step,
+            args.seed,
+        )
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
         self.facts = (
@@ -54,6 +62,10 @@ class Problems(HeldOut):
             "temperature": args.eval_temperature,
             "seed": -1 - args.seed,
         }
+
+    def fit(self, model, args, together, uses_old):
+        """-> the micro-batch size, how many completions are decoded together: see run/plan.py"""
+        return fit_rollouts(self.splits, model, args, together, uses_old)
 
     def prompts(self, step):
         """-> this rank's prompts of the step [list of ids], their examples"""
