@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from distributed.groups import reduce_metrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
-from rollout import make_engine, rollout_metrics, sync_engine
+from rollout import make_engine, sync_engine
 from rollout.rows import Batch, Rows
 from run.directory import Run
-from run.flags import RolloutFlags, command_line
+from run.flags import RolloutFlags
 from run.problems import Problems
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
@@ -268,18 +268,18 @@ def main(args):
             )
             engine.make_room()
         with clock("reward"):
-            trace, rewards, parts, examples = problems.reward(trace, examples, model.pad_token_id)
+            trace, rewards, metrics, examples = problems.reward(trace, examples, model)
         batch = Batch(trace, model)
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
-                metrics = update(model, optimizer, rows, step, args)
+                learned = update(model, optimizer, rows, step, args)
         with clock("sync"):
             sync_engine(engine, model)
-        metrics |= rollout_metrics(trace, rewards, parts, args.num_generations) | routing
-        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/rollout"]
+        speed = {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
+        metrics |= learned | routing | speed
         if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
                 metrics |= problems.score(engine, "validation", "eval")
@@ -295,4 +295,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(command_line(Args, BY_SIZE))
+    main(Args.parse(BY_SIZE))

@@ -109,3 +109,25 @@ class Rows:
             "mismatch/improbable": (self.weights * (logps.exp() < 0.05)).sum(),
             "mismatch/weight": self.weights.sum(),
         }
+
+
+def block_counts(tokens, block):
+    """Marked tokens in the likelihood block of each token, and in all blocks before it.
+
+    tokens, block [B, L] -> two [B, L]
+    """
+    ends, block = tokens.long().cumsum(1), block.contiguous()
+    before = (ends - tokens.long()).gather(1, torch.searchsorted(block, block))
+    return ends.gather(1, torch.searchsorted(block, block, right=True) - 1) - before, before
+
+
+def choose_in_blocks(tokens, block, u, noise):
+    """Choose m of the n marked tokens of each likelihood block, m = floor(u n) + 1, in the random
+    order of their noise. tokens, block, u, noise [B, L]; u is equal within a block
+
+    -> chosen [B, L] bool, n and m [B, L]
+    """
+    n, before = block_counts(tokens, block)
+    m = (u * n).floor() + 1
+    rank = torch.where(tokens, block + noise, torch.inf).argsort(1).argsort(1) - before
+    return tokens & (rank < m), n, m

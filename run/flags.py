@@ -104,6 +104,11 @@ class RunFlags:
         "mc_num": (1, MAX),
     }
 
+    @classmethod
+    def parse(cls, by_size):
+        """-> the flags of the command line, see `command_line`"""
+        return command_line(cls, by_size)
+
     @property
     def lora(self):
         """-> arguments of add_lora"""
@@ -150,6 +155,7 @@ class RolloutFlags(RunFlags):
         "num_generations": (2, MAX),  # a group of one completion has nothing to compare it with
         "temperature": (EPS, MAX),  # at 0 all completions of a group are the same
         "confidence_threshold": (0, 1),
+        "epsilon": (0, math.inf),
     }
 
     def num_draws(self, replays):

@@ -7,7 +7,7 @@ from distributed.groups import rank_share
 from evals import TRIAL, load_splits, load_task, mean_score
 from evals.rewards import load_reward
 from models import load_tokenizer
-from rollout import gathered, probe
+from rollout import gathered, probe, rollout_metrics
 from rollout.engine import Sampling
 from run.plan import fit_rollouts
 
@@ -57,8 +57,8 @@ class Problems(HeldOut):
         self.facts = (
             f"{len(self.train)} training problems; dropped by --max-prompt-length: {self.dropped}"
         )
-        self.rollout = self.sampling
-        self.sampling = self.rollout | {
+        self.rollout, self.probed = dict(self.sampling), self.sampling
+        self.sampling = self.probed | {
             "temperature": args.eval_temperature,
             "seed": -1 - args.seed,
         }
@@ -73,19 +73,20 @@ class Problems(HeldOut):
         examples, prompts = zip(*chosen, strict=True)
         return list(prompts), list(examples)
 
-    def reward(self, trace, examples, pad_token_id):
+    def reward(self, trace, examples, model):
         """examples: one for each G completions of the trace. Collective.
 
-        -> of all ranks that share rows: trace, rewards [N], their parts [dict], examples [N]
+        -> trace and rewards [N] of all ranks that share rows, metrics of the rollout, examples [N]
         """
         G = len(trace.prompt_ids) // len(examples)
         examples = [example for example in examples for _ in range(G)]
         parts = self.grade(trace.texts(self.tokenizer), examples)
-        return gathered(trace, parts, examples, pad_token_id)
+        trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
+        return trace, rewards, rollout_metrics(trace, rewards, parts, G), examples
 
     def check(self, engine, model):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""
-        return probe(engine, model, self.train[0][1], seed=self.seed, **self.rollout)
+        return probe(engine, model, self.train[0][1], seed=self.seed, **self.probed)
 
 
 def sampling_of(args):
