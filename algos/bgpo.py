@@ -5,8 +5,8 @@ d_j    = elbo_j - old_j on the same masks
 g_j    = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
 loss   = -mean over sequences and draws of g_j; micro-batches may split the draws
 
-python   algos/bgpo.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b    # GSM8K with LoRA on eight GPUs
+python   algos/bgpo.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

@@ -6,8 +6,8 @@ loss_k = mean over the tokens of transition k of
 loss   = mean over sequences of the mean over their transitions (Eq. 11)
 A      = (reward - group mean) / group std
 
-python   algos/cj_grpo.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/cj_grpo.py --model sdar-8b    # GSM8K with LoRA on eight GPUs
+python   algos/cj_grpo.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/cj_grpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

@@ -5,8 +5,8 @@ score = 1/2 [lp(all masked) + a lp(mask a) / t + (1 - a) lp(mask not a) / (1 - t
 ratio = exp(score - old), and the loss is d1's: every token is scored once with all masked and
         once in a half-masked context; a block model sees the clean blocks before its own
 
-python   algos/coupled_grpo.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b    # GSM8K with LoRA on eight GPUs
+python   algos/coupled_grpo.py                                      # the tiny model on a CPU
+torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

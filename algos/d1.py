@@ -4,8 +4,8 @@ loss  = mean over tokens of -min(ratio A, clip(ratio, 1-eps, 1+eps) A) + beta KL
 ratio = exp(logps - old);  logps: one forward with the whole completion and 15 % of the prompt
         masked; a block model sees the clean blocks before the one it predicts, as in sampling
 
-python   algos/d1.py                                       # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/d1.py --model sdar-8b    # GSM8K with LoRA on eight GPUs
+python   algos/d1.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/d1.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

@@ -8,8 +8,8 @@ loss_s = mean over these tokens of
 loss   = mean over segments of loss_s + lambda(t) * mean over positions of
          -sum of q logps over the siblings with A > 0, q ~ exp(A / tau(t))
 
-python   algos/dtreerpo.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/dtreerpo.py --model llada-8b    # GSM8K with LoRA on eight GPUs
+python   algos/dtreerpo.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/dtreerpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

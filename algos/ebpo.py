@@ -5,8 +5,7 @@
     elbo  = mean over n draws of the sum over blocks of  tokens / masked * sum of lp over the masked
             every draw masks tokens of every block, near one noise level; earlier blocks are clean
 
-Block models only. `diff algos/bgpo.py algos/ebpo.py` shows what replaces BGPO's bounds. Run it on
-the tiny model on CPU, or on GPUs:
+Block models only. `diff algos/bgpo.py algos/ebpo.py` shows what replaces BGPO's bounds.
 
     python   algos/ebpo.py                                     # the shipped tiny model on a CPU
     torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs

@@ -6,8 +6,8 @@ elbo  = mean over pairs of masks of 1/2 [(n+1)/k lp(masked) + (n+1)/(n-k) lp(the
         k of n tokens masked, k ~ U{0..n}; on a block model those of each block, given the clean
         blocks before it
 
-python   algos/espo.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/espo.py --model llada-8b    # GSM8K with LoRA on eight GPUs
+python   algos/espo.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/espo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports
@@ -37,6 +37,7 @@ from run.problems import Problems
 # R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
 # isort: split
+from rollout.rows import block_counts
 
 
 @dataclass

@@ -6,8 +6,8 @@
     A     = (reward - group mean) / group std
 
 A block model scores a completion in one pass, a bidirectional one in a pass for each token.
-    python   algos/justgrpo.py                                     # the shipped tiny model on a CPU
-    torchrun --nproc-per-node 8 algos/justgrpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
+python   algos/justgrpo.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/justgrpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

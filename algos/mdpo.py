@@ -7,8 +7,8 @@ loss_s = mean over the M masked tokens of
 loss   = mean over sequences of the sum over the steps with the largest |A|
 q      = probability that the prediction was drawn with
 
-python   algos/mdpo.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/mdpo.py --model llada-8b    # GSM8K with LoRA on eight GPUs
+python   algos/mdpo.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/mdpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

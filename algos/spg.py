@@ -8,8 +8,8 @@ w     = tokens / masked tokens where masked. A draw masks part of one block of t
         that follows it, and a little of what precedes it; a block model does so inside each of
         its blocks and sees the clean blocks before it
 
-python   algos/spg.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/spg.py --model llada-8b    # GSM8K with LoRA on eight GPUs
+python   algos/spg.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/spg.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

@@ -7,8 +7,8 @@
 
 Which draws a step reveals follows from the draws and their confidences, so a sample is its draws.
 
-    python   algos/tpg.py                                     # the shipped tiny model on a CPU
-    torchrun --nproc-per-node 8 algos/tpg.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
+python   algos/tpg.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/tpg.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

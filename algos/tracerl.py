@@ -7,8 +7,8 @@ loss  = mean over rows of the sum over a row's tokens, divided by --gen-length, 
 A     = (reward - group mean) / group std; with --value-model GAE over the denoising steps, of
         which the last one earns this A, with a value for each token
 
-python   algos/tracerl.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/tracerl.py --model sdar-8b    # GSM8K with LoRA on eight GPUs
+python   algos/tracerl.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/tracerl.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports

@@ -4,8 +4,8 @@ w+   = softmax of psi A,  w- = softmax of -psi A    over the G completions of a 
 loss = mean over prompts of the sum over completions of -(w+ - w-) log p(completion)
 log p: d1's one-pass estimate, summed over tokens; no old and no reference policy is computed
 
-python   algos/wd1.py                                 # the shipped tiny model on a CPU
-torchrun --nproc-per-node 8 algos/wd1.py --model sdar-8b    # GSM8K with LoRA on eight GPUs
+python   algos/wd1.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/wd1.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 # >>> shared: imports
