@@ -155,7 +155,7 @@ def move_reference(ref_model, model, args):
 # <<< shared: reference
 
 
-# >>> shared: model
+# >>> shared: parallelize
 def parallelize(model, args):
     """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
@@ -184,6 +184,10 @@ def build_policy(device, args):
     return model
 
 
+# <<< shared: parallelize
+
+
+# >>> shared: learner
 def load_models(model, problems, device, at_once, args):
     """-> policy, frozen reference (with LoRA None: the policy without its adapters), engine"""
     settings = RECORDS, problems.rollout  # refused here if the sampler cannot serve them
@@ -198,10 +202,6 @@ def load_models(model, problems, device, at_once, args):
     return load_weights(parallelize(model, args), device), ref, engine
 
 
-# <<< shared: model
-
-
-# >>> shared: update
 def draw_logps(model, rows, entropy=False):
     """The only forward in training: log-probabilities of the tokens that the draws score.
 
@@ -265,7 +265,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
 
 
-# <<< shared: update
+# <<< shared: learner
 
 
 def main(args):

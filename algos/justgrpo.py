@@ -144,7 +144,7 @@ def policy_loss(estimates, old, ref, rows, args):
     }
 
 
-# >>> shared: model
+# >>> shared: parallelize
 def parallelize(model, args):
     """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
@@ -173,6 +173,10 @@ def build_policy(device, args):
     return model
 
 
+# <<< shared: parallelize
+
+
+# >>> shared: learner
 def load_models(model, problems, device, at_once, args):
     """-> policy, frozen reference (with LoRA None: the policy without its adapters), engine"""
     settings = RECORDS, problems.rollout  # refused here if the sampler cannot serve them
@@ -187,10 +191,6 @@ def load_models(model, problems, device, at_once, args):
     return load_weights(parallelize(model, args), device), ref, engine
 
 
-# <<< shared: model
-
-
-# >>> shared: update
 def draw_logps(model, rows, entropy=False):
     """The only forward in training: log-probabilities of the tokens that the draws score.
 
@@ -254,7 +254,7 @@ def update(model, optimizer, rows, step, args):
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
 
 
-# <<< shared: update
+# <<< shared: learner
 
 
 def main(args):

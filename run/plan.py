@@ -362,22 +362,22 @@ def fit_rollouts(problems, model, args, together, uses_old):
     )
 
 
-def fit_answers(rows, held_out, flags, draws=1, tail=0, **numbers):
+def fit_answers(rows, held_out, model, args, draws=1, tail=0, **numbers):
     """`fit` for a script without rollouts. The answers of a row share a forward.
 
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
     answer; tail: tokens behind it. Flag pack_length: of rows that hold several answers.
     """
-    pack_length = flags.get("pack_length", 0)
+    pack_length = getattr(args, "pack_length", 0)
     prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
     lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
     packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
     return fit(
         64,
-        flags,
+        vars(args),
         lengths=torch.cat([lengths, packed]) if pack_length else lengths,
         held_out=len(held_out.get("test", ())),
-        sequences=flags["batch_size"] * len(sides),
+        sequences=args.batch_size * len(sides),
         draws=lambda replays: draws,
         coupled=len(sides),
         **numbers,

@@ -13,8 +13,9 @@ from run.plan import fit_rollouts
 
 
 class HeldOut:
-    """Problems that no training sees. splits {split: [(example, prompt ids)]}; dropped {split:
-    number of those with too long a prompt}. sampling: how they are answered.
+    """Problems that no training sees.
+
+    splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered
     """
 
     def __init__(self, args, max_length, train=None):
@@ -22,12 +23,12 @@ class HeldOut:
         self.task, self.tokenizer = load_task(args.task), load_tokenizer(args.model)
         is_preset = args.data.partition("@")[0] in self.task.PRESETS
         eval_data = args.eval_data or ("" if train is not None or not is_preset else args.data)
-        self.splits, self.dropped = load_splits(
+        self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
-        self.sampling = {"temperature": 0.0, "remasking": "low_confidence_static"} | sampling_of(
-            args
-        )
+        self.facts = f"problems with too long a prompt, dropped: {dropped}"
+        greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
+        self.sampling = greedy | sampling_of(args)
 
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
@@ -47,21 +48,13 @@ class Problems(HeldOut):
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
         super().__init__(args, args.max_prompt_length, args.data)
         self.grade = load_reward(args.reward, self.task)
-        self.train, self.per_step, self.seed = (
-            self.splits["train"],
-            args.prompts_per_step,
-            args.seed,
-        )
+        self.train, self.per_step = self.splits["train"], args.prompts_per_step
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
-        self.facts = (
-            f"{len(self.train)} training problems; dropped by --max-prompt-length: {self.dropped}"
-        )
-        self.rollout, self.probed = dict(self.sampling), self.sampling
-        self.sampling = self.probed | {
-            "temperature": args.eval_temperature,
-            "seed": -1 - args.seed,
-        }
+        self.facts = f"{len(self.train)} training problems; {self.facts}"
+        self.rollout = dict(self.sampling)
+        self.probed = self.sampling | {"seed": args.seed}
+        self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
 
     def fit(self, model, args, together, uses_old):
         """-> the micro-batch size, how many completions are decoded together: see run/plan.py"""
@@ -86,7 +79,7 @@ class Problems(HeldOut):
 
     def check(self, engine, model):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""
-        return probe(engine, model, self.train[0][1], seed=self.seed, **self.probed)
+        return probe(engine, model, self.train[0][1], **self.probed)
 
 
 def sampling_of(args):
