@@ -59,7 +59,10 @@ from run.schedule import share_at
 # R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
 # isort: split
-from rollout.schedules import tree_forks
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from types import SimpleNamespace
 
 
 @dataclass
@@ -208,6 +211,53 @@ DRAWS = lambda args, replays: 1  # a row is a segment, and most leaves have one 
 DRAWS_TOGETHER = False  # a row has one of them
 
 
+def tree_forks(args, block_length):
+    """Where the paths of a tree fork, so that its segments have equally many denoising steps.
+
+    -> numbers of steps, as `until` of Engine.generate counts them, one less than there are
+    segments. SystemExit where no such tree exists.
+    """
+    steps = -(-args.gen_length // block_length) * args.denoising_steps
+    depth, product = len(args.branches), math.prod(args.branches)
+    flag = f"--branches {' '.join(map(str, args.branches))}"
+    if product != args.num_generations:
+        wanted = f"--num-generations {product}, or branches whose product is {args.num_generations}"
+        raise SystemExit(f"{flag} makes trees of {product} leaves: give {wanted}")
+    if depth > steps:
+        wanted = f"give at most {steps} numbers, or more --denoising-steps or --gen-length"
+        raise SystemExit(f"{flag} needs {depth} denoising steps, a rollout has {steps}: {wanted}")
+    return [s * steps // depth for s in range(1, depth)]
+
+
+def sample_trees(engine, args, prompt_ids, num_samples, sample_offset, **settings):
+    """As engine.generate; the samples of a prompt are the leaves of a tree. It is made in parts:
+    those below a node share the tokens that were revealed before it.
+    """
+    forks, canvas = tree_forks(args, engine.block_length(args.block_length)), None
+    for nodes, until in zip(accumulate(args.branches, mul), [*forks, None], strict=True):
+        part = {"num_samples": nodes, "sample_offset": sample_offset * nodes // num_samples}
+        canvas = engine.generate(prompt_ids, canvas=canvas, until=until, **part, **settings)
+    return canvas
+
+
+def tree_segments(trace, args):
+    """The S segments from the root of a tree to each leaf.
+
+    -> [B, S, L] bool: masked in the canvas from which a segment starts; revealed by it, up to the
+    first EOS of the canvas with which it ends
+    """
+    ids, block_length = trace.completion_ids, trace.settings["block_length"]
+    forks = tree_forks(args, block_length)
+    blocks = ids.new_tensor([trace.blocks(i) for i in range(len(ids))])
+    step = blocks * args.denoising_steps + trace.step_map  # counted over all blocks
+    number = torch.bucketize(step, ids.new_tensor(forks), right=True)
+    number[trace.step_map < 0] = len(forks) + 1  # never
+    since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]
+    is_eos = torch.isin(ids, ids.new_tensor(trace.settings["eos_token_ids"]))
+    seen = is_eos[:, None] & (since <= 0)  # in the canvas with which a segment ends
+    return since >= 0, (since == 0) & (seen.cumsum(2) - seen.long() == 0)
+
+
 def schedule(progress, args):
     """Self-distillation grows and sharpens over the run, progress in [0, 1]. -> lambda, tau"""
     weight = args.lambda_max * math.expm1(args.gamma * progress) / math.expm1(args.gamma)
@@ -235,7 +285,7 @@ def sample_masks(batch, iteration, args):
     if iteration > 0:
         return None
     weight, tau = schedule(batch.progress, args)
-    masked, revealed = batch.trace.segments()  # [B, depth, L]
+    masked, revealed = tree_segments(batch.trace, args)  # [B, depth, L]
     leaves, segments = args.num_generations, []
     for s, K in enumerate(args.branches):
         leaves //= K
@@ -606,8 +656,7 @@ def update(model, ref_model, optimizer, batch, step, args):
 def main(args):
     if not 0 < args.gamma < 100:
         raise SystemExit(f"--gamma {args.gamma} must be above 0 and below 100: it is an exponent")
-    block = args.block_length or meta_model(args.model).block_length
-    tree_forks(leaves=args.num_generations, **vars(args) | {"block_length": block})  # refuses
+    tree_forks(args, args.block_length or meta_model(args.model).block_length)  # refuses
     # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
     sampling = {name: getattr(args, name) for name in ROLLOUT.split()}
@@ -630,8 +679,9 @@ def main(args):
         # >>> shared: rollout
         clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
         with clock("rollout"):
-            tree = sampling | {"branches": args.branches}
-            trace, examples = roll_out(engine, stream, tree, step, args)
+            grow = partial(sample_trees, engine, args)
+            trees = SimpleNamespace(generate=grow, make_room=engine.make_room)
+            trace, examples = roll_out(trees, stream, sampling, step, args)
         with clock("reward"):
             parts = reward(trace.texts(tokenizer), examples)
             trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)

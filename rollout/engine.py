@@ -5,8 +5,6 @@ reveal, loading of weights.
 import math
 import sys
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from operator import mul
 
 import torch
 
@@ -15,7 +13,7 @@ from distributed.sharding import cuda_bytes
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
-from rollout.schedules import block_quotas, tree_forks
+from rollout.schedules import block_quotas
 from rollout.traces import concatenate
 
 # what the training scripts offer
@@ -308,7 +306,7 @@ class Engine:
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, seed=0, sample_offset=0, stop_at_eos=True,
-        records=None, canvas=None, until=None, branches=(), **sampling,
+        records=None, canvas=None, until=None, **sampling,
     ):  # fmt: skip
         """Sample num_samples completions of each prompt (ragged lists of token ids). -> Trace
 
@@ -326,21 +324,7 @@ class Engine:
         -1. canvas: such a Trace of the same prompts, made under the same settings: its rows,
         instead of masks alone, are what the samples continue, an equal number each row. Parts keep
         no records.
-
-        branches: children of a node, the root's first. The samples of a prompt are then the leaves
-        of a tree, made in parts: those below a node share the tokens that were revealed before it.
-        Trace.segments tells them apart.
         """
-        if branches:
-            forks = tree_forks(branches, num_samples, **self._settings(records, sampling))
-            for number, until in zip(accumulate(branches, mul), [*forks, None], strict=True):
-                canvas = self.generate(
-                    prompt_ids, num_samples=number, seed=seed, stop_at_eos=stop_at_eos,
-                    sample_offset=sample_offset * number // num_samples, records=records,
-                    canvas=canvas, until=until, **sampling,
-                )  # fmt: skip
-            canvas.settings["forks"] = forks
-            return canvas
         is_part = canvas is not None or until is not None
         settings = self._settings("steps" if is_part else records, sampling)
         if canvas and not settings.items() <= canvas.settings.items():

@@ -124,21 +124,6 @@ class Trace:
         start = len(self.prompt_ids[i]) % n  # the grid of blocks starts with the prompt
         return [(start + j) // n for j in range(self.step_map.shape[1])]
 
-    def segments(self):
-        """The S segments from the root of a tree (`branches` of Engine.generate) to each leaf.
-
-        -> [N, S, L] bool: masked in the canvas from which a segment starts; revealed by it, up to
-        the first EOS of the canvas with which it ends
-        """
-        ids, forks = self.completion_ids, self.settings["forks"]
-        blocks = ids.new_tensor([self.blocks(i) for i in range(len(ids))])
-        step = blocks * self.settings["denoising_steps"] + self.step_map  # counted over all blocks
-        number = torch.bucketize(step, ids.new_tensor(forks), right=True)
-        number[self.step_map < 0] = len(forks) + 1  # never
-        since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]
-        is_eos = (among(ids, self.settings["eos_token_ids"])[:, None] & (since <= 0)).long()
-        return since >= 0, (since == 0) & (is_eos.cumsum(2) - is_eos == 0)
-
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
