@@ -15,6 +15,8 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -182,10 +184,8 @@ class LmdeployEngine(Engine):
         """-> the result of a coroutine in lmdeploy's thread. RuntimeError if it comes no nearer."""
         future, self.progress = asyncio.run_coroutine_threadsafe(work, self.loop), time.monotonic()
         while self.thread.is_alive() and time.monotonic() - self.progress < STALL:
-            try:
+            with suppress(TimeoutError, CancelledError):  # cancelled: its thread has ended
                 return future.result(timeout=1)
-            except TimeoutError:
-                pass
         raise RuntimeError(f"{FLAG}: its engine has died, or gave no token for {STALL:.0f} s")
 
     async def _decode(self, prompts, requests):

@@ -26,9 +26,10 @@ from rollout.engine import ADAPTIVE, BROKEN, RULES, Engine, select
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
 from rollout.traces import Trace, among, events_of, left_padded, scored
 
-# Trace.records of each kind, [N, K, L]: type, and fill where no forward leaves anything; None: pad
+# Trace.records of each kind, [N, K, L]: type, None for that of the trace's logps; fill where no
+# forward leaves anything, None for the pad id
 RECORDED = {
-    "events": {"tokens": (torch.int32, -1), "logps": (torch.float32, 0)},
+    "events": {"tokens": (torch.int32, -1), "logps": (None, 0)},
     "states": {
         "masked": (torch.bool, False),
         "confidences": (torch.float32, 0),
@@ -120,8 +121,8 @@ class MaskedEngine(Engine):
             completion_ids.copy_(known.masked_fill(step_map < 0, model.mask_token_id))
         replay_map = torch.full_like(step_map, -1)
         records = {
-            name: step_map.new_full((len(tokens), K, L), pad if fill is None else fill, dtype=dtype)
-            for name, (dtype, fill) in RECORDED.get(settings["records"], {}).items()
+            name: logps.new_full((len(tokens), K, L), pad if fill is None else fill, dtype=kind)
+            for name, (kind, fill) in RECORDED.get(settings["records"], {}).items()
         }
         row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
