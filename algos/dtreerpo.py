@@ -39,10 +39,11 @@ from run.problems import Problems
 # R rows: terms of the loss. K draws: noisy copies of a row
 # <<< shared: imports
 # isort: split
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 from distributed.groups import all_reduce
-from rollout.schedules import tree_forks
 
 
 @dataclass
@@ -103,6 +104,53 @@ USES_OLD = True  # policy_loss compares with the estimates before the first upda
 DRAWS_TOGETHER = False  # a row has one of them
 
 
+def tree_forks(args, block_length):
+    """Where the paths of a tree fork, so that its segments have equally many denoising steps.
+
+    -> numbers of steps, as `until` of Engine.generate counts them, one less than there are
+    segments. SystemExit where no such tree exists.
+    """
+    steps = -(-args.gen_length // block_length) * args.denoising_steps
+    depth, product = len(args.branches), math.prod(args.branches)
+    flag = f"--branches {' '.join(map(str, args.branches))}"
+    if product != args.num_generations:
+        wanted = f"--num-generations {product}, or branches whose product is {args.num_generations}"
+        raise SystemExit(f"{flag} makes trees of {product} leaves: give {wanted}")
+    if depth > steps:
+        wanted = f"give at most {steps} numbers, or more --denoising-steps or --gen-length"
+        raise SystemExit(f"{flag} needs {depth} denoising steps, a rollout has {steps}: {wanted}")
+    return [s * steps // depth for s in range(1, depth)]
+
+
+def sample_trees(engine, args, prompt_ids, num_samples, sample_offset, **settings):
+    """As engine.generate; the samples of a prompt are the leaves of a tree. It is made in parts:
+    those below a node share the tokens that were revealed before it.
+    """
+    forks, canvas = tree_forks(args, engine.block_length(args.block_length)), None
+    for nodes, until in zip(accumulate(args.branches, mul), [*forks, None], strict=True):
+        part = {"num_samples": nodes, "sample_offset": sample_offset * nodes // num_samples}
+        canvas = engine.generate(prompt_ids, canvas=canvas, until=until, **part, **settings)
+    return canvas
+
+
+def tree_segments(trace, args):
+    """The S segments from the root of a tree to each leaf.
+
+    -> [B, S, L] bool: masked in the canvas from which a segment starts; revealed by it, up to the
+    first EOS of the canvas with which it ends
+    """
+    ids, block_length = trace.completion_ids, trace.settings["block_length"]
+    forks = tree_forks(args, block_length)
+    blocks = ids.new_tensor([trace.blocks(i) for i in range(len(ids))])
+    step = blocks * args.denoising_steps + trace.step_map  # counted over all blocks
+    number = torch.bucketize(step, ids.new_tensor(forks), right=True)
+    number[trace.step_map < 0] = len(forks) + 1  # never
+    since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]
+    is_eos = torch.isin(ids, ids.new_tensor(trace.settings["eos_token_ids"]))
+    seen = is_eos[:, None] & (since <= 0)  # in the canvas with which a segment ends
+    return since >= 0, (since == 0) & (seen.cumsum(2) - seen.long() == 0)
+
+
 def schedule(progress, args):
     """Self-distillation grows and sharpens over the run, progress in [0, 1]. -> lambda, tau"""
     weight = args.lambda_max * math.expm1(args.gamma * progress) / math.expm1(args.gamma)
@@ -130,7 +178,7 @@ def sample_masks(batch, iteration, args):
     if iteration > 0:
         return None
     weight, tau = schedule(batch.progress, args)
-    masked, revealed = batch.trace.segments()  # [B, depth, L]
+    masked, revealed = tree_segments(batch.trace, args)  # [B, depth, L]
     leaves, segments = args.num_generations, []
     for s, K in enumerate(args.branches):
         leaves //= K
@@ -310,8 +358,7 @@ def main(args):
     device = setup_distributed(args.sequence_parallel)
     model, problems = build_policy(device, args), Problems(args)
     # <<< shared: start
-    block = args.block_length or model.block_length
-    tree_forks(leaves=args.num_generations, **vars(args) | {"block_length": block})  # refuses
+    tree_forks(args, args.block_length or model.block_length)  # refuses
     # >>> shared: load
     args.micro_batch_size, at_once = problems.fit(model, args, DRAWS_TOGETHER, USES_OLD)
     model, ref, engine = load_models(model, problems, device, at_once, args)
@@ -325,13 +372,14 @@ def main(args):
         run.write(0, problems.check(engine, model))
         run.write(0, problems.score(engine, "test", "test"))
     # <<< shared: load
-    problems.rollout["branches"] = args.branches
     for step in range(run.start, args.max_steps):
         # >>> shared: rollout
         clock = run.clock()
         with clock("rollout"):
             prompts, examples = problems.prompts(step)
-            trace = engine.generate(
+            trace = sample_trees(
+                engine,
+                args,
                 prompts,
                 num_samples=args.num_generations,
                 records=RECORDS,
