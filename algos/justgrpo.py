@@ -278,7 +278,7 @@ def main(args):
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
     run = Run(__file__, args, problems, problems.train, model, optimizer)
-    run.say(f"{problems.facts}; rollouts: {engine.plan(RECORDS, **problems.rollout)}")
+    run.say(f"{problems.facts}; rollouts: {engine.validate(RECORDS, **problems.rollout)}")
     sync_engine(engine, model)
     if not run.start:
         run.write(0, problems.check(engine, model))

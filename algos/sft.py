@@ -327,7 +327,7 @@ def main(args):
     )
     run.say(f"{rows.facts}\n{held_out.facts}")
     if engine:
-        run.say(f"evaluations: {engine.plan(**held_out.sampling)}")
+        run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
     # <<< shared: offline_start
     for step in range(run.start, args.max_steps):
         clock, first = run.clock(), step * args.batch_size

@@ -368,7 +368,7 @@ def main(args):
     )
     run.say(f"{rows.facts}\n{held_out.facts}")
     if engine:
-        run.say(f"evaluations: {engine.plan(**held_out.sampling)}")
+        run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
     # <<< shared: offline_start
     run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
     with adapters_off(ref_model) as reference:

@@ -8,7 +8,7 @@ from evals import TRIAL, load_splits, load_task, mean_score
 from evals.rewards import load_reward
 from models import load_tokenizer
 from rollout import gathered, probe, rollout_metrics
-from rollout.engine import Sampling
+from rollout.engine import SamplingSettings
 from run.plan import fit_rollouts
 
 
@@ -84,5 +84,5 @@ class Problems(HeldOut):
 
 def sampling_of(args):
     """-> the fields of a script's args that the sampler knows"""
-    names = [field.name for field in fields(Sampling)]
+    names = [field.name for field in fields(SamplingSettings)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
