@@ -314,7 +314,7 @@ def test_dream_shifts_by_one_valid_token():
     document = torch.arange(14).expand(4, 14) // 5
     hidden = torch.arange(4 * 14.0).view(4, 14, 1)
     for documents in (None, document):
-        got = model.align(hidden, valid, documents)
+        got = hidden.gather(1, model.source(valid, documents)[..., None])
         for b, row in enumerate(valid.tolist()):
             for t in range(14):
                 before = [s for s in range(t) if row[s]]
