@@ -38,7 +38,7 @@ class LanguageModel(nn.Module):
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.groups, self.stays_gathered = [], False  # see distributed/groups.py
-        self.value_head = None  # see models/value.py
+        self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
 
     @property
     def layers(self):
