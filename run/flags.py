@@ -18,7 +18,7 @@ from models import is_tiny, sampling_facts
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
 MAX = 1 << 31  # of integers: a seed times 2^32 has 63 bits
-EPS = 1e-9  # an open end of a range
+EPS = 1e-6  # an open end of a range
 
 
 @dataclass
