@@ -17,7 +17,7 @@ from data.planning import split_of
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.sandbox import in_threads
 from models import prompt_ids
-from run.defaults import is_tiny
+from models import is_tiny
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
 # --data
@@ -52,10 +52,11 @@ def load_task(name):
         task = load_file(name, FUNCTIONS)
     else:
         files = Path(__file__).parent.glob("*.py")
-        has_load = lambda file: "\ndef load(" in file.read_text(encoding="utf-8")
-        if name not in (tasks := sorted(file.stem for file in files if has_load(file))):
+        is_task = lambda file: f'main("{file.stem}")' in file.read_text(encoding="utf-8")
+        if name not in (tasks := sorted(file.stem for file in files if is_task(file))):
             raise SystemExit(f"unknown task {name!r}: use one of {', '.join(tasks)}")
-        task = import_module(f"evals.{name}")
+        module = import_module(f"evals.{name}")
+        task = getattr(module, "task", module)
     task.NAME, task.PRESETS = Path(name).stem, getattr(task, "PRESETS", ())
     return task
 

@@ -32,7 +32,7 @@ DETAILED = 200  # rows with the denoising step of each token: as many as report.
 
 
 def given(task, examples, path, repeats=1):
-    """Rows {"index", "repeat", "completion"} of a .jsonl or a JSON array, in file order; other keys
+    """Rows {"index", "repeat", "completion"} of a .jsonl, in file order; other keys
     are dropped, so that a samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if
     it is left out.
 
@@ -45,7 +45,7 @@ def given(task, examples, path, repeats=1):
         raise SystemExit(f"{path}: no such file")
     rows, faults = {}, []
     name = lambda repeat, index: f"{index} of repeat {repeat}" if repeats > 1 else str(index)
-    for line, raw in enumerate(_lines(Path(path).read_bytes()), 1):
+    for line, raw in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
         try:
             if raw.strip():
                 row = _row(json_object(raw), task, examples, repeats)
@@ -62,17 +62,6 @@ def given(task, examples, path, repeats=1):
     unanswered = "problems without a completion, not in the mean: index"
     results.print_faults(path, missing, unanswered)
     return [*rows.values()], {"unused": len(faults), "missing": len(missing)}
-
-
-def _lines(raw):
-    """The lines of a .jsonl; as such lines the members of a JSON array, or the one object that a
-    file holds on several lines."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return raw.splitlines(keepends=True)
-    members = value if isinstance(value, list) else [value]
-    return [f"{json.dumps(member)}\n".encode() for member in members]
 
 
 def same_problem(task, example, row):
@@ -209,21 +198,9 @@ def key(row):
 def gather(folder):
     """All rows of samples.jsonl and of the other ranks' files, by repeat and index, merged into one
     samples.jsonl. Called on one rank. A last line without a line end is dropped: its rank was
-    killed while writing it. SystemExit names a row that no evaluation writes."""
-    main, files, rows = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl")), {}
-    for path in files:
-        for number, (_, row) in enumerate(read_lines(path), 1):
-            match row:
-                case {
-                    "index": int(), "repeat": int(), "score": int() | float() as score, "answer": _,
-                    "truncated": bool(), "tokens": int(), "forwards": int() | None as forwards,
-                    "seconds": int() | float(),
-                } if math.isfinite(score) and forwards != 0:  # fmt: skip
-                    rows[key(row)] = row
-                case _:
-                    raise SystemExit(
-                        f"{path} line {number} is damaged: a value is wrong or missing"
-                    )
+    killed while writing it."""
+    main, files = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl"))
+    rows = {key(row): row for path in files for _, row in read_lines(path)}
     merged = [rows[place] for place in sorted(rows)]
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in merged))
     for path in set(files) - {main}:
