@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.stream import ShuffledStream
 from distributed.groups import close_distributed, setup_distributed
-from models.checkpoint import checkpoint_config
 from models.config import architecture
+from models.names import checkpoint_config
 from run.defaults import training
 from run.log import describe_device, describe_git
 

@@ -286,7 +286,7 @@ def task_settings(args, engine, name, task, examples, alone):
         "eos_token_ids": list(model.eos_token_ids),
         "batch_size": args.batch_size,
     }
-    checked = engine.plan(**generation(settings))  # SystemExit for what the engine cannot do
+    checked = engine.validate(**generation(settings))  # SystemExit for what the engine cannot do
     if is_first_rank():
         print(f"{name}: {checked}", file=sys.stderr)
     return settings

@@ -128,7 +128,7 @@ def main(args):
     model_type, style = architecture(engine.model.checkpoint_config), example.get("style", "")
     known = decoding.settings(args.model, model_type, args.task, style)
     settings = decoding.chosen(args, known)
-    print(engine.plan(**settings), end="\n\n")
+    print(engine.validate(**settings), end="\n\n")
     trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
     play(trace, 0, tokenizer, engine.model.mask_token_id, DELAY, args.colour)
     if args.task:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from kernels import speed_up_draws
 from kernels.decode import attention, cached_attention
 from kernels.graphs import Graphs, can_record
-from rollout.masked import Block, MaskedEngine
+from rollout.masked import CurrentBlock, MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
 WIDTHS = 32
@@ -50,8 +50,8 @@ class Memory:
 
 
 @dataclass
-class FixedBlock(Block):
-    """A Block whose tensors have fixed addresses. bias None: there is no padding."""
+class FixedBlock(CurrentBlock):
+    """A CurrentBlock whose tensors have fixed addresses. bias None: there is no padding."""
 
     memory: Memory
 

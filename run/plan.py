@@ -344,38 +344,40 @@ def fit(on_cpu, flags, **numbers):
     return plan.size, plan.rows
 
 
-def fit_rollouts(problems, flags, **numbers):
+def fit_rollouts(problems, model, args, together, uses_old):
     """`fit` for a script with rollouts. problems {split: [(example, prompt ids)]}"""
-    sequences = flags["prompts_per_step"] * flags["num_generations"]
+    sequences = args.prompts_per_step * args.num_generations
     prompts = [len(ids) for rows in problems.values() for _, ids in rows]
     return fit(
         256,
-        flags,
-        lengths=torch.tensor([(prompt, flags["gen_length"]) for prompt in prompts]),
+        vars(args),
+        lengths=torch.tensor([(prompt, args.gen_length) for prompt in prompts]),
         held_out=len(problems.get("test", ())),
         sequences=sequences,
         rollout=sequences,
-        has_reference=flags["beta"] > 0,
-        **numbers,
+        draws=args.num_draws,
+        coupled=together,
+        has_old=uses_old,
+        has_reference=args.beta > 0,
     )
 
 
-def fit_answers(rows, held_out, flags, draws=1, tail=0, **numbers):
+def fit_answers(rows, held_out, model, args, draws=1, tail=0, **numbers):
     """`fit` for a script without rollouts. The answers of a row share a forward.
 
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
     answer; tail: tokens behind it. Flag pack_length: of rows that hold several answers.
     """
-    pack_length = flags.get("pack_length", 0)
+    pack_length = getattr(args, "pack_length", 0)
     prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
     lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
     packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
     return fit(
         64,
-        flags,
+        vars(args),
         lengths=torch.cat([lengths, packed]) if pack_length else lengths,
         held_out=len(held_out.get("test", ())),
-        sequences=flags["batch_size"] * len(sides),
+        sequences=args.batch_size * len(sides),
         draws=lambda replays: draws,
         coupled=len(sides),
         **numbers,

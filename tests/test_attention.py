@@ -5,7 +5,6 @@ refusals.
 import sys
 import types
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from oracles import tiny_model
 
 from models import add_lora, attention
 from models.attention import (
-    AUTO,
-    BACKENDS,
     PATTERNS,
     Visibility,
     bidirectional,
@@ -188,18 +185,20 @@ def on_cpu(monkeypatch):
     package.flash_attn_varlen_func = by_rows
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_rows)
-    for name in ("varlen", "flash-attn"):
-        able = {"devices": ("cpu",), "dtypes": attention.ANY, "installed": True}
-        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], **able))
+    monkeypatch.setattr(attention, "refusal", lambda *_: None)
 
 
 CASES = [("full", None), ("packed", None), ("block-causal", None), ("copies", None)]
 CASES += [(pattern, side) for pattern in MASKED for side in PADDINGS[1:]]
 
 
-RUNS = [(name, *case) for name in ("sdpa", "varlen", "flash-attn") for case in CASES]
-RUNS = [run for run in RUNS if run[1].removeprefix("packed ") in BACKENDS[run[0]].patterns]
-RUNS += [("auto", *case) for case in CASES]
+RUNS = [(name, *case) for name in ("sdpa", "auto") for case in CASES]
+RUNS += [
+    (name, *case)
+    for name in ("varlen", "flash-attn")
+    for case in CASES
+    if case[0].removeprefix("packed ") in attention.RAGGED
+]
 
 
 @pytest.mark.parametrize("backend, pattern, padding", RUNS)
@@ -308,7 +307,7 @@ def test_blocks_compile_once_for_all_sizes(monkeypatch, compiler, backend):
         )
         compile_blocks(compiled)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # gradients on a CPU
-    monkeypatch.setitem(BACKENDS, "flex", replace(BACKENDS["sdpa"], prepare=attention.flex))
+    monkeypatch.setattr(attention, "refusal", lambda *_: None)
     kernel = partial(torch.compile, dynamic=True, backend="aot_eager")
     parts = kernel(attention.flex_attention), kernel(attention.create_block_mask)
     monkeypatch.setattr(attention, "compiled_flex", lambda: parts)
@@ -352,25 +351,15 @@ def refused(*words):
 )
 def test_the_check_at_start_up(monkeypatch, backend, kind, device, words):
     """It names what works on that device and is installed, nothing else."""
-    monkeypatch.setitem(BACKENDS, "flash-attn", replace(BACKENDS["flash-attn"], installed=False))
+    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", False)
     with refused(backend, words):
         attention.check_backend(backend, kind, device)
 
 
-@pytest.mark.parametrize("choice", ["flex", "varlen", "flash-attn"])
-def test_auto_falls_back_to_sdpa(monkeypatch, choice):
+def test_auto_falls_back_to_sdpa():
     """What `auto` would take cannot do this here (a CPU, as fp32 on CUDA): sdpa, silently and
     exactly.
     """
-    for pattern in PATTERNS:
-        monkeypatch.setitem(
-            AUTO, pattern, (choice if pattern in BACKENDS[choice].patterns else "sdpa", 0)
-        )
-    monkeypatch.setitem(
-        BACKENDS,
-        "flash-attn",
-        replace(BACKENDS["flash-attn"], installed=True, prepare=lambda visibility: None),
-    )
     for pattern, padding in CASES:
         valid = valid_rows(9, padding)
         visibility = visibility_of(pattern, valid)

@@ -376,11 +376,6 @@ def test_parts_make_the_whole_rollout(family):
             forked.append(engine.generate(first.prompt_ids, **OPTIONS | how | new))
             forked.append(engine.generate(prompts, **OPTIONS | how | new | {"num_samples": 9}))
             assert all(same_draws(forked[0], one, forwards=False) for one in forked)
-        node, leaf = {"num_samples": 2, "sample_offset": 8}, {"num_samples": 6, "sample_offset": 24}
-        tree = engine.generate(prompts, **OPTIONS | how | leaf | {"branches": (2, 3)})
-        half = engine.generate(prompts, **OPTIONS | how | node | {"until": 6})
-        leaves = engine.generate(prompts, **OPTIONS | how | leaf | {"canvas": half})
-        assert tree.settings["forks"] == [6] and same_draws(tree, leaves)
     options = OPTIONS | how | {"canvas": part}
     with pytest.raises(ValueError, match="under the settings"):
         engine.generate(prompts, **options | {"denoising_steps": 2})
