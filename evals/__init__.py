@@ -16,8 +16,7 @@ import torch.distributed as dist
 from data.planning import split_of
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.sandbox import in_threads
-from models import prompt_ids
-from models import is_tiny
+from models import is_tiny, prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
 # --data

@@ -42,6 +42,7 @@ from evals.rewards import load_reward
 from models import load_tokenizer
 from models.config import architecture
 from rollout import make_engine
+from run.flags import MAX
 from run.report import write_report
 
 
@@ -77,6 +78,8 @@ class Args(decoding.SamplerFlags):
     resume: str = ""
     """continue in this directory of an earlier run: its flags are the defaults, finished samples
     are kept"""
+
+    RANGES = dict.fromkeys(("batch_size", "limit", "repeats"), (1, MAX))  # of numbers
 
 
 # completions of a file that are scored together: then rows are written and the bar moves
@@ -132,9 +135,6 @@ def evaluate(args, tasks, data, files):
     if args.resume and files:
         again = f"score {', '.join(files.values())} again, with a new --out"
         raise SystemExit(f"--resume {args.resume} continues a generation: {again}")
-    for name in ("batch_size", "limit", "repeats"):
-        if (count := getattr(args, name)) is not None and count < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} {count} must be at least 1")
     results.refuse_overwriting(args)
     device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
     examples, rewards, settings, read, lost = {}, {}, {}, {}, {}

@@ -22,9 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.planning import countdown_solutions, stable_hash, sudoku_solutions
 from data.rows import read_rows
-from evals import TRAIN_TASKS, load_problems, load_splits, load_task, programs, score_all
+from evals import (
+    TRAIN_TASKS,
+    load_problems,
+    load_splits,
+    load_task,
+    math_grader,
+    programs,
+    score_all,
+)
 from evals.examples import shots_in, user
-from evals import math_grader
 from evals.math_grader import number
 from evals.rewards import REWARDS, load_reward
 from evals.samples import same_problem
@@ -348,9 +355,9 @@ def test_worked_examples_and_subjects(hub):
     assert one_line(mmlu.load, "test") == "cais/mmlu: fewer than 5 dev rows of 'law'"
     row = {"question": "?", "A": "w", "B": "x", "C": "y", "D": "z", "answer": "C"}
     counts = {"dev": 5, "val": 2}
-    hub({("ceval/ceval-exam", s, p): [row] * n for s in ceval.SUBJECTS for p, n in counts.items()})
+    hub({("ceval/ceval-exam", s, p): [row] * n for s in ceval.topics for p, n in counts.items()})
     subjects = Counter(example["subject"] for example in ceval.load("test"))
-    assert subjects == dict.fromkeys(ceval.SUBJECTS, 2) and len(subjects) == 52
+    assert subjects == dict.fromkeys(ceval.topics, 2) and len(subjects) == 52
     hub({("lukaemon/bbh", task, "test"): [{"input": "x", "target": "y"}] * 2 for task in bbh.TASKS})
     assert Counter(e["subject"] for e in bbh.load("test")) == dict.fromkeys(bbh.TASKS, 2)
     three = row_of("arc_c")
@@ -559,7 +566,10 @@ def test_files_of_a_user(tmp_path):
     uneven(["one"], [example])  # ranks would add up different parts
     one_line(load_reward(f"{path}:empty", task), ["one"], [example])
     said = one_line(uneven, [""], [example])
-    assert "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0" in said
+    assert (
+        "is paid {'empty': 1.0}: the first completion has the parts ['same', 'length']: give 0"
+        in said
+    )
     for score, said in (1.5, "1.5 is no number in"), (None, "None is no"), (1 + 1e-9, ""):
         odd = SimpleNamespace(NAME="t", score_batch=lambda texts, _, score=score: iter([score]))
         if said:

@@ -77,7 +77,7 @@ class GoldEngine:
     def block_length(self, asked):
         return asked or 4
 
-    def plan(self, **settings):
+    def validate(self, **settings):
         return "answers the problem"
 
     def generate(self, prompt_ids, **settings):
@@ -516,8 +516,8 @@ REFUSED = {  # flags of evals/run.py
     "--model m": "give --model (or --completions) and --tasks",
     "--model m --tasks countdown,nothing": "unknown task 'nothing': use one of aime24",
     "--model m --tasks countdown,sudoku --data cd3": "--data cd3: give TASK=SOURCE",
-    "--model m --tasks countdown --repeats 0": "--repeats 0 must be at least 1",
-    "--model m --tasks countdown --batch-size 0": "--batch-size 0 must be at least 1",
+    "--model m --tasks countdown --repeats 0": "--repeats 0 must be from 1",
+    "--model m --tasks countdown --batch-size 0": "--batch-size 0 must be from 1",
     "--model m --tasks qa,countdown --data qa=no.csv countdown=no.csv": "none of qa, countdown",
     "--model tiny-sdar --tasks countdown,sudoku --gen-length 10": "none of countdown, sudoku",
 }
@@ -527,7 +527,7 @@ ONE_REFUSED = {  # flags of evals/countdown.py
     "--model m --reward cells": "no such reward; known: path.py:function, countdown_d1",
     "--model m --reward gsm8k_d1": "does not fit countdown",
     "--model m --data cd9": "presets: small, cd3, cd4",
-    "--model m --limit 0": "--limit 0 must be at least 1",
+    "--model m --limit 0": "--limit 0 must be from 1",
     "--completions none.jsonl": "none.jsonl: no such file",
     "--model tiny-llada --gen-length 10": "--gen-length 10 is no multiple of the block length 4",
     "--model tiny-llada --factor 0 --remasking low_confidence_factor": "--factor 0.0 must be",
