@@ -511,9 +511,9 @@ def test_load_reward(monkeypatch):
     reward = load_reward("countdown_odd", load_task("countdown"))
     assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
     said = one_line(reward, ["y", "y", "x"], [example] * 3)
-    assert said.startswith("--reward countdown_odd of countdown: completion 2 of 3, 'x', is paid {")
+    assert said.startswith("--reward countdown_odd of countdown: completion 'x' is paid {")
     assert said.endswith("'b': nan}: not a finite number")
-    for paid, words in ("1.0", "'1.0'}: not a finite"), ({"mean": 1.0}, "mean is a"):
+    for paid, words in ("1.0", "'1.0'}: not a finite"), ({"mean": 1.0}, "is a metric"):
         monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
         assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
     said = one_line(load_reward, "cells", mbpp)
@@ -559,7 +559,7 @@ def test_files_of_a_user(tmp_path):
     assert load_reward(f"{path}:number", task)(["one"], [example]) == [{"reward": 0.75}]
     nothing = load_reward(f"{path}:nothing", load_task("countdown"))
     said = one_line(nothing, [""], [example])
-    assert "completion 0 of 1, '', is paid {'reward': None}: not a finite number" in said
+    assert "completion '' is paid {'reward': None}: not a finite number" in said
     (parts,) = load_reward(f"{path}:whole", task)(["one"], [example])
     assert type(parts["reward"]) is float, "advantages cannot be computed with integers"
     uneven = load_reward(f"{path}:uneven", task)
@@ -567,7 +567,7 @@ def test_files_of_a_user(tmp_path):
     one_line(load_reward(f"{path}:empty", task), ["one"], [example])
     said = one_line(uneven, [""], [example])
     assert (
-        "is paid {'empty': 1.0}: the first completion has the parts ['same', 'length']: give 0"
+        "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0"
         in said
     )
     for score, said in (1.5, "1.5 is no number in"), (None, "None is no"), (1 + 1e-9, ""):
