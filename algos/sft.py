@@ -321,11 +321,9 @@ def main(args):
     trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
-    run, stream = (
-        Run(__file__, args, held_out, rows, model, optimizer),
-        ShuffledStream(rows, args.seed),
-    )
-    run.say(f"{rows.facts}\n{held_out.facts}")
+    run = Run(__file__, args, held_out, rows, model, optimizer)
+    stream = ShuffledStream(rows, args.seed)
+    run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
     if engine:
         run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
     # <<< shared: offline_start

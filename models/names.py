@@ -24,6 +24,16 @@ MODELS = {name: str(HERE / name) for name in TINY_CONFIGS} | {
     "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
 }
 
+# model_type of config.json of the names, so that their sampling is known before they are downloaded
+MODEL_TYPES = {
+    "llada": ("llada-8b", "llada-8b-base", "llada-1.5"),
+    "lladamoe": ("llada-moe-7b",),
+    "Dream": ("dream-7b", "dream-7b-base"),
+    "sdar": ("sdar-1.7b", "sdar-4b", "sdar-8b"),
+    "sdar_moe": ("sdar-30b-a3b",),
+    "llada2_moe": ("llada2-mini", "llada2.1-mini"),
+    "tiny": tuple(TINY_CONFIGS),
+}
 # What a model states about its sampling, as fields of the scripts. Lengths of evaluations stand in
 # evals/decoding.py. Masked diffusion: 256 tokens, two of a block in each step (d1's train.yaml),
 # Fast-dLLM's cache
@@ -55,8 +65,10 @@ def is_tiny(model):
 
 def sampling_facts(model):
     """model: as --model -> {field: value} of its sampling, from SAMPLING"""
-    kind = "tiny" if is_tiny(model) else architecture(checkpoint_config(model)[0])
-    return SAMPLING[kind]
+    kinds = [kind for kind, names in MODEL_TYPES.items() if pinned(model)[0] in names]
+    if not kinds:
+        kinds = ["tiny"] if is_tiny(model) else [architecture(checkpoint_config(model)[0])]
+    return SAMPLING[kinds[0]]
 
 
 def checkpoint_config(name_or_dir):
