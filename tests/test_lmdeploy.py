@@ -289,37 +289,31 @@ def test_unmasking_is_set_for_a_rollout_and_what_is_not_the_same_is_refused(engi
     assert vars(engine.engine.unmasking) == want
     for wrong, words in REFUSED:
         with exits_with_one_line(*words):
-            engine.plan(gen_length=4, **STATIC | wrong)
+            engine.validate(gen_length=4, **STATIC | wrong)
     for records in ("steps", "events", "states", "draws"):  # a method's RECORDS
         with exits_with_one_line(f"lmdeploy keeps no records of kind '{records}'"):
-            engine.plan(records, gen_length=4, **STATIC)
+            engine.validate(records, gen_length=4, **STATIC)
 
 
 @pytest.mark.parametrize(
-    "name, change, found, words",
+    "name, change, package, device, words",
     [
-        ("tiny-llada", {}, "0.18.3", "serves SDAR, not a model of type llada"),
-        ("tiny-llada2", {}, "0.18.3", "serves SDAR, not a model of type llada2_moe"),
-        ("tiny-sdar", {}, "0.18.3", "has no kernels for heads of 32"),
-        (None, {"mask_token_id": 49}, "0.18.3", "takes 151669 for the mask token; .* model is 49"),
-        (None, {}, "0.18.3", "needs a CUDA GPU, not cpu"),
-        (None, {}, "0.17.1", "serves lmdeploy 0.18, 0.17.1 is installed"),
-        (
-            None,
-            {},
-            "",
-            "serves lmdeploy 0.18, none is installed: pip install -r requirements-gpu.txt",
-        ),
+        (None, {"mask_token_id": 49}, "0.18.3", "cuda", "not sdar .* mask token 49"),
+        ("tiny-sdar", {}, "0.18.3", "cuda", "heads of 32"),
+        ("tiny-llada2", {}, "0.18.3", "cuda", "not llada2_moe with"),
+        (None, {}, "0.18.3", "cpu", "on cpu: leave it at auto"),
+        (None, {}, "0.17.1", "cuda", "by version 0.17.1"),
+        (None, {}, "", "cuda", "by version missing"),
     ],
 )
-def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, name, change, found, words):
-    if not change:
-        monkeypatch.setattr(backend, "MASK_TOKEN_ID", MASK)
-    monkeypatch.setattr(backend, "find_spec", lambda package: found)
-    monkeypatch.setattr(backend, "version", lambda package: found)
+def test_what_lmdeploy_cannot_serve_is_refused(
+    directory, monkeypatch, name, change, package, device, words
+):
+    monkeypatch.setattr(backend, "MASK_TOKEN_ID", MASK)
+    monkeypatch.setattr(backend, "find_spec", lambda name: package)
+    monkeypatch.setattr(backend, "version", lambda name: package)
     (directory / "config.json").write_text(json.dumps(CONFIG | change))
-    device = "cpu" if "CUDA" in words else "cuda"
-    with pytest.raises(SystemExit, match=f"^--rollout-backend lmdeploy {words}"):
+    with pytest.raises(SystemExit, match=f"^--rollout-backend lmdeploy serves sdar .*{words}"):
         make_engine(name or directory, "lmdeploy", device)
 
 
@@ -327,10 +321,10 @@ def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, name, cha
 def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(
     engine, monkeypatch, size
 ):
-    """In place, in one bucket or many; the learner stays out of inference mode, in which lmdeploy's
+    """In place, in one lot or many; the learner stays out of inference mode, in which lmdeploy's
     tasks wait.
     """
-    monkeypatch.setattr(backend, "HANDED_BYTES", size)
+    monkeypatch.setattr(backend, "TOGETHER", size)
     served = engine.engine.model
     addresses = {name: value.data_ptr() for name, value in served.values.items()}
     settings = {"num_samples": 4, "gen_length": 8, "temperature": 0.0, **STATIC}
@@ -361,7 +355,7 @@ def test_a_failing_loop_ends_the_run(engine):
             raise RuntimeError("CUDA error: an illegal memory access")
 
     engine.engine.fault = fault
-    with exits_with_one_line("--rollout-backend lmdeploy", "ended with ENGINE_STOP_ERROR"):
+    with pytest.raises(RuntimeError, match="^--rollout-backend lmdeploy: .* ENGINE_STOP_ERROR"):
         engine.generate([[3, 4, 5]], num_samples=3, gen_length=24, stop_at_eos=False, **STATIC)
 
 

@@ -135,7 +135,7 @@ def test_make_engine_loads_directories_and_models(tmp_path):
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
 def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, name):
     good = {"gen_length": 16, "block_length": 0, "denoising_steps": 2, "cache": "none"}
-    assert make_engine(name, request=("steps", good)).plan("steps", **good)
+    assert make_engine(name, request=("steps", good)).validate("steps", **good)
     monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("read weights"))
     for wrong in ({"gen_length": 17}, {"denoising_steps": 0}, {"cache": "prefix"}):
         with pytest.raises(SystemExit, match="--"):
@@ -195,7 +195,7 @@ REFUSED += [
 @pytest.mark.parametrize("family, options, words", REFUSED, ids=str)
 def test_a_rollout_and_its_plan_refuse_what_they_cannot_do(family, options, words):
     engine = engine_of(family)
-    for ask in (engine.plan, lambda **how: engine.generate([[3, 4]], **how)):
+    for ask in (engine.validate, lambda **how: engine.generate([[3, 4]], **how)):
         with pytest.raises(SystemExit, match=words):
             ask(**{"gen_length": 8, "block_length": 0} | options)
 
@@ -215,15 +215,15 @@ def test_prompts_are_checked():
 
 
 def test_a_plan_tells_blocks_and_steps():
-    plan = engine_of().plan(gen_length=12, denoising_steps=2, remasking="random", seed=3)
+    plan = engine_of().validate(gen_length=12, denoising_steps=2, remasking="random", seed=3)
     assert plan == "3 blocks of 4 tokens, 2 steps each: 6 steps, 2 tokens a step"
-    plan = engine_of().plan(gen_length=12, denoising_steps=4)
+    plan = engine_of().validate(gen_length=12, denoising_steps=4)
     assert plan.endswith("12 steps, at least 1 tokens a step")
     with pytest.raises(SystemExit, match="--gen-length 13.*give 12 or 16"):
-        engine_of().plan(gen_length=13)
+        engine_of().validate(gen_length=13)
     with pytest.raises(SystemExit, match="--cache prefix is approximate"):
-        engine_of("llada").plan("steps", gen_length=8, block_length=4, cache="prefix")
-    assert engine_of("dream").plan(**ASCENDING | {"denoising_steps": 4})
+        engine_of("llada").validate("steps", gen_length=8, block_length=4, cache="prefix")
+    assert engine_of("dream").validate(**ASCENDING | {"denoising_steps": 4})
     with pytest.raises(SystemExit, match="--rollout-backend block cannot serve a bidirectional"):
         make_engine(shared("llada"), backend="block")
 
