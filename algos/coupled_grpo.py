@@ -596,7 +596,7 @@ def main(args):
     # <<< shared: reference_kept
     for step in range(start, args.max_steps):
         # >>> shared: rollout
-        clock, G = Stopwatch(args.micro_batch_size), range(args.num_generations)
+        clock, G = Stopwatch(), range(args.num_generations)
         with clock("rollout"):
             trace, examples = roll_out(engine, stream, sampling, step, args)
         with clock("reward"):
@@ -624,7 +624,7 @@ def main(args):
             with clock("eval"):
                 metrics |= score("validation", "eval") | check()
         speed = {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
-        log.write(step + 1, metrics | clock.with_step() | routing | speed | machine_metrics())
+        log.write(step + 1, metrics | clock | routing | speed | machine_metrics())
         log.samples(step + 1, [trace.describe(i, tokenizer, rewards[i], examples[i]) for i in G])
         stopped = stop.is_set(batch.advantages, metrics)
         saves.after_step(step + 1, metrics, stopped)

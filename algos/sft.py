@@ -464,7 +464,7 @@ def main(args):
         engine, model, task, tokenizer, held_out[split], name, args
     )
     for step in range(start, args.max_steps):
-        clock, first = Stopwatch(args.micro_batch_size), step * args.batch_size
+        clock, first = Stopwatch(), step * args.batch_size
         with clock("data"):
             examples = [stream[i] for i in range(first, first + args.batch_size)]
             batch = make_batch(examples, args, model, step, group, groups, device)

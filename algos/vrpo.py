@@ -541,7 +541,7 @@ def main(args):
     if engine and not start:
         log.write(0, score("test", "test"))
     for step in range(start, args.max_steps):
-        clock = Stopwatch(args.micro_batch_size)
+        clock = Stopwatch()
         with clock("data"):
             batch, masks, ref_masks = draw_batch(stream, model, device, step, args)
         with clock("reference"), adapters_off(ref_model) as reference:

@@ -1,15 +1,12 @@
-"""run/log.py: the files of a run, the lines on the screen."""
+"""run/log.py: the files of a run, the lines on the screen. run/flags.py: what is refused."""
 
 import csv
 import gc
-import io
 import json
 import math
-import os
 import re
 import sys
 import zlib
-from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +18,7 @@ from golden_runs import rows_of
 from matplotlib.figure import Figure
 
 from algos import mdpo
-from distributed.disk import new_directory, write_atomically
+from distributed.disk import write_atomically
 from run import flags as run_flags
 from run import log as runlog
 from run.flags import check_numbers, check_sizes
@@ -29,189 +26,174 @@ from run.log import RunLog, Stop, Stopwatch
 
 NAN = float("nan")
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
-TIMES = {"time/rollout": 0.5, "time/update": 0.2, "time/step": 0.73}
-RL_ROW = {"reward/mean": 0.3, "reward/std": 0.4, "loss/total": -0.012, "policy/ratio": 1.0,
-          "completion/length": 6.1, "completion/truncated_frac": 0.5, **TIMES}  # fmt: skip
+RL_ROW = {"reward/mean": 0.3, "loss/total": -0.012, "policy/ratio": 1.0, "completion/length": 6.1,
+          "time/step": 0.73}  # fmt: skip
+SCORE = {"eval/countdown": 0.41}
 
 
-def open_log(out, **options):
-    return RunLog(out, "bgpo-tiny-sdar-countdown-s42", ARGS, 300, **options)
+@pytest.fixture
+def new_log(tmp_path):
+    """new_log(**options) -> a log, closed at the end of the test"""
+    logs = []
+
+    def make(**options):
+        logs.append(RunLog(tmp_path, "my-bgpo-tiny-sdar-countdown-s42", ARGS, 300, **options))
+        return logs[-1]
+
+    yield make
+    for log in logs:
+        log.close()
 
 
-def test_config_says_how_to_repeat_the_run(tmp_path):
-    with closing(open_log(tmp_path)) as log:
-        config = json.loads((log.run_dir / "config.json").read_text())
+def test_files_of_a_run(new_log, capsys):
+    """config.json tells how to repeat it; non-finite is null; the table has all keys of all rows;
+    a line has the score first, and an ELBO instead of a loss of 0. A second run of the same second
+    has another directory.
+    """
+    log, other = new_log(), new_log()
+    assert {log.run_dir.name + "-2", log.run_dir.name} >= {
+        other.run_dir.name[:-2],
+        log.run_dir.name,
+    }
+    config = json.loads((log.run_dir / "config.json").read_text())
     keys = "script args command git code torch python device world_size started"
-    assert list(config) == keys.split() and config["script"] == "bgpo"
+    assert list(config) == keys.split() and config["script"] == "my-bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
     checksum = zlib.crc32(Path(__file__).read_bytes())
-    want = {"script": checksum, "reward": checksum}
-    assert runlog.checksums(__file__, "countdown", f"{__file__}:pay") == want
-    assert runlog.checksums("-m", None, "countdown_partial") == {}
-    assert runlog.describe_run("my-bgpo-tiny-sdar-countdown-s42", ARGS)["script"] == "my-bgpo"
-
-
-def test_directories_of_one_name_are_numbered(tmp_path):
-    names = [new_directory(tmp_path / "d1").name for _ in range(3)]
-    assert names == ["d1", "d1-2", "d1-3"]
-
-
-def test_rows_are_flushed_non_finite_is_null_and_csv_has_the_union_of_keys(tmp_path):
-    with closing(open_log(tmp_path)) as log:
-        log.write(0, {"eval/countdown": 0.25})
-        log.write(1, {"loss/total": NAN, "reward/mean": torch.tensor(0.5)})
-        rows = rows_of(log.run_dir)
-    assert rows[1] == {"step": 1, "loss/total": None, "reward/mean": 0.5}
+    assert runlog.checksums(__file__, "countdown", f"{__file__}:pay", None) == [checksum] * 2
+    log.write(0, {"policy/elbo": -5.5, "loss/total": 1e-9, **SCORE})
+    log.write(12, RL_ROW | {"loss/total": NAN, "reward/mean": torch.tensor(0.5)})
+    assert capsys.readouterr().out.splitlines() == [
+        "step   0/300  eval 0.410  elbo   -5.500",
+        "step  12/300  reward  0.500  loss      nan  len    6.1    0.73 s",
+    ]
+    row = {"step": 12, **RL_ROW, "loss/total": None, "reward/mean": 0.5}
+    assert rows_of(log.run_dir)[1] == row
+    log.close()
     with open(log.run_dir / "metrics.csv", newline="") as file:
-        keys = ["step", "eval/countdown", "loss/total", "reward/mean"]
-        assert list(csv.reader(file)) == [keys, ["0", "0.25", "", ""], ["1", "", "", "0.5"]]
+        keys, first, second = csv.reader(file)
+    assert keys[:4] == ["step", "policy/elbo", "loss/total", "eval/countdown"]
+    assert first[:4] == ["0", "-5.5", "1e-09", "0.41"] and second[:3] == ["12", "", ""]
+    log.close()  # a second one changes nothing
 
 
-PROBE = {"probe/distinct_frac": 0.5, "probe/logp_gap_mean": 0.01, "probe/greedy_agreement": 0.95}
-BAD = {"probe/distinct_frac": 0.125, "probe/logp_gap_mean": 0.3, "probe/greedy_agreement": 0.5}
-WORDS = ["distinct samples 12%", "engine and learner differ by 3.0e-01 nats a token",
-         "50% of its greedy tokens are the learner's"]  # fmt: skip
-SUMMARIES = [
-    (RL_ROW, ["reward  0.300", "loss  -0.0120", "len    6.1", "  0.73 s"]),
-    ({"policy/elbo": -5.5, "loss/total": 0.5, "eval/x": 0.41}, ["eval 0.410", "loss   0.5000"]),
-    ({"policy/elbo": -5.5, "loss/total": 1e-9, **PROBE}, ["elbo   -5.500"]),
-    ({"loss/total": 0.0, **BAD}, ["loss   0.0000", *WORDS]),
-    ({"probe/logp_gap_mean": NAN}, ["engine and learner differ by nan nats a token"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row, words", SUMMARIES)
-def test_a_line_says_what_matters(row, words):
-    """The score first, an ELBO instead of a loss of 0, the check of the sampler if it is bad."""
-    assert list(runlog.summary(row).values()) == words
-
-
-SUMMARY = "  ".join(SUMMARIES[0][1])
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_plain_line_or_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys, is_terminal):
-    screen = io.StringIO()
-    screen.isatty = lambda: is_terminal
-    monkeypatch.setattr(sys, "stderr", screen)
-    with closing(open_log(tmp_path)) as log:
-        log.write(0, {"eval/countdown": 0.41})
-        for _ in range(2):  # compiling is told once
-            log.write(12, RL_ROW | {"speed/compile_s": 41.6})
-    lines = capsys.readouterr().out.splitlines()
-    compiled = "compiling took 42 s so far; later steps do not take this time"
-    if is_terminal:
-        assert lines == [compiled] and "12/300" in screen.getvalue() and log.bar.disable
-        assert log.bar.n == 12 and log.bar.postfix == f"eval 0.410  {SUMMARY}"
-    else:
-        step = f"step  12/300  {SUMMARY}"
-        assert lines == ["step   0/300  eval 0.410", compiled, step, step]
-        assert screen.getvalue() == ""
-
-
-def test_a_drawn_figure_leaves_the_memory(tmp_path):
+def test_a_drawn_figure_leaves_the_memory(new_log):
     """Without waiting for the collector: each holds several MB."""
     gc.collect()
     gc.disable()
     try:
-        with closing(open_log(tmp_path)) as log:
-            log.write(1, {"eval/countdown": 0.5, "optim/grad_norm": 1.0, "optim/lr": 1e-5})
+        new_log().write(1, SCORE | {"optim/grad_norm": 1.0, "optim/lr": 1e-5})
         assert not [thing for thing in gc.get_objects() if type(thing) is Figure]
     finally:
         gc.enable()
 
 
-def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
+def test_a_full_disk_ends_the_run_with_one_line(new_log):
     """Wherever it is met, at the end too."""
-    log = open_log(tmp_path)
-    (log.run_dir / "samples.jsonl").symlink_to("/dev/full")
-    (log.run_dir / "metrics.csv").symlink_to("/dev/full")
-    broken = pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left")
-    with broken:
-        log.samples(1, [{"completion": ""}])
-    with broken:
-        log.write(1, {"eval/countdown": 0.5})
-    log.metrics_file = open("/dev/full", "w", buffering=1)
-    for write in (lambda: log.write(2, {"loss/total": 0.5}), log.close):
-        with broken:
+    log, full = new_log(), "/dev/full"
+    (log.run_dir / "samples.jsonl").symlink_to(full)
+    (log.run_dir / "metrics.csv").symlink_to(full)
+    (log.run_dir / ".x.tmp").symlink_to(full)
+    writers = [
+        lambda: log.samples(1, [{"completion": ""}]),
+        lambda: log.write(1, SCORE),
+        lambda: write_atomically(log.run_dir / "x", "text"),
+        log.close,
+    ]
+    for write in writers:
+        with pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left"):
             write()
-    (log.run_dir / ".x.tmp").symlink_to("/dev/full")
-    with broken:
-        write_atomically(log.run_dir / "x", "text")
+    (log.run_dir / "metrics.csv").unlink()
+    (log.run_dir / "metrics.jsonl").unlink()
+    (log.run_dir / "metrics.jsonl").symlink_to(full)
+    with pytest.raises(SystemExit, match="could not write .*metrics.jsonl: No space left"):
+        log.write(2, RL_ROW)
+    (log.run_dir / "metrics.jsonl").unlink()
 
 
-SCORE = {"eval/countdown": 0.5, "time/eval": 3.0}
-OPTIM = {"loss/total": 1.0, "optim/lr": 1e-5, "optim/grad_norm": 1.0, "speed/tokens_per_s": 1e4}
-RL = ["Reward in training", "Loss", "Change of the policy", "Length of the answers"]
-PLOTS = [
-    ([(0, SCORE), (1, RL_ROW | OPTIM)],
-     ["Score on problems not trained on", *RL, "Seconds per step"]),
-    ([(0, {"test/countdown": 0.9})], ["Score on problems not trained on"]),
-    ([(1, OPTIM | {"loss/total": NAN})], ["Loss", "Gradient", "Speed"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("rows, titles", PLOTS)
-def test_panels_follow_the_keys_and_a_score_redraws_them(tmp_path, monkeypatch, rows, titles):
-    drawn = []
-    save = lambda figure, *_, **__: drawn.append([axes.get_title("left") for axes in figure.axes])
-    monkeypatch.setattr(Figure, "savefig", save)
-    with closing(open_log(tmp_path)) as log:
-        for step, row in rows:
-            log.write(step, row)
-    assert len(drawn) == 1 + any(map(runlog.is_score, rows[0][1]))
-    assert list(filter(None, drawn[-1])) == titles
-
-
-def test_the_figure_is_not_redrawn_at_once_but_at_the_end(tmp_path, monkeypatch):
+def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch):
+    """Its panels follow the keys. An error leaves it and the page too, and says where they are."""
     drawn, now = [], [100.0]
+    save = lambda figure, _: drawn.append([axes.get_title() for axes in figure.axes])
+    monkeypatch.setattr(Figure, "savefig", save)
     monkeypatch.setattr(runlog.time, "perf_counter", lambda: now[0])
-    with closing(open_log(tmp_path)) as log:
-
-        def plot():
-            now[0] += 2  # seconds
-            drawn.append(len(runlog.read_rows(log.run_dir)))
-
-        monkeypatch.setattr(log, "plot", plot)
-        for step, passed in enumerate((0, 37, 2), start=1):
-            now[0] += passed
-            log.write(step, {"eval/x": 0.5})
-        assert drawn == [1, 3]  # 39 s later
-        log.write(4, {"eval/x": 0.5})
-    assert drawn == [1, 3, 4]
+    log = new_log()
+    for step, passed in enumerate((0, 50, 20), start=1):
+        now[0] += passed
+        log.write(step, SCORE if step > 1 else SCORE | RL_ROW)
+    log.write(4, {"loss/total": 1.0})
+    titles = ["Score on problems not trained on", "Reward in training", "Loss",
+              "Change of the policy", "Length of the answers", "Seconds per step"]  # fmt: skip
+    assert drawn == [titles] * 2
 
 
-def test_an_error_leaves_table_and_plot(tmp_path, capsys):
-    for row in {}, RL_ROW:
-        log = open_log(tmp_path)
-        log.write(1, row)
-        for _ in range(2):  # a second close does nothing
-            log.close(failed=True)
-        assert (log.run_dir / "metrics.csv").read_text().startswith("step")
-        assert capsys.readouterr().err == f"run directory: {log.run_dir}\n"
-    assert (log.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+def test_an_error_leaves_table_figure_and_page(new_log, capsys):
+    log, empty = new_log(), new_log()
+    log.write(1, RL_ROW)
+    empty.close(1)
+    log.close(1)
+    places = [f"run directory: {one.run_dir}" for one in (empty, log)]
+    assert capsys.readouterr().err.splitlines() == places
+    files = {path.name for path in log.run_dir.iterdir()}
+    assert files >= {"metrics.csv", "curves.png", "report.html"}
 
 
-def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
     run = wandb.init.return_value
-    run.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_DATA_DIR", "")  # restored afterwards
     monkeypatch.delenv("WANDB_DATA_DIR")
-    with closing(open_log(tmp_path, track=True)) as log:
-        log.write(1, RL_ROW)
-        sample = {"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}
-        log.samples(1, [sample, {"prompt": "3 4"}])
+    log = new_log(track=True)
+    log.write(1, RL_ROW)
+    sample = {"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}
+    log.samples(1, [sample, {"prompt": "3 4"}])
+    log.close()
     table = {"samples": wandb.Table.return_value}
     assert run.log.mock_calls == [call(RL_ROW, step=1), call(table, step=1)]
     rows = [[1, "1 2", "1+2", "3", 1.0], [1, "3 4", None, None, None]]
     wandb.Table.assert_called_with(runlog.COLUMNS, rows)
-    open_log("", track=True, resume=str(log.run_dir), step=1).close()
-    first, second = (made.kwargs for made in wandb.init.call_args_list)
-    assert first["config"] == ARGS and second["resume"] == "allow"
-    assert (first["id"], second["id"]) == (None, "x1")
-    assert os.environ["WANDB_DATA_DIR"] == str(log.run_dir / "wandb")  # not in the home
+    new_log(track=True, resume=str(log.run_dir), step=1)
+    new_log(track=True)
+    first, second, other = (made.kwargs for made in wandb.init.call_args_list)
+    assert first == second and first["config"] == ARGS and first["resume"] == "allow"
+    assert first["id"] != other["id"]
+    assert runlog.os.environ["WANDB_DATA_DIR"] == str(log.run_dir / "wandb")  # not in the home
+
+
+def test_the_stopwatch_adds_up_phases(monkeypatch):
+    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 0.0])
+    monkeypatch.setattr(runlog.time, "perf_counter", lambda: next(ticks))
+    clock = Stopwatch()
+    for phase in ("rollout", "rollout", "update"):
+        with clock(phase):
+            pass
+    assert clock == {"time/rollout": 5.0, "time/update": 1.0, "time/step": 6.0}
+    words = "^out of GPU memory in the update: try a smaller --micro-batch-size, or --activation"
+    with pytest.raises(SystemExit, match=words), clock("update"):
+        raise torch.OutOfMemoryError()
+
+
+def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
+    """Five steps without an advantage on any rank: one line. The limit: another, and the end."""
+    monkeypatch.setattr(runlog.dist, "all_reduce", lambda flags: None)
+    names = "truncated empty distinct".split()
+    metrics = {f"completion/{name}_frac": 0.25 * i for i, name in enumerate(names, 1)}
+    metrics |= {"reward/mean": 0.1, "reward/std": 0.0}
+    none, some = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.0])
+    stop, endless = Stop(7), Stop()
+    ends = [stop.is_set(given, metrics) for given in [none] * 4 + [some] + [none] * 7]
+    assert ends == [False] * 11 + [True] and stop.status == 3 and "for 7 steps" in stop.reason
+    warned, ended = capsys.readouterr().err.splitlines()
+    assert warned == (
+        "warning: for 5 steps no completion had an advantage, because in every group all rewards "
+        "were equal, or the group was left out: mean reward 0.1, std 0; of the completions 25% are "
+        "cut off, 50% empty, 75% distinct within their group; "
+        "the run ends after 7 such steps (--dead-steps)"
+    )
+    assert ended.startswith("warning: for 7 steps") and "--dead-steps" not in ended
+    assert not any(endless.is_set(none, metrics) for _ in range(99)) and not Stop(1).is_set()
+    assert len(capsys.readouterr().err.splitlines()) == 1 and endless.status == 0
 
 
 GROUPS = ["the method's own", "task and data", "rollout", "length of the run and evaluation",
@@ -232,20 +214,6 @@ def test_help_is_in_groups(monkeypatch, capsys):
         == text.count("(default:")
         == len(fields(mdpo.Args))
     )
-
-
-def test_the_stopwatch_adds_up_phases(monkeypatch):
-    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 0.0, 0.0])
-    monkeypatch.setattr(runlog.time, "perf_counter", lambda: next(ticks))
-    clock = Stopwatch(1)
-    for phase in ("rollout", "rollout", "update"):
-        with clock(phase):
-            pass
-    assert clock == {"time/rollout": 5.0, "time/update": 1.0}
-    for size, less in (1, ""), (5, "--micro-batch-size 2 or "):
-        words = f"^out of GPU memory in the update: try {less}--activation-checkpointing$"
-        with pytest.raises(SystemExit, match=words), Stopwatch(size)("update"):
-            raise torch.OutOfMemoryError()
 
 
 @dataclass
@@ -292,28 +260,6 @@ def test_numbers_out_of_range_are_named(name, value, words):
 def test_the_line_of_settings_keeps_what_was_emptied():
     line = run_flags.flags_of(Numbers(betas=(), words=""))
     assert "--betas --temperature 1.0" in line and line.endswith(" --words ''")
-
-
-def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
-    """Five steps without an advantage on any rank: one line. The limit: another, and the end."""
-    monkeypatch.setattr(runlog.dist, "all_reduce", lambda flags: None)
-    names = "truncated empty distinct".split()
-    metrics = {f"completion/{name}_frac": 0.25 * i for i, name in enumerate(names, 1)}
-    metrics |= {"reward/mean": 0.1, "reward/std": 0.0}
-    none, some = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.0])
-    stop, endless = Stop(7), Stop()
-    ends = [stop.is_set(given, metrics) for given in [none] * 4 + [some] + [none] * 7]
-    assert ends == [False] * 11 + [True] and stop.status == 3 and "for 7 steps" in stop.reason
-    warned, ended = capsys.readouterr().err.splitlines()
-    assert warned == (
-        "warning: for 5 steps no completion had an advantage, because in every group all rewards "
-        "were equal, or the group was left out: mean reward 0.1, std 0; of the completions 25% are "
-        "cut off, 50% empty, 75% distinct within their group; "
-        "the run ends after 7 such steps (--dead-steps)"
-    )
-    assert ended.startswith("warning: for 7 steps") and "--dead-steps" not in ended
-    assert not any(endless.is_set(none, metrics) for _ in range(99)) and not Stop(1).is_set()
-    assert len(capsys.readouterr().err.splitlines()) == 1 and endless.status == 0
 
 
 def test_a_misspelt_default_is_named(monkeypatch):
