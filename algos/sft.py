@@ -1,73 +1,61 @@
 """Supervised fine-tuning: the masked cross-entropy of each family's authors (model.objective).
 
-    t    ~ U(t_min, t_max) per answer; answer tokens are masked with probability t, prompts never
-    loss = sum over masked tokens of -weight logps / divisor, both counted over the whole step
+t    ~ U(t_min, t_max) per answer; answer tokens are masked with probability t, prompts never
+loss = sum over masked tokens of -weight logps / divisor, both counted over the whole step
 
-           family                t             weight                 divisor
-           LLaDA (2502.09992)    U(0.001, 1)   1 / (t answer length)  answers
-           Dream (2508.15487)    U(0.001, 1)   1 / t                  answer tokens
-             with --cart-p                     from the context       masked tokens
-           SDAR  (2510.06303)    U(0.001, 1)   1 / t                  answer tokens
-           LLaDA2.x              U(0.3, 0.8)   1                      masked tokens
+       family                t             weight                 divisor
+       LLaDA (2502.09992)    U(0.001, 1)   1 / (t answer length)  answers
+       Dream (2508.15487)    U(0.001, 1)   1 / t                  answer tokens
+         with --cart-p                     from the context       masked tokens
+       SDAR  (2510.06303)    U(0.001, 1)   1 / t                  answer tokens
+       LLaDA2.x              U(0.3, 0.8)   1                      masked tokens
 
-    logps: one pass over the noisy row; a block model: over [clean | noisy], where every block sees
-           its own noisy tokens and the clean blocks before it. Documents packed into one row do not
-           see each other.
+logps: one pass over the noisy row; a block model: over [clean | noisy], where every block sees
+       its own noisy tokens and the clean blocks before it. Documents packed into one row do not
+       see each other.
 
-Run it on the tiny model on CPU, or on eight GPUs:
-
-    python   algos/sft.py
-    torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b
+python   algos/sft.py                                     # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
-from distributed.groups import (
-    all_reduce,
-    close_distributed,
-    group_share,
-    reduce_metrics,
-    setup_distributed,
-)
+from distributed.groups import all_reduce, group_share, reduce_metrics, setup_distributed
 from distributed.sequence import data_place
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from evals import load_splits, load_task, mean_score
-from models import (
-    add_lora,
-    compile_blocks,
-    load_tokenizer,
-    load_weights,
-    meta_model,
-    router_metrics,
-)
+from models import add_lora, compile_blocks, load_weights, meta_model, router_metrics
 from rollout import keyed_uniform, make_engine, sync_engine
-from run.flags import command_line
-from run.log import RunLog, Stop, Stopwatch, machine_metrics
+from run.directory import Run
+from run.flags import RunFlags
 from run.plan import fit_answers
-from run.schedule import share_at
+from run.problems import HeldOut
 
 # B rows, T tokens of a row
 
 
 @dataclass
-class Args:
-    # the method's own
+class Args(RunFlags):
     data: str = ""
     """messages or prompt/response rows (file, hub id), or the task's gold answers (preset, file)"""
+    max_length: int = 2048
+    """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
     batch_size: int = 64
     """sequences per optimizer step, over all ranks"""
-    learning_rate: float = 1e-5
-    """AdamW (official sdar_4b_math_cot_full.yaml: 1e-5, constant after a warm-up of 3 %)"""
+    eval_limit: int = 32
+    """held-out problems per evaluation; 0: no evaluation at all"""
+    learning_rate: float = 1e-4
+    """AdamW (ours; official sdar_4b_math_cot_full.yaml, all weights: 1e-5, warm-up of 3 %)"""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW (the official recipe leaves torch's default)"""
     weight_decay: float = 0.0
@@ -82,80 +70,17 @@ class Args:
     """pack the examples of a step into rows of this many tokens (SDAR: 20480); 0: one per row"""
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
-    # >>> shared: offline_args
-    # task and data
-    model: str = "tiny-sdar"
-    """key of models.MODELS, or a directory in HF layout"""
-    task: str = "countdown"
-    """file of evals/, or path.py: held-out score, and training rows where --data names no file"""
-    eval_data: str = ""
-    """problems of the held-out score; empty: other splits of the preset, else the task's own"""
-    max_length: int = 2048
-    """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
-    # length of the run and evaluation
-    max_steps: int = 100
-    """optimizer steps"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
-    schedule_steps: int = 0
-    """steps of the schedule; 0: --max-steps"""
-    warmup_steps: int = 0
-    """linear warm-up of the learning rate"""
-    eval_every: int = 0
-    """steps between evaluations on the validation split, 0: never"""
-    eval_limit: int = 512
-    """held-out problems per evaluation; 0: no evaluation at all, not even at the end"""
-    gen_length: int = 12
-    """evaluation: tokens generated per completion, whole blocks"""
-    block_length: int = 0
-    """evaluation: tokens per denoising block; 0: the model's own"""
-    denoising_steps: int = 2
-    """evaluation: denoising steps per block"""
-    cache: Literal["none", "prefix", "dual"] = "none"
-    """evaluation: Fast-dLLM's caches of bidirectional models"""
-    seed: int = 42
-    """every draw is keyed by (seed, step, sample, ...)"""
-    # memory and speed
-    micro_batch_size: int = 0
-    """noised sequences per forward; 0: the most that fit; does not change the gradient"""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
-    """attention backend in training; auto: the fastest measured for the model's pattern"""
-    activation_checkpointing: bool = False
-    """recompute every block in the backward pass: less memory, a third more compute"""
-    compile: bool = True
-    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
-    sync_every_backward: bool = False
-    """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
-    sequence_parallel: int = 1
-    """so many ranks share each row in the update: for rows that do not fit one GPU"""
-    # LoRA
-    lora_rank: int = 0
-    """rank of the LoRA adapters; 0: full fine-tuning"""
-    lora_alpha: int = 64
-    """adapters are scaled by lora_alpha / lora_rank"""
-    lora_targets: tuple[str, ...] = ()
-    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
-    # log and saves
-    save_every: int = 0
-    """steps between saves of weights and of all that --resume needs, 0: only weights, at the end"""
-    keep_saves: int = 0
-    """newest saves to keep besides the best by validation score; 0: all"""
-    resume: str = ""
-    """run directory to continue, with its flags; --max-steps and --track may change"""
-    out: str = "runs"
-    """parent of the run directory"""
-    track: bool = False
-    """mirror the log to wandb"""
-    # <<< shared: offline_args
+    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31)}
 
 
-# Fields where no flag is given: on the tiny models (more: run/defaults.py), with LoRA or with
-# all weights. Rates are ours; empty: as above.
+# What differs on the tiny models, and with all weights of others.
 BY_SIZE = {
-    "tiny": {"learning_rate": 1e-3, "batch_size": 128, "betas": (0.9, 0.999)},
-    "lora": {"learning_rate": 1e-4, "batch_size": 64, "eval_limit": 32},
-    "full": {},
-}
+    "tiny": {
+        "task": "countdown", "lora_rank": 0, "learning_rate": 1e-3, "batch_size": 128,
+        "warmup_steps": 5, "eval_every": 0, "eval_limit": 512,
+    },
+    "full": {"learning_rate": 1e-5, "batch_size": 16, "eval_limit": 128},
+}  # fmt: skip
 
 
 @dataclass
@@ -230,19 +155,13 @@ def sft_loss(logps, weights, divisor):
     return -(weights * logps).sum() / divisor
 
 
-# >>> shared: setup
+# >>> shared: parallelize
 def parallelize(model, args):
-    """FSDP2: compile each block, then shard.
+    """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
-    fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
-    """
-    # not at the top: takes 0.7 s, for which --help and refused commands need not wait
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    # gradients are reduced in fp32
     types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -256,83 +175,33 @@ def parallelize(model, args):
     return model
 
 
-def optimizer_step(optimizer, sums, step, args):
-    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
+def build_policy(device, args):
+    """The model to train, without weights: flags that cannot work are refused before they load."""
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # as the sampler's
+    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        add_lora(model, *args.lora)
+    return model
 
-    A loss or gradient that is not finite on any rank stops the run before the step.
-    """
-    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
+
+# <<< shared: parallelize
+
+
+# >>> shared: optimizer_step
+def optimizer_step(optimizer, sums, step, args):
+    """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
+    metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
     if not math.isfinite(metrics["loss/total"] + norm):
-        raise SystemExit(
-            f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
-            f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
-        )
-    group["lr"] = args.learning_rate * share_at(
-        step, args.lr_schedule, args.warmup_steps, args.schedule_steps or args.max_steps
-    )
+        loss = f"loss {float(sums['loss/total'])} on rank {dist.get_rank()}, gradient norm {norm}"
+        raise SystemExit(f"not finite at step {step + 1}: {loss}; the optimizer has not stepped")
+    group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
 
 
-def open_run(task, model, tokenizer, args):
-    """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    from run.saves import Saves
-
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
-    start = Saves.load(args.resume, model, optimizer)
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
-    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
-    saves = Saves(
-        log.run_dir,
-        model,
-        optimizer,
-        tokenizer,
-        args.model,
-        args.keep_saves,
-        args.save_every,
-        args.max_steps,
-        log.history(f"eval/{task.NAME}"),
-    )
-    return optimizer, start, log, saves
-
-
-# <<< shared: setup
-
-
-# >>> shared: evaluation
-def load_held_out(task, tokenizer, args):
-    """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
-    data = args.eval_data or (args.data if args.data.partition("@")[0] in task.PRESETS else "")
-    held_out, dropped = load_splits(task, None, data, tokenizer, args.max_length, args.eval_limit)
-    return held_out, f"held-out problems dropped because of --max-length: {dropped}"
-
-
-def decoding(args):
-    """How held-out problems are answered."""
-    return {
-        "gen_length": args.gen_length,
-        "block_length": args.block_length,
-        "denoising_steps": args.denoising_steps,
-        "cache": args.cache,
-        "remasking": "low_confidence_static",
-        "temperature": 0.0,
-    }
-
-
-def evaluate(engine, model, task, tokenizer, problems, name, args):
-    """Mean score of the current model on held-out problems. -> {name/task: score}"""
-    sync_engine(engine, model)
-    return mean_score(engine, task, tokenizer, problems, name, **decoding(args))
-
-
-# <<< shared: evaluation
+# <<< shared: optimizer_step
 
 
 def add_tails(examples, args, model, step):
@@ -420,8 +289,8 @@ def update(model, optimizer, batch, noise, step, args):
     return optimizer_step(optimizer, {"loss/total": loss}, step, args)
 
 
-def load_data(task, tokenizer, model, args):
-    """-> training rows, {split: held-out problems}, lines on both. Refuses bad layouts first."""
+def load_rows(held_out, model, args):
+    """-> training rows. Refuses bad layouts first."""
     longest = args.max_length
     if model.objective.tail == "block":
         longest += -longest % model.block_length
@@ -432,39 +301,34 @@ def load_data(task, tokenizer, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
-    held_out, dropped = load_held_out(task, tokenizer, args)
-    scored = [problem for problems in held_out.values() for problem, _ in problems]
-    rows = training_rows(task, args.data, scored)
-    rows = encode(rows, tokenizer, model, args.max_length, args.batch_size)
-    return rows, held_out, f"{rows.report('training rows')}\n{dropped}"
+    scored = [problem for problems in held_out.splits.values() for problem, _ in problems]
+    rows = training_rows(held_out.task, args.data, scored)
+    return encode(rows, held_out.tokenizer, model, args.max_length, args.batch_size)
 
 
 def main(args):
     device, (group, groups) = setup_distributed(args.sequence_parallel), data_place()
     group_share(args.batch_size, "--batch-size")
-    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
-    rows, held_out, facts = load_data(task, tokenizer, model, args)
-    tail = args.eos_tail * (model.attention == "bidirectional")
-    args.micro_batch_size, at_once = fit_answers(rows, held_out, vars(args), tail=tail)
-    if args.lora_rank:
-        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
+    model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
+    rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
+    args.micro_batch_size, at_once = fit_answers(rows, held_out.splits, model, args, tail=tail)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
-    engine = (
-        make_engine(args.model, device=device, max_batch_size=at_once) if args.eval_limit else None
-    )
-    optimizer, start, log, saves = open_run(task, model, tokenizer, args)
-    stream, stop = ShuffledStream(rows, args.seed, log.run_dir), Stop()
-    log.say(facts)
+    # >>> shared: offline_start
+    engine = None
+    if args.eval_limit:
+        engine = make_engine(args.model, device=device, max_batch_size=at_once)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
+    optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
+    run = Run(__file__, args, held_out, rows, model, optimizer)
+    stream = ShuffledStream(rows, args.seed)
+    run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
     if engine:
-        log.say(f"evaluations: {engine.plan(**decoding(args))}")
-    score = lambda split, name: evaluate(
-        engine, model, task, tokenizer, held_out[split], name, args
-    )
-    for step in range(start, args.max_steps):
-        clock, first = Stopwatch(), step * args.batch_size
+        run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
+    # <<< shared: offline_start
+    for step in range(run.start, args.max_steps):
+        clock, first = run.clock(), step * args.batch_size
         with clock("data"):
             examples = [stream[i] for i in range(first, first + args.batch_size)]
             batch = make_batch(examples, args, model, step, group, groups, device)
@@ -473,23 +337,19 @@ def main(args):
             metrics = update(model, optimizer, batch, noise, step, args)
         if engine and args.eval_every and (step + 1) % args.eval_every == 0:
             with clock("eval"):
-                metrics |= score("validation", "eval")
+                sync_engine(engine, model)
+                metrics |= held_out.score(engine, "validation", "eval")
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
-        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | clock | routing
-        log.write(step + 1, metrics | machine_metrics())
-        # >>> shared: offline_save
-        stopped = stop.is_set()
-        saves.after_step(step + 1, metrics, stopped)
-        if stopped:
-            log.say(f"step {step + 1}: {stop.reason}; go on with --resume {log.run_dir}")
+        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        run.write(step + 1, metrics, clock)
+        if run.save(step + 1, metrics):
             break
-        # <<< shared: offline_save
     else:  # not stopped
         if engine:
-            log.write(args.max_steps, score("test", "test"))
-    log.end(saves.newest)
-    close_distributed()
+            sync_engine(engine, model)
+            run.write(args.max_steps, held_out.score(engine, "test", "test"))
+    run.end()
 
 
 if __name__ == "__main__":
-    main(command_line(Args, BY_SIZE))
+    main(Args.parse(BY_SIZE))

@@ -9,19 +9,19 @@ Policy and reference see the same timesteps and masks of an answer, so that thei
 cancels; the two answers of a pair are drawn independently. A forward takes all draws of both, which
 the loss couples.
 
-Run it on the tiny model on CPU (right against wrong answers), or on eight GPUs:
-
-    python   algos/vrpo.py
-    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b
+    python   algos/vrpo.py                                      # the shipped tiny model on a CPU
+    torchrun --nproc-per-node 8 algos/vrpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """
 
 import math
+import os
 import sys
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,45 +29,33 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
-from distributed.groups import (
-    all_reduce,
-    close_distributed,
-    group_share,
-    reduce_metrics,
-    setup_distributed,
-)
+from distributed.groups import all_reduce, group_share, reduce_metrics, setup_distributed
 from distributed.sequence import data_place
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from evals import load_splits, load_task, mean_score, score_all
-from models import (
-    adapters_off,
-    add_lora,
-    compile_blocks,
-    load_tokenizer,
-    load_weights,
-    meta_model,
-    router_metrics,
-)
+from evals import score_all
+from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
 from rollout import keyed_uniform, make_engine, sync_engine
-from run.flags import command_line
-from run.log import RunLog, Stop, Stopwatch, machine_metrics
+from rollout.rows import choose_in_blocks
+from run.directory import Run
+from run.flags import RunFlags
 from run.plan import fit_answers
-from run.schedule import share_at
+from run.problems import HeldOut
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
 
 
 @dataclass
-class Args:
-    # the method's own
+class Args(RunFlags):
     data: str = ""
     """chosen/rejected rows (file, folder, hub id); empty or a preset: gold against wrong answers"""
     eval_pairs: str = ""
     """held-out pairs, --eval-limit of them; empty: other splits of --data, where it has them"""
-    batch_size: int = 64
+    max_length: int = 2048
+    """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
+    batch_size: int = 16
     """pairs per optimizer step, over all ranks (paper: 64)"""
-    learning_rate: float = 5e-7
-    """AdamW (paper: 5e-7, all weights; 15 warm-up steps, then cosine)"""
+    learning_rate: float = 5e-6
+    """AdamW (ours; paper, all weights: 5e-7, 15 warm-up steps, then cosine)"""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW (paper: 0.9, 0.95)"""
     weight_decay: float = 0.01
@@ -84,80 +72,17 @@ class Args:
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    # >>> shared: offline_args
-    # task and data
-    model: str = "tiny-sdar"
-    """key of models.MODELS, or a directory in HF layout"""
-    task: str = "countdown"
-    """file of evals/, or path.py: held-out score, and training rows where --data names no file"""
-    eval_data: str = ""
-    """problems of the held-out score; empty: other splits of the preset, else the task's own"""
-    max_length: int = 2048
-    """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
-    # length of the run and evaluation
-    max_steps: int = 100
-    """optimizer steps"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up; linear and cosine end at 0 after --schedule-steps"""
-    schedule_steps: int = 0
-    """steps of the schedule; 0: --max-steps"""
-    warmup_steps: int = 0
-    """linear warm-up of the learning rate"""
-    eval_every: int = 0
-    """steps between evaluations on the validation split, 0: never"""
-    eval_limit: int = 512
-    """held-out problems per evaluation; 0: no evaluation at all, not even at the end"""
-    gen_length: int = 12
-    """evaluation: tokens generated per completion, whole blocks"""
-    block_length: int = 0
-    """evaluation: tokens per denoising block; 0: the model's own"""
-    denoising_steps: int = 2
-    """evaluation: denoising steps per block"""
-    cache: Literal["none", "prefix", "dual"] = "none"
-    """evaluation: Fast-dLLM's caches of bidirectional models"""
-    seed: int = 42
-    """every draw is keyed by (seed, step, sample, ...)"""
-    # memory and speed
-    micro_batch_size: int = 0
-    """noised sequences per forward; 0: the most that fit; does not change the gradient"""
-    attention: Literal["auto", "sdpa", "flex", "varlen", "flash-attn"] = "auto"
-    """attention backend in training; auto: the fastest measured for the model's pattern"""
-    activation_checkpointing: bool = False
-    """recompute every block in the backward pass: less memory, a third more compute"""
-    compile: bool = True
-    """torch.compile every block on CUDA: faster steps, about a minute in the first"""
-    sync_every_backward: bool = False
-    """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
-    sequence_parallel: int = 1
-    """so many ranks share each row in the update: for rows that do not fit one GPU"""
-    # LoRA
-    lora_rank: int = 0
-    """rank of the LoRA adapters; 0: full fine-tuning"""
-    lora_alpha: int = 64
-    """adapters are scaled by lora_alpha / lora_rank"""
-    lora_targets: tuple[str, ...] = ()
-    """linear layers that get adapters, e.g. q_proj v_proj; empty: all of a block"""
-    # log and saves
-    save_every: int = 0
-    """steps between saves of weights and of all that --resume needs, 0: only weights, at the end"""
-    keep_saves: int = 0
-    """newest saves to keep besides the best by validation score; 0: all"""
-    resume: str = ""
-    """run directory to continue, with its flags; --max-steps and --track may change"""
-    out: str = "runs"
-    """parent of the run directory"""
-    track: bool = False
-    """mirror the log to wandb"""
-    # <<< shared: offline_args
+    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31), "beta": (1e-9, 1e9)}
 
 
-# Fields where no flag is given: on the tiny models (more: run/defaults.py), with LoRA or with
-# all weights. Rates are ours; empty: as above.
+# What differs on the tiny models, and with all weights of others.
 BY_SIZE = {
-    "tiny": {"learning_rate": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.01},
-    "lora": {"learning_rate": 5e-6},
-    "full": {},
-}
+    "tiny": {
+        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 64,
+        "warmup_steps": 5, "eval_every": 0, "eval_limit": 512,
+    },
+    "full": {"learning_rate": 5e-7},
+}  # fmt: skip
 
 
 # timesteps of a held-out answer, one mask each, shared with the reference, equal at all evaluations
@@ -191,32 +116,6 @@ class Masks:
 
     masked: torch.Tensor  # [B, n, T] bool: shown to the model as [MASK]
     weights: torch.Tensor  # [B, n, T] fp64: weight of a token in the ELBO; 0 is not scored
-
-
-# >>> shared: draws
-def block_counts(tokens, block):
-    """Marked tokens in the likelihood block of each token, and in all blocks before it.
-
-    tokens, block [B, L] -> two [B, L]
-    """
-    ends, block = tokens.long().cumsum(1), block.contiguous()
-    before = (ends - tokens.long()).gather(1, torch.searchsorted(block, block))
-    return ends.gather(1, torch.searchsorted(block, block, right=True) - 1) - before, before
-
-
-def choose_in_blocks(tokens, block, u, noise):
-    """Choose m of the n marked tokens of each likelihood block, m = floor(u n) + 1, in the random
-    order of their noise. tokens, block, u, noise [B, L]; u is equal within a block
-
-    -> chosen [B, L] bool, n and m [B, L]
-    """
-    n, before = block_counts(tokens, block)
-    m = (u * n).floor() + 1
-    rank = torch.where(tokens, block + noise, torch.inf).argsort(1).argsort(1) - before
-    return tokens & (rank < m), n, m
-
-
-# <<< shared: draws
 
 
 def sample_masks(batch, args, stream="masks"):
@@ -263,19 +162,13 @@ def preference_loss(elbos, ref_elbos, batch, args):
     return dpo + args.sft_coef * sft, metrics
 
 
-# >>> shared: setup
+# >>> shared: parallelize
 def parallelize(model, args):
-    """FSDP2: compile each block, then shard.
+    """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
-    fp32 master weights; computes in bf16 on GPU and in fp32 on CPU.
-    """
-    # not at the top: takes 0.7 s, for which --help and refused commands need not wait
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    # gradients are reduced in fp32
     types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    # forward inputs are not cast: rotary tables and masks stay exact
-    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
@@ -289,83 +182,33 @@ def parallelize(model, args):
     return model
 
 
-def optimizer_step(optimizer, sums, step, args):
-    """Clip the gradient and step. sums: this rank's metrics. -> metrics over all ranks
+def build_policy(device, args):
+    """The model to train, without weights: flags that cannot work are refused before they load."""
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # as the sampler's
+    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        add_lora(model, *args.lora)
+    return model
 
-    A loss or gradient that is not finite on any rank stops the run before the step.
-    """
-    (group,), metrics = optimizer.param_groups, reduce_metrics(sums)
+
+# <<< shared: parallelize
+
+
+# >>> shared: optimizer_step
+def optimizer_step(optimizer, sums, step, args):
+    """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
+    metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
     if not math.isfinite(metrics["loss/total"] + norm):
-        raise SystemExit(
-            f"not finite at step {step + 1}: loss {float(sums['loss/total'])} on rank "
-            f"{dist.get_rank()}, gradient norm {norm}; stopped before the optimizer step"
-        )
-    group["lr"] = args.learning_rate * share_at(
-        step, args.lr_schedule, args.warmup_steps, args.schedule_steps or args.max_steps
-    )
+        loss = f"loss {float(sums['loss/total'])} on rank {dist.get_rank()}, gradient norm {norm}"
+        raise SystemExit(f"not finite at step {step + 1}: {loss}; the optimizer has not stepped")
+    group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
     return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
 
 
-def open_run(task, model, tokenizer, args):
-    """-> optimizer, first step, log, saves; with --resume they continue that run"""
-    from run.saves import Saves
-
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        betas=args.betas,
-        weight_decay=args.weight_decay,
-        fused=torch.cuda.is_available(),
-    )
-    start = Saves.load(args.resume, model, optimizer)
-    name = f"{Path(__file__).stem}-{Path(args.model).name}-{task.NAME}-s{args.seed}"
-    log = RunLog(args.out, name, vars(args), args.max_steps, args.track, args.resume, start)
-    saves = Saves(
-        log.run_dir,
-        model,
-        optimizer,
-        tokenizer,
-        args.model,
-        args.keep_saves,
-        args.save_every,
-        args.max_steps,
-        log.history(f"eval/{task.NAME}"),
-    )
-    return optimizer, start, log, saves
-
-
-# <<< shared: setup
-
-
-# >>> shared: evaluation
-def load_held_out(task, tokenizer, args):
-    """-> {split: [(example, prompt ids)]}, a line on the problems dropped as too long"""
-    data = args.eval_data or (args.data if args.data.partition("@")[0] in task.PRESETS else "")
-    held_out, dropped = load_splits(task, None, data, tokenizer, args.max_length, args.eval_limit)
-    return held_out, f"held-out problems dropped because of --max-length: {dropped}"
-
-
-def decoding(args):
-    """How held-out problems are answered."""
-    return {
-        "gen_length": args.gen_length,
-        "block_length": args.block_length,
-        "denoising_steps": args.denoising_steps,
-        "cache": args.cache,
-        "remasking": "low_confidence_static",
-        "temperature": 0.0,
-    }
-
-
-def evaluate(engine, model, task, tokenizer, problems, name, args):
-    """Mean score of the current model on held-out problems. -> {name/task: score}"""
-    sync_engine(engine, model)
-    return mean_score(engine, task, tokenizer, problems, name, **decoding(args))
-
-
-# <<< shared: evaluation
+# <<< shared: optimizer_step
 
 
 def make_batch(pairs, first, args, model, step, device):
@@ -471,77 +314,79 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
     return all_reduce({f"reward/{prefix}_{name}": metrics[f"reward/{name}"] for name in names})
 
 
-def load_data(task, tokenizer, model, args):
-    """-> training pairs, {split: held-out problems}, {split: held-out pairs}, report lines"""
-    encode = lambda pairs: encode_pairs(pairs, tokenizer, model, args.max_length)
-    held_out, dropped = load_held_out(task, tokenizer, args)
+def load_pairs(held_out, model, args):
+    """-> training pairs, {split: held-out pairs}"""
+    encode = lambda pairs: encode_pairs(pairs, held_out.tokenizer, model, args.max_length)
+    task, splits = held_out.task, held_out.splits
     compared = {
         split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit, score_all)
-        for split in held_out
+        for split in splits
     }
-    asked = [task.prompt(problem) for problems in held_out.values() for problem, _ in problems]
+    asked = [task.prompt(problem) for problems in splits.values() for problem, _ in problems]
     asked += [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
     pairs = encode(training_pairs(task, args.data, score_all, asked)).at_least(args.batch_size)
-    facts = [pairs.report("training pairs"), dropped]
-    for split in held_out:
-        compared[split] = rows = encode(compared[split])
-        facts.append(rows.report(f"{split} pairs"))
+    compared = {split: encode(rows) for split, rows in compared.items()}
+    for split, rows in compared.items():
         if args.eval_pairs and not rows:
             reasons = "; ".join(rows.reasons) or "no such split"
             raise SystemExit(f"--eval-pairs {args.eval_pairs}: no pairs for {split}: {reasons}")
-    return pairs, held_out, {split: rows for split, rows in compared.items() if rows}, facts
+    return pairs, compared
 
 
-def load_models(model, frozen, device, at_once, args):
-    """-> policy, frozen reference, engine. With LoRA the reference is the policy itself, used under
-    adapters_off."""
+def load_reference(model, device, args):
+    """-> the frozen reference. With LoRA it is the policy itself, used under adapters_off."""
     if args.lora_rank:
-        add_lora(model, args.lora_rank, args.lora_alpha, args.lora_targets, args.seed)
-    # sharded before weights are read: no rank ever holds the whole model
-    model = ref_model = load_weights(parallelize(model, args), device)
-    if not args.lora_rank:
-        ref_model = meta_model(args.model, frozen).requires_grad_(False)
-        load_weights(parallelize(ref_model, args), device)
-    if not args.eval_limit:
-        return model, ref_model, None
-    return model, ref_model, make_engine(args.model, device=device, max_batch_size=at_once)
+        return None
+    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ref_model = deepcopy(model).to(frozen).requires_grad_(False)
+    return load_weights(parallelize(ref_model, args), device)
 
 
 def main(args):
-    if args.beta <= 0:
-        raise SystemExit(
-            f"--beta {args.beta}: must be positive; algos/sft.py trains on chosen answers alone"
-        )
     device = setup_distributed(args.sequence_parallel)
     group_share(args.batch_size, "--batch-size")
-    task, tokenizer = load_task(args.task), load_tokenizer(args.model)
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
-    pairs, held_out, compared, facts = load_data(task, tokenizer, model, args)
+    model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
+    rows, compared = load_pairs(held_out, model, args)
     draws = args.mc_num * args.masks_per_timestep
     args.micro_batch_size, at_once = fit_answers(
-        pairs, held_out, vars(args), draws, has_reference=True
+        rows, held_out.splits, model, args, draws, has_reference=True
     )
-    model, ref_model, engine = load_models(model, frozen, device, at_once, args)
-    optimizer, start, log, saves = open_run(task, model, tokenizer, args)
-    stream, stop = ShuffledStream(pairs, args.seed, log.run_dir), Stop()
-    log.say("\n".join(facts))
+    ref_model = load_reference(model, device, args)
+    # sharded before weights are read: no rank ever holds the whole model
+    model = load_weights(parallelize(model, args), device)
+    ref_model = ref_model or model
+    # >>> shared: offline_start
+    engine = None
+    if args.eval_limit:
+        engine = make_engine(args.model, device=device, max_batch_size=at_once)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
+    optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
+    run = Run(__file__, args, held_out, rows, model, optimizer)
+    stream = ShuffledStream(rows, args.seed)
+    run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
     if engine:
-        log.say(f"evaluations: {engine.plan(**decoding(args))}")
+        run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
+    # <<< shared: offline_start
+    run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
     with adapters_off(ref_model) as reference:
-        for split, rows in compared.items():
-            compared[split] = held_out_draws(rows, args, model, reference, device)
+        compared = {
+            split: held_out_draws(pairs, args, model, reference, device)
+            for split, pairs in compared.items()
+            if pairs
+        }
 
     def score(split, name):
-        metrics = evaluate(engine, model, task, tokenizer, held_out[split], name, args)
+        sync_engine(engine, model)
+        metrics = held_out.score(engine, split, name)
         if split in compared:
             metrics |= held_out_metrics(model, *compared[split], name, args)
         return metrics
 
-    if engine and not start:
-        log.write(0, score("test", "test"))
-    for step in range(start, args.max_steps):
-        clock = Stopwatch()
+    if engine and not run.start:
+        run.write(0, score("test", "test"))
+    for step in range(run.start, args.max_steps):
+        clock = run.clock()
         with clock("data"):
             batch, masks, ref_masks = draw_batch(stream, model, device, step, args)
         with clock("reference"), adapters_off(ref_model) as reference:
@@ -553,21 +398,15 @@ def main(args):
             with clock("eval"):
                 metrics |= score("validation", "eval")
         tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
-        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | clock | routing
-        log.write(step + 1, metrics | machine_metrics())
-        # >>> shared: offline_save
-        stopped = stop.is_set()
-        saves.after_step(step + 1, metrics, stopped)
-        if stopped:
-            log.say(f"step {step + 1}: {stop.reason}; go on with --resume {log.run_dir}")
+        metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        run.write(step + 1, metrics, clock)
+        if run.save(step + 1, metrics):
             break
-        # <<< shared: offline_save
     else:  # not stopped
         if engine:
-            log.write(args.max_steps, score("test", "test"))
-    log.end(saves.newest)
-    close_distributed()
+            run.write(args.max_steps, score("test", "test"))
+    run.end()
 
 
 if __name__ == "__main__":
-    main(command_line(Args, BY_SIZE))
+    main(Args.parse(BY_SIZE))

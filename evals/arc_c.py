@@ -15,41 +15,32 @@ import sys
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import main
-from evals.choices import LETTERS, answer, extract, lettered, score  # noqa: F401
-from evals.examples import read_examples, user
-
-HUB, CONFIG = "allenai/ai2_arc", "ARC-Challenge"
-PRESETS = ("dare",)  # names that `load` takes besides files and hub ids
-VERSION = "OpenCompass ARC_c_gen_1e0de5"  # name of the prompt
-NEEDS = "question, choices.text, choices.label and answerKey, which is one of the labels"
+from evals.choices import LETTERS, Choices, Form
 
 
-def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 3 to 5, "gold": letter}.
+class ArcC(Choices):
+    HUB, config, PRESETS = "allenai/ai2_arc", "ARC-Challenge", ("dare",)
+    splits = {name: name for name in ("train", "validation", "test")}
+    needs = "question, choices.text, choices.label and answerKey, which is one of the labels"
+    forms = {"": Form("OpenCompass ARC_c_gen_1e0de5", "Question: {question}\n{options}\nAnswer:")}
 
-    path: empty for the hub's rows, "dare", or a .jsonl or .parquet file or hub id with HUB's
-    columns.
-    """
-    if path in PRESETS:
-        examples = read_examples(_problem, NEEDS, HUB, "validation", config=CONFIG)
+    def load(self, split, path=None, limit=None):
+        """As Choices.load. "dare": the validation rows with four options."""
+        if path not in self.PRESETS:
+            return super().load(split, path, limit)
+        examples = super().load("validation")
         return [example for example in examples if len(example["options"]) == 4][:limit]
-    return read_examples(_problem, NEEDS, path or HUB, split, PRESETS, limit, CONFIG)
+
+    def read(self, row):
+        options, labels = row["choices"]["text"], row["choices"]["label"]
+        if not 2 <= len(options) == len(labels) <= 5:
+            raise ValueError("not two to five labelled options")
+        # some rows label their options 1 to 4: only the position counts
+        gold = LETTERS[labels.index(row["answerKey"])]
+        return {"question": row["question"], "options": options, "gold": gold}
 
 
-def prompt(example):
-    """One user message."""
-    content = f"Question: {example['question']}\n{lettered(example['options'])}\nAnswer:"
-    return user(content)
-
-
-def _problem(row):
-    options, labels = row["choices"]["text"], row["choices"]["label"]
-    if not 2 <= len(options) == len(labels) <= 5:
-        raise ValueError("not two to five labelled options")
-    # some rows label their options 1 to 4: only the position counts
-    gold = LETTERS[labels.index(row["answerKey"])]
-    return {"question": row["question"], "options": options, "gold": gold}
-
+task = ArcC()
 
 if __name__ == "__main__":
     main("arc_c")

@@ -16,19 +16,9 @@ from pathlib import Path
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main
-from evals.choices import (  # noqa: F401
-    answer,
-    extract,
-    lettered,
-    read_zip,
-    score,
-    with_shots,
-)
-from evals.examples import as_text, one_split, parse_rows, user
+from evals.choices import Choices, Form, read_zip
+from evals.examples import as_text
 
-HUB = "ceval/ceval-exam"
-VERSION = "OpenCompass ceval_gen_5f30c7"  # name of the prompt
-HINT = "以下是中国关于{}考试的单项选择题，请选出其中的正确答案。"
 SUBJECTS = dict(
     line.split()
     for line in """
@@ -88,37 +78,34 @@ veterinary_medicine 兽医学
 )
 
 
-def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "shots": dev
-    examples}, subject after subject; only split "test".
-
-    path: empty for the hub's rows, a hub id with one config per subject, or a zip of csv files.
-    """
-    path, split = path or HUB, one_split("ceval", split, {"test": "val"})
-    if path.endswith(".zip") or Path(path).exists():
-        read = lambda part: list(read_zip(path, part))
-    else:
-        rows = lambda subject, part: read_rows(path, part, (), config=subject)
-        read = lambda part: [{"subject": s} | row for s in SUBJECTS for row in rows(s, part)]
+class CEval(Choices):
+    HUB, splits, topics = "ceval/ceval-exam", {"test": "val"}, SUBJECTS
     needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
-    dev, examples = (parse_rows(_problem, needs, path, read(part)) for part in ("dev", split))
-    return with_shots(examples[:limit], dev, path)
+    forms = {
+        "": Form(
+            "OpenCompass ceval_gen_5f30c7",
+            "以下是中国关于{topic}考试的单项选择题，请选出其中的正确答案。\n{question}\n{options}\n"
+            "答案: ",
+            reply="{gold}",
+        )
+    }
+
+    def rows(self, path, part, style):
+        """Of a zip, or of a hub data set with one config per subject."""
+        if path.endswith(".zip") or Path(path).exists():
+            return list(read_zip(path, part))
+        rows = lambda subject: read_rows(path, part, (), config=subject)
+        return [{"subject": subject} | row for subject in SUBJECTS for row in rows(subject)]
+
+    def read(self, row):
+        options = [as_text(row[label]) for label in "ABCD"]
+        if row["answer"] not in list("ABCD") or row["subject"] not in SUBJECTS:
+            raise ValueError(f"answer {row['answer']!r}, subject {row['subject']!r}")
+        example = {"question": row["question"], "options": options, "gold": row["answer"]}
+        return example | {"subject": row["subject"]}
 
 
-def prompt(example):
-    """Five pairs of question and letter, then the question."""
-    hint = HINT.format(SUBJECTS[example["subject"]])
-    ask = lambda row: f"{hint}\n{row['question']}\n{lettered(row['options'])}\n答案: "
-    return user(ask(example), [(ask(shot), shot["gold"]) for shot in example["shots"]])
-
-
-def _problem(row):
-    options = [as_text(row[label]) for label in "ABCD"]
-    if row["answer"] not in list("ABCD") or row["subject"] not in SUBJECTS:
-        raise ValueError(f"answer {row['answer']!r}, subject {row['subject']!r}")
-    example = {"question": row["question"], "options": options, "gold": row["answer"]}
-    return example | {"subject": row["subject"]}
-
+task = CEval()
 
 if __name__ == "__main__":
     main("ceval")

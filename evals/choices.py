@@ -1,12 +1,17 @@
-"""Multiple choice: the letter that a completion answers, lettered options, worked examples, and csv
-files in a zip."""
+"""Multiple choice: the letter that a completion answers, and what the benchmarks of letters share.
+
+A benchmark is a file with a subclass of Choices and, as `task`, its one object.
+"""
 
 import csv
 import io
 import re
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
+from data.rows import read_rows
+from evals.examples import one_split, parse_rows, source_and_style, user
 from evals.math_grader import MAX_TEXT
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -90,45 +95,102 @@ def letter(completion, letters="ABCD"):
     return found.pop() if len(found) == 1 else None
 
 
-def extract(completion, example):
-    """The letter of the completion, one of the example's options (a list, or a dict by letter);
-    None if there is none."""
-    options = example["options"]
-    letters = options if isinstance(options, dict) else LETTERS[: len(options)]
-    return letter(completion, letters)
+class Form(NamedTuple):
+    """A prompt, and the answer that it asks for. Its texts name keys of an example; {options} are
+    its options, one line each, and {topic} is its subject in words."""
+
+    version: str  # name of the prompt
+    ask: str
+    answer: str = "{gold}"
+    option: str = "{}. {}"
+    # a worked example in front, as two chat turns; without `reply` there is none
+    shot: str = ""
+    reply: str = ""
 
 
-def score(completion, example):
-    """1.0 if the letter is the gold one, else 0.0. Never raises."""
-    return float(extract(completion, example) == example["gold"])
+class Choices:
+    """A benchmark whose answers are letters.
+
+    HUB, config: its rows. splits: {split: the hub's name of it}. needs: what a row must have.
+    forms: {style: Form}, the default first. styles: {name behind --data FILE@: style}, names that
+    are also data of their own. topics: {subject: its words}. `read` makes an example of a row:
+    question, options (a list, or a dict by letter), gold (a letter), and subject if there are
+    several.
+    """
+
+    PRESETS, config, styles, topics = (), None, {}, {}
+    splits = {"test": "test", "validation": "validation"}
+
+    @property
+    def VERSION(self):
+        return {style: form.version for style, form in self.forms.items()}
+
+    def load(self, split, path=None, limit=None):
+        """The first `limit` examples, subject after subject. With a style of its own: "style"; if
+        that shows worked examples "shots", the first SHOTS of the subject.
+
+        path: empty for the hub's rows, or a file or hub id with HUB's columns; or a style, or one
+        behind a path. A file gives the same rows for every split.
+        """
+        path, style = source_and_style(path, self.HUB, self.styles)
+        part = one_split(self.NAME, split, self.splits)
+        parse = lambda rows: parse_rows(self.read, self.needs, path, rows)
+        default = next(iter(self.forms))
+        style = style or ({"style": default} if default else {})
+        examples = parse(self.rows(path, part, style)[:limit])
+        if any(self.forms[name].reply for name in {default, *style.values()}):
+            by_subject = {}
+            for shot in parse(self.rows(path, "dev", style)):
+                by_subject.setdefault(shot["subject"], []).append(shot)
+            for example in examples:
+                example["shots"] = by_subject.get(example["subject"], [])[:SHOTS]
+                if len(example["shots"]) < SHOTS:
+                    few = f"fewer than {SHOTS} dev rows of {example['subject']!r}"
+                    raise SystemExit(f"{path}: {few}")
+        return [example | style for example in examples]
+
+    def rows(self, path, part, style):
+        """Rows of a split; part "dev": those of the worked examples."""
+        return read_rows(path, part, self.PRESETS, config=self.config)
+
+    def prompt(self, example):
+        """Worked examples as chat turns, then the question."""
+        form = self.form(example)
+        texts, shown = (form.shot or form.ask, form.reply), example["shots"] if form.reply else ()
+        shots = [[self.filled(text, shot, form) for text in texts] for shot in shown]
+        return user(self.filled(form.ask, example, form), shots)
+
+    def form(self, example):
+        return self.forms.get(example.get("style")) or next(iter(self.forms.values()))
+
+    def filled(self, text, example, form):
+        options, subject = example["options"], example.get("subject", "")
+        lines = "\n".join(form.option.format(*pair) for pair in labelled(options).items())
+        more = {"options": lines, "stripped_options": lines.strip()}
+        more["topic"] = self.topics.get(subject, subject.replace("_", " "))
+        return text.format(**example | more)
+
+    def extract(self, completion, example):
+        """The letter of the completion, one of the options; None if there is none."""
+        return letter(completion, [*labelled(example["options"])])
+
+    def score(self, completion, example):
+        """1.0 if the letter is the gold one, else 0.0. Never raises."""
+        return float(self.extract(completion, example) == example["gold"])
+
+    def answer(self, example, draw=0):
+        """The gold letter as the prompt asks for it."""
+        return self.form(example).answer.format(**example)
 
 
-def answer(example, draw=0):
-    """The gold letter."""
-    return example["gold"]
-
-
-def lettered(options, form="{}. {}"):
-    """One line per option: "A. first", "B. second"; with the form "{}) {}" "A) first"."""
-    return "\n".join(form.format(*pair) for pair in zip(LETTERS, options, strict=False))
-
-
-def with_shots(examples, dev, path):
-    """Examples with "shots": the first SHOTS dev examples of their subject. SystemExit if there are
-    fewer."""
-    by_subject = {}
-    for shot in dev:
-        by_subject.setdefault(shot["subject"], []).append(shot)
-    for example in examples:
-        example["shots"] = by_subject.get(example["subject"], [])[:SHOTS]
-        if len(example["shots"]) < SHOTS:
-            raise SystemExit(f"{path}: fewer than {SHOTS} dev rows of {example['subject']!r}")
-    return examples
+def labelled(options):
+    """{letter: option}"""
+    return options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
 
 
 def read_zip(path, split, columns=None):
     """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its
-    "subject". Values are text.
+    "subject". Values are text. Of a part "validation" the files say val.
 
     columns: for files without a header. SystemExit if the file is no such zip.
     """

@@ -6,9 +6,56 @@ yjyddq/DARE); * is for tasks without a number of their own there. Where DARE has
 this is the plain one, without a rule for the end of text. Examples and prompts belong to the task.
 """
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from models.names import pinned
+
+
+@dataclass
+class SamplerFlags:
+    """Arguments of engine.generate. None: the setting of TABLE."""
+
+    gen_length: int | None = None
+    """tokens generated per prompt, a multiple of the block length"""
+    block_length: int | None = None
+    """tokens per block; fixed by their configuration for block-causal models"""
+    denoising_steps: int | None = None
+    """denoising steps per block"""
+    remasking: str | None = None
+    """rule that chooses the positions to reveal; an unknown name prints the engine's rules"""
+    confidence_threshold: float | None = None
+    """dynamic remasking reveals every position above this confidence; static remasking ignores it
+    """
+    factor: float = 1.0
+    """low_confidence_factor: Fast-dLLM's f; larger values reveal more per step"""
+    eb_threshold: float = 0.35
+    """entropy_bounded: nats revealed per step; SDAR's default"""
+    editing_threshold: float | None = None
+    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for
+    speed)"""
+    max_post_steps: int = 16
+    """LLaDA2.1: maximum number of steps that only edit a block"""
+    cache: str | None = None
+    """bidirectional models: none, or Fast-dLLM's approximate prefix or dual cache"""
+    schedule: str | None = None
+    """bidirectional models: tokens per step, uniform, timesteps (Dream) or ascending (ASS)"""
+    alg_temp: float = 0.0
+    """bidirectional models: Dream's temperature for a random order; 0: most confident first"""
+    eos_policy: str | None = None
+    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
+    """
+    temperature: float | None = None
+    """sampling temperature; 0 is greedy"""
+    top_k: int = 0
+    """sample only from this many most probable tokens; 0: from all"""
+    top_p: float | None = None
+    """sample from the fewest tokens whose probabilities add up to this"""
+    seed: int = 0
+    """sampling seed; sample i draws from (seed, i)"""
+
+
+SAMPLING = tuple(field.name for field in fields(SamplerFlags))
 
 # what no line of TABLE sets
 BASE = {
@@ -100,6 +147,12 @@ def read(table):
 
 
 SETTINGS = read(TABLE)
+
+
+def chosen(flags, known):
+    """SamplerFlags with their None filled in from `settings`. -> arguments of engine.generate"""
+    given = {name: getattr(flags, name) for name in SAMPLING}
+    return {name: known.get(name) if flag is None else flag for name, flag in given.items()}
 
 
 def settings(model, model_type, task, style=""):

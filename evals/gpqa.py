@@ -17,69 +17,59 @@ ML-GSAI/LLaDA and yjyddq/DARE. One question is half a point; the standard error 
 import re
 import sys
 from pathlib import Path
-
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from random import Random
 
+sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import main
-from evals.choices import LETTERS, extract, lettered, score  # noqa: F401
-from evals.examples import as_text, one_split, read_examples, user
+from evals.choices import LETTERS, Choices, Form
+from evals.examples import as_text
 
-HUB = "Idavidrein/gpqa"
-# name of the prompt, by style
-VERSION = {"": "OpenCompass gpqa_gen_4baadb", "shown": "OpenCompass gpqa_fewshot_gen (DARE)"}
 COLUMNS = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)"'
-SHOWN_FORMAT = (
-    "When you're ready to answer, please use the format 'The correct answer is (X)' where X is the "
-    "correct letter choice from 'ABCD'."
-)
+ANSWER = "The correct answer is ({gold})"
 
 
-def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter}, and with worked
-    questions "style" and "shots": their text; only split "test", which the hub calls train.
+class Gpqa(Choices):
+    HUB, config, splits = "Idavidrein/gpqa", "gpqa_diamond", {"test": "train"}
+    needs = ", ".join(COLUMNS)
+    forms = {
+        "": Form(
+            "OpenCompass gpqa_gen_4baadb",
+            "What is the correct answer to this question: {question}\nChoices:\n{options}\n"
+            'Format your response as follows: "The correct answer is (insert answer here)"',
+            ANSWER,
+            option="({}){}",
+        ),
+        "shown": Form(
+            "OpenCompass gpqa_fewshot_gen (DARE)",
+            "{shots}\nQuestion:\n{question}\nChoices:\n{options}\n"
+            "When you're ready to answer, please use the format 'The correct answer is (X)' where "
+            "X is the correct letter choice from 'ABCD'.",
+            ANSWER,
+        ),
+    }
 
-    path: empty for the hub's rows, or a .jsonl, .csv or .parquet file or hub id with COLUMNS; with
-    @FILE.py behind it DARE's prompt, whose five worked questions are read from that file.
-    """
-    split = one_split("gpqa", split, {"test": "train"})
-    path, _, file = path.rpartition("@") if (path or "").endswith(".py") else (path, "", "")
-    more = {"style": "shown", "shots": _worked(file)} if file else {}
-    needs, shuffle = ", ".join(COLUMNS), Random(0).shuffle
-    examples = read_examples(_problem, needs, path or HUB, split, (), limit, "gpqa_diamond")
-    for number, example in enumerate(examples, 1):
-        options = example["options"]
-        right, first = options[0], number % 4
-        if file:
-            shuffle(options)
-        else:  # the options rotate: B C D A in row 1, then C D A B
-            options[:] = options[first:] + options[:first]
-        example |= {"gold": LETTERS[options.index(right)]} | more
-    return examples
+    def load(self, split, path=None, limit=None):
+        """As Choices.load. With @FILE.py behind the path DARE's prompt, in the style "shown", whose
+        five worked questions are read from that file."""
+        path, _, file = path.rpartition("@") if (path or "").endswith(".py") else (path, "", "")
+        more, shuffle = {"style": "shown", "shots": worked(file)} if file else {}, Random(0).shuffle
+        examples = super().load(split, path, limit)
+        for number, example in enumerate(examples, 1):
+            options = example["options"]
+            right, first = options[0], number % 4
+            if file:
+                shuffle(options)
+            else:  # the options rotate: B C D A in row 1, then C D A B
+                options[:] = options[first:] + options[:first]
+            example |= {"gold": LETTERS[options.index(right)]} | more
+        return examples
 
-
-def prompt(example):
-    """One user message."""
-    question, options = example["question"], example["options"]
-    if example.get("style") == "shown":
-        question = f"{example['shots']}\nQuestion:\n{question}\nChoices:\n{lettered(options)}"
-        return user(f"{question}\n{SHOWN_FORMAT}")
-    question = f"What is the correct answer to this question: {question}"
-    return user(f"{question}\nChoices:\n{lettered(options, '({}){}')}\n{FORMAT}")
-
-
-def answer(example, draw=0):
-    """The gold letter as the prompt asks for it."""
-    return f"The correct answer is ({example['gold']})"
-
-
-def _problem(row):
-    question, *options = (as_text(row[name]) for name in COLUMNS)
-    return {"question": question, "options": options}
+    def read(self, row):
+        question, *options = (as_text(row[name]) for name in COLUMNS)
+        return {"question": question, "options": options}
 
 
-def _worked(path):
+def worked(path):
     """The text `five_shot_prompt` in a configuration of OpenCompass, which is not run. SystemExit
     if there is none."""
     try:
@@ -88,6 +78,8 @@ def _worked(path):
     except (OSError, TypeError) as error:
         raise SystemExit(f'--data @{path}: no five_shot_prompt = """...""" there') from error
 
+
+task = Gpqa()
 
 if __name__ == "__main__":
     main("gpqa")

@@ -19,33 +19,35 @@ sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import is_of
 from evals import main
-from evals.choices import answer, extract, lettered, score  # noqa: F401
-from evals.examples import held_out, one_split, read_examples, user
-
-HUB = "Rowan/hellaswag"
-VERSION = "OpenCompass hellaswag_gen_6faab5"  # name of the prompt
-NEEDS = "ctx_a, ctx_b, four endings and label (0 to 3)"
+from evals.choices import Choices, Form
+from evals.examples import held_out
 
 
-def load(split, path=None, limit=None):
-    """The first `limit` examples {"text", "options": 4, "gold": letter}.
+class HellaSwag(Choices):
+    HUB = "Rowan/hellaswag"
+    splits = {"test": "validation", "train": "train", "validation": "train"}
+    needs = "ctx_a, ctx_b, four endings and label (0 to 3)"
+    forms = {
+        "": Form(
+            "OpenCompass hellaswag_gen_6faab5",
+            "{text}\nQuestion: Which ending makes the most sense?\n{options}\n"
+            "You may choose from 'A', 'B', 'C', 'D'.\nAnswer:",
+        )
+    }
 
-    path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns. A
-    file gives the same rows for every split.
-    """
-    path, splits = path or HUB, {"test": "validation", "train": "train", "validation": "train"}
-    examples = read_examples(_problem, NEEDS, path, one_split("hellaswag", split, splits))
-    if is_of(path, HUB) and split != "test":
+    def load(self, split, path=None, limit=None):
+        if split == "test" or not is_of(path or self.HUB, self.HUB):
+            return super().load(split, path, limit)
+        examples = super().load(split, path)
         key = lambda i: stable_hash("hellaswag", examples[i]["text"], i)
-        examples = held_out(examples, split, key)
-    return examples[:limit]
+        return held_out(examples, split, key)[:limit]
 
-
-def prompt(example):
-    """One user message."""
-    question = f"Question: Which ending makes the most sense?\n{lettered(example['options'])}"
-    choose = "You may choose from 'A', 'B', 'C', 'D'.\nAnswer:"
-    return user(f"{example['text']}\n{question}\n{choose}")
+    def read(self, row):
+        text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")
+        gold = dict(zip("0123", "ABCD", strict=True))[str(row["label"])]
+        if len(row["endings"]) != 4:
+            raise ValueError("not four endings")
+        return {"text": text, "options": [*map(cleaned, row["endings"])], "gold": gold}
 
 
 def cleaned(text):
@@ -54,13 +56,7 @@ def cleaned(text):
     return re.sub(r"\[[^\]]*\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _problem(row):
-    text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")
-    gold = dict(zip("0123", "ABCD", strict=True))[str(row["label"])]
-    if len(row["endings"]) != 4:
-        raise ValueError("not four endings")
-    return {"text": text, "options": [*map(cleaned, row["endings"])], "gold": gold}
-
+task = HellaSwag()
 
 if __name__ == "__main__":
     main("hellaswag")

@@ -1,18 +1,8 @@
-r"""Is a mathematical answer right? The last box of a completion, and four ways to judge its
-content.
+r"""Is a mathematical answer right? The last box of a completion, and two ways to judge its content.
 
-    from evals.math_grader import grade
-    grade(r"so $\boxed{\frac{2}{4}}$", r"\frac{1}{2}")                  True, by Math-Verify
-    grade(r"so $\boxed{\frac{2}{4}}$", r"\frac{1}{2}", "hendrycks")     False
-
-Graders, by name:
-    math_verify   the last box against the gold answer with Math-Verify 0.9, as in SDAR's MATH-500
-    hendrycks     the last box against the gold answer as normalised strings, as in OpenCompass
-                  (DARE's MATH of 5,000 problems)
-    deepscaler    the last box against the gold answer as normalised strings, or by sympy with
-                  guards, as in DARE's RL reward
-    last_number   the last number of the last box, or of the whole completion if it has none,
-                  against the gold number
+    math_verify(r"\frac{2}{4}", r"\frac{1}{2}")   True: Math-Verify 0.9, as in SDAR's MATH-500
+    hendrycks(r"\frac{2}{4}", r"\frac{1}{2}")     False: normalised strings, as in DARE's MATH of
+                                                 5,000 problems (OpenCompass)
 
 Math-Verify is sympy, which can run forever, take all memory and (through its parser) run Python
 code. So it runs in separate processes, which the kernel ends after TIMEOUT seconds, and so does
@@ -25,10 +15,9 @@ import os
 import re
 import signal
 import sys
-import unicodedata
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from subprocess import DEVNULL, PIPE, Popen
 
 MAX_LENGTH = 512  # characters of an answer; longer ones do not count
@@ -44,9 +33,6 @@ GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
 # thin spaces and degrees anywhere, a dollar in front of a number
 NOT_COUNTED = re.compile(r"\\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.])")
-LAST_NUMBER = re.compile(
-    rf"(?<![\w.])(?<!\w-)-?(?:{GROUPED}(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/0*[1-9][0-9]*)?"
-)
 FRACTION = re.compile(  # in running text - is a sign unless it subtracts
     r"((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
 )
@@ -80,17 +66,6 @@ def last_box(text):
     None if there is none. Unclosed boxes do not count."""
     found = [box.strip() for box in boxes(text[-MAX_TEXT:])]
     return next(filter(None, reversed(found)), None)
-
-
-def grade(completion, gold, grader="math_verify"):
-    """Whether the answer of a completion is the gold one. Never raises for any text; an answer that
-    a judge cannot read, or not within TIMEOUT, is wrong. SystemExit if Math-Verify is not
-    installed."""
-    if grader == "last_number":
-        return last_number(completion, gold)
-    judge = {"math_verify": math_verify, "hendrycks": hendrycks, "deepscaler": deepscaler}[grader]
-    answer = last_box(completion)
-    return answer is not None and judge(answer, gold)
 
 
 def math_verify(answer, gold, tolerance=0.0):
@@ -170,129 +145,12 @@ def hendrycks(answer, gold):
     return any(rewritten(answer, rules) == rewritten(gold, rules) for rules in (HENDRYCKS, MINERVA))
 
 
-# rewriting rules of MATH's authors, in this order (deepscaler)
-MATHD = [
-    (r"^\\text\{(.+?)\}$", r"\1"),
-    (r"\n|\\!", ""),
-    (r"\\\\", r"\\"),
-    (r"[td]frac", "frac"),
-    (r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\text\{ [^\0]*|\\%", ""),
-    (r"(?<=[ {])\.|^\.", "0."),
-    (r"^([^=]{0,2})=([^=]*)$", r"\2"),
-    (r"\\sqrt([^{])", r"\\sqrt{\1}"),
-    (r" ", ""),
-    (r"\\frac([^{])([^{])", r"\\frac{\1}{\2}"),
-    (r"\\frac([^{])(?=\{)", r"\\frac{\1}"),
-    (r"^0\.5$", r"\\frac{1}{2}"),
-    (r"^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$", r"\\frac{\1}{\2}"),
-]
-# PRM800K's normalisation: units and signs, LaTeX as plain text, mixed numbers
-LENGTHS_AND_TIMES = (
-    "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
-)
-PLAIN = [
-    (r"^\\text\{(.+?)\}", r"\1"),
-    (r"\\?[$%]", ""),
-    (r" (?:or|and) ", " , "),
-    (r"million", "*10^6"),
-    (r"billion", "*10^9"),
-    (r"trillion", "*10^12"),
-    (rf"(?:{LENGTHS_AND_TIMES})(?:es)?s? *(?:\^[0-9]+)?|\^ *\\circ", ""),
-    (r"^\{([^\0]*)\}$", r"\1"),
-    (r",\\! *", ""),
-]
-LATEX_AS_TEXT = [
-    (r"\\[td]?frac *(?:([0-9])([0-9])|\{([^{}]*)\} *\{([^{}]*)\})", r" \1\3/\2\4"),
-    (r"\\sqrt *(?:\[[^\]]*\])? *(?:\{([^{}]*)\}|(\\?\w))", r"sqrt(\1\2)"),
-    (r"\\(?:text|textbf|mathrm|mathbf|mbox) *\{([^{}]*)\}", r"\1"),
-    (r"\\((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|min|max)(?![A-Za-z])", r"\1"),
-]
-SYMBOLS = "pi=pi infty=inf cup=U cdot=* times=* le=≤ leq=≤ ge=≥ geq=≥"
-SYMBOLS = dict(pair.split("=") for pair in SYMBOLS.split())
-GUARDS = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]")  # powers that can take sympy for ever
-COMMAS = re.compile(r"(?<=\d),(?=\d\d\d(?:\D|$))")
-OUTER = re.compile(r"[\[(]([^()\[\]]+)[\])]")
-
-
-def deepscaler(answer, gold):
-    """Whether two answers are equal by DeepScaleR's rule, DARE's RL reward.
-
-    They are if they are the same string by the rule of MATH's authors or by PRM800K's, or if sympy
-    finds no difference between them (for tuples and intervals in equal brackets: between their
-    parts). Fractions must be in lowest terms, and an integer must be written as one; nothing is
-    calculated with more than two letters or a power of two digits.
-    """
-    if rewritten(answer, MATHD) == rewritten(gold, MATHD):
-        return True
-    ours, theirs = _plain(answer), _plain(gold)
-    if ours == theirs or not ours:
-        return ours == theirs
-    answers, golds = _parts(ours), _parts(theirs)
-    brackets = len(golds) == 1 or (ours[0], ours[-1]) == (theirs[0], theirs[-1])
-    alike = brackets and len(answers) == len(golds)
-    pairs = zip(answers, golds, strict=False)
-    return alike and all(_same_part(ours.strip(), theirs.strip()) for ours, theirs in pairs)
-
-
-def _parts(text):
-    """The parts of a tuple or an interval; other answers as one part."""
-    text = COMMAS.sub("", text)
-    inner = OUTER.fullmatch(text)
-    return inner[1].split(",") if inner else [text]
-
-
-def _plain(text):
-    """PRM800K's normal form of an answer."""
-    text, before = rewritten(text, PLAIN), None
-    while text != before:
-        before, text = text, rewritten(text, LATEX_AS_TEXT)
-    text = re.sub(r"\\([A-Za-z]+)|\\.", lambda macro: _symbol(macro[1] or ""), text)
-    text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", re.sub(r"- *", "-", text))  # 7 3/4
-    text = re.sub(r"[ {}]", "", text).lower()
-    whole = re.fullmatch(r"([-+]?[0-9]+)(?:\.0*)?", COMMAS.sub("", text))
-    return str(int(whole[1])) if whole else text
-
-
-def _symbol(name):
-    """A macro as text: a word, a Greek letter, or nothing."""
-    try:
-        return SYMBOLS.get(name) or unicodedata.lookup(f"GREEK SMALL LETTER {name}")
-    except KeyError:
-        return ""
-
-
-def _same_part(answer, gold):
-    """Whether two parts of answers are the same; sympy subtracts those that neither string rule
-    decides."""
-    fraction, whole = r"-?[0-9]+.?/0*[1-9][0-9]*.?", r"[-+]?[0-9]+(?:\.0*)?"
-    if re.fullmatch(fraction, answer) and re.fullmatch(fraction, gold):
-        return answer == gold
-    if bool(re.fullmatch(whole, answer)) != bool(re.fullmatch(whole, gold)):
-        return False
-    difference = f"({gold})-({answer})"
-    letters = set(filter(str.isalpha, difference.replace("sqrt", "").replace("frac", "")))
-    legal = re.fullmatch(r"[\w\s+\-*/^().!]*", difference) and "_" not in difference
-    if len(letters) > 2 or GUARDS.search(difference) or not legal:
-        return False
-    return _judged(answer, gold, judge="difference")
-
-
-def last_number(completion, gold):
-    """Whether the last number of the last box (without one: of the completion) is the gold answer,
-    which must be a number."""
-    text = last_box(completion) or completion[-MAX_TEXT:]
-    text = text.replace("{,}", ",").replace("\\!", "")
-    found = ["", *LAST_NUMBER.findall(FRACTION.sub(OVER, text))][-1]
-    value = number(found) if len(found) <= MAX_LENGTH else None
-    return value is not None and value == number(gold)
-
-
 # --------------------------------------------------------------------------------------------------
 # the processes of Math-Verify and of Python's parser
 
 
 class Worker:
-    """A process that answers one question at a time. kind: "math" or "python"."""
+    """A process that answers one question at a time. kind: a key of JUDGES."""
 
     def __init__(self, kind):
         # no secrets in its environment, a process group of its own, and the same string hashes
@@ -304,17 +162,14 @@ class Worker:
         )  # fmt: skip
         if not self.process.stdout.readline():
             self.kill()
-            advice = {
-                "math": "Math-Verify does not start: pip install -r requirements.txt",
-                "python": "Python's parser does not start",
-            }
-            raise SystemExit(f"{advice[kind]}; python evals/math_grader.py {kind} says why")
+            advice = f"pip install -r requirements.txt; python evals/math_grader.py {kind} says why"
+            raise SystemExit(f"The {kind} grader does not start: {advice}")
 
     def ask(self, *question):
-        """What a function of JUDGES says: question is its name and arguments. None if the process
-        died, as it does at TIMEOUT; it is unusable then."""
+        """What the function of JUDGES says to the arguments `question`. None if the process died,
+        as it does at TIMEOUT; it is unusable then."""
         with suppress(BrokenPipeError):
-            print(json.dumps([TIMEOUT, *question]), file=self.process.stdin, flush=True)
+            print(json.dumps([TIMEOUT, question]), file=self.process.stdin, flush=True)
             if said := self.process.stdout.readline():
                 return json.loads(said)
         self.kill()
@@ -327,14 +182,14 @@ class Worker:
 # processes that wait for a question, by kind; they end with this one
 IDLE = {"math": [], "python": []}
 # answers and programs that killed a process or took longer than TIMEOUT, once for every time they
-# were asked
+# were judged
 NO_VERDICT = []
 # two processes must not share one pipe
 os.register_at_fork(after_in_child=lambda: IDLE.update({kind: [] for kind in IDLE}))
 
 
-def asked(kind, *question):
-    """What a process of a kind says to a question of `Worker.ask`."""
+def ask(kind, *question):
+    """`Worker.ask` of a process of this kind. A question that kills it is named on stderr."""
     try:
         worker = IDLE[kind].pop()
     except IndexError:
@@ -343,7 +198,10 @@ def asked(kind, *question):
         worker.kill()
         worker = Worker(kind)
     said = worker.ask(*question)
-    if said is not None:
+    if said is None:
+        wrong = f"no verdict in {TIMEOUT:g} s, counted as wrong: {str(question[0])[:80]!a}"
+        print(f"{kind} grader: {wrong}", file=sys.stderr)
+    else:
         IDLE[kind].append(worker)
     return said
 
@@ -357,28 +215,15 @@ def lacks_verdict(task, completion, example):
     return len(NO_VERDICT) > before
 
 
-def say_no_verdict(grader, text):
-    """The line on stderr for a text that killed a grader's process."""
-    print(
-        f"{grader}: no verdict in {TIMEOUT:g} s, counted as wrong: {text[:80]!a}", file=sys.stderr
-    )
+_verdict = lru_cache(maxsize=2**16)(partial(ask, "math"))
 
 
-def _judged(answer, gold, tolerance=0.0, judge="math_verify"):
+def _judged(answer, gold, tolerance=0.0):
     """The verdict of a process; without one the answer is wrong."""
-    verdict = _verdict(answer, gold, tolerance, judge)
+    verdict = _verdict(answer, gold, tolerance)
     if verdict is None:
         NO_VERDICT.append(answer)
     return bool(verdict)
-
-
-@lru_cache(maxsize=2**16)
-def _verdict(answer, gold, tolerance, judge):
-    """The verdict of a process; None for a pair that kills it, which is named once on stderr."""
-    verdict = asked("math", judge, answer, gold, tolerance)
-    if verdict is None:
-        say_no_verdict("math grader", answer)
-    return verdict
 
 
 def _by_math_verify(answer, gold, tolerance):
@@ -390,15 +235,6 @@ def _by_math_verify(answer, gold, tolerance):
         theirs, ours = (complex(getattr(side[0], "rhs", side[0]).evalf()) for side in read)
         right = abs(ours - theirs) <= 1.01 * tolerance
     return bool(right)
-
-
-def _by_difference(answer, gold, tolerance):
-    from sympy import simplify
-    from sympy.parsing import sympy_parser as parser
-
-    steps = (*parser.standard_transformations, parser.implicit_multiplication_application)
-    difference = f"({gold})-({answer})".replace("^", "**")
-    return bool(simplify(parser.parse_expr(difference, transformations=steps)) == 0)
 
 
 def _first_program(texts):
@@ -414,16 +250,12 @@ def _first_program(texts):
     return len(texts)
 
 
-JUDGES = {
-    "math_verify": _by_math_verify,
-    "difference": _by_difference,
-    "first_program": _first_program,
-}
+JUDGES = {"math": _by_math_verify, "python": _first_program}
 
 
 def serve(kind):
-    """The program of a Worker: reads JSON lines [seconds, name in JUDGES, arguments ...] from stdin
-    and writes what that says to stdout until stdin ends."""
+    """The program of a Worker: reads JSON lines [seconds, arguments of JUDGES[kind]] from stdin and
+    writes what that says to stdout until stdin ends."""
     import resource
 
     sys.path.pop(0)  # this folder: its modules are not top-level ones
@@ -441,11 +273,11 @@ def serve(kind):
         raise SystemExit("Math-Verify reads no LaTeX: its parser, antlr4, is missing")
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        seconds, judge, *arguments = json.loads(line)
+        seconds, question = json.loads(line)
         # without a handler SIGALRM ends this process, whatever sympy does
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            said = JUDGES[judge](*arguments)
+            said = JUDGES[kind](*question)
         except Exception:  # what sympy cannot read is wrong
             said = False
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -19,17 +19,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_rows
 from evals import main
-from evals.choices import extract, lettered, read_zip, score, with_shots  # noqa: F401
-from evals.examples import as_text, one_split, parse_rows, source_and_style, user
+from evals.choices import Choices, Form, read_zip
+from evals.examples import as_text
 
-HUB = "cais/mmlu"
-PRESETS = {"cot": "cot"}  # names that `load` takes besides zips and hub ids
-# name of the prompt, by style
-VERSION = {"direct": "OpenCompass mmlu_gen_a484b3", "cot": "simple-evals"}
-NEEDS = "question, subject, four choices (or A-D) and answer (index or letter)"
-HINT = "There is a single choice question about {}. Answer the question by replying A, B, C or D."
+HINT = (
+    "There is a single choice question about {topic}. Answer the question by replying A, B, C or D."
+)
 COT = (
     "Answer the following multiple choice question. The last line of your response should be of "
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of ABCD. Think "
@@ -37,50 +33,42 @@ COT = (
 )
 
 
-def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": 4, "gold": letter, "subject", "style":
-    "direct" | "cot", "shots": dev examples}, subject after subject.
+class Mmlu(Choices):
+    HUB, config = "cais/mmlu", "all"
+    needs = "question, subject, four choices (or A-D) and answer (index or letter)"
+    styles = PRESETS = {"cot": "cot"}
+    forms = {
+        "direct": Form(
+            "OpenCompass mmlu_gen_a484b3",
+            HINT + "\nQ: {question}\n{options}\nA: ",
+            shot=HINT + "\nQuestion: {question}\n{options}\nAnswer: ",
+            reply="{gold}\n",
+        ),
+        "cot": Form(
+            "simple-evals",
+            COT + "\n\n{question}\n\n{options}",
+            option="{}) {}",
+            answer="ANSWER: {gold}",
+        ),
+    }
 
-    path: empty for the hub's rows, a hub id with HUB's columns, or a zip of csv files; "cot", or
-    @cot behind a path, for this style.
-    """
-    path, style = source_and_style(path, HUB, PRESETS)
-    split = one_split("mmlu", split, {"test": "test", "validation": "validation"})
-    if path.endswith(".zip") or Path(path).exists():
-        columns, split = ["question", *"ABCD", "answer"], split.replace("validation", "val")
-        read = lambda part: list(read_zip(path, part, columns))
-    else:
-        read = lambda part: read_rows(path, part, PRESETS, config="all")
-    dev, examples = (parse_rows(_problem, NEEDS, path, read(part)) for part in ("dev", split))
-    examples = [example | {"style": "direct"} | style for example in examples[:limit]]
-    return with_shots(examples, dev, path)
+    def rows(self, path, part, style):
+        if path.endswith(".zip") or Path(path).exists():
+            columns, part = ["question", *"ABCD", "answer"], part.replace("validation", "val")
+            return list(read_zip(path, part, columns))
+        return super().rows(path, part, style)
+
+    def read(self, row):
+        """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
+        options = row["choices"] if "choices" in row else [row[label] for label in "ABCD"]
+        gold = dict(enumerate("ABCD")).get(row["answer"], row["answer"])
+        subject, *options = map(as_text, (row["subject"], *options))
+        if len(options) != 4 or gold not in list("ABCD"):
+            raise ValueError("not four options and one of them")
+        return {"question": row["question"], "options": options, "gold": gold, "subject": subject}
 
 
-def prompt(example):
-    """direct: five pairs of question and letter, then the question. cot: one message."""
-    if example["style"] == "cot":
-        options = lettered(example["options"], "{}) {}")
-        return user(f"{COT}\n\n{example['question']}\n\n{options}")
-    hint = HINT.format(example["subject"].replace("_", " "))
-    ask = lambda row, q, a: f"{hint}\n{q}: {row['question']}\n{lettered(row['options'])}\n{a}: "
-    shots = [(ask(shot, "Question", "Answer"), f"{shot['gold']}\n") for shot in example["shots"]]
-    return user(ask(example, "Q", "A"), shots)
-
-
-def answer(example, draw=0):
-    """The gold letter as the prompt asks for it."""
-    return f"ANSWER: {example['gold']}" if example["style"] == "cot" else example["gold"]
-
-
-def _problem(row):
-    """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
-    options = row["choices"] if "choices" in row else [row[label] for label in "ABCD"]
-    gold = dict(enumerate("ABCD")).get(row["answer"], row["answer"])
-    subject, *options = map(as_text, (row["subject"], *options))
-    if len(options) != 4 or gold not in list("ABCD"):
-        raise ValueError("not four options and one of them")
-    return {"question": row["question"], "options": options, "gold": gold, "subject": subject}
-
+task = Mmlu()
 
 if __name__ == "__main__":
     main("mmlu")

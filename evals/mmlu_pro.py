@@ -13,22 +13,12 @@ reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). O
 """
 
 import sys
-from functools import partial
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_rows
 from evals import main
-from evals.choices import LETTERS, extract, score, with_shots  # noqa: F401
-from evals.examples import as_text, one_split, parse_rows, source_and_style, user
+from evals.choices import LETTERS, Choices, Form
+from evals.examples import as_text
 
-HUB = "TIGER-Lab/MMLU-Pro"
-# names that `load` takes besides files and hub ids: HUB's rows with worked examples
-PRESETS = {"5-shot": "reasons"}
-VERSION = {  # name of the prompt, by style
-    "": "OpenCompass mmlu_pro_0shot_cot_gen_08c1de",
-    "reasons": "OpenCompass mmlu_pro_gen_cdbebf",
-}
-NEEDS = "question, options (up to 16), answer (letter of one of them) and category"
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
@@ -37,57 +27,42 @@ INSTRUCTION = (
 STEPS = "Let's think step by step."
 
 
-def load(split, path=None, limit=None):
-    """The first `limit` examples {"question", "options": letter -> text, "gold": letter, "subject":
-    category}, with worked examples also "style" and "shots": examples with "reason".
+class MmluPro(Choices):
+    HUB = "TIGER-Lab/MMLU-Pro"
+    needs = "question, options (up to 16), answer (letter of one of them) and category"
+    styles = PRESETS = {"5-shot": "reasons"}
+    forms = {
+        "": Form(
+            "OpenCompass mmlu_pro_0shot_cot_gen_08c1de",
+            INSTRUCTION + "\n\nQuestion:\n\n{question}\n\nOptions:\n\n{stripped_options}",
+            "ANSWER: {gold}",
+        ),
+        "reasons": Form(
+            "OpenCompass mmlu_pro_gen_cdbebf",
+            "Question:\n{question}\nOptions:\n{stripped_options}",
+            "ANSWER: {gold}",
+            reply="Answer: " + STEPS + " {reason}",
+        ),
+    }
 
-    path: empty for the hub's rows, or a .jsonl or .parquet file or hub id with HUB's columns, and
-    @5-shot behind it for worked examples. Options "N/A" are left out; the others
-    keep their letters.
-    """
-    split = one_split("mmlu_pro", split, {"test": "test", "validation": "validation"})
-    path, style = source_and_style(path, HUB, PRESETS)
-    read = partial(read_rows, path, presets=PRESETS)
-    parse = partial(parse_rows, _problem, NEEDS, path)
-    if not style:
-        return parse(read(split, limit=limit))
-    rows = [row for row in read(split) if not row.get("cot_content")]
-    dev = [row for row in read("validation") if row.get("cot_content")]
-    return [example | style for example in with_shots(parse(rows[:limit]), parse(dev), path)]
+    def rows(self, path, part, style):
+        """With worked examples: "dev" are the validation rows that have them."""
+        rows, is_shot = super().rows(path, part.replace("dev", "validation"), style), part == "dev"
+        return [row for row in rows if not style or bool(row.get("cot_content")) == is_shot]
 
-
-def prompt(example):
-    """One user message, in the style "reasons" after five chat turns."""
-    if example.get("style") != "reasons":
-        return user(f"{INSTRUCTION}\n\n{_asked(example, 2)}")
-    shots = example["shots"]
-    return user(
-        _asked(example),
-        [(_asked(shot), f"Answer: {STEPS} {shot['reason']}") for shot in shots],
-    )
-
-
-def _asked(row, lines=1):
-    """Question and options, `lines` apart."""
-    options = "\n".join(f"{label}. {text}" for label, text in row["options"].items()).strip()
-    return ("\n" * lines).join(["Question:", row["question"], "Options:", options])
-
-
-def answer(example, draw=0):
-    """The last line that the prompt asks for."""
-    return f"ANSWER: {example['gold']}"
+    def read(self, row):
+        """Options "N/A" are left out; the others keep their letters."""
+        labelled = zip(LETTERS[:16], row["options"], strict=False)
+        options = {label: as_text(text) for label, text in labelled if text != "N/A"}
+        if row["answer"] not in options or len(row["options"]) > 16:
+            raise ValueError("not an option")
+        example = {"question": row["question"], "options": options, "gold": row["answer"]}
+        example["subject"] = as_text(row["category"])
+        reason = as_text(row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
+        return example | ({"reason": reason} if reason else {})
 
 
-def _problem(row):
-    labelled = zip(LETTERS[:16], row["options"], strict=False)
-    options = {label: as_text(text) for label, text in labelled if text != "N/A"}
-    if row["answer"] not in options or len(row["options"]) > 16:
-        raise ValueError("not an option")
-    example = {"question": row["question"], "options": options, "gold": row["answer"]}
-    example["subject"] = as_text(row["category"])
-    reason = as_text(row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
-    return example | ({"reason": reason} if reason else {})
-
+task = MmluPro()
 
 if __name__ == "__main__":
     main("mmlu_pro")

@@ -69,10 +69,9 @@ def first_program(texts):
     there is none. It runs in another process, for five seconds at most: a long chain of dots or
     calls takes it longer, and then there is none, which stderr and NO_VERDICT say."""
     texts = [text for text in texts if len(text) <= MAX_CODE]
-    number = math_grader.asked("python", "first_program", texts) if texts else 0
+    number = math_grader.ask("python", texts) if texts else 0
     if number is None:
         math_grader.NO_VERDICT.append(texts[0])
-        math_grader.say_no_verdict("Python's parser", texts[0])
         return None
     return next(iter(texts[number:]), None)
 

@@ -1,9 +1,9 @@
 """The output directory of an evaluation: its lock, its files, and how an interrupted run continues.
 
 config.json has the flags; the process that works in the directory holds a lock on it. A task has
-settings.json (everything that decides completions), samples.jsonl and result.json: in the directory
-itself, or in a folder per task for evals/run.py, which also rewrites results.json and table.md
-after every task.
+samples.jsonl and result.json, which begins with the settings (everything that decides completions)
+and gets the numbers at the end: in the directory itself, or of several tasks in a folder each,
+beside table.md, which is rewritten after every task.
 """
 
 import json
@@ -19,7 +19,7 @@ import tyro
 
 from distributed.disk import lock, new_directory, write_atomically
 from run import report
-from run.flags import check_sizes, restored
+from run.flags import check_numbers, restored
 
 HEADER = (
     "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"
@@ -28,24 +28,23 @@ HEADER = (
 SHOWN = 20  # faults that are listed on stderr; result.json has their number
 
 
-def command_line(kind, program, description):
-    """Flags of evals/<program>.py as a `kind`; with --resume DIR those of that run are the
-    defaults. SystemExit if DIR belongs to another program."""
-    args = tyro.cli(kind, description=description)
-    if not args.resume:
-        return check_sizes(args)
-    saved = read_json(Path(args.resume) / "config.json", {})
-    saved.pop("command", "")
-    if saved.pop("program", "") != program:
-        raise SystemExit(
-            f"--resume {args.resume} is no directory of evals/{program}.py: "
-            "config.json with the flags of this program is not there"
-        )
-    default = restored(kind, saved, Path(args.resume) / "config.json")
-    return check_sizes(tyro.cli(kind, default=default, description=description))
+def command_line(kind, task):
+    """Flags of evals/run.py as a `kind`, those of evals/<task>.py if there is one; with --resume
+    DIR those of that run are the defaults. SystemExit if DIR has none, or of another task."""
+    description = f"Evaluate a model, or score completions, on {task or 'benchmarks'}."
+    args = tyro.cli(kind, default=kind(tasks=task), description=description)
+    if args.resume:
+        path = Path(args.resume) / "config.json"
+        saved = read_json(path, {"tasks": ""})
+        saved.pop("command", "")
+        if not saved.get("tasks") or task not in ("", saved["tasks"]):
+            raise SystemExit(f"--resume {args.resume} is no evaluation of {task or 'tasks'}")
+        default = restored(kind, saved, path)
+        args = tyro.cli(kind, default=default, description=description)
+    return check_numbers(args)
 
 
-def take_directory(flags, program, default, held):
+def take_directory(flags, default, held):
     """-> the directory --resume, --out, or a new `default`, locked until the ExitStack `held`
     closes or the process ends. config.json is written once: --resume always starts from the flags
     of the first run.
@@ -60,44 +59,44 @@ def take_directory(flags, program, default, held):
         mode = "r+" if flags.resume else "x"
         config = held.enter_context(open(out / "config.json", mode, encoding="utf-8"))
     except OSError as error:
-        raise SystemExit(
-            f"--out {out}: the directory cannot be created ({error.strerror})"
-        ) from error
+        problem = f"the directory cannot be created ({error.strerror})"
+        raise SystemExit(f"--out {out}: {problem}") from error
     lock(config, out, "evaluation")
     if not flags.resume:
-        command = {"program": program, "command": shlex.join(sys.orig_argv)}
-        json.dump(asdict(flags) | command, config, indent=1)
+        json.dump(asdict(flags) | {"command": shlex.join(sys.orig_argv)}, config, indent=1)
         config.flush()
     return out
 
 
-def refuse_overwriting(out):
-    """SystemExit if flags, samples or results lie in the directory `out` or in its folders. "" is
-    no directory."""
-    if out and (found := sorted([*Path(out).glob("*.json*"), *Path(out).glob("*/*.json*")])):
-        raise SystemExit(
-            f"--out {out}: {found[0].relative_to(out)} would be overwritten; "
-            "name another directory, continue with --resume, or remove the old results"
-        )
+def refuse_overwriting(flags):
+    """SystemExit if there is something in the directory --out."""
+    if flags.out and not flags.resume and any(Path(flags.out).glob("*")):
+        another = "name another one, continue with --resume, or remove the old results"
+        raise SystemExit(f"--out {flags.out} is not empty: {another}")
 
 
 def begin(name, folder, settings, resume):
-    """Write settings.json of a task. SystemExit if a resumed run used other settings: samples of
-    two settings, or of two models, do not make one number."""
+    """Write the settings of a task. SystemExit if a resumed run used other ones: samples of two
+    settings, or of two models, do not make one number."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "settings.json"
-    old = read_json(path, settings)
+    result = read_json(folder / "result.json", {"settings": settings})
+    old = result["settings"]
     differ = [
         f"{key} {old.get(key)!r}, now {value!r}"
         for key, value in settings.items()
-        if old.get(key) != value and key != "batch_size"  # which changes only rounding
+        # the number of ranks changes nothing, the batch size only rounding
+        if old.get(key) != value and key not in ("batch_size", "ranks")
     ]
     if differ:
-        raise SystemExit(
-            f"--resume {resume}: {name} was begun with {', '.join(differ)}; "
-            "take the old value, or a new --out"
-        )
-    write_json(path, settings)
+        take = "take the old value, or a new --out"
+        raise SystemExit(f"--resume {resume}: {name} was begun with {', '.join(differ)}; {take}")
+    write_json(folder / "result.json", result)
+
+
+def finished(out):
+    """{task: its result} of the folders below `out`"""
+    found = {path.parent.name: read_json(path, {}) for path in out.glob("*/result.json")}
+    return {name: result for name, result in found.items() if "n" in result}
 
 
 def write_json(path, value):
@@ -107,12 +106,6 @@ def write_json(path, value):
 def read_json(path, default):
     """-> its value; `default` if there is no such file"""
     return report.read_json(path) if path.is_file() else default
-
-
-def write_all(out, model, results, lost):
-    """results.json and table.md of the tasks so far."""
-    write_json(out / "results.json", {"model": model, "tasks": results, "not evaluated": lost})
-    write_atomically(out / "table.md", table(results, lost))
 
 
 def table(results, lost):

@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -35,68 +35,35 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from distributed.disk import from_first_rank, is_first_rank
+from distributed.disk import from_first_rank, is_first_rank, write_atomically
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
 from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.config import architecture
 from rollout import make_engine
+from run.flags import MAX
 from run.report import write_report
 
 
 @dataclass
-class Sampling:
-    """Arguments of engine.generate. None: the setting of evals/decoding.py."""
-
-    gen_length: int | None = None
-    """tokens generated per prompt, a multiple of the block length"""
-    block_length: int | None = None
-    """tokens per block; fixed by their configuration for block-causal models"""
-    denoising_steps: int | None = None
-    """denoising steps per block"""
-    remasking: str | None = None
-    """rule that chooses the positions to reveal; an unknown name prints the engine's rules"""
-    confidence_threshold: float | None = None
-    """dynamic remasking reveals every position above this confidence; static remasking ignores it
-    """
-    factor: float = 1.0
-    """low_confidence_factor: Fast-dLLM's f; larger values reveal more per step"""
-    eb_threshold: float = 0.35
-    """entropy_bounded: nats revealed per step; SDAR's default"""
-    editing_threshold: float | None = None
-    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for
-    speed)"""
-    max_post_steps: int = 16
-    """LLaDA2.1: maximum number of steps that only edit a block"""
-    cache: str | None = None
-    """bidirectional models: none, or Fast-dLLM's approximate prefix or dual cache"""
-    schedule: str | None = None
-    """bidirectional models: tokens per step, uniform, timesteps (Dream) or ascending (ASS)"""
-    alg_temp: float = 0.0
-    """bidirectional models: Dream's temperature for a random order; 0: most confident first"""
-    eos_policy: str | None = None
-    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
-    """
-    temperature: float | None = None
-    """sampling temperature; 0 is greedy"""
-    top_k: int = 0
-    """sample only from this many most probable tokens; 0: from all"""
-    top_p: float | None = None
-    """sample from the fewest tokens whose probabilities add up to this"""
-    seed: int = 0
-    """sampling seed; sample i draws from (seed, i)"""
-
-
-SAMPLING = tuple(field.name for field in fields(Sampling))
-
-
-@dataclass
-class Common(Sampling):
-    """Flags that evals/run.py and evals/<task>.py share."""
+class Args(decoding.SamplerFlags):
+    """Flags of evals/run.py and of evals/<task>.py. Sampling flags apply to every task."""
 
     model: str = ""
     """key of models.MODELS, or a directory in HF layout"""
+    tasks: str = ""
+    """names of files in evals/, or paths of your own that end in .py, separated by commas"""
+    data: list[str] = field(default_factory=list)
+    """TASK=SOURCE ...: a preset of the task, file (.jsonl, .csv, .parquet) or hub id; other tasks
+    use their default. Of a single task SOURCE alone"""
+    split: Literal["train", "validation", "test"] = "test"
+    """split of a preset or a hub data set; a file has no splits"""
+    completions: list[str] = field(default_factory=list)
+    """TASK=FILE ..., of a single task FILE alone: score this .jsonl of {"index": i, "completion":
+    text} instead of generating (index: row of the task's split)"""
+    reward: str = ""
+    """also report the mean of this shaped reward of evals/rewards.py"""
     limit: int | None = None
     """use only the first so many rows of a task"""
     rollout_backend: str = "auto"
@@ -104,107 +71,73 @@ class Common(Sampling):
     batch_size: int = 64
     """prompts decoded together; changes results only by rounding"""
     repeats: int | None = None
-    """answers per problem, with seeds seed, seed + 1, ...; published AIME values have 8.
-    evals/run.py repeats only AIME"""
+    """answers per problem, with seeds seed, seed + 1, ...; published AIME values have 8. Of several
+    tasks only AIME is repeated"""
     out: str = ""
-    """output directory, which must hold no results; empty: a new one below runs/"""
+    """output directory, which must be new or empty; empty: a new one below runs/"""
     resume: str = ""
     """continue in this directory of an earlier run: its flags are the defaults, finished samples
     are kept"""
 
-
-@dataclass
-class Args(Common):
-    """Flags of evals/<task>.py."""
-
-    completions: str = ""
-    """score this .jsonl of {"index": i, "completion": text} instead of generating (index: row of
-    the task's split)"""
-    data: str = ""
-    """preset of the task, file (.jsonl, .csv, .parquet) or hub id; empty: the task's default"""
-    split: Literal["train", "validation", "test"] = "test"
-    """split of a preset or a hub data set; a file has no splits"""
-    reward: str = "none"
-    """also report the mean of this shaped reward of evals/rewards.py"""
-
-
-@dataclass
-class ManyArgs(Common):
-    """Flags of evals/run.py. Sampling flags apply to every task."""
-
-    split, reward = "test", "none"  # flags of evals/<task>.py alone
-
-    tasks: str = ""
-    """names of files in evals/, or paths of your own that end in .py, separated by commas"""
-    data: list[str] = field(default_factory=list)
-    """TASK=SOURCE ...: a preset of the task, file or hub id; other tasks use their default"""
-    completions: list[str] = field(default_factory=list)
-    """TASK=FILE ...: score these files as of evals/<task>.py instead of generating"""
+    RANGES = dict.fromkeys(("batch_size", "limit", "repeats"), (1, MAX))  # of numbers
 
 
 # completions of a file that are scored together: then rows are written and the bar moves
 PART = 256
-REPEATED = ("aime24", "aime25")  # tasks that --repeats of evals/run.py applies to
+REPEATED = ("aime24", "aime25")  # tasks that --repeats applies to if there are several
 
 
-def main(name):
-    """Command line of evals/<name>.py, or of another task's file, a path that ends in .py. Unusable
-    input ends in SystemExit with one line that says what to change."""
-    task = load_task(name)
-    name = task.NAME
-    args = results.command_line(Args, name, f"Evaluate a model, or score completions, on {name}.")
-    files = {name: args.completions} if args.completions else {}
-    made, _ = evaluate(args, name, {name: task}, {name: args.data}, files)
-    if made:  # on rank 0
-        print(json.dumps(made[name]), flush=True)
-
-
-def many():
-    """Command line of evals/run.py. A task with missing data is skipped; the exit status is then
-    non-zero."""
-    args = results.command_line(ManyArgs, "run", "Evaluate a model on many benchmarks.")
+def main(name=""):
+    """Command line of evals/run.py, or of evals/<name>.py, whose --tasks is `name`. Unusable input
+    ends in SystemExit with one line that says what to change. Of several tasks one with missing
+    data is skipped; the exit status is then non-zero."""
+    args = results.command_line(Args, name)
     names = args.tasks.replace(",", " ").split()
     if not names:
-        raise SystemExit(
-            "give --model (or --completions) and --tasks, such as --tasks gsm8k,math500"
-        )
-    tasks, sources = {task.NAME: task for task in map(load_task, names)}, {}
-    for flag in ("data", "completions"):
-        sources[flag] = dict(item.partition("=")[::2] for item in getattr(args, flag))
-        if sources[flag].keys() - tasks.keys():
-            shown, known = " ".join(getattr(args, flag)), ", ".join(tasks)
-            raise SystemExit(f"--{flag} {shown}: give TASK=SOURCE, where TASK is one of {known}")
-    given, files = sources.values()
-    if lacking := set(tasks if files else ()) - files.keys():
-        raise SystemExit(f"--completions: no file for {', '.join(sorted(lacking))}")
-    data = {name: given.get(name, "") for name in tasks}
-    _, lost = evaluate(args, "run", tasks, data, files)
+        flags = "--model (or --completions) and --tasks, such as --tasks gsm8k,math500"
+        raise SystemExit(f"give {flags}")
+    tasks = {task.NAME: task for task in map(load_task, names)}
+    data, files = (by_task(args, flag, tasks) for flag in ("data", "completions"))
+    if files and tasks.keys() - files.keys():
+        raise SystemExit(f"--completions: no file for {', '.join(tasks.keys() - files.keys())}")
+    made, lost = evaluate(args, tasks, data, files)
     if lost:
-        said = f"{len(lost)} of {len(data)} tasks not evaluated: {', '.join(lost)}"
+        said = f"{len(lost)} of {len(tasks)} tasks not evaluated: {', '.join(lost)}"
         raise SystemExit(said if is_first_rank() else 1)
+    if made and len(tasks) == 1:  # on rank 0
+        print(json.dumps(*made.values()), flush=True)
 
 
-def evaluate(args, program, tasks, data, files):
+def by_task(args, flag, tasks):
+    """-> {task: SOURCE} of the values of --data or --completions"""
+    found = {}
+    for given in getattr(args, flag):
+        name, _, source = given.partition("=")
+        if name in tasks:
+            found[name] = source
+        elif len(tasks) == 1:
+            found |= dict.fromkeys(tasks, given)
+        else:
+            known = f"give TASK=SOURCE, where TASK is one of {', '.join(tasks)}"
+            raise SystemExit(f"--{flag} {given}: {known}")
+    return found
+
+
+def evaluate(args, tasks, data, files):
     """Score the `tasks` {name: module} on `data` {name: --data}, on all ranks, or their `files` of
     completions. -> {task: result} on rank 0, {task: why it was skipped}
 
-    program: "run", or the only task, whose files lie in the output directory itself and whose
-    errors are raised.
+    The files of a single task lie in the output directory itself, and its errors are raised.
     """
-    alone = program != "run"
+    alone = len(tasks) == 1
     if bool(args.model) == bool(files):
         raise SystemExit("give either --model (generate and score) or --completions (only score)")
     if args.resume and files:
         again = f"score {', '.join(files.values())} again, with a new --out"
         raise SystemExit(f"--resume {args.resume} continues a generation: {again}")
-    for name in ("batch_size", "limit", "repeats"):
-        if (count := getattr(args, name)) is not None and count < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} {count} must be at least 1")
-    judge = load_reward(args.reward, tasks[program]) if args.reward != "none" else None
-    if not args.resume:
-        results.refuse_overwriting(args.out)
-    device, rank, ranks = ("cpu", 0, 1) if files else place()
-    examples, settings, read, lost = {}, {}, {}, {}
+    results.refuse_overwriting(args)
+    device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
+    examples, rewards, settings, read, lost = {}, {}, {}, {}, {}
 
     @contextmanager
     def skipped_on_exit(name):
@@ -219,60 +152,54 @@ def evaluate(args, program, tasks, data, files):
                 print(f"{name} is not evaluated: {lost[name]}", file=sys.stderr)
 
     for name, task in tasks.items():
-        load = partial(load_examples, task, args.split, data[name], args.limit)
         with skipped_on_exit(name):
-            examples[name] = from_first_rank(load)
-    if judge:
-        judge([TRIAL], examples[program][:1])  # SystemExit if the examples do not suit the reward
+            reward = load_reward(args.reward, task) if args.reward else None
+            load = partial(load_examples, task, args.split, data.get(name, ""), args.limit)
+            rows = from_first_rank(load)
+            if reward:  # SystemExit if the examples do not suit it
+                reward([TRIAL], rows[:1])
+            examples[name], rewards[name] = rows, reward
+    if args.model and examples:
+        tokenizer = load_tokenizer(args.model)
+        backend = {"backend": args.rollout_backend, "max_batch_size": args.batch_size}
+        engine = make_engine(args.model, device=device, **backend)
+    for name, rows in examples.items():
+        how = {key: getattr(args, key) for key in ("split", "limit", "reward")}
+        how |= {"data": data.get(name, ""), "ranks": ranks, "repeats": args.repeats or 1}
+        how |= {"torch": version("torch"), "evals_hash": hash_of_evals(tasks[name])}
+        with skipped_on_exit(name):
+            if files:
+                how["completions"] = files[name]
+                read[name] = samples.given(tasks[name], rows, files[name], how["repeats"])
+            else:
+                how |= task_settings(args, engine, name, tasks[name], rows, alone)
+            settings[name] = how
+    if not settings:
+        raise SystemExit(f"none of {', '.join(tasks)} can be evaluated")
 
+    # only now: a wrong --model or file of completions leaves no directory behind
     with ExitStack() as held:  # on rank 0 the lock of the directory
         source = Path(args.model).name or "-".join(Path(file).stem for file in files.values())
-        parts = ["runs/eval", *([program] if alone else []), source, time.strftime("%Y%m%d-%H%M%S")]
-        take = partial(results.take_directory, args, program, "-".join(parts), held)
-        out = from_first_rank(take) if args.resume else None
-        if args.model and examples:
-            tokenizer = load_tokenizer(args.model)
-            engine = make_engine(
-                args.model,
-                backend=args.rollout_backend,
-                device=device,
-                max_batch_size=args.batch_size,
-            )
-        for name, rows in examples.items():
-            task, how = tasks[name], {"data": data[name]}
-            how |= {key: getattr(args, key) for key in ("split", "limit", "reward")}
-            how |= {"torch": version("torch"), "evals_hash": hash_of_evals(task)}
-            with skipped_on_exit(name):
-                if files:
-                    how |= {"repeats": args.repeats or 1, "completions": files[name]}
-                    read[name] = samples.given(task, rows, files[name], how["repeats"])
-                else:
-                    how |= task_settings(args, engine, name, task, rows, alone)
-                settings[name] = how
-        if not settings:
-            raise SystemExit(f"none of {', '.join(data)} can be evaluated")
-        # only now: a wrong --model or file of completions leaves no directory behind
-        out = out or from_first_rank(take)
-        # a resumed run has results
-        made = {} if alone else results.read_json(out / "results.json", {}).get("tasks", {})
+        parts = ["runs/eval", *(tasks if alone else []), source, time.strftime("%Y%m%d-%H%M%S")]
+        out = from_first_rank(partial(results.take_directory, args, "-".join(parts), held))
+        made = {} if alone else results.finished(out)  # of a resumed run
         for name, how in settings.items():
-            folder, scoring = out if alone else out / name, (tasks[name], examples[name], judge)
+            folder = out if alone else out / name
+            scoring, more = (tasks[name], examples[name], rewards[name]), {}
+            from_first_rank(partial(results.begin, name, folder, how, args.resume))
             if files:
                 rows, more = read[name]
-                folder.mkdir(exist_ok=True)
                 parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
                 samples.write_scored(folder / "samples.jsonl", parts, *scoring, len(rows), name)
             else:
-                from_first_rank(partial(results.begin, name, folder, how, args.resume))
                 rows = answer(folder, name, *scoring, how, engine, tokenizer, rank, ranks)
-                more = {}
             if not rank:
                 result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
-                made[name] = result | more | {"settings": how | {"ranks": ranks}}
+                made[name] = result | more | {"settings": how}
                 results.write_json(folder / "result.json", made[name])
                 write_report(folder)
                 if not alone:
-                    results.write_all(out, args.model, made, lost)
+                    write_atomically(out / "table.md", results.table(made, lost))
         if not rank:
             shown = "" if alone else results.table(made, lost) + "\n"
             print(f"{shown}directory: {out}", flush=True)
@@ -308,7 +235,7 @@ def answer(folder, name, task, examples, reward, settings, engine, tokenizer, ra
     return rows
 
 
-def place():
+def device_and_rank():
     """-> device, rank, number of ranks. Ranks exchange samples through files that all must see."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
@@ -329,14 +256,14 @@ def task_settings(args, engine, name, task, examples, alone):
     model, style = engine.model, examples[0].get("style", "")
     prompts = [task.prompt(example) for example in examples]
     known = decoding.settings(args.model, architecture(model.checkpoint_config), name, style)
-    flags = {key: getattr(args, key) for key in SAMPLING}
-    sampling = {key: known.get(key) if flag is None else flag for key, flag in flags.items()}
+    sampling = decoding.chosen(args, known)
     repeats = (args.repeats if alone or name in REPEATED else None) or known["repeats"]
     random = sampling["temperature"] or sampling["alg_temp"] or sampling["remasking"] == "random"
     if repeats > 1 and not random:
         same = f"--repeats {repeats}: all repeats are the same without randomness"
         raise SystemExit(f"{same}; set --temperature above 0")
     own_blocks = sampling["schedule"] == "ascending" and not sampling["block_length"]
+    block_length = None if own_blocks else engine.block_length(sampling["block_length"])
     prompt = getattr(task, "VERSION", name)  # one name, or one for each style of examples
     folders = [Path(folder) for folder in (model.sources[0], *model.sources[1]) if folder]
     files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
@@ -355,24 +282,24 @@ def task_settings(args, engine, name, task, examples, alone):
         "shots": shots_in(prompts[0]),
         "repeats": repeats,
         **sampling,
-        "block_length": None if own_blocks else engine.block_length(sampling["block_length"]),
+        "block_length": block_length,
         "eos_token_ids": list(model.eos_token_ids),
         "batch_size": args.batch_size,
     }
-    plan = engine.plan(**generation(settings))  # SystemExit for what the engine cannot do
+    checked = engine.validate(**generation(settings))  # SystemExit for what the engine cannot do
     if is_first_rank():
-        print(f"{name}: {plan}", file=sys.stderr)
+        print(f"{name}: {checked}", file=sys.stderr)
     return settings
 
 
 def generation(settings):
     """The settings that engine.generate takes."""
-    return {key: settings[key] for key in SAMPLING}
+    return {key: settings[key] for key in decoding.SAMPLING}
 
 
 def hash_of_evals(task):
     """Of the code that asks and scores: verdicts of two versions do not belong in one result."""
-    files = {*Path(__file__).parent.glob("*.py"), Path(task.__file__)}
+    files = {*Path(__file__).parent.glob("*.py"), Path(getattr(task, "__file__", __file__))}
     return digest(path.read_text("utf-8") for path in sorted(files))
 
 
@@ -385,4 +312,4 @@ def digest(values):
 
 
 if __name__ == "__main__":
-    many()
+    main()

@@ -32,7 +32,7 @@ DETAILED = 200  # rows with the denoising step of each token: as many as report.
 
 
 def given(task, examples, path, repeats=1):
-    """Rows {"index", "repeat", "completion"} of a .jsonl or a JSON array, in file order; other keys
+    """Rows {"index", "repeat", "completion"} of a .jsonl, in file order; other keys
     are dropped, so that a samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if
     it is left out.
 
@@ -45,7 +45,7 @@ def given(task, examples, path, repeats=1):
         raise SystemExit(f"{path}: no such file")
     rows, faults = {}, []
     name = lambda repeat, index: f"{index} of repeat {repeat}" if repeats > 1 else str(index)
-    for line, raw in enumerate(_lines(Path(path).read_bytes()), 1):
+    for line, raw in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
         try:
             if raw.strip():
                 row = _row(json_object(raw), task, examples, repeats)
@@ -64,17 +64,6 @@ def given(task, examples, path, repeats=1):
     return [*rows.values()], {"unused": len(faults), "missing": len(missing)}
 
 
-def _lines(raw):
-    """The lines of a .jsonl; as such lines the members of a JSON array, or the one object that a
-    file holds on several lines."""
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return raw.splitlines(keepends=True)
-    members = value if isinstance(value, list) else [value]
-    return [f"{json.dumps(member)}\n".encode() for member in members]
-
-
 def same_problem(task, example, row):
     """Whether a row, by what it says of its question or prompt, can be about an example."""
     said = row.get("question") or row.get("problem") or row.get("prompt")
@@ -82,17 +71,16 @@ def same_problem(task, example, row):
     if not isinstance(said, str):
         return True
     asked = task.prompt(example)[-1]["content"]
-    keys = [key for key in (*QUESTION, "puzzle", "numbers") if key in example]
-    own = str(example[keys[0]]) if keys else asked
+    names = (name for name in (*QUESTION, "puzzle", "numbers") if name in example)
+    own = str(example.get(next(names, ""), asked))
     words = lambda text: " ".join(text.translate(QUOTES).split())
     said, asked, own = words(said), words(asked), words(own)
-    whole = not keys or 2 * len(said) > len(own)  # not its first words alone
-    return own in said or whole and said in asked
+    return own in said or said in asked and 2 * len(said) > len(own)  # not its first words alone
 
 
-def _row(told, task, examples, repeats):
+def _row(row, task, examples, repeats):
     """The keys of a row that are used. ValueError says what is wrong with it."""
-    index, completion, repeat = told.get("index"), told.get("completion"), told.get("repeat", 0)
+    index, completion, repeat = row.get("index"), row.get("completion"), row.get("repeat", 0)
     if type(index) is not int or not isinstance(completion, str):
         raise ValueError('needs {"index": integer, "completion": text}')
     check = "check --data and --split"
@@ -100,7 +88,7 @@ def _row(told, task, examples, repeats):
         raise ValueError(f"index {index} is outside 0..{len(examples) - 1}; {check}")
     if repeat not in range(repeats):
         raise ValueError(f"repeat {repeat!a:.20} is outside 0..{repeats - 1}; check --repeats")
-    if not same_problem(task, examples[index], told):
+    if not same_problem(task, examples[index], row):
         raise ValueError(f"about another problem; {check}")
     return {"index": index, "repeat": repeat, "completion": completion}
 
@@ -209,21 +197,9 @@ def key(row):
 def gather(folder):
     """All rows of samples.jsonl and of the other ranks' files, by repeat and index, merged into one
     samples.jsonl. Called on one rank. A last line without a line end is dropped: its rank was
-    killed while writing it. SystemExit names a row that no evaluation writes."""
-    main, files, rows = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl")), {}
-    for path in files:
-        for number, (_, row) in enumerate(read_lines(path), 1):
-            match row:
-                case {
-                    "index": int(), "repeat": int(), "score": int() | float() as score, "answer": _,
-                    "truncated": bool(), "tokens": int(), "forwards": int() | None as forwards,
-                    "seconds": int() | float(),
-                } if math.isfinite(score) and forwards != 0:  # fmt: skip
-                    rows[key(row)] = row
-                case _:
-                    raise SystemExit(
-                        f"{path} line {number} is damaged: a value is wrong or missing"
-                    )
+    killed while writing it."""
+    main, files = folder / "samples.jsonl", sorted(folder.glob("samples*.jsonl"))
+    rows = {key(row): row for path in files for _, row in read_lines(path)}
     merged = [rows[place] for place in sorted(rows)]
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in merged))
     for path in set(files) - {main}:

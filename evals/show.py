@@ -22,11 +22,12 @@ import torch
 import tyro
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import load_task
+from evals import decoding, load_task
 from evals.examples import user
 from models import load_tokenizer, prompt_ids
+from models.config import architecture
 from rollout import make_engine
-from run.flags import check_sizes
+from run.flags import check_numbers
 
 # red to green for equal sixths of 0..1; legible on dark and light backgrounds
 PROBABILITY = (160, 166, 172, 142, 106, 34)
@@ -35,7 +36,7 @@ DELAY = 0.4  # seconds between frames, on a terminal only
 
 
 @dataclass
-class Args:
+class Args(decoding.SamplerFlags):
     model: str = "tiny-sdar"
     """key of models.MODELS, or a directory in HF layout"""
     prompt: str = ""
@@ -45,18 +46,6 @@ class Args:
     """instead of --prompt: a problem of this task of evals/"""
     index: int = 0
     """which problem of the task's test split"""
-    gen_length: int = 12
-    """tokens to generate: whole blocks"""
-    block_length: int | None = None
-    """tokens per block; None: the model's own"""
-    denoising_steps: int = 2
-    """denoising steps per block"""
-    remasking: str = "low_confidence_static"
-    """how positions are chosen; an unknown name prints those that the engine has"""
-    temperature: float = 0.0
-    """sampling temperature; 0 is greedy"""
-    seed: int = 0
-    """sampling seed"""
     colour: bool = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     """on by default on a terminal, unless NO_COLOR is set"""
 
@@ -123,10 +112,10 @@ def play(trace, i, tokenizer, mask_token_id, delay=0.0, colour=False):
 
 
 def main(args):
-    check_sizes(args)
+    check_numbers(args)
     if bool(args.prompt) == bool(args.task):
         raise SystemExit("give either --prompt or --task")
-    messages = user(args.prompt)
+    example, messages = {}, user(args.prompt)
     if args.task:
         task = load_task(args.task)
         examples = task.load("test")
@@ -134,11 +123,12 @@ def main(args):
             raise SystemExit(f"--index {args.index}: {args.task} has {len(examples)}, from 0")
         example = examples[args.index]
         messages = task.prompt(example)
-    names = "gen_length block_length denoising_steps remasking temperature seed".split()
-    settings = {name: getattr(args, name) for name in names}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
-    print(engine.plan(**settings), end="\n\n")
+    model_type, style = architecture(engine.model.checkpoint_config), example.get("style", "")
+    known = decoding.settings(args.model, model_type, args.task, style)
+    settings = decoding.chosen(args, known)
+    print(engine.validate(**settings), end="\n\n")
     trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
     play(trace, 0, tokenizer, engine.model.mask_token_id, DELAY, args.colour)
     if args.task:

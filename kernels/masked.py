@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from kernels import speed_up_draws
 from kernels.decode import attention, cached_attention
 from kernels.graphs import Graphs, can_record
-from rollout.masked import Block, MaskedEngine
+from rollout.masked import CurrentBlock, MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
 WIDTHS = 32
 
 
-def bucket(rows):
+def rounded_rows(rows):
     """-> rows rounded up to a power of 2 (up to 8) or a multiple of 8"""
     return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
@@ -50,8 +50,8 @@ class Memory:
 
 
 @dataclass
-class FixedBlock(Block):
-    """A Block whose tensors have fixed addresses. bias None: there is no padding."""
+class FixedBlock(CurrentBlock):
+    """A CurrentBlock whose tensors have fixed addresses. bias None: there is no padding."""
 
     memory: Memory
 
@@ -93,7 +93,7 @@ class FastMaskedEngine(MaskedEngine):
 
     def _denoise(self, block, settings):
         (R, S), n = block.tokens.shape, sum(block.quota)
-        rows, more = bucket(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
+        rows, more = rounded_rows(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
         tokens, memory = rows * (S + more), self.memory
         if memory is None or tokens > memory.capacity:
             memory = self.memory = Memory(tokens, self.device, self.use_graphs)

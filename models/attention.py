@@ -1,6 +1,5 @@
 """Attention of training and scoring: which token sees which, and the backends that compute it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -185,24 +184,8 @@ def flash_attn(visibility):
 # --- the choice ----------------------------------------------------------------------------------
 
 RAGGED, HALF = PATTERNS[:3], (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Backend:
-    prepare: Callable  # Visibility -> attend(q, k, v)
-    patterns: tuple = RAGGED
-    devices: tuple = ("cuda",)
-    dtypes: tuple = HALF
-    installed: bool = True
-
-
-ANY = (*HALF, torch.float32, torch.float64)
-BACKENDS = {
-    "sdpa": Backend(sdpa, PATTERNS, ("cuda", "cpu"), ANY),
-    "flex": Backend(flex, PATTERNS),
-    "varlen": Backend(varlen),
-    "flash-attn": Backend(flash_attn, installed=find_spec("flash_attn") is not None),
-}
+BACKENDS = {"sdpa": sdpa, "flex": flex, "varlen": varlen, "flash-attn": flash_attn}
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 # "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
 # and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128
@@ -227,18 +210,17 @@ AUTO = {
 }  # fmt: skip
 
 
-def refusal(name, pattern, device=None, dtype=None):
-    """-> why a backend cannot do this, or None. device: "cpu" or "cuda"; None: not known yet"""
-    backend = BACKENDS[name]
-    if not backend.installed:
+def refusal(name, pattern, device="cuda", dtype=torch.bfloat16):
+    """-> why a backend cannot do this, or None: sdpa can do everything"""
+    if name == "sdpa":
+        return None
+    if name == "flash-attn" and not HAS_FLASH_ATTN:
         return "is not installed"
-    if pattern not in backend.patterns:
+    if name != "flex" and pattern not in RAGGED:
         return f"has no {pattern} pattern"
-    if device and device not in backend.devices:
+    if device != "cuda":
         return f"does not run on {device}"
-    if dtype and dtype not in backend.dtypes:
-        return f"does not compute in {dtype}"
-    return None
+    return None if dtype in HALF else f"does not compute in {dtype}"
 
 
 def require(name, pattern, *facts):
@@ -271,16 +253,14 @@ def make_attend(visibility, backend="auto"):
         name, shortest = AUTO[pattern]
         if not visibility.block.is_cuda or visibility.block.shape[1] < shortest:
             name = "sdpa"
-    else:
-        require(name, pattern)
-    compute = BACKENDS[name].prepare(visibility)
+    require(name, pattern)
+    compute = BACKENDS[name](visibility)
 
     def attend(layer, q, k, v):
         facts = q.device.type, q.dtype
-        if backend != "auto":
-            require(name, pattern, *facts)
-        elif refusal(name, pattern, *facts):  # fp32 on CUDA: rare, so each layer makes the mask
-            return sdpa(visibility)(q, k, v)
+        if backend == "auto" and refusal(name, pattern, *facts):
+            return sdpa(visibility)(q, k, v)  # fp32 on CUDA: rare, so each layer makes the mask
+        require(name, pattern, *facts)
         return compute(q, k, v)
 
     return attend

@@ -1,30 +1,27 @@
 """Checkpoints in the official layout, in and out: config.json, safetensors, tokenizer files."""
 
 import json
-import math
 import sys
-from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 
 from distributed.disk import AtomicDirectory
 from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
-from models.names import adapter_base, random_config, resolve
+from models.names import checkpoint_config, is_drawn, resolve
 from models.tensors import (
     build_model,
     fitting_weights,
     full_tensor,
     materialize,
+    on_cpu,
     read_json,
     read_weights,
     tensor_parts,
-    tensor_shapes,
 )
 from models.tiny import byte_tokenizer, random_weights
 
@@ -43,21 +40,6 @@ def meta_model(name_or_dir, dtype=torch.float32):
     model = build_model(config, dtype)
     model.sources = directory, adapters
     return set_special_tokens(model, directory)
-
-
-def checkpoint_config(name_or_dir):
-    """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
-    be drawn), directories of the adapters on them
-    """
-    adapters = []
-    while Path(name_or_dir, "adapter_config.json").is_file():  # adapters trained on adapters too
-        adapters, name_or_dir = [Path(name_or_dir), *adapters], adapter_base(Path(name_or_dir))
-        if Path(name_or_dir).resolve() in map(Path.resolve, adapters):
-            raise SystemExit(f"{adapters[0]} is an adapter of itself: {name_or_dir}")
-    if config := random_config(name_or_dir):
-        return config, None, adapters
-    directory = resolve(name_or_dir)
-    return read_json(directory / "config.json"), directory, adapters
 
 
 def load_weights(model, device):
@@ -95,16 +77,13 @@ def load_model(name_or_dir, device="cpu", dtype=torch.float32):
 
 def special_tokens(directory):
     """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
-    table = {}
+    tokens = []
     for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
         content = read_json(path) if path.is_file() else {}
-        try:
-            table |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-            decoder = content.get("added_tokens_decoder", {})
-            table |= {token["content"]: int(i) for i, token in decoder.items()}
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SystemExit(f"{path}: its added tokens are damaged; copy it again") from error
-    return table
+        tokens += content.get("added_tokens", [])
+        decoder = content.get("added_tokens_decoder", {}).items()
+        tokens += (token | {"id": int(number)} for number, token in decoder)
+    return {token["content"]: token["id"] for token in tokens}
 
 
 def set_special_tokens(model, directory=None):
@@ -118,22 +97,21 @@ def set_special_tokens(model, directory=None):
     if directory and (generation := directory / "generation_config.json").is_file():
         facts |= read_json(generation)
     facts = {key: value for key, value in facts.items() if value is not None}
-    eos = facts.get("eos_token_id", getattr(model, "eos_token_id", []))
-    if eos == []:
-        files = "neither generation_config.json nor config.json"
-        raise SystemExit(f"{directory}: {files} states eos_token_id")
-    if named and model.mask_token_id not in named.values():
-        wrong = f"mask_token_id {model.mask_token_id} is no special token of its tokenizer"
+    eos = facts.get("eos_token_id", model.eos_token_id)
+    if eos is None:
+        raise SystemExit(f"{directory}: no config file states eos_token_id")
+    mask, turn_end = model.mask_token_id, named.get(model.turn_end, eos)
+    if named and mask not in named.values():
+        wrong = f"mask_token_id {mask} is no special token of its tokenizer"
         raise SystemExit(f"{directory}: {wrong} {named}")
-    turn_end = [named[model.turn_end]] if model.turn_end in named else []
     if not isinstance(eos, list):
-        eos = turn_end + [eos] * (eos not in turn_end)
+        eos = [eos] if turn_end == eos else [turn_end, eos]
     model.eos_token_ids = eos
-    model.pad_token_id = facts.get("pad_token_id", model.eos_token_ids[-1])
-    rows, ids = model.lm_head.out_features, [*model.eos_token_ids, model.pad_token_id]
-    if wrong := [i for i in [model.mask_token_id, *ids] if i not in range(rows)]:
+    model.pad_token_id = facts.get("pad_token_id", eos[-1])
+    rows, ids = range(model.lm_head.out_features), [mask, *eos, model.pad_token_id]
+    if wrong := [i for i in ids if i not in rows]:
         where = f"{directory or 'config.json'}: mask, end or padding ids {wrong}"
-        raise SystemExit(f"{where} are outside the vocabulary of {rows}")
+        raise SystemExit(f"{where} are outside the vocabulary of {len(rows)}")
     return model
 
 
@@ -146,9 +124,9 @@ def load_tokenizer(name_or_dir):
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if random_config(name_or_dir):
-        return byte_tokenizer()
     directory = resolve(name_or_dir)
+    if is_drawn(directory):
+        return byte_tokenizer()
     path = directory / "tokenizer_config.json"
     facts = read_json(path) if path.is_file() else {}
     # Dream's class is Qwen2's under another name.
@@ -219,28 +197,10 @@ def save_model(model, directory, tokenizer):
     be written: then nothing appears under its name.
     """
     save, config = AtomicDirectory(directory), model.checkpoint_config
-    dtype = stored_dtype(config)
-    plan = split_state_dict_into_shards_factory(
-        tensor_shapes(model),
-        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=SHARD_BYTES,
-    )
-    shards, pending, total = plan.tensor_to_filename, {}, 0
-    tensors_in = Counter(shards.values())
-    for name, tensor in export_weights(model, dtype):
-        total += tensor.nbytes
-        if save.is_active:  # other ranks take part in gathering only
-            pending[name] = tensor.contiguous().cpu().clone()
-            if len(pending) == tensors_in[shards[name]]:
-                save.attempt(save_file, pending, save.folder / shards[name], {"format": "pt"})
-                pending = {}
+    tensors = on_cpu(export_weights(model, stored_dtype(config)), save)
+    save.attempt(partial(save_torch_state_dict, max_shard_size=SHARD_BYTES), tensors, save.folder)
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
-    files = {"config.json": config, "generation_config.json": generation}
-    if len(tensors_in) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": shards}
-        files["model.safetensors.index.json"] = index
-    for name, content in files.items():
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
         text = json.dumps(content, indent=2) + "\n"
         save.attempt((save.folder / name).write_text, text, "utf-8")
     if tokenizer:

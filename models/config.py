@@ -1,6 +1,5 @@
 """config.json -> the dataclass of an architecture. Refuses, by key, what a model file lacks."""
 
-import math
 from dataclasses import MISSING, asdict, dataclass, fields
 
 import torch
@@ -46,7 +45,7 @@ class DecoderKeys(Keys):
     rope_theta: float
 
 
-MAX = 1 << 24  # no size in a config.json reaches it
+MAX = 1 << 30  # no number in a config.json reaches it
 
 # Keys of any config.json that change no logit.
 NO_EFFECT = (
@@ -56,12 +55,25 @@ NO_EFFECT = (
 ).split()
 
 
+ARCHITECTURES = {  # model_type of config.json -> file and class
+    "llada": "llada.LLaDA",
+    "lladamoe": "llada_moe.LLaDAMoE",
+    "Dream": "dream.Dream",
+    "sdar": "sdar.SDAR",
+    "sdar_moe": "sdar.SDAR",
+    "llada2_moe": "llada2.LLaDA2",
+}
+
+
 def architecture(raw):
     """raw: content of config.json -> its model_type; "lladamoe" for LLaDA-MoE, whose official files
-    say "llada" too.
+    say "llada" too. SystemExit for others than ARCHITECTURES.
     """
-    is_mixture = raw.get("model_type") == "llada" and "num_experts" in raw
-    return "lladamoe" if is_mixture else raw.get("model_type")
+    kind = raw.get("model_type")
+    if kind not in [*ARCHITECTURES]:  # a damaged one may be no string
+        supported = ", ".join(ARCHITECTURES)
+        raise SystemExit(f"config.json has model_type {kind!r}; supported are {supported}")
+    return "lladamoe" if kind == "llada" and "num_experts" in raw else kind
 
 
 def read_config(cls, raw, fixed, no_effect=(), needed=()):
@@ -100,11 +112,9 @@ def read_config(cls, raw, fixed, no_effect=(), needed=()):
     known = {name: raw[name] for name in own if raw.get(name) is not None}
     for name, value in known.items():
         kind = own[name].type
-        if kind is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
-            refuse(name, value, "; it must be a finite number of at least 0")
-        if kind is not float and (type(value) is not kind or not 0 <= value < MAX):
-            wanted = f"an integer from 0 to {MAX - 1}" if kind is int else "true or false"
-            refuse(name, value, f"; it must be {wanted}")
+        is_one = type(value) is kind or kind is float and type(value) is int
+        if not (is_one and 0 <= value < MAX):  # False for NaN too
+            refuse(name, value, f"; it must be of type {kind.__name__}, from 0 to {MAX}")
     return cls(**known)
 
 

@@ -93,13 +93,15 @@ def runs_grouped(device):
 
 
 class SoftmaxMoE(nn.Module):
-    """A softmax router over all experts. is_normalized: the weights of the chosen ones sum to 1."""
+    """A softmax router over all experts. is_normalized: the weights of the chosen ones sum to 1.
+    with_bias: see Router
+    """
 
-    def __init__(self, config, intermediate_size, is_normalized=True):
+    def __init__(self, config, intermediate_size, is_normalized=True, with_bias=False):
         super().__init__()
         E, D = config.num_experts, config.hidden_size
         self.top_k, self.is_normalized = config.num_experts_per_tok, is_normalized
-        self.gate = Router(E, D)
+        self.gate = Router(E, D, with_bias)
         self.experts = Experts(E, D, intermediate_size)
 
     def route(self, x):

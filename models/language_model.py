@@ -27,6 +27,7 @@ class LanguageModel(nn.Module):
     """
 
     embedding, final_norm = "model.embed_tokens", "model.norm"
+    eos_token_id = None  # where no official file states it
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
     def __init__(self, config, block_length):

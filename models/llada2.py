@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from models.config import DecoderKeys, Objective, read_config
-from models.experts import Experts, Router
+from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
 from models.logps import wide
@@ -73,18 +73,16 @@ class Attention(nn.Module):
         return self.dense(rotate_and_attend(self.layer, q, k, v, cos, sin, attend))
 
 
-class MoE(nn.Module):
-    """Routed experts plus a shared one. The bias helps to choose experts but does not weigh
-    them.
+class MoE(SoftmaxMoE):
+    """Sigmoids in place of the softmax, groups, and a shared expert. The bias helps to choose
+    experts but does not weigh them.
     """
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config, config.moe_intermediate_size, with_bias=True)
         self.config = config
-        D, f = config.hidden_size, config.moe_intermediate_size
-        self.gate = Router(config.num_experts, D, with_bias=True)
-        self.experts = Experts(config.num_experts, D, f)
-        self.shared_experts = MLP(D, f * config.num_shared_experts)
+        shared_size = config.moe_intermediate_size * config.num_shared_experts
+        self.shared_experts = MLP(config.hidden_size, shared_size)
 
     def route(self, x):
         """x [..., D] -> chosen experts [..., k] int64 and their weights [..., k], at least fp32"""
@@ -100,7 +98,7 @@ class MoE(nn.Module):
         return index, weight
 
     def forward(self, x):
-        return self.experts(x, *self.route(x)) + self.shared_experts(x)
+        return super().forward(x) + self.shared_experts(x)
 
 
 class LLaDA2(BlockCausal):

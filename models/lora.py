@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from distributed.disk import AtomicDirectory
 from models.names import pinned
 from models.tensors import (
+    check_tensors,
     full_tensor,
     local_rows,
+    on_cpu,
     open_tensors,
     read_json,
     tensor_parts,
@@ -122,11 +124,9 @@ def save_adapter(model, directory, base, tokenizer):
     base: the run's --model, as a hub id or an absolute directory: base_model_name_or_path. The
     directory appears under its name only when complete, as with save_model.
     """
-    save, tensors = AtomicDirectory(directory), {}
-    for name, tensor in export_adapter(model):
-        if save.is_active:
-            name = "base_model.model." + name.replace(".default.", ".")
-            tensors[name] = tensor.contiguous().cpu().clone()
+    save = AtomicDirectory(directory)
+    named = ((PREFIX + k.replace(".default.", "."), v) for k, v in export_adapter(model))
+    tensors = on_cpu(named, save)
     config = copy(model.lora_config)
     config.base_model_name_or_path, config.revision = pinned(base)
     config.inference_mode = True
@@ -137,6 +137,7 @@ def save_adapter(model, directory, base, tokenizer):
     save.finish()
 
 
+PREFIX = "base_model.model."  # of tensor names in peft's files
 # What plain LoRA sets in adapter_config.json; anything else cannot be merged as B @ A.
 PLAIN = dict(
     peft_type="LORA", bias="none", modules_to_save=None, rank_pattern={}, alpha_pattern={},
@@ -154,27 +155,22 @@ def merge_adapter(model, directory):
     if other := {k: config[k] for k, v in PLAIN.items() if config.get(k) not in (v, None)}:
         only = "only plain LoRA adapters can be merged"
         raise SystemExit(f"{directory}: {only}; this one has {other}")
-    r, alpha = config.get("r"), config.get("lora_alpha")
-    if type(r) is not int or r < 1 or type(alpha) not in (int, float) or not 0 <= alpha < math.inf:
-        raise SystemExit(f"{directory}: adapter_config.json has r {r!r} and lora_alpha {alpha!r}")
-    parts, pairs = tensor_parts(model), {}
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
-        for name in file.keys():
-            path, _, kind = name.removeprefix("base_model.model.").rpartition(".")
-            layer, _, part = path.rpartition(".")
-            pairs.setdefault(f"{layer}.{kind}".strip("."), {})[part] = file.get_tensor(name)
-    if not pairs:
+        found = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
+    layers = {name.partition(".lora_")[0] for name in found}
+    if not layers:
         raise SystemExit(f"{directory} holds no adapters")
-    for name, pair in pairs.items():
-        value, index = parts.get(name, (None, None))
-        if index != ():
-            raise SystemExit(f"{directory}: its base model has no layer {name}")
-        shapes = {part: tuple(tensor.shape) for part, tensor in pair.items()}
-        if shapes != {"lora_A": (r, value.shape[1]), "lora_B": (value.shape[0], r)}:
-            own = f"{name} is {tuple(value.shape)}, its adapter of rank {r} is {shapes}"
-            raise SystemExit(f"{directory} does not fit its base model: {own}")
-        weight, rows = local_rows(value)
-        a, b = pair["lora_A"], pair["lora_B"][rows.start : rows.stop]
-        a, b = (part.to(weight.device, torch.float32) for part in (a, b))
+    parts, wanted = tensor_parts(model), {}
+    for layer in layers:
+        value, index = parts.get(f"{layer}.weight", (None, None))
+        if index == ():
+            wanted[f"{layer}.lora_A.weight"] = (config["r"], *value.shape[1:])
+            wanted[f"{layer}.lora_B.weight"] = (len(value), config["r"])
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    check_tensors(f"{directory}, an adapter of rank {config['r']},", shapes, wanted)
+    for layer in layers:
+        weight, rows = local_rows(parts[f"{layer}.weight"][0])
+        a, b = found[f"{layer}.lora_A.weight"], found[f"{layer}.lora_B.weight"]
+        a, b = (part.to(weight.device, torch.float32) for part in (a, b[rows.start : rows.stop]))
         weight.copy_(weight.float() + lora_scaling(config) * (b @ a))
     return model

@@ -1,21 +1,15 @@
 """The names that --model takes, and the directory or configuration that each of them stands for."""
 
-import os
+import math
 from pathlib import Path
 
 from distributed.disk import check_letters
-from models.tensors import read_json
-from models.tiny import TINY_CONFIGS
+from models.config import architecture
+from models.tensors import open_weights, read_json
+from models.tiny import HERE, TINY_CONFIGS
 
-# --model NAME -> hub id, directory in the repository, or "random:" and a key of TINY_CONFIGS: a
-# model with random weights, built in the process
-MODELS = {
-    "tiny-sdar": str(Path(__file__).parent / "tiny-sdar"),
-    "tiny-llada": str(Path(__file__).parent / "tiny-llada"),
-    "tiny-dream": "random:tiny-dream",
-    "tiny-llada-moe": "random:tiny-llada-moe",
-    "tiny-sdar-moe": "random:tiny-sdar-moe",
-    "tiny-llada2": "random:tiny-llada2",
+# --model NAME -> hub id, or directory in the repository
+MODELS = {name: str(HERE / name) for name in TINY_CONFIGS} | {
     "llada-8b": "GSAI-ML/LLaDA-8B-Instruct",
     "llada-8b-base": "GSAI-ML/LLaDA-8B-Base",
     "llada-1.5": "GSAI-ML/LLaDA-1.5",
@@ -30,6 +24,73 @@ MODELS = {
     "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
 }
 
+# model_type of config.json of the names, so that their sampling is known before they are downloaded
+MODEL_TYPES = {
+    "llada": ("llada-8b", "llada-8b-base", "llada-1.5"),
+    "lladamoe": ("llada-moe-7b",),
+    "Dream": ("dream-7b", "dream-7b-base"),
+    "sdar": ("sdar-1.7b", "sdar-4b", "sdar-8b"),
+    "sdar_moe": ("sdar-30b-a3b",),
+    "llada2_moe": ("llada2-mini", "llada2.1-mini"),
+    "tiny": tuple(TINY_CONFIGS),
+}
+# What a model states about its sampling, as fields of the scripts. Lengths of evaluations stand in
+# evals/decoding.py. Masked diffusion: 256 tokens, two of a block in each step (d1's train.yaml),
+# Fast-dLLM's cache
+MASKED = {"gen_length": 256, "block_length": 32, "denoising_steps": 16, "cache": "dual"}
+# 256 tokens, one of a block in each step (DARE's training of SDAR)
+SDAR = {"gen_length": 256, "denoising_steps": 4}
+# all tokens above 0.95, at least one of a block in each step (model card)
+LLADA2 = {"gen_length": 256, "denoising_steps": 32}
+LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
+# model_type of config.json, or "tiny", -> fields
+SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
+SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED}
+SAMPLING |= {"sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
+TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
+
+
+def is_tiny(model):
+    """model: as --model -> whether it is a shipped tiny model, or a directory with fewer than
+    TINY_SIZE parameters. An adapter counts as its base; a directory without weights is not tiny.
+    """
+    if (name := pinned(model)[0]) in MODELS:
+        return name in TINY_CONFIGS
+    if (directory := checkpoint_config(model)[1]) is None:
+        return True
+    files = open_weights(directory)
+    sizes = (math.prod(file.get_slice(name).get_shape()) for name, file in files.items())
+    return 0 < sum(sizes) < TINY_SIZE
+
+
+def sampling_facts(model):
+    """model: as --model -> {field: value} of its sampling, from SAMPLING"""
+    kinds = [kind for kind, names in MODEL_TYPES.items() if pinned(model)[0] in names]
+    if not kinds:
+        kinds = ["tiny"] if is_tiny(model) else [architecture(checkpoint_config(model)[0])]
+    return SAMPLING[kinds[0]]
+
+
+def checkpoint_config(name_or_dir):
+    """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
+    be drawn), directories of the adapters on them
+    """
+    adapters, source = [], source_of(name_or_dir)
+    # adapters trained on adapters too; one of itself is no base
+    while (file := Path(source, "adapter_config.json")).is_file() and file.parent not in adapters:
+        adapters.insert(0, file.parent)
+        config = read_json(file)
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
+        source = source_of(f"{base}@{revision}" if revision else f"{base}")
+    directory = resolve(source)
+    config = read_json(directory / "config.json")
+    return config, None if is_drawn(directory) else directory, adapters
+
+
+def is_drawn(directory):
+    """Whether it is one of a tiny model that comes without weights."""
+    return directory.parent == HERE and not (directory / "model.safetensors").is_file()
+
 
 def resolve(name_or_dir):
     """A key of MODELS or a directory -> directory on this machine; hub ids are downloaded, at the
@@ -37,10 +98,9 @@ def resolve(name_or_dir):
 
     SystemExit for an unknown name.
     """
-    source = MODELS.get(name_or_dir, str(name_or_dir))
+    source = source_of(name_or_dir)
     if Path(source).is_dir():
         return check_letters(Path(source))
-    source = source_of(source)
     hub_id, revision = pinned(source)
     if hub_id not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
@@ -50,15 +110,10 @@ def resolve(name_or_dir):
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # no network, a gated repository, "random:tiny-dream"
+    except (OSError, ValueError) as error:  # no network, a gated repository
         reason = " ".join(str(error).split())[:200]
         hint = "give --model a directory that holds it"
         raise SystemExit(f"{source} cannot be downloaded ({reason}): {hint}") from error
-
-
-def random_config(name):
-    """config.json of a model that is built in the process; None for any other name."""
-    return TINY_CONFIGS.get(MODELS.get(name, str(name)).removeprefix("random:"))
 
 
 def source_of(name_or_dir):
@@ -76,16 +131,3 @@ def pinned(name_or_dir):
     """
     name, _, revision = str(name_or_dir).partition("@")
     return (str(name_or_dir), None) if Path(name_or_dir).is_dir() else (name, revision or None)
-
-
-def adapter_base(directory):
-    """The base model that adapter_config.json names, as load_model takes it. SystemExit if
-    unknown.
-    """
-    config = read_json(directory / "adapter_config.json")
-    base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    is_directory = isinstance(base, str) and os.path.isdir(base)  # False where no name is so long
-    if base not in MODELS.values() and not is_directory:
-        what = "which is neither a directory here nor a known hub id"
-        raise SystemExit(f"{directory} is an adapter of {base!r}, {what}")
-    return base if is_directory or not revision else f"{base}@{revision}"

@@ -6,23 +6,13 @@ Sharded models too: each rank reads and holds its own rows alone.
 import json
 import math
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from distributed.disk import progress
-from models.config import architecture, stored_dtype
+from models.config import ARCHITECTURES, architecture, stored_dtype
 from models.experts import expert_parts
-
-ARCHITECTURES = {  # model_type of config.json -> file and class
-    "llada": "llada.LLaDA",
-    "lladamoe": "llada_moe.LLaDAMoE",
-    "Dream": "dream.Dream",
-    "sdar": "sdar.SDAR",
-    "sdar_moe": "sdar.SDAR",
-    "llada2_moe": "llada2.LLaDA2",
-}
 
 
 def build_model(config, dtype=torch.float32):
@@ -31,9 +21,6 @@ def build_model(config, dtype=torch.float32):
     Parameters are of `dtype`, except those that always stay fp32 (routers).
     """
     model_type = architecture(config)
-    if model_type not in [*ARCHITECTURES]:  # a damaged one may be no string
-        supported = ", ".join(ARCHITECTURES)
-        raise SystemExit(f"config.json has model_type {model_type!r}; supported are {supported}")
     module, name = ARCHITECTURES[model_type].split(".")
     module = import_module(f"models.{module}")
     try:
@@ -84,9 +71,10 @@ def tensor_names(model):
 
 def tensor_shapes(model):
     """{official name: shape} without touching a value; sharded models too."""
-    empty = lambda value: torch.empty(value.shape, device="meta")
-    parts = tensor_parts(model).items()
-    return {name: tuple(empty(value)[index].shape) for name, (value, index) in parts}
+    return {
+        name: tuple(torch.empty(value.shape, device="meta")[index].shape)
+        for name, (value, index) in tensor_parts(model).items()
+    }
 
 
 def is_sharded(value):
@@ -112,18 +100,25 @@ def full_tensor(value):
     return (value.full_tensor() if is_sharded(value) else value).detach()
 
 
+def on_cpu(tensors, save):
+    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them;
+    save: AtomicDirectory -> {name: copy on the CPU} on the rank that writes, {} on others
+    """
+    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if save.is_active}
+
+
 def read_json(path):
     """The object that a JSON file holds."""
     if not path.is_file():
         needs = "a model directory needs config.json, *.safetensors and a tokenizer"
         raise SystemExit(f"{path} is missing: {needs}")
-    problem = "it is truncated or damaged; copy it again"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a million brackets
+        problem = "it is truncated or damaged; copy it again"
         raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
-    if not isinstance(content, dict):
-        raise SystemExit(f"{path} holds no JSON object: {problem}")
     return content
 
 
@@ -136,40 +131,33 @@ def open_tensors(path):
 
 
 def open_weights(directory):
-    """{tensor name: the open file that holds it}: the files that the index names, where there is
-    one.
-    """
-    names, index = ["model.safetensors"], directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(map(is_name, weight_map.values())):
-            raise SystemExit(f"{index} has no weight_map of tensors to files; copy it again")
-        names = sorted({*weight_map.values()})
-    files = [open_tensors(directory / name) for name in names]
+    """{tensor name: the open file that holds it}, of model.safetensors or all its parts"""
+    files = map(open_tensors, directory.glob("model*.safetensors"))
     return {name: file for file in files for name in file.keys()}
 
 
-def is_name(value):
-    """Whether it is the name of a file, without a folder."""
-    return isinstance(value, str) and "\0" not in value and Path(value).name == value
+def check_tensors(source, found, needed):
+    """found, needed {name: shape}. SystemExit lists missing, extra and misshapen tensors of what is
+    called `source`.
+    """
+    if wrong := sorted({name for name, _ in found.items() ^ needed.items()}):
+        shapes = lambda n: f"is {found.get(n, 'missing')}, needed {needed.get(n, 'nowhere')}"
+        said = (f"{name} {shapes(name)}" for name in wrong[:5])
+        raise SystemExit(
+            f"{source} does not fit its model in {len(wrong)} tensors: {'; '.join(said)}"
+        )
 
 
 def fitting_weights(model, directory):
     """`open_weights` of a directory that fits the model, which may be on the meta device.
-
-    SystemExit lists missing, extra and misshapen tensors, and those that are not floating.
+    SystemExit if it does not.
     """
-    files, want = open_weights(directory), tensor_shapes(model)
-    problems = [f"missing {name}" for name in want.keys() - files.keys()]
-    problems += [f"extra {name}" for name in files.keys() - want.keys()]
-    for name in want.keys() & files.keys():
-        view = files[name].get_slice(name)
-        shape, kind = view.get_shape(), view.get_dtype()
-        if shape != [*want[name]] or kind not in ("F64", "F32", "F16", "BF16"):
-            problems.append(f"{name} is {kind} {shape}, needed are floats {[*want[name]]}")
-    if problems:
-        listed = "; ".join(sorted(problems)[:20])
-        raise SystemExit(f"{directory} does not fit its config.json: {listed}")
+    files, found = open_weights(directory), {}
+    for name, file in files.items():
+        view = file.get_slice(name)
+        is_float = view.get_dtype() in ("F64", "F32", "F16", "BF16")
+        found[name] = tuple(view.get_shape()) if is_float else view.get_dtype()
+    check_tensors(directory, found, tensor_shapes(model))
     return files
 
 

@@ -8,47 +8,22 @@ import torch
 
 from models.tensors import build_model, local_rows, materialize
 
-TINY_SDAR, TINY_LLADA = (
-    json.loads((Path(__file__).parent / name / "config.json").read_text())
-    for name in ("tiny-sdar", "tiny-llada")
-)
-TINY = {key: value for key, value in TINY_SDAR.items() if key != "block_size"}
-TINY_DREAM = TINY | dict(architectures=["DreamModel"], model_type="Dream", block_length=4)
-del TINY_DREAM["head_dim"]  # Dream's is hidden_size / heads
-MIXTURE = dict(
-    num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-)
-TINY_LLADA_MOE = TINY_DREAM | dict(
-    architectures=["LLaDAMoEModelLM"], model_type="llada", num_hidden_layers=2, num_experts=8,
-    num_experts_per_tok=2, expert_intermediate_size=64, moe_layer_freq=[1, 1], qk_layernorm=True,
-    partial_rotary_factor=1,
-)  # fmt: skip
-del TINY_LLADA_MOE["intermediate_size"]
-TINY_SDAR_MOE = TINY_SDAR | MIXTURE | dict(
-    architectures=["SDARMoeForCausalLM"], model_type="sdar_moe", num_experts=8
-)  # fmt: skip
-TINY_LLADA2 = TINY | MIXTURE | dict(
-    architectures=["LLaDA2MoeModelLM"], model_type="llada2_moe", num_experts=16,
-    num_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1,
-    partial_rotary_factor=0.5, rotary_dim=16, routed_scaling_factor=2.5, score_function="sigmoid",
-    router_dtype="fp32", moe_router_enable_expert_bias=True, use_qk_norm=True, use_rmsnorm=True,
-    block_size=4,
-)  # fmt: skip
+HERE = Path(__file__).resolve().parent
+# tiny-sdar and tiny-llada are trained; the others have no weights, these are drawn
 TINY_CONFIGS = {
-    "tiny-sdar": TINY_SDAR,
-    "tiny-llada": TINY_LLADA,
-    "tiny-dream": TINY_DREAM,
-    "tiny-llada-moe": TINY_LLADA_MOE,
-    "tiny-sdar-moe": TINY_SDAR_MOE,
-    "tiny-llada2": TINY_LLADA2,
+    name: json.loads((HERE / name / "config.json").read_text())
+    for name in "tiny-sdar tiny-llada tiny-dream tiny-llada-moe tiny-sdar-moe tiny-llada2".split()
 }
+TINY_SDAR, TINY_LLADA, TINY_DREAM, TINY_LLADA_MOE, TINY_SDAR_MOE, TINY_LLADA2 = (
+    TINY_CONFIGS.values()
+)
 
 
 def byte_tokenizer():
     """One token a byte, then <|endoftext|>, <|MASK|>, <|user|> and <|assistant|>: ids 256 to 259"""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(Path(__file__).parent / "tiny-sdar")
+    return PreTrainedTokenizerFast.from_pretrained(HERE / "tiny-sdar")
 
 
 @torch.no_grad()

@@ -17,15 +17,11 @@ def load_value_model(name_or_dir, policy, optimizer, shard):
     model = meta_model(name_or_dir, weight.dtype)
     if config:
         add_lora(model, config.r, config.lora_alpha, config.target_modules, policy.lora_seed)
-    model = load_weights(shard(add_value_head(model)), weight.device)
+    # the head of the vocabulary gets no gradient, unless it is the embedding too
+    is_tied = model.lm_head.weight is model.get_submodule(model.embedding).weight
+    model.lm_head.requires_grad_(is_tied and not config)
+    model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
+    model = load_weights(shard(model), weight.device)
     (settings,) = optimizer.param_groups
     trained = [p for p in model.parameters() if p.requires_grad]
     return model, type(optimizer)([settings | {"params": trained}])
-
-
-def add_value_head(model):
-    """For a model on the meta device, behind add_lora. -> the model"""
-    model.value_head = nn.Linear(model.lm_head.in_features, 1, bias=False, device="meta")
-    if model.lm_head.weight is not model.get_submodule(model.embedding).weight:
-        model.lm_head.requires_grad_(False)  # no gradient reaches it
-    return model

@@ -14,7 +14,7 @@ from rollout.traces import Trace, gathered, rollout_metrics
 
 
 def make_engine(
-    model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, asked=None
+    model_or_dir, backend="auto", device="cpu", dtype=None, max_batch_size=256, request=None
 ):
     """The sampler of a model; on CUDA the fast one of kernels/.
 
@@ -23,13 +23,13 @@ def make_engine(
     replaced by fused ones. backend: "auto" follows the model's attention pattern: "block" is cached
     block-causal decoding, "masked" decodes bidirectional models. "lmdeploy" is that package's
     engine for SDAR on CUDA, which reads the directory itself, in bf16. max_batch_size: rows decoded
-    together; the others wait, with the same tokens. asked: arguments of the engine's `plan`,
-    (records, settings), which refuses what it cannot do before weights are read.
+    together; the others wait, with the same tokens. request: (records, settings) for the engine's
+    `validate`, which refuses what it cannot do before weights are read.
     """
     if backend == "lmdeploy":
         from rollout.lmdeploy import LmdeployEngine
 
-        return LmdeployEngine(model_or_dir, device, max_batch_size, asked)
+        return LmdeployEngine(model_or_dir, device, max_batch_size, request)
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
         default = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
@@ -37,10 +37,12 @@ def make_engine(
     is_block = model.attention == "block-causal"
     name, engine = ("block", BlockEngine) if is_block else ("masked", MaskedEngine)
     if backend not in ("auto", name):
-        serve = f"--rollout-backend {backend} cannot serve a {model.attention} model"
-        raise SystemExit(f"{serve}: use {name} or auto")
-    if asked:
-        engine(model, max_batch_size).plan(asked[0], **asked[1])
+        raise SystemExit(
+            f"--rollout-backend {backend} cannot serve a {model.attention} model: use {name} or "
+            "auto"
+        )
+    if request:
+        engine(model, max_batch_size).validate(request[0], **request[1])
     model = load_weights(model, device) if is_named else model
     if model.lm_head.weight.is_cuda:
         from kernels import speed_up_engine

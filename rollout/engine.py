@@ -5,8 +5,6 @@ reveal, loading of weights.
 import math
 import sys
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from operator import mul
 
 import torch
 
@@ -15,17 +13,18 @@ from distributed.sharding import cuda_bytes
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
-from rollout.schedules import block_quotas, tree_forks
+from rollout.schedules import block_quotas
 from rollout.traces import concatenate
 
 # what the training scripts offer
 REMASKING = "low_confidence_static", "low_confidence_dynamic", "random"
-MORE_RULES = "low_confidence_factor", "entropy", "entropy_bounded", "topk_margin", "sequential"
-RULES = REMASKING + MORE_RULES
+RULES = (
+    *REMASKING, "low_confidence_factor", "entropy", "entropy_bounded", "topk_margin", "sequential",
+)  # fmt: skip
 # rules for which the model decides how many tokens a step reveals
 ADAPTIVE = "low_confidence_dynamic", "low_confidence_factor", "entropy_bounded"
 ENTROPIES = "entropy", "entropy_bounded"
-RANGES = (  # of the fields of Sampling
+LIMITS = (  # of the fields of SamplingSettings
     ("must be at least 1", lambda x: x >= 1, "gen_length denoising_steps"),
     ("must be at least 0", lambda x: x >= 0, "block_length top_k eb_threshold max_post_steps"),
     ("must be at least 0 and finite", lambda x: 0 <= x < math.inf, "temperature alg_temp"),
@@ -37,13 +36,14 @@ BROKEN = "logits are not finite at samples {}: the weights are damaged or have d
 LOWER = "lower --batch-size (evals), --prompts-per-step (training) or --gen-length"
 # share of the memory below which an engine keeps its caches during an update
 KEPT_BELOW = 0.9
+ALL = range(sys.maxsize)  # the steps of a whole rollout
 HEAD_ROWS = 512  # tokens whose logits exist at the same time
 
 
 @dataclass
-class Sampling:
-    """How completions are drawn: keyword arguments of `Engine.generate` and `Engine.plan`, recorded
-    in Trace.settings.
+class SamplingSettings:
+    """How completions are drawn: keyword arguments of `Engine.generate` and `Engine.validate`,
+    recorded in Trace.settings.
     """
 
     gen_length: int = 256  # tokens; rounded up so that the last block is whole
@@ -157,10 +157,9 @@ class Engine:
     """Sampler whose `model` is its own copy of the weights.
 
     A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings,
-    stop_at_eos) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]]; owner,
-    sample_index [N]. For a part of a rollout settings["steps"] is the range of its steps, counted
-    over all blocks, and it also gets the canvas to continue: tokens, step map, logps [N, L] and
-    num_forwards [N], or None.
+    stop_at_eos, canvas) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]];
+    owner, sample_index [N]. settings["steps"] is the range of steps to make, counted over all
+    blocks; canvas, what to continue: tokens, step map, logps [N, L] and num_forwards [N], or None.
     """
 
     # the values that this engine accepts
@@ -216,9 +215,9 @@ class Engine:
             held = torch.cuda.memory_allocated()
         self.held = held
 
-    def block_length(self, asked):
-        """asked: tokens per block, 0 or None for the model's own. -> tokens per block"""
-        return asked or self.model.block_length
+    def block_length(self, given):
+        """given: tokens per block, 0 or None for the model's own. -> tokens per block"""
+        return given or self.model.block_length
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
@@ -228,13 +227,15 @@ class Engine:
         return f"the sampler of a {self.model.attention} model"
 
     def _settings(self, records, sampling):
-        """Fields of `Sampling` -> settings of a trace; SystemExit names what is impossible."""
-        s = Sampling(**sampling)
+        """Fields of SamplingSettings -> settings of a trace. SystemExit names what is
+        impossible.
+        """
+        s = SamplingSettings(**sampling)
         n = self.block_length(s.block_length)
         for name, choices in self.choices.items():
             if getattr(s, name) not in choices:
                 raise SystemExit(f"{s.flag(name)}: {self.title} has {', '.join(choices)}")
-        for words, is_valid, names in RANGES:
+        for words, is_valid, names in LIMITS:
             for name in names.split():
                 if not is_valid(getattr(s, name) or 0):  # None, "not given", as 0
                     raise SystemExit(f"{s.flag(name)} {words}")
@@ -280,22 +281,27 @@ class Engine:
         self.check(settings)
         return settings
 
-    def plan(self, records=None, *, seed=0, **sampling):
-        """One line on what a rollout costs, for the log. sampling: fields of `Sampling`.
+    def validate(self, records=None, *, seed=0, **sampling):
+        """Check what a run requests before its first rollout. sampling: fields of
+        `SamplingSettings`. -> one line on what a rollout costs, for the log
 
         SystemExit where a value is out of range, gen_length is not made of whole blocks, this
-        sampler cannot do what is requested, or it keeps no such records. Commands call it before
-        their first rollout. With records the cache must be exact, because records are replayed.
+        sampler cannot do what is requested, or it keeps no such records. With records the cache
+        must be exact, because records are replayed.
         """
         settings = self._settings(records, sampling)
         n, gen_length, cache = (settings[name] for name in ("block_length", "gen_length", "cache"))
         if records and cache != "none":
-            what = "is approximate: what a method replays would not be what was sampled"
-            raise SystemExit(f"--cache {cache} {what}; leave it at none")
+            raise SystemExit(
+                f"--cache {cache} is approximate: what a method replays would not be what was "
+                "sampled; leave it at none"
+            )
         if gen_length % n and settings["schedule"] != "ascending":  # which makes its own blocks
-            nearest = filter(None, (gen_length // n * n, -(-gen_length // n) * n))
-            multiple = f"--gen-length {gen_length} is no multiple of the block length {n}"
-            raise SystemExit(f"{multiple}: give {' or '.join(map(str, nearest))}")
+            below = gen_length // n * n
+            nearest = f"{below} or {below + n}" if below else n
+            raise SystemExit(
+                f"--gen-length {gen_length} is no multiple of the block length {n}: give {nearest}"
+            )
         quotas = block_quotas(**settings)
         sizes, steps = [sum(quota) for quota in quotas], [sum(map(bool, quota)) for quota in quotas]
         blocks = f"{len(quotas)} blocks of {n} tokens, {steps[0]} steps each"
@@ -305,15 +311,17 @@ class Engine:
         rate = f"{at_least}{sum(sizes) / sum(steps):.3g} tokens a step"
         return f"{blocks}: {sum(steps)} steps, {rate}"
 
+    plan = validate
+
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, seed=0, sample_offset=0, stop_at_eos=True,
-        records=None, canvas=None, until=None, branches=(), **sampling,
+        records=None, canvas=None, until=None, **sampling,
     ):  # fmt: skip
         """Sample num_samples completions of each prompt (ragged lists of token ids). -> Trace
 
-        sampling: fields of `Sampling`. Generation ends with the block that holds an EOS unless
-        stop_at_eos is False. records: "steps" needs nothing; the others: see Trace.records.
+        sampling: fields of `SamplingSettings`. Generation ends with the block that holds an EOS
+        unless stop_at_eos is False. records: "steps" needs nothing; the others: see Trace.records.
         Where tokens are revised (rcr, editing), which no step map can tell, a trace always has one
         of these.
 
@@ -326,61 +334,50 @@ class Engine:
         -1. canvas: such a Trace of the same prompts, made under the same settings: its rows,
         instead of masks alone, are what the samples continue, an equal number each row. Parts keep
         no records.
-
-        branches: children of a node, the root's first. The samples of a prompt are then the leaves
-        of a tree, made in parts: those below a node share the tokens that were revealed before it.
-        Trace.segments tells them apart.
         """
-        if branches:
-            forks = tree_forks(branches, num_samples, **self._settings(records, sampling))
-            for number, until in zip(accumulate(branches, mul), [*forks, None], strict=True):
-                canvas = self.generate(
-                    prompt_ids, num_samples=number, seed=seed, stop_at_eos=stop_at_eos,
-                    sample_offset=sample_offset * number // num_samples, records=records,
-                    canvas=canvas, until=until, **sampling,
-                )  # fmt: skip
-            canvas.settings["forks"] = forks
-            return canvas
         is_part = canvas is not None or until is not None
         settings = self._settings("steps" if is_part else records, sampling)
-        if canvas and not settings.items() <= canvas.settings.items():
-            raise ValueError("a canvas is continued under the settings that it was made under")
-        start = canvas.settings["steps"].stop if canvas else 0
-        settings["steps"] = range(start, sys.maxsize if until is None else until)
-        settings |= {"num_samples": num_samples, "seed": seed}
         V, mask_id = self.model.lm_head.weight.shape[0], self.model.mask_token_id
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
         for i, ids in enumerate(prompt_ids):
             if mask_id in ids:
-                held = f"prompt {i} holds the mask token (id {mask_id})"
-                raise SystemExit(f"{held}: a learner would predict it; remove it")
+                raise SystemExit(
+                    f"prompt {i} holds the mask token (id {mask_id}): a learner would predict it; "
+                    "remove it"
+                )
             if not 0 <= min(ids) <= max(ids) < V:
-                held = f"prompt {i} holds an id outside of the model's 0 to {V - 1}"
-                raise SystemExit(f"{held}: is the tokenizer the model's?")
-        number = len(prompt_ids) * num_samples
+                raise SystemExit(
+                    f"prompt {i} holds an id outside of the model's 0 to {V - 1}: is the tokenizer "
+                    "the model's?"
+                )
+        number, start = len(prompt_ids) * num_samples, 0
         if canvas:
-            rows = len(canvas.step_map)
+            rows, start = len(canvas.prompt_ids), canvas.settings["steps"].stop
             held = [ids for ids in prompt_ids for _ in range(rows // len(prompt_ids))]
-            if number % rows or canvas.prompt_ids != held:
-                same = "with its own prompts, by an equal number of samples each row"
-                raise ValueError(f"a canvas is continued {same}")
-        samples = torch.arange(number, device=self.device)
-        parts = []
+            is_same = settings.items() <= canvas.settings.items() and canvas.prompt_ids == held
+            if number % rows or not is_same:
+                raise ValueError(
+                    "a canvas is continued under the settings that it was made under, with its own "
+                    "prompts, by an equal number of samples each row"
+                )
+        steps = range(start, ALL.stop if until is None else until)
+        settings |= {"steps": steps, "num_samples": num_samples, "seed": seed}
+        samples, parts = torch.arange(number, device=self.device), []
         at_once = self.refills and not is_part
         batches = [samples] if at_once else samples.split(self.max_batch_size)
         for batch in progress(batches, "batches of completions"):
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
             rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
-            if is_part:
-                rows += (canvas and canvas.canvas(batch * len(canvas.step_map) // number),)
+            known = canvas and canvas.canvas(batch * len(canvas.step_map) // number)
             try:
-                parts.append(self._generate(prompt_ids[first : last + 1], *rows))
+                parts.append(self._generate(prompt_ids[first : last + 1], *rows, known))
             except torch.OutOfMemoryError:
                 self.release()
                 size = min(len(batch), self.max_batch_size)
-                full = f"a rollout of {size} rows ran out of GPU memory"
-                raise SystemExit(f"{full}: {LOWER}") from None
+                raise SystemExit(
+                    f"a rollout of {size} rows ran out of GPU memory: {LOWER}"
+                ) from None
         return concatenate(parts, self.model.pad_token_id)
 
     def _sample(self, hidden, uniform, settings):

@@ -15,10 +15,11 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import fields
-from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
 
 import torch
@@ -27,13 +28,13 @@ from torch.nn.utils.rnn import pad_sequence
 from models.checkpoint import export_weights, load_model, meta_model
 from rollout.block import BlockEngine
 from rollout.engine import Engine
-from rollout.sampling import GOLDEN
+from rollout.sampling import GOLDEN, keyed_uniform
 from rollout.traces import Trace, scored
 
 FLAG = "--rollout-backend lmdeploy"
 MASK_TOKEN_ID = 151669  # in lmdeploy's configuration of SDAR, whatever config.json says
 MEMORY_SHARE = 0.3  # of what the weights leave free, for the KV cache; the learner needs the rest
-BUCKET_BYTES = 2**30  # of weights that are gathered before they are handed over
+HANDED_BYTES = 2**30  # of weights that are gathered before they are handed over
 STALL = 300.0  # seconds without a new token after which lmdeploy counts as hung
 
 
@@ -49,14 +50,13 @@ class LmdeployEngine(Engine):
     records, title, refills = (None,), "lmdeploy", True
     block_length = BlockEngine.block_length
 
-    def __init__(self, name_or_dir, device="cuda", max_batch_size=256, asked=None):
+    def __init__(self, name_or_dir, device="cuda", max_batch_size=256, request=None):
         self.model, self.dtype = meta_model(name_or_dir, torch.bfloat16), torch.bfloat16
         self.max_batch_size, self.sessions = max_batch_size, count(1)
         directory, adapters = self.model.sources
         refuse_unsupported(self.model, torch.device(device))
-        if asked:
-            self.plan(asked[0], **asked[1])
-        self.version = installed_version()
+        if request:
+            self.validate(request[0], **request[1])
         self.device = torch.empty(0, device=device).device  # with its index
         torch.cuda.set_device(self.device)  # lmdeploy works on the current one
         self.engine = self._start(str(directory))
@@ -98,7 +98,6 @@ class LmdeployEngine(Engine):
 
     def close(self):
         """End lmdeploy's tasks."""
-        atexit.unregister(self.close)
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.closed.set)
         self.thread.join(20)
@@ -106,10 +105,9 @@ class LmdeployEngine(Engine):
     def check(self, settings):
         rule, n, steps = (settings[k] for k in ("remasking", "block_length", "denoising_steps"))
         # the dynamic rule reveals at least one token a step, however many steps there are
-        served = [k for k in range(1, n + 1) if n % k == 0]
-        served = [n] if rule == "low_confidence_dynamic" else served
-        if steps not in served:
-            served = " or ".join(map(str, served))
+        is_dynamic = rule == "low_confidence_dynamic"
+        if n % steps or steps < n and is_dynamic:
+            served = n if is_dynamic else f"a divisor of the block length {n}"
             raise SystemExit(f"--denoising-steps {steps}: with lmdeploy's {rule} give {served}")
 
     def load_weights(self, weights):
@@ -119,26 +117,27 @@ class LmdeployEngine(Engine):
         lmdeploy splits them into its fused projections; the addresses in its graphs stay valid.
         """
         torch.cuda.synchronize(self.device)  # no forward reads the old weights any more
-        served, bucket = self.agent.patched_model.get_model(), []
+        served, gathered = self.agent.patched_model.get_model(), []
 
         def hand_over():
             with self.agent.all_context():  # inference mode: the parameters were made in it
-                served.load_weights(iter(bucket))
-            bucket.clear()
+                served.load_weights(gathered)
+            gathered.clear()
 
-        def gathered():
+        def handed_over():
             for name, value in weights:
                 yield name, value
-                bucket.append((name, value))
-                # lmdeploy walks over all its parameters once per bucket
-                if sum(value.nbytes for _, value in bucket) >= BUCKET_BYTES:
+                gathered.append((name, value))
+                # lmdeploy walks over all its parameters once per call
+                if sum(value.nbytes for _, value in gathered) >= HANDED_BYTES:
                     hand_over()
 
-        super().load_weights(gathered())  # checks names and shapes; a copy to `model` does nothing
+        # checks names and shapes; a copy to `model` does nothing
+        super().load_weights(handed_over())
         hand_over()
         torch.cuda.synchronize(self.device)  # the forwards run on a stream of their own
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
         from lmdeploy.messages import GenerationConfig
         from lmdeploy.pytorch.config import UnmaskingStrategy
 
@@ -149,46 +148,45 @@ class LmdeployEngine(Engine):
         unmasking.denoising_steps = settings["denoising_steps"]
         unmasking.confidence_threshold = settings["confidence_threshold"]
         prompts, requests = [prompt_ids[i] for i in owner.tolist()], []
-        for ids, index in zip(prompts, sample_index.tolist(), strict=True):
+        seeds = (keyed_uniform(settings["seed"], sample_index) * 2**53).long()
+        for ids, seed in zip(prompts, seeds.tolist(), strict=True):
             request = GenerationConfig(
                 max_new_tokens=-(-(len(ids) + settings["gen_length"]) // n) * n - len(ids),
                 top_k=settings["top_k"],
                 top_p=settings["top_p"],
-                stop_token_ids=list(eos) if stop_at_eos else [],
+                stop_token_ids=eos if stop_at_eos else [],
                 bad_token_ids=[self.model.mask_token_id],
-                random_seed=sample_seed(settings["seed"], index),
+                random_seed=seed,
             )
             request.temperature = settings["temperature"]  # the constructor allows 2 at most
             requests.append(request)
-        work, completions = self._decode(prompts, requests), []
-        results = self._result(work)
+        results, rows = self._result(self._decode(prompts, requests)), []
         for (status, ids), prompt, request in zip(results, prompts, requests, strict=True):
             length = request.max_new_tokens
             # lmdeploy does not stop at an EOS in the block that the prompt ends in
-            ends = [i for i, token in enumerate(ids[:length]) if stop_at_eos and token in eos]
+            ends = [i for i, token in enumerate(ids[:length]) if token in request.stop_token_ids]
             if ends:
                 length = ((len(prompt) + ends[0]) // n + 1) * n - len(prompt)
             if len(ids) < length or self.model.mask_token_id in ids[:length]:
-                reached = f"a request ended with {status}, {len(ids)} of {length} tokens"
-                raise SystemExit(f"{FLAG}: {reached}; lmdeploy logs the cause")
-            completions.append(ids[:length])
-        canvas_length = torch.tensor(list(map(len, completions)), device=self.device)
-        rows, pad = list(map(torch.tensor, completions)), self.model.pad_token_id
-        completion_ids = pad_sequence(rows, batch_first=True, padding_value=pad).to(self.device)
+                raise SystemExit(
+                    f"{FLAG}: a request ended with {status}, {len(ids)} of {length} tokens; "
+                    "lmdeploy logs the cause"
+                )
+            rows.append(torch.tensor(ids[:length]))
+        canvas_length = torch.tensor(list(map(len, rows)), device=self.device)
+        completion_ids = pad_sequence(rows, True, self.model.pad_token_id).to(self.device)
         return Trace(
             prompts, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
-            step_map=None, replay_map=None, logps=None, sample_index=sample_index,
-            num_forwards=None, settings=settings,
+            None, None, None, sample_index, None, settings,  # what it does not tell
         )  # fmt: skip
 
     def _result(self, work):
         """-> the result of a coroutine in lmdeploy's thread. RuntimeError if it comes no nearer."""
         future, self.progress = asyncio.run_coroutine_threadsafe(work, self.loop), time.monotonic()
-        while not future.done() and time.monotonic() - self.progress < STALL:
-            wait([future], timeout=1)
-        if not future.done() or future.cancelled():  # cancelled: its thread has ended
-            raise RuntimeError(f"{FLAG}: its engine has died, or gave no token for {STALL:.0f} s")
-        return future.result()
+        while self.thread.is_alive() and time.monotonic() - self.progress < STALL:
+            with suppress(TimeoutError, CancelledError):  # cancelled: its thread has ended
+                return future.result(timeout=1)
+        raise RuntimeError(f"{FLAG}: its engine has died, or gave no token for {STALL:.0f} s")
 
     async def _decode(self, prompts, requests):
         """-> for each request its last status and the token ids after the prompt, through the
@@ -212,33 +210,29 @@ class LmdeployEngine(Engine):
 def refuse_unsupported(model, device):
     """SystemExit with one line if lmdeploy cannot serve this model here."""
     kind, head_dim = model.checkpoint_config["model_type"], model.config.head_dim
-    if kind not in ("sdar", "sdar_moe"):
-        raise SystemExit(f"{FLAG} serves SDAR, not a model of type {kind}: leave it at auto")
-    if head_dim < 64:
-        tiny = "leave it at auto for a tiny model"
-        raise SystemExit(f"{FLAG} has no kernels for heads of {head_dim}: {tiny}")
-    if model.mask_token_id != MASK_TOKEN_ID:
-        ours = f"that of this model is {model.mask_token_id}"
-        raise SystemExit(f"{FLAG} takes {MASK_TOKEN_ID} for the mask token; {ours}")
-    if device.type != "cuda":
-        raise SystemExit(f"{FLAG} needs a CUDA GPU, not {device.type}")
-
-
-def installed_version():
-    try:
-        found = version("lmdeploy")
-    except PackageNotFoundError:
-        missing = "the package is missing: pip install -r requirements-gpu.txt"
-        raise SystemExit(f"{FLAG}: {missing}") from None
-    if not found.startswith("0.18."):
-        raise SystemExit(f"{FLAG} serves lmdeploy 0.18, {found} is installed")
-    return found
-
-
-def sample_seed(seed, sample_index):
-    """63 bits keyed by (seed, number of the sample in the rollout)."""
-    digest = blake2b(f"{seed} {sample_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    installed = version("lmdeploy") if find_spec("lmdeploy") else "none"
+    for is_wrong, words in (
+        (
+            kind not in ("sdar", "sdar_moe"),
+            f"serves SDAR, not a model of type {kind}: leave it at auto",
+        ),
+        (
+            head_dim < 64,
+            f"has no kernels for heads of {head_dim}: leave it at auto for a tiny model",
+        ),
+        (
+            model.mask_token_id != MASK_TOKEN_ID,
+            f"takes {MASK_TOKEN_ID} for the mask token; that of this model is "
+            f"{model.mask_token_id}",
+        ),
+        (device.type != "cuda", f"needs a CUDA GPU, not {device.type}"),
+        (
+            not installed.startswith("0.18."),
+            f"serves lmdeploy 0.18, {installed} is installed: pip install -r requirements-gpu.txt",
+        ),
+    ):
+        if is_wrong:
+            raise SystemExit(f"{FLAG} {words}")
 
 
 def repair_sampling(strategy, n):

@@ -24,11 +24,23 @@ import torch.nn.functional as F
 from distributed.disk import progress
 from rollout.engine import ADAPTIVE, BROKEN, RULES, Engine, select
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
-from rollout.traces import Trace, left_padded, scored
+from rollout.traces import Trace, among, events_of, left_padded, scored
+
+# Trace.records of each kind, [N, K, L]: type, None for that of the trace's logps; fill where no
+# forward leaves anything, None for the pad id
+RECORDED = {
+    "events": {"tokens": (torch.int32, -1), "logps": (None, 0)},
+    "states": {
+        "masked": (torch.bool, False),
+        "confidences": (torch.float32, 0),
+        "predictions": (torch.int32, None),
+    },
+    "draws": {"draws": (torch.int32, -1)},
+}
 
 
 @dataclass
-class Block:
+class CurrentBlock:
     """One block in each of R rows that are denoised together, and the forwards of these rows."""
 
     model: object
@@ -91,13 +103,13 @@ class MaskedEngine(Engine):
                     "--block-length 0, at most as many --denoising-steps"
                 )
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas=None):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
         """Denoise one block after the other; arguments as in Engine."""
         model, quotas = self.model, block_quotas(**settings)
         prompt_ids = [prompt_ids[i] for i in owner.tolist()]
-        L = sum(map(sum, quotas))  # tokens of a completion
+        L, K, pad = sum(map(sum, quotas)), sum(map(len, quotas)), model.pad_token_id
         whole = [ids + [model.mask_token_id] * L for ids in prompt_ids]
-        tokens, valid = left_padded(whole, model.pad_token_id, self.device)
+        tokens, valid = left_padded(whole, pad, self.device)
         positions, bias = model.grid(valid)[0], valid[:, None, None].to(self.dtype).log()
         P, completion_ids = tokens.shape[1] - L, tokens[:, -L:]  # a view: later blocks read it
         step_map = torch.full_like(completion_ids, -1)
@@ -108,16 +120,17 @@ class MaskedEngine(Engine):
             known, step_map, logps, num_forwards = canvas
             completion_ids.copy_(known.masked_fill(step_map < 0, model.mask_token_id))
         replay_map = torch.full_like(step_map, -1)
-        self.eos = tokens.new_tensor(model.eos_token_ids)
-        kind = {"events": Events, "states": States, "draws": Draws}.get(settings["records"])
-        records = kind and kind(step_map, sum(map(len, quotas)), model.pad_token_id)
+        records = {
+            name: logps.new_full((len(tokens), K, L), pad if fill is None else fill, dtype=kind)
+            for name, (kind, fill) in RECORDED.get(settings["records"], {}).items()
+        }
         row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
         for quota in progress(quotas, "blocks"):
             end = start + sum(quota)
             rows = tokens[row], positions[row], bias[row], sample_index[row]
             kept = None if settings["cache"] == "none" else {}  # a new cache for each block
-            block = Block(model, *rows, P, P + start, quota, first_step, kept)
+            block = CurrentBlock(model, *rows, P, P + start, quota, first_step, kept)
             ids, steps, block_logps, forwards, history = self._denoise(block, settings)
             here = row, slice(start, end)
             # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
@@ -126,14 +139,16 @@ class MaskedEngine(Engine):
             logps[here] += block_logps
             replay_map[here] = torch.where(steps >= 0, first_step + steps, -1)
             num_forwards[row] += forwards
-            for entry in history:
-                records.add(row, sample_index[row], start, *entry)
+            for number, *made in history:
+                for record, values in zip(records.values(), made, strict=True):
+                    columns = slice(start, end) if values.shape[1] < L else slice(None)
+                    record[row, number, columns] = values.to(record.dtype)
             # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~block_logps.isfinite().all(1)).any():
                 bad = sample_index[row[broken]].unique().tolist()
                 raise SystemExit(BROKEN.format(bad[:8]))
             if stop_at_eos:  # earlier blocks are final: the rest cannot change the text
-                row = row[~torch.isin(ids, self.eos).any(1)]
+                row = row[~among(ids, model.eos_token_ids).any(1)]
             if not len(row):
                 break
             start = end
@@ -141,10 +156,13 @@ class MaskedEngine(Engine):
         canvas_length = torch.full_like(sample_index, L)
         # before masks become padding, which may be an EOS
         completion_mask = scored(completion_ids, canvas_length, model.eos_token_ids)
-        completion_ids = completion_ids.where(step_map >= 0, model.pad_token_id)
+        completion_ids = completion_ids.where(step_map >= 0, pad)
+        if settings["records"] == "events":
+            changes = (record.transpose(0, 1) for record in records.values())
+            records = events_of(*changes, sample_index, 0 * sample_index)
         return Trace(
             prompt_ids, completion_ids, completion_mask, canvas_length, step_map, replay_map, logps,
-            sample_index, num_forwards, settings, records and vars(records),
+            sample_index, num_forwards, settings, records or None,
         )  # fmt: skip
 
     def _denoise(self, block, settings):
@@ -154,8 +172,8 @@ class MaskedEngine(Engine):
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
         revealed up to this step; all others are masked again, earlier reveals too. A token keeps
         the confidence of its own draw.
-        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step what the `add` of the
-        records takes
+        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step its number and what it
+        adds to the records
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
@@ -184,8 +202,13 @@ class MaskedEngine(Engine):
             drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
             drawn = [values.view(draws.shape) for values in drawn]
             if kind == "states":
-                seen = block.tokens[:, block.prompt_length :].clone()
-                history.append((number, seen, drawing, *drawn[:2]))
+                before = block.first - block.prompt_length, 0
+                is_drawn, guess, p = (
+                    F.pad(values, before) for values in (drawing, drawn[0], drawn[1].exp())
+                )
+                guess = torch.where(is_drawn, guess, block.tokens[:, block.prompt_length :])
+                guess = guess.where(is_drawn.any(1, keepdim=True), self.model.pad_token_id)
+                history.append((number, is_drawn, torch.where(is_drawn, p, 0.0), guess))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
             if kind == "draws":
                 history.append((number, torch.where(masked, token, -1)))
@@ -195,18 +218,18 @@ class MaskedEngine(Engine):
             num_forwards += masked.any(1)
             if remasking == "rcr":
                 running = torch.where(masked, score, running)
-                shown = select(running, torch.ones_like(masked), due, **settings)
+                stays = select(running, torch.ones_like(masked), due, **settings)
             elif remasking == "origin":  # Dream: reveal each mask with the probability `share`
                 share = reveal_shares(block.quota, settings["schedule"])[step]
-                shown = ~masked | (order() < share)
+                stays = ~masked | (order() < share)
             else:  # the most confident masks, `quota` of them or more
-                shown = ~masked | select(score, masked, quota, **settings)
-            new, again = masked & shown, ~(masked | shown)  # revealed, and masked again (rcr)
+                stays = ~masked | select(score, masked, quota, **settings)
+            new, again = masked & stays, ~(masked | stays)  # revealed, and masked again (rcr)
             ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
             logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
-            step_map, masked = step_map.masked_fill(new, step), ~shown
+            step_map, masked = step_map.masked_fill(new, step), ~stays
             if kind == "events":
-                history.append((number, new | again, ids.clone(), logps))
+                history.append((number, torch.where(new | again, ids, -1), logps))
         return ids, step_map, logps, num_forwards, history
 
     def _score(self, score, token, step, order, settings):
@@ -218,7 +241,7 @@ class MaskedEngine(Engine):
         """
         if settings["remasking"] == "random":
             score = order().to(score.dtype)
-        is_eos = lambda: torch.isin(token, self.eos)
+        is_eos = lambda: among(token, self.model.eos_token_ids)
         if settings["eos_policy"] == "eoser":
             num_steps = sum(map(len, block_quotas(**settings)))
             weight = eoser_weight(step, num_steps, settings["schedule"])
@@ -229,45 +252,3 @@ class MaskedEngine(Engine):
         if settings["eos_policy"] == "demote":  # finite: revealed when nothing else is left
             score = score.masked_fill(is_eos(), torch.finfo(score.dtype).min)
         return score
-
-
-class Events:
-    """Trace.records of kind "events": every change of a token."""
-
-    def __init__(self, step_map, num_steps, pad_token_id):
-        self.events, self.logps = step_map.new_empty(0, 4), step_map.new_empty(0).float()
-
-    def add(self, row, sample_index, start, step, changed, tokens, logps):
-        """changed, tokens, logps [R, n]: of the block that starts at `start`, after a step"""
-        r, j = changed.nonzero(as_tuple=True)
-        events = torch.stack([sample_index[r], step + 0 * r, start + j, tokens[r, j]], 1)
-        self.events = torch.cat([self.events, events])
-        self.logps = torch.cat([self.logps, logps[r, j]])
-
-
-class States:
-    """Trace.records of kind "states": what each forward saw and predicted."""
-
-    def __init__(self, step_map, num_steps, pad_token_id):
-        empty = torch.zeros_like(step_map[:, None].expand(-1, num_steps, -1))
-        self.masked, self.confidences = empty.bool(), empty.float()
-        self.predictions = empty.int() + pad_token_id
-
-    def add(self, row, sample_index, start, step, seen, drawing, tokens, logps):
-        """seen [R, L]: completions before the step; drawing, tokens, logps [R, L - start]"""
-        made = drawing.any(1)  # rows that made this forward
-        at, seen = (row[made], step), seen[made]
-        drawing, tokens, p = (F.pad(x[made], (start, 0)) for x in (drawing, tokens, logps.exp()))
-        self.masked[at], self.confidences[at] = drawing, torch.where(drawing, p, 0.0).float()
-        self.predictions[at] = torch.where(drawing, tokens, seen).int()
-
-
-class Draws:
-    """Trace.records of kind "draws": what each forward drew in the block in work."""
-
-    def __init__(self, step_map, num_steps, pad_token_id):
-        self.draws = step_map[:, None].int().repeat(1, num_steps, 1)  # -1
-
-    def add(self, row, sample_index, start, step, tokens):
-        """tokens [R, n]: of the block that starts at `start`, -1 where it had no mask"""
-        self.draws[row, step, start : start + tokens.shape[1]] = tokens.int()

@@ -1,7 +1,5 @@
 """Schedules: how many tokens of which block each denoising step reveals."""
 
-import math
-
 import torch
 
 EPS = 1e-3  # the time at which Dream's schedule ends (`eps` in its generation_config.json)
@@ -52,26 +50,6 @@ def block_quotas(*, gen_length, block_length, denoising_steps, schedule="uniform
     steps = [2**step for step in range(num_steps - 1)]
     steps.append(gen_length - sum(steps))
     return [steps[:denoising_steps], *([tokens] for tokens in steps[denoising_steps:])]
-
-
-def tree_forks(branches, leaves, **settings):
-    """Where the paths of a tree fork, so that its segments have equally many denoising steps.
-
-    branches: children of a node, the root's first; leaves: samples of a prompt -> numbers of steps,
-    as `until` of Engine.generate counts them, one less than there are segments. SystemExit where no
-    such tree exists.
-    """
-    n, quotas, depth = settings["denoising_steps"], block_quotas(**settings), len(branches)
-    numbers = [b * n + s for b, quota in enumerate(quotas) for s in range(len(quota))]
-    steps = len(numbers)
-    flag, product = f"--branches {' '.join(map(str, branches))}", math.prod(branches)
-    if product != leaves:
-        wanted = f"give --num-generations {product}, or branches whose product is {leaves}"
-        raise SystemExit(f"{flag} makes trees of {product} leaves: {wanted}")
-    if depth > steps:
-        wanted = f"give at most {steps} numbers, or more --denoising-steps or --gen-length"
-        raise SystemExit(f"{flag} needs {depth} denoising steps, a rollout has {steps}: {wanted}")
-    return [numbers[s * steps // depth] for s in range(1, depth)]
 
 
 def eoser_weight(step, num_steps, schedule):

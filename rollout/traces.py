@@ -78,8 +78,8 @@ class Trace:
 
     def canvas(self, index):
         """Rows to continue -> tokens, step map, logps [N, L], num_forwards [N]"""
-        held = self.completion_ids, self.step_map, self.logps, self.num_forwards
-        return [values[index] for values in held]
+        names = "completion_ids", "step_map", "logps", "num_forwards"
+        return [getattr(self, name)[index] for name in names]
 
     def completion(self, i):
         """Scored ids of completion i, the final EOS included. -> list[int]"""
@@ -124,21 +124,6 @@ class Trace:
         start = len(self.prompt_ids[i]) % n  # the grid of blocks starts with the prompt
         return [(start + j) // n for j in range(self.step_map.shape[1])]
 
-    def segments(self):
-        """The S segments from the root of a tree (`branches` of Engine.generate) to each leaf.
-
-        -> [N, S, L] bool: masked in the canvas from which a segment starts; revealed by it, up to
-        the first EOS of the canvas with which it ends
-        """
-        ids, forks = self.completion_ids, self.settings["forks"]
-        blocks = ids.new_tensor([self.blocks(i) for i in range(len(ids))])
-        step = blocks * self.settings["denoising_steps"] + self.step_map  # counted over all blocks
-        number = torch.bucketize(step, ids.new_tensor(forks), right=True)
-        number[self.step_map < 0] = len(forks) + 1  # never
-        since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]
-        is_eos = (among(ids, self.settings["eos_token_ids"])[:, None] & (since <= 0)).long()
-        return since >= 0, (since == 0) & (is_eos.cumsum(2) - is_eos == 0)
-
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
@@ -151,13 +136,13 @@ class Trace:
         """Completion i, its reward, and the gold answer of its example for samples.jsonl. -> dict
         that JSON can hold
         """
-        row = {
+        return {
             "prompt": tokenizer.decode(self.prompt_ids[i]),
             "completion": self.text(i, tokenizer),
             "gold": gold(example),
             "reward": float(reward),
+            **self.unmasking(i, tokenizer),
         }
-        return row | self.unmasking(i, tokenizer)
 
     def unmasking(self, i, tokenizer):
         """The scored tokens of completion i for samples.jsonl: ids and texts, and as far as the
@@ -178,17 +163,16 @@ class Trace:
         prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
         if self.step_map is None:
             return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
-        block, top, bottom = self.blocks(i), "tokens   ", "step     "
-        ids, steps = self.completion_ids[i].tolist(), self.step_map[i].tolist()
-        for j, step in enumerate(steps):
-            if step < 0 or len(top) > 100:
-                continue
-            bar = "| " * (j > 0 and block[j] != block[j - 1])
-            token = repr(tokenizer.decode([ids[j]]))[1:-1]  # a newline is shown as \n
-            step = str(step + 1)
-            cell = max(len(token), len(step)) + 1
-            top += bar + token.ljust(cell)
-            bottom += " " * len(bar) + step.ljust(cell)
+        blocks, top, bottom = self.blocks(i), "tokens   ", "step     "
+        columns = blocks, self.completion_ids[i].tolist(), self.step_map[i].tolist()
+        before = blocks[0]
+        for block, token, step in zip(*columns, strict=True):
+            if step >= 0 and len(top) <= 100:
+                bar, before = "| " * (block != before), block
+                cells = repr(tokenizer.decode([token]))[1:-1], str(step + 1)  # newlines as \n
+                width = max(map(len, cells)) + 1
+                top += bar + cells[0].ljust(width)
+                bottom += " " * len(bar) + cells[1].ljust(width)
         return f"{prompt}\n{top}\n{bottom}"
 
 
@@ -295,17 +279,17 @@ def concatenate(traces, pad_token_id):
     """Traces of one rollout, generated in parts -> one Trace, padded to the widest."""
     width = max(trace.completion_ids.shape[1] for trace in traces)
     fills = {"completion_ids": pad_token_id, "completion_mask": False, "logps": 0.0}
-    fills |= {"step_map": -1, "replay_map": -1, "recorded draws": -1}
+    fills |= {"step_map": -1, "replay_map": -1, "draws": -1}
 
     def join(name, parts):
-        if name == "prompt_ids":
+        first = parts[0]
+        if isinstance(first, list):
             return sum(parts, [])
-        if name == "records":
-            keys = parts[0] or {}
-            return {key: join(f"recorded {key}", [x[key] for x in parts]) for key in keys} or None
-        if not isinstance(parts[0], torch.Tensor):
-            return parts[0]
-        if name in fills:
+        if name == "records" and first:
+            return {key: join(key, [part[key] for part in parts]) for key in first}
+        if not isinstance(first, torch.Tensor):
+            return first
+        if name in fills and first.dim() > 1:  # the logps of events have one
             parts = [F.pad(x, (0, width - x.shape[-1]), value=fills[name]) for x in parts]
         return torch.cat(parts)
 

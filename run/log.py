@@ -11,7 +11,6 @@ The two .jsonl files are the state of the log: table, figure and page are made f
 
 import atexit
 import gc
-import hashlib
 import json
 import math
 import os
@@ -195,9 +194,11 @@ def follow(run_dir, config):
 
     # tables wait there for `wandb sync`, which may be on another machine; a home may be read-only
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-    own = hashlib.md5((run_dir / "config.json").read_bytes()).hexdigest()
-    run = {"project": "cleandllm", "name": run_dir.name, "dir": run_dir, "config": config}
-    return wandb.init(id=own, resume="allow", **run)
+    kept, how = run_dir / "wandb-id", {"project": "cleandllm", "resume": "allow", "dir": run_dir}
+    known = kept.read_text() if kept.exists() else None
+    run = wandb.init(name=run_dir.name, config=config, id=known, **how)
+    kept.write_text(run.id)
+    return run
 
 
 class Stop:

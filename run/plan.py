@@ -6,9 +6,9 @@ bench/step.py and to the samplers' tables. docs/models.md compares plans with me
 """
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import torch
 import torch._functorch.config
@@ -21,14 +21,9 @@ from distributed.sharding import (
     ranks_of_a_copy,
     unsharded,
 )
-from models import add_lora, meta_model
 from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
 
-# flags that some scripts do not have
-ABSENT = {"cache": "none", "num_iterations": 1, "sequence_parallel": 1}
-# value_model: a second trained model. minibatches: the iterations divide the sequences among them
-ABSENT |= {"value_model": False, "minibatches": False}
 # Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
 GPUS = {"H100": (0.69e15, 3.35e12), "H200": (0.69e15, 4.8e12)}
 # Share of the memory that a plan leaves to the CUDA context, libraries, graphs, and gaps between
@@ -49,7 +44,6 @@ SAMPLER, ADAPTER = 0.66, 2e-5
 CHANGES = {
     "--sync-every-backward": {"sync_every_backward": True},
     "--activation-checkpointing": {"activation_checkpointing": True},
-    "--lora-rank 128": {"lora_rank": 128},
     "--sequence-parallel 2": {"sequence_parallel": 2},
 }
 
@@ -93,11 +87,12 @@ class Plan:
     0: none. rows: completions that the sampler makes together.
     """
 
-    flags: dict  # of the script, {name: value}
+    model: torch.nn.Module  # the policy on the meta device, with its adapters
+    args: object  # flags of the script
     lengths: torch.Tensor  # [N, 2] tokens of the prompt, and scored, of every sequence
     held_out: int  # completions in an evaluation
     sequences: int  # of a step
-    draws: object  # noisy copies of each, or a function of the steps that replay a rollout
+    draws: Callable  # draws(steps that replay a rollout) -> noisy copies of each
     coupled: int  # sequences whose draws one forward must hold; 0: not even those of one
     room: int  # bytes of memory of a GPU
     gpu: str  # its name
@@ -107,13 +102,13 @@ class Plan:
     rollout: int = 0  # completions that the sampler makes
 
     def __post_init__(self):
-        args = self.args = SimpleNamespace(**ABSENT | self.flags)
-        dtype = torch.bfloat16 if args.lora_rank else torch.float32
-        self.net = net = meta_model(args.model, dtype)
+        net, args = self.model, self.args
         config, self.is_block = net.config, net.attention == "block-causal"
-        self.base = sum(p.numel() for p in net.parameters())
-        if args.lora_rank:
-            add_lora(net, args.lora_rank, 1, args.lora_targets)
+        # updates of a rollout; whether they divide its sequences; a second trained model
+        self.updates = getattr(args, "num_iterations", 1)
+        self.divides = getattr(args, "minibatches", False)
+        self.values = getattr(args, "value_model", False)
+        self.base = sum(p.numel() for name, p in net.named_parameters() if "lora_" not in name)
         # a token takes a few of a block's experts
         share = lambda p: config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
         self.active = sum(p.numel() * share(p) for p in net.layers.parameters())
@@ -123,8 +118,7 @@ class Plan:
         self.kept = kept_per_token(net, args.compile)
         self.n = n = args.block_length or net.block_length
         self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
-        self.replays = self.steps * (1 if self.is_block else self.blocks)
-        self.copies = number_of(self.draws, self.replays)
+        self.copies = self.draws(self.steps * (1 if self.is_block else self.blocks))
         # of a rank, and of those that share rows with it
         self.noised = self.sequences * self.copies * args.sequence_parallel // self.ranks
         self.rows = min(ROWS, math.ceil(max(self.rollout, self.held_out) / self.ranks))
@@ -155,7 +149,7 @@ class Plan:
 
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
-        net, args, ranks = self.net, self.args, ranks_of_a_copy(self.ranks)
+        net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
         whole, layers = unsharded(net, ranks, self.room), len(net.layers)
         gathered = lambda module: gathered_bytes(module, whole)
         most = gathered(net)
@@ -184,7 +178,7 @@ class Plan:
             "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * (self.has_reference and not args.lora_rank),
-            "value model": (policy + moments) * args.value_model,
+            "value model": (policy + moments) * self.values,
             "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
             "activations": kept,
             "head or block": work,
@@ -202,26 +196,26 @@ class Plan:
             return {}
         (self.flops, self.bandwidth), args = rates[0], self.args
         # a backward pass counts as one for the inputs and one for trained weights
-        epochs = 1 if args.minibatches else args.num_iterations
+        epochs = 1 if self.divides else self.updates
         update = epochs * self.pass_seconds(2 + args.activation_checkpointing, 1)
         # clipping and AdamW
-        update += args.num_iterations * 40 * self.trained / self.ranks / self.bandwidth
+        update += self.updates * 40 * self.trained / self.ranks / self.bandwidth
         frozen = self.pass_seconds(1, 0)
-        values = (self.has_old and args.num_iterations > 1) + self.has_reference
-        if not (callable(self.draws) and self.copies == self.replays):  # masks are drawn anew
+        values = (self.has_old and self.updates > 1) + self.has_reference
+        if self.draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
             values *= epochs
         phases = {
             "rollout": self.sampler_seconds(self.rollout),
             "old and reference values": values * frozen,
             "update": update,
-            "value model": (2 * frozen + update) * args.value_model,
+            "value model": (2 * frozen + update) * self.values,
             "evaluations": self.sampler_seconds(self.held_out) / (args.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
 
     def products(self, tokens, scored, passes, gradients=0):
         """Seconds of the products with all weights, and of those that give their gradients"""
-        flops = tokens * self.active + scored * self.net.lm_head.weight.numel()
+        flops = tokens * self.active + scored * self.model.lm_head.weight.numel()
         trained = min(flops, tokens * self.trained)
         return 2 * (passes * flops + gradients * trained) / self.flops
 
@@ -229,7 +223,7 @@ class Plan:
         """Seconds of passes over the sequences of a step, of which three are a forward and a
         backward pass
         """
-        prompt, scored, config = *self.mean, self.net.config
+        prompt, scored, config = *self.mean, self.model.config
         rows, K, length = self.layout(self.size, prompt, scored)
         pairs = length**2 / SDPA  # of tokens that see each other
         if self.is_block:
@@ -237,7 +231,7 @@ class Plan:
         # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
         other = 14 * pairs * config.num_attention_heads * config.head_dim
         other += length * self.kept * TOUCHES / self.bandwidth
-        layers = len(self.net.layers) * (passes + gradients) / 3
+        layers = len(self.model.layers) * (passes + gradients) / 3
         products = self.products(length, K * scored, passes, gradients)
         work = (products / PRODUCTS + other * layers) / self.args.sequence_parallel
         return self.noised / K * (work + LAUNCH / rows * layers)
@@ -251,7 +245,7 @@ class Plan:
         tokens = ((2 * n if self.is_block else canvas) + (steps - 1) * window) / steps
         forward = max(self.products(rows * tokens, rows * n / 2, 1), 2 * self.base / self.bandwidth)
         forward += self.cached * rows * canvas / self.bandwidth
-        adapters = sum("lora_A" in name for name, _ in self.net.named_parameters())
+        adapters = sum("lora_A" in name for name, _ in self.model.named_parameters())
         forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
         return number / max(rows, 1) * self.blocks * steps * forward
 
@@ -277,11 +271,12 @@ class Plan:
         if self.size and needed < self.room:  # a size of the user's own may take RESERVE
             return None
         shares = lambda change: self.ranks % change.get("sequence_parallel", 1) == 0
-        fits = lambda change: shares(change) and replace(self, flags=self.flags | change).fitting
+        changed = lambda change: replace(self, args=replace(self.args, **change))
         if self.fitting:
             ways = [f"--micro-batch-size {self.fitting[-1]}"]
         else:
-            ways = [way for way, change in CHANGES.items() if fits(change)]
+            ways = [way for way, to in CHANGES.items() if shares(to) and changed(to).fitting]
+            ways += ["--lora-rank 128"] * (not self.args.lora_rank)
             ways += ["more GPUs, for long rows with --sequence-parallel", "a smaller model"]
         return (
             f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
@@ -289,19 +284,14 @@ class Plan:
         )
 
 
-def number_of(draws, replays):
-    return draws(replays) if callable(draws) else draws
-
-
-def fit(on_cpu, flags, **numbers):
-    """flags: of a script, {name: value}; numbers: the rest of a Plan -> the micro-batch size of the
-    run, asked for or the largest that fits, and the completions that its sampler makes together; on
-    CPUs on_cpu and ROWS.
+def fit(on_cpu, model, args, **numbers):
+    """numbers: the rest of a Plan -> the micro-batch size of the run, asked for or the largest that
+    fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
 
     Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
     the run does not fit the GPU.
     """
-    size, together = flags["micro_batch_size"], numbers["coupled"] * number_of(numbers["draws"], 1)
+    size, together = args.micro_batch_size, numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
         raise SystemExit(
             f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
@@ -309,7 +299,7 @@ def fit(on_cpu, flags, **numbers):
     if not (room := cuda_bytes()):
         return size or max(on_cpu, together), ROWS
     machine = {"room": room, "gpu": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
-    plan = Plan(flags, **machine, **numbers)
+    plan = Plan(model, args, **machine, **numbers)
     if line := plan.refusal():
         raise SystemExit(line)
     if not dist.get_rank():
@@ -317,23 +307,26 @@ def fit(on_cpu, flags, **numbers):
     return plan.size, plan.rows
 
 
-def fit_rollouts(problems, flags, **numbers):
+def fit_rollouts(problems, model, args, together, uses_old):
     """`fit` for a script with rollouts. problems {split: [(example, prompt ids)]}"""
-    sequences = flags["prompts_per_step"] * flags["num_generations"]
+    sequences = args.prompts_per_step * args.num_generations
     prompts = [len(ids) for rows in problems.values() for _, ids in rows]
     return fit(
         256,
-        flags,
-        lengths=torch.tensor([(prompt, flags["gen_length"]) for prompt in prompts]),
+        model,
+        args,
+        lengths=torch.tensor([(prompt, args.gen_length) for prompt in prompts]),
         held_out=len(problems.get("test", ())),
         sequences=sequences,
         rollout=sequences,
-        has_reference=flags["beta"] > 0,
-        **numbers,
+        draws=args.num_draws,
+        coupled=together,
+        has_old=uses_old,
+        has_reference=args.beta > 0,
     )
 
 
-def fit_answers(rows, held_out, flags, draws=1, tail=0, **numbers):
+def fit_answers(rows, held_out, model, args, draws=1, tail=0, **numbers):
     """`fit` for a script without rollouts. The answers of a row share a forward.
 
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
@@ -341,16 +334,17 @@ def fit_answers(rows, held_out, flags, draws=1, tail=0, **numbers):
     """
     prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
     lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
-    if pack_length := flags.get("pack_length"):
+    if pack_length := getattr(args, "pack_length", 0):
         packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
         lengths = torch.cat([lengths, packed])
     return fit(
         64,
-        flags,
+        model,
+        args,
         lengths=lengths,
         held_out=len(held_out.get("test", ())),
-        sequences=flags["batch_size"] * len(sides),
-        draws=draws,
+        sequences=args.batch_size * len(sides),
+        draws=lambda replays: draws,
         coupled=len(sides),
         **numbers,
     )

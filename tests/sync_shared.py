@@ -95,10 +95,7 @@ METHODS = {
 OFFLINE = ("sft", "vrpo")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
-EXCEPTIONS = {
-    ("tpg", "inner"): "draw_logps also scores tokens that were drawn but not revealed.",
-    ("dtreerpo", "rollout"): "Its rollouts are trees: generate gets --branches.",
-}
+EXCEPTIONS = {("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees."}
 MARK = re.compile(r"^\s*# (>>>|<<<) shared: (\w+)\s*$")
 
 

@@ -45,7 +45,7 @@ def parse(program, flags):
     module = program.removesuffix(".py").replace("/", ".").replace("algos.mine", "algos.d1")
     if module.startswith("evals.") and module != "evals.show":
         run = import_module("evals.run")
-        return tyro.cli(run.ManyArgs if module == "evals.run" else run.Args, args=flags)
+        return tyro.cli(run.Args, args=flags)
     return tyro.cli(import_module(module).Args, args=flags)
 
 
@@ -229,9 +229,11 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         args = command_line(script.Args, script.BY_SIZE)
         net = network(args.model, args.lora_rank, args.lora_targets)
         monkeypatch.setattr(plan, "meta_model", lambda *_, net=net: net)
-        flags, machine = vars(args), {"room": 85e9, "gpu": "H100", "ranks": int(ranks)}
-        make = partial(plan.Plan, **machine)
-        monkeypatch.setattr(plan, "fit", lambda cpu, flags, make=make, **rest: make(flags, **rest))
+        make = partial(plan.Plan, room=85e9, gpu="H100", ranks=int(ranks))
+        flags = vars(args)
+        numbers = {name: flags[name] for name in plan.FLAGS if name in flags}
+        make = partial(make, **numbers)
+        monkeypatch.setattr(plan, "fit", lambda cpu, flags, make=make, **rest: make(**rest))
         if "prompts_per_step" in flags:
             engine = BlockEngine if net.attention == "block-causal" else MaskedEngine
             sampling = {name: flags[name] for name in script.ROLLOUT.split()}

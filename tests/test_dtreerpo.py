@@ -28,9 +28,8 @@ def grow(model, prompts, rewards, **settings):
     shape = {"num_generations": 12, "branches": (3, 2, 2), "gen_length": 8, "block_length": 4}
     args = dtreerpo.Args(prompts_per_step=len(prompts), **shape | settings)
     sampling = {name: getattr(args, name) for name in dtreerpo.ROLLOUT.split()}
-    stream, sampling["branches"] = [(str(ids), ids) for ids in prompts], args.branches
-    trace, examples = dtreerpo.roll_out(engine, stream, sampling, 0, args)
-    assert examples == [str(ids) for ids in trace.prompt_ids]
+    how = {"num_samples": args.num_generations, "seed": args.seed << 32, "sample_offset": 0}
+    trace = dtreerpo.sample_trees(engine, args, prompts, **how, **sampling)
     batch = dtreerpo.Batch(trace, engine.model)
     rewards = torch.tensor(rewards * len(prompts))
     batch.progress = 0.4
@@ -64,6 +63,22 @@ def along_paths(args, values):
         total = total + values[first : first + number].repeat_interleave(leaves, 0)
         first += number
     return total
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_trees_are_made_in_parts(family):
+    """Two nodes, which step 6 of 12 forks into three leaves each; numbered over all ranks."""
+    engine, prompts = make_engine(model_of(SIZES[family])), [[3, 4, 5], [6, 7, 8, 9, 10]]
+    shape = {"gen_length": 12, "block_length": 4, "denoising_steps": 4}
+    args = dtreerpo.Args(branches=(2, 3), num_generations=6, **shape)
+    assert dtreerpo.tree_forks(args, 4) == [6]
+    tree = dtreerpo.sample_trees(engine, args, prompts, 6, 24, seed=3, **shape)
+    node = {"num_samples": 2, "sample_offset": 8, "until": 6}
+    canvas = engine.generate(prompts, seed=3, **node, **shape)
+    leaf = {"num_samples": 6, "sample_offset": 24, "canvas": canvas}
+    leaves = engine.generate(prompts, seed=3, **leaf, **shape)
+    assert torch.equal(tree.completion_ids, leaves.completion_ids)
+    assert torch.equal(tree.logps, leaves.logps) and torch.equal(tree.step_map, leaves.step_map)
 
 
 ONE_STEP = {"num_generations": 96, "temperature": 1.5, "branches": (24, 2, 2)}

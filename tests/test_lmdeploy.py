@@ -12,7 +12,6 @@ import json
 import sys
 import zlib
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -185,7 +184,6 @@ def engine(monkeypatch, directory):
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(backend, "refuse_unsupported", lambda *facts: None)
-    monkeypatch.setattr(backend, "version", lambda package: "0.18.3")
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     engine = make_engine(directory, "lmdeploy", "cpu", max_batch_size=8)
@@ -249,7 +247,7 @@ def test_completions_end_with_the_block_of_their_first_eos(engine):
     assert torch.equal(long.canvas_length, want.canvas_length)
     assert torch.equal(long.sample_index, want.sample_index)
     assert long.step_map is long.replay_map is long.logps is long.records is None
-    assert long.settings == want.settings and engine.version == "0.18.3"
+    assert long.settings == want.settings
     cut = engine.generate(prompts, **settings)
     for i, whole in enumerate(rows_of(long)):
         P = len(cut.prompt_ids[i])
@@ -269,8 +267,8 @@ def test_completions_end_with_the_block_of_their_first_eos(engine):
 DYNAMIC = {"remasking": "low_confidence_dynamic", "denoising_steps": 4}
 REFUSED = [
     ({"remasking": "random"}, ("--remasking random", "lmdeploy has low_confidence_static")),
-    ({"denoising_steps": 3}, ("--denoising-steps 3", "give 1 or 2 or 4")),
-    ({"denoising_steps": 5}, ("--denoising-steps 5", "give 1 or 2 or 4")),
+    ({"denoising_steps": 3}, ("--denoising-steps 3", "give a divisor of the block length 4")),
+    ({"denoising_steps": 5}, ("--denoising-steps 5", "give a divisor")),
     (DYNAMIC | {"denoising_steps": 2}, ("--denoising-steps 2", "give 4")),
     ({"denoising_steps": 0}, ("--denoising-steps 0",)),
     ({"block_length": 8}, ("--block-length 8", "give 4")),
@@ -298,31 +296,31 @@ def test_unmasking_is_set_for_a_rollout_and_what_is_not_the_same_is_refused(engi
 
 
 @pytest.mark.parametrize(
-    "name, change, words",
+    "name, change, found, words",
     [
-        ("tiny-llada", {}, ("serves SDAR, not a model of type llada",)),
-        ("tiny-llada2", {}, ("serves SDAR, not a model of type llada2_moe",)),
-        ("tiny-sdar", {}, ("no kernels for heads of 32",)),
-        (None, {"mask_token_id": 49}, ("takes 151669 for the mask token", "this model is 49")),
-        (None, {}, ("needs a CUDA GPU", "not cpu")),
+        ("tiny-llada", {}, "0.18.3", "serves SDAR, not a model of type llada"),
+        ("tiny-llada2", {}, "0.18.3", "serves SDAR, not a model of type llada2_moe"),
+        ("tiny-sdar", {}, "0.18.3", "has no kernels for heads of 32"),
+        (None, {"mask_token_id": 49}, "0.18.3", "takes 151669 for the mask token; .* model is 49"),
+        (None, {}, "0.18.3", "needs a CUDA GPU, not cpu"),
+        (None, {}, "0.17.1", "serves lmdeploy 0.18, 0.17.1 is installed"),
+        (
+            None,
+            {},
+            "",
+            "serves lmdeploy 0.18, none is installed: pip install -r requirements-gpu.txt",
+        ),
     ],
 )
-def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, name, change, words):
+def test_what_lmdeploy_cannot_serve_is_refused(directory, monkeypatch, name, change, found, words):
     if not change:
         monkeypatch.setattr(backend, "MASK_TOKEN_ID", MASK)
+    monkeypatch.setattr(backend, "find_spec", lambda package: found)
+    monkeypatch.setattr(backend, "version", lambda package: found)
     (directory / "config.json").write_text(json.dumps(CONFIG | change))
-    with exits_with_one_line("--rollout-backend lmdeploy", *words):
-        make_engine(name or directory, "lmdeploy")
-
-
-def test_the_package_and_its_version(monkeypatch):
-    for found, words in (("0.17.1", "0.17.1 is installed"), ("0.19.0", "serves lmdeploy 0.18")):
-        monkeypatch.setattr(backend, "version", lambda package, found=found: found)
-        with exits_with_one_line(words):
-            backend.installed_version()
-    monkeypatch.setattr(backend, "version", lambda p: (_ for _ in ()).throw(PackageNotFoundError))
-    with exits_with_one_line("pip install -r requirements-gpu.txt"):
-        backend.installed_version()
+    device = "cpu" if "CUDA" in words else "cuda"
+    with pytest.raises(SystemExit, match=f"^--rollout-backend lmdeploy {words}"):
+        make_engine(name or directory, "lmdeploy", device)
 
 
 @pytest.mark.parametrize("size", [1, 2**30])
@@ -332,7 +330,7 @@ def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(
     """In place, in one bucket or many; the learner stays out of inference mode, in which lmdeploy's
     tasks wait.
     """
-    monkeypatch.setattr(backend, "BUCKET_BYTES", size)
+    monkeypatch.setattr(backend, "HANDED_BYTES", size)
     served = engine.engine.model
     addresses = {name: value.data_ptr() for name, value in served.values.items()}
     settings = {"num_samples": 4, "gen_length": 8, "temperature": 0.0, **STATIC}

@@ -40,7 +40,7 @@ from models.lora import adapter_tensors
 from rollout import make_engine
 from rollout.masked import MaskedEngine
 from rollout.probe import replay_logps
-from rollout.schedules import block_quotas, eoser_weight, reveal_quota, reveal_shares, tree_forks
+from rollout.schedules import block_quotas, eoser_weight, reveal_quota, reveal_shares
 
 FAMILIES = ["llada", "dream"]
 MANY = (1, 2, 3, 5, 8, 13)  # ends of text, of a model that likes to end
@@ -291,9 +291,6 @@ def test_schedules():
     assert reveal_quota(32, 8, "timesteps") == [3, 4, 4, 4, 4, 4, 4, 5]
     assert plan(256, 8, "ascending") == [[1, 2, 4, 8, 16, 32, 64, 129]]
     assert plan(128, 4, "ascending") == [[1, 2, 4, 8], [16], [32], [65]]
-    # steps 0 and 1 of the first block; 2, 4, 6 and 8 of others
-    how = {"gen_length": 64, "block_length": 64, "denoising_steps": 2, "schedule": "ascending"}
-    assert tree_forks((2, 2, 2), 8, **how) == [2, 6]
     assert plan(2, 1, "ascending") == [[2]] and plan(1, 1, "ascending") == [[1]]
     for n, steps in itertools.product(range(1, 40, 3), range(1, 45, 2)):
         for schedule in ("uniform", "timesteps"):

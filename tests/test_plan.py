@@ -14,6 +14,7 @@ from run.flags import command_line
 
 PROBLEMS = {split: [(None, range(24))] * 40 for split in ("train", "validation", "test")}
 FIELDS = {"compile": False, "prompts_per_step": 8, "gen_length": 16, "eval_limit": 0, "mc_num": 4}
+FIELDS |= {"task": "countdown", "lora_rank": 0, "denoising_steps": 2}
 
 
 @pytest.fixture
@@ -29,7 +30,9 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(
             plan, "Plan", lambda *a, **numbers: plans.append(make(*a, **numbers)) or plans[-1]
         )
-        bgpo.plan_run(PROBLEMS, args or bgpo.Args(**FIELDS | fields))
+        args = args or bgpo.Args(**FIELDS | fields)
+        model = bgpo.build_policy(torch.device("cuda"), args)
+        plan.fit_rollouts(PROBLEMS, model, args, bgpo.DRAWS_TOGETHER, bgpo.USES_OLD)
         return plans[-1]
 
     return see
@@ -41,7 +44,7 @@ def test_what_is_gathered(on_gpu, lora_rank, ranks):
     for a moment on several ranks; else ends and two blocks, of which the first may be smaller.
     """
     model = "tiny-llada2"
-    net = on_gpu(1e3, ranks, model=model, lora_rank=lora_rank).net
+    net = on_gpu(1e3, ranks, model=model, lora_rank=lora_rank).model
     size = lambda module: 2 * sum(p.numel() for p in module.parameters() if p.requires_grad)
     memory = lambda gigabytes: on_gpu(gigabytes, ranks, model=model, lora_rank=lora_rank).memory(8)
     assert memory(1e3)["gathered"] == ranks * size(net)
@@ -153,7 +156,7 @@ def test_later_steps_hold_the_cache_of_the_sampler_where_it_fits(on_gpu):
 def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):
     with pytest.raises(SystemExit, match="^--micro-batch-size 256 .* try --micro-batch-size 16$"):
         on_gpu(0.04, micro_batch_size=256)
-    words = "^--micro-batch-size 1 needs 0.0[0-9]+ GB on a GPU of 0.01 GB: try more GPUs"
+    words = "^--micro-batch-size 1 needs 0.0[0-9]+ GB .* 0.01 GB: try --lora-rank 128, or more GPUs"
     with pytest.raises(SystemExit, match=words):
         on_gpu(0.01)
     assert on_gpu(0.01, ranks=4).size

@@ -135,15 +135,15 @@ def test_make_engine_loads_directories_and_models(tmp_path):
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
 def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, name):
     good = {"gen_length": 16, "block_length": 0, "denoising_steps": 2, "cache": "none"}
-    assert make_engine(name, asked=("steps", good)).plan("steps", **good)
+    assert make_engine(name, request=("steps", good)).plan("steps", **good)
     monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("read weights"))
     for wrong in ({"gen_length": 17}, {"denoising_steps": 0}, {"cache": "prefix"}):
         with pytest.raises(SystemExit, match="--"):
-            make_engine(name, asked=("steps", good | wrong))
+            make_engine(name, request=("steps", good | wrong))
     with pytest.raises(SystemExit, match="--rollout-backend nonsense"):
         make_engine(name, backend="nonsense")
     with pytest.raises(pytest.fail.Exception, match="read weights"):
-        make_engine(name, asked=("steps", good))
+        make_engine(name, request=("steps", good))
 
 
 # --- refusals and plans ---------------------------------------------------------------------------

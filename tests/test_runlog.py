@@ -9,7 +9,6 @@ import sys
 import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -19,9 +18,8 @@ from matplotlib.figure import Figure
 
 from algos import mdpo
 from distributed.disk import write_atomically
-from run import flags as run_flags
 from run import log as runlog
-from run.flags import check_numbers, check_sizes
+from run.flags import RolloutFlags, RunFlags, check_numbers
 from run.log import RunLog, Stop, Stopwatch
 
 NAN = float("nan")
@@ -141,6 +139,7 @@ def test_an_error_leaves_table_figure_and_page(new_log, capsys):
 def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
     run = wandb.init.return_value
+    run.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_DATA_DIR", "")  # restored afterwards
     monkeypatch.delenv("WANDB_DATA_DIR")
@@ -154,10 +153,9 @@ def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(new_log, 
     rows = [[1, "1 2", "1+2", "3", 1.0], [1, "3 4", None, None, None]]
     wandb.Table.assert_called_with(runlog.COLUMNS, rows)
     new_log(track=True, resume=str(log.run_dir), step=1)
-    new_log(track=True)
-    first, second, other = (made.kwargs for made in wandb.init.call_args_list)
-    assert first == second and first["config"] == ARGS and first["resume"] == "allow"
-    assert first["id"] != other["id"]
+    first, second = (made.kwargs for made in wandb.init.call_args_list)
+    assert first["config"] == ARGS and second["resume"] == "allow"
+    assert (first["id"], second["id"]) == (None, "x1")
     assert runlog.os.environ["WANDB_DATA_DIR"] == str(log.run_dir / "wandb")  # not in the home
 
 
@@ -196,106 +194,83 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1 and endless.status == 0
 
 
-GROUPS = ["the method's own", "task and data", "rollout", "length of the run and evaluation",
-          "memory and speed", "LoRA", "log and saves"]  # fmt: skip
+GROUPS = ["the method's own", "rollouts and rewards", "task and data", "sampler",
+          "length of the run and evaluation", "memory and speed", "LoRA", "log and saves",
+]  # fmt: skip
 
 
 def test_help_is_in_groups(monkeypatch, capsys):
-    """Every flag once, with its default; a replaced field stays in its group, with its new help."""
+    """Every flag once, with the value that it would take."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", ["mdpo.py", "--lora-rank", "4", "--help"])
     with pytest.raises(SystemExit):
-        run_flags.command_line(mdpo.Args, {})
+        mdpo.Args.parse(mdpo.BY_SIZE)
     text = capsys.readouterr().out
     groups = re.split(r"(\w[\w' ]+) options\b", text)[1:]
-    assert groups[::2] == GROUPS and "rcr (Running" in groups[5]
-    assert (
-        len(re.findall(r"^\W* --\w", text, re.M))
-        == text.count("(default:")
-        == len(fields(mdpo.Args))
-    )
+    assert groups[::2] == GROUPS
+    flags = len(fields(mdpo.Args))
+    assert len(re.findall(r"^\W* --\w", text, re.M)) == text.count("(default:") == flags
 
 
 @dataclass
-class Numbers:
-    max_steps: int = 1
+class Numbers(RunFlags):
     steps: int = 0  # part of a name that must be at least 1
-    track: bool = False
-    beta: float = 0.0
     betas: tuple = (0.9, 0.95)
-    temperature: float = 1.0
-    max_grad_norm: float = float("inf")
+    cap: float = math.inf
+    beta_range: tuple = (0.0, 1.0)
     margin: float = -1.0
-    cap: float = float("inf")
-    words: str = "as many as you like " * 20  # a text is no name of a file
+    prompt: str = "as many as you like " * 20  # a text is no name of a file
+    RANGES = {"cap": (0, math.inf)}
 
 
-ABOVE = "above 0: [^\n]+"
 OUT_OF_RANGE = [
-    ("max_steps", 0, "at least 1"),
-    ("steps", -1, "at least 0 and finite"),
-    ("steps", 1 << 31, "below 2,147,483,648"),
-    ("beta", -0.1, "at least 0 and finite"),
-    ("beta", NAN, "at least 0 and finite"),
-    ("beta", float("inf"), "at least 0 and finite"),
-    ("temperature", 0.0, ABOVE),
-    ("temperature", NAN, "at least 0 and finite"),
-    ("max_grad_norm", 0.0, ABOVE),
-    ("betas", (0.9, 1.0), "at least 0 and below 1"),
-    ("margin", NAN, "finite"),
-    ("margin", float("-inf"), "finite"),
-]
+    ("max_steps", 0, "1 to 2147483648"), ("steps", -1, "0 to 2147483648"),
+    ("steps", 1 << 31, "0 to 2147483648"), ("cap", NAN, "0 to inf"),
+    ("lora_rank", math.inf, "0 to 2147483648"), ("betas", (0.9, 1.0), "0 to 0.999999"),
+    ("margin", NAN, "-2147483648 to 2147483648"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, value, words", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_named(name, value, words):
     fine = Numbers(margin=-2.0)
-    assert check_numbers(check_sizes(fine)) == fine
+    assert check_numbers(fine) == fine
     shown = " ".join(map(str, value)) if name == "betas" else value
     flag = name.replace("_", "-")
-    with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be {words}$"):
-        check_numbers(check_sizes(replace(Numbers(), **{name: value})))
+    with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be from {words}$"):
+        check_numbers(replace(fine, **{name: value}))
 
 
-def test_the_line_of_settings_keeps_what_was_emptied():
-    line = run_flags.flags_of(Numbers(betas=(), words=""))
-    assert "--betas --temperature 1.0" in line and line.endswith(" --words ''")
+def test_ranges_ascend_and_names_fit_a_file_system():
+    for wrong in {"beta_range": (1.0, 0.0)}, {"data": "x" * 256}:
+        with pytest.raises(SystemExit, match="lower end comes first|more than 255 bytes"):
+            check_numbers(Numbers(**wrong))
 
 
-def test_a_misspelt_default_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
+def given(monkeypatch, *flags, kind=Numbers, by_size=None):
+    monkeypatch.setattr(sys, "argv", ["bgpo.py", *flags])
+    return kind.parse(by_size or {})
+
+
+def test_the_line_of_settings_keeps_what_was_emptied_and_a_misspelt_default_is_named(
+    monkeypatch, capsys
+):
+    given(monkeypatch, "--betas", "--prompt", "")
+    assert "--betas --cap" in (line := capsys.readouterr().err) and "--prompt ''" in line
     with pytest.raises(SystemExit, match="^BY_SIZE sets betta, which Args does not have$"):
-        run_flags.command_line(Numbers, {"tiny": {"beta": 1.0}, "lora": {"betta": 1.0}})
+        given(monkeypatch, by_size={"tiny": {"steps": 1}, "full": {"betta": 1.0}})
 
 
 def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatch):
-    @dataclass
-    class Args:
-        model: str = "tiny-sdar"
-        task: str = "countdown"
-        lora_rank: int = 0
-        reward: str = ""
-        dead_steps: int = 50
-        resume: str = ""
-
-    def given(*flags):
-        monkeypatch.setattr(sys, "argv", ["bgpo.py", *flags])
-        return run_flags.command_line(Args, {"tiny": {}})
-
     monkeypatch.chdir(tmp_path)
-    args = given("--task", "mine.py", "--reward", "mine.py:pay")
+    files, kind = ("--task", "mine.py", "--reward", "mine.py:pay"), RolloutFlags
+    args = given(monkeypatch, *files, kind=kind)
     assert (args.task, args.reward) == (f"{tmp_path}/mine.py", f"{tmp_path}/mine.py:pay")
     (tmp_path / "config.json").write_text(json.dumps({"script": "bgpo", "args": vars(args)}))
-    assert given("--task", "mine.py", "--resume", ".").reward == args.reward
+    resumed = given(monkeypatch, "--task", "mine.py", "--resume", ".", kind=kind)
+    assert resumed.reward == args.reward
     monkeypatch.chdir("/")
-    assert given("--resume", str(tmp_path), "--dead-steps", "0").task == args.task
+    resume = "--resume", str(tmp_path), "--dead-steps", "0"
+    assert given(monkeypatch, *resume, kind=kind).task == args.task
     with pytest.raises(SystemExit, match="the run had --task"):
-        given("--task", "mine.py", "--resume", str(tmp_path))
-
-
-def test_numbers_may_be_infinite_where_that_means_none():
-    sizes = {"epsilon": math.inf, "max_grad_norm": math.inf, "tasks": ",".join(["x" * 200] * 3)}
-    run_flags.check_sizes(SimpleNamespace(**sizes))
-    for wrong in {"beta": math.inf}, {"epsilon": math.nan}, {"data": "x" * 256}:
-        with pytest.raises(SystemExit):
-            run_flags.check_sizes(SimpleNamespace(**wrong))
+        given(monkeypatch, *files, *resume, kind=kind)

@@ -97,7 +97,7 @@ def small_buckets(monkeypatch):
     """Several row counts and widths within tiny rollouts; CUDA graphs that CPU can record."""
     block = import_module("kernels.block")
     monkeypatch.setattr(block, "WIDTHS", 8)
-    monkeypatch.setattr(block, "ROWS", (1, 2, 3, 5, 8, 12, 16, 24, 40, 64))
+    monkeypatch.setattr(block, "SLOTS", (1, 2, 3, 5, 8, 12, 16, 24, 40, 64))
     monkeypatch.setattr(block, "Graphs", Recorded)
     return block
 
@@ -376,11 +376,6 @@ def test_parts_make_the_whole_rollout(family):
             forked.append(engine.generate(first.prompt_ids, **OPTIONS | how | new))
             forked.append(engine.generate(prompts, **OPTIONS | how | new | {"num_samples": 9}))
             assert all(same_draws(forked[0], one, forwards=False) for one in forked)
-        node, leaf = {"num_samples": 2, "sample_offset": 8}, {"num_samples": 6, "sample_offset": 24}
-        tree = engine.generate(prompts, **OPTIONS | how | leaf | {"branches": (2, 3)})
-        half = engine.generate(prompts, **OPTIONS | how | node | {"until": 6})
-        leaves = engine.generate(prompts, **OPTIONS | how | leaf | {"canvas": half})
-        assert tree.settings["forks"] == [6] and same_draws(tree, leaves)
     options = OPTIONS | how | {"canvas": part}
     with pytest.raises(ValueError, match="under the settings"):
         engine.generate(prompts, **options | {"denoising_steps": 2})

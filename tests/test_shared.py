@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from run.defaults import TINY, training
 from size import size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
 from models.config import architecture
 from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
-from rollout.engine import Sampling
-from run.defaults import TINY, training
+from rollout.engine import SamplingSettings
 from run.flags import command_line
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +102,9 @@ def test_the_order_of_a_script(script):
         module = importlib.import_module(f"algos.{script}")
         assert {"RECORDS", "USES_OLD", "USES_REF", "DRAWS_TOGETHER"} <= set(vars(module))
         known = {field.name for field in fields(module.Args)}
-        assert set(module.ROLLOUT.split()) <= known & {field.name for field in fields(Sampling)}
+        assert set(module.ROLLOUT.split()) <= known & {
+            field.name for field in fields(SamplingSettings)
+        }
 
 
 WIDTH = {"llada": {"d_model": 4096}, "Dream": {"hidden_size": 3584}, "sdar": {"hidden_size": 4096}}

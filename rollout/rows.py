@@ -1,0 +1,133 @@
+"""A rollout as terms of a loss: which tokens are masked, which are scored, in which micro-batch."""
+
+from copy import copy
+
+import torch
+
+from distributed.groups import all_reduce, maximum
+from rollout.sampling import keyed_uniform
+
+
+class Batch:
+    """A rollout on this rank: B sequences, the G completions of a prompt together.
+
+    The completion is the last L columns. Collective: token counts are sums over ranks.
+    """
+
+    def __init__(self, trace, model):
+        self.trace = trace
+        # [B, T] prompt (padded on the left) + completion; bool: no padding, reached by the sampler
+        self.input_ids, self.valid_mask = trace.sequences(model.pad_token_id)
+        self.completion_mask = trace.completion_mask  # [B, L] bool, up to and with the first EOS
+        self.P = self.input_ids.shape[1] - self.completion_mask.shape[1]
+        # [B, L] likelihood block: its tokens are predicted jointly, given the blocks before it
+        self.block_ids = model.grid(self.valid_mask)[1][:, self.P :]
+        self.mask_token_id = model.mask_token_id
+        self.num_tokens, self.num_sequences = all_reduce(  # of this step
+            {"tokens": self.completion_mask.sum(), "sequences": len(self.input_ids)}
+        ).values()
+
+    def uniform(self, iteration, draw):
+        """Keyed by the step's seed, the sample's index over all ranks, iteration, draw, and the
+        offset from the start of the completion, so that left padding changes nothing.
+
+        -> [B, T] fp64 in [0, 1)
+        """
+        offset = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) - self.P
+        seed, sample = self.trace.settings["seed"], self.trace.sample_index[:, None]
+        return keyed_uniform(seed, "masks", sample, iteration, draw, offset)
+
+
+class Rows:
+    """The masks of an inner iteration. A row is a term of the loss, with K noisy copies."""
+
+    temperature = 1.0  # of the scored distribution
+    targets = None  # [R, K, T] tokens to score; None: those of input_ids
+    old = None  # estimates before the first update; None: the current ones
+    ref = None  # estimates of the reference; None: no KL
+
+    def __init__(self, batch, masked, weights, index=slice(None)):
+        """index [R]: the sequence of each row; default: row r is sequence r"""
+        self.batch = batch
+        self.masked = masked  # [R, K, T] bool: shown to the model as [MASK]
+        self.weights = weights.float()  # [R, K, L] in the estimate or the loss; 0: not scored
+        self.input_ids = batch.input_ids[index]  # [R, T] clean
+        self.valid_mask = batch.valid_mask[index]  # [R, T] bool
+        self.completion_mask = batch.completion_mask[index]  # [R, L] bool
+        self.advantages = batch.advantages[index]  # [R]
+
+    def select(self, index):
+        """rows[index] for a slice, bool or long index"""
+        rows = copy(self)
+        for name, value in vars(self).items():
+            setattr(rows, name, value[index] if torch.is_tensor(value) else value)
+        return rows
+
+    def for_update(self, size, together, keep_all):
+        """Without rows that have no gradient, sorted by length, so that a micro-batch has little
+        padding. Draws are split into rows of at most `size`, unless the loss needs them `together`.
+
+        keep_all: rows with advantage 0 have a gradient too. One row always stays: every rank must
+        run.
+        """
+        R, K, _ = self.masked.shape
+        assert K <= size or not together  # the plan refuses such a size, if num_draws is right
+        parts = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
+        rows = self.select(self.valid_mask.sum(1).argsort(stable=True))
+        names = [
+            name for name in ("masked", "weights", "targets") if vars(rows).get(name) is not None
+        ]
+        split = {name: vars(rows)[name].reshape(R * parts, K // parts, -1) for name in names}
+        rows = rows.select(torch.arange(R).repeat_interleave(parts))
+        vars(rows).update(split)
+        live = rows.weights.any((1, 2)) & (keep_all | (rows.advantages != 0))
+        live[0] |= ~live.any()
+        rows = rows.select(live)
+        rows.has_gradient = bool(keep_all or rows.advantages.any())
+        return rows
+
+    def micro_batches(self, size):
+        """Yield (micro-batch of at most `size` draws, is it the last, does it count), equally many
+        on every rank, because FSDP's collectives must match: a rank that has run out repeats its
+        last one without effect.
+        """
+        size = size // self.masked.shape[1]
+        starts = range(0, len(self.input_ids), size)
+        count = maximum(len(starts))
+        for i in range(count):
+            first = starts[min(i, len(starts) - 1)]
+            micro = self.select(slice(first, first + size))
+            yield micro, i + 1 == count, i < len(starts) and self.has_gradient
+
+    def mismatch(self, logps, entropies):
+        """How far the scored tokens are from draws of the scored distributions: draws have a mean
+        -log p equal to the mean entropy. [R, K, L] each, nats -> sums; `reduce_metrics` makes means
+        """
+        return {
+            "mismatch/surprisal": -(self.weights * logps).sum(),
+            "mismatch/entropy": (self.weights * entropies).sum(),
+            "mismatch/improbable": (self.weights * (logps.exp() < 0.05)).sum(),
+            "mismatch/weight": self.weights.sum(),
+        }
+
+
+def block_counts(tokens, block):
+    """Marked tokens in the likelihood block of each token, and in all blocks before it.
+
+    tokens, block [B, L] -> two [B, L]
+    """
+    ends, block = tokens.long().cumsum(1), block.contiguous()
+    before = (ends - tokens.long()).gather(1, torch.searchsorted(block, block))
+    return ends.gather(1, torch.searchsorted(block, block, right=True) - 1) - before, before
+
+
+def choose_in_blocks(tokens, block, u, noise):
+    """Choose m of the n marked tokens of each likelihood block, m = floor(u n) + 1, in the random
+    order of their noise. tokens, block, u, noise [B, L]; u is equal within a block
+
+    -> chosen [B, L] bool, n and m [B, L]
+    """
+    n, before = block_counts(tokens, block)
+    m = (u * n).floor() + 1
+    rank = torch.where(tokens, block + noise, torch.inf).argsort(1).argsort(1) - before
+    return tokens & (rank < m), n, m
