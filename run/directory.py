@@ -37,12 +37,12 @@ class Run:
         self.say, self.drawn = self.log.say, ""
 
     def clock(self):
-        return Stopwatch(self.args.micro_batch_size)
+        return Stopwatch()
 
     def write(self, step, metrics, clock=None):
         """A row of the log, if there are metrics. clock: of a training step"""
         if metrics:
-            self.log.write(step, metrics | (clock.with_step() | machine_metrics() if clock else {}))
+            self.log.write(step, metrics | (clock | machine_metrics() if clock else {}))
 
     def samples(self, step, trace, rewards, examples, number):
         """Log the first `number` completions of a rollout."""

@@ -363,7 +363,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
     """At every eighth byte of the last row, and in the middle of a character of several bytes."""
-    monkeypatch.setattr(runlog, "draw_curves", lambda run_dir: None)
+    monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
     directory = run_directory(tmp_path, rows=2)
     whole = (directory / name).read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
@@ -449,7 +449,7 @@ def script_main(rank, ranks, port, out, flags):
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     sys.argv = sys.orig_argv = flags
-    runlog.draw_curves = lambda run_dir: None
+    runlog.draw_curves = lambda *_: None
     load_few_problems()
     try:
         runpy.run_path(flags[0], run_name="__main__")
