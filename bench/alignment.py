@@ -25,11 +25,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from run.defaults import training
+
 from data.stream import ShuffledStream
 from distributed.groups import close_distributed, setup_distributed
 from models.config import architecture
 from models.names import checkpoint_config
-from run.defaults import training
 from run.log import describe_device, describe_git
 
 EXACT, EXACT_AT = "tpg", (1.0, 0.3)  # the method, temperatures: sampling, near the greedy score

@@ -19,7 +19,7 @@ import tyro
 
 from distributed.disk import lock, new_directory, write_atomically
 from run import report
-from run.flags import check_sizes, restored
+from run.flags import check_numbers, restored
 
 HEADER = (
     "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"
@@ -41,7 +41,7 @@ def command_line(kind, task):
             raise SystemExit(f"--resume {args.resume} is no evaluation of {task or 'tasks'}")
         default = restored(kind, saved, path)
         args = tyro.cli(kind, default=default, description=description)
-    return check_sizes(args)
+    return check_numbers(args)
 
 
 def take_directory(flags, default, held):

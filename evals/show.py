@@ -27,7 +27,7 @@ from evals.examples import user
 from models import load_tokenizer, prompt_ids
 from models.config import architecture
 from rollout import make_engine
-from run.flags import check_sizes
+from run.flags import check_numbers
 
 # red to green for equal sixths of 0..1; legible on dark and light backgrounds
 PROBABILITY = (160, 166, 172, 142, 106, 34)
@@ -112,7 +112,7 @@ def play(trace, i, tokenizer, mask_token_id, delay=0.0, colour=False):
 
 
 def main(args):
-    check_sizes(args)
+    check_numbers(args)
     if bool(args.prompt) == bool(args.task):
         raise SystemExit("give either --prompt or --task")
     example, messages = {}, user(args.prompt)

@@ -137,7 +137,7 @@ class LmdeployEngine(Engine):
         hand_over()
         torch.cuda.synchronize(self.device)  # the forwards run on a stream of their own
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
         from lmdeploy.messages import GenerationConfig
         from lmdeploy.pytorch.config import UnmaskingStrategy
 

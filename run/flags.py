@@ -18,7 +18,7 @@ from models import is_tiny, sampling_facts
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
 MAX = 1 << 31  # of integers: a seed times 2^32 has 63 bits
-EPS = 1e-9  # an open end of a range
+EPS = 1e-6  # an open end of a range
 
 
 @dataclass
@@ -128,6 +128,7 @@ class RunFlags:
 class RolloutFlags(RunFlags):
     """Besides those of every run, of a script with rollouts."""
 
+    # rollouts and rewards
     reward: str = ""
     """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
     max_prompt_length: int = 1024
@@ -202,7 +203,8 @@ def command_line(arguments, by_size):
     if asked.resume:
         return resumed(arguments, Path(asked.resume))
     found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
-    defaults = arguments(**{name: value for name, (value, _) in found.items()})
+    values = {name: value for name, (value, _) in found.items()} | {"model": asked.model}
+    defaults = arguments(**values)
     if {"-h", "--help"} & {*sys.argv}:
         print_help(defaults, asked.model, found)
     given = parsed(arguments, defaults)
@@ -281,7 +283,7 @@ def print_help(defaults, model, found):
 
     groups, left = {}, dict(defaults.__dataclass_fields__)
     for kind in [kind for kind in type(defaults).__mro__ if kind is not object]:
-        title = f"flags of {kind.__name__}"
+        title = "the method's own"
         for heading, name in re.findall(r"^    (?:# (.+)|(\w+): )", inspect.getsource(kind), re.M):
             title = heading or title
             if name in left:
@@ -294,7 +296,7 @@ def print_help(defaults, model, found):
     lines = [
         f"--{name.replace('_', '-')} {value}: {where}" for name, (value, where) in found.items()
     ]
-    note = f"Values below are those of --model {model}. Not the defaults of the script, but\n"
+    note = f"Values are those of --model {model}. These come before the defaults of the script:\n"
     description = note + "\n".join(lines)
     tyro.cli(tyro.conf.OmitArgPrefixes[dict], default=shown, description=description, args=["-h"])
 

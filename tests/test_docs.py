@@ -45,7 +45,7 @@ def parse(program, flags):
     module = program.removesuffix(".py").replace("/", ".").replace("algos.mine", "algos.d1")
     if module.startswith("evals.") and module != "evals.show":
         run = import_module("evals.run")
-        return tyro.cli(run.ManyArgs if module == "evals.run" else run.Args, args=flags)
+        return tyro.cli(run.Args, args=flags)
     return tyro.cli(import_module(module).Args, args=flags)
 
 

@@ -97,7 +97,7 @@ def small_buckets(monkeypatch):
     """Several row counts and widths within tiny rollouts; CUDA graphs that CPU can record."""
     block = import_module("kernels.block")
     monkeypatch.setattr(block, "WIDTHS", 8)
-    monkeypatch.setattr(block, "ROWS", (1, 2, 3, 5, 8, 12, 16, 24, 40, 64))
+    monkeypatch.setattr(block, "SLOTS", (1, 2, 3, 5, 8, 12, 16, 24, 40, 64))
     monkeypatch.setattr(block, "Graphs", Recorded)
     return block
 

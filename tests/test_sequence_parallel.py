@@ -12,7 +12,6 @@ from distributed import sequence as sequence_parallel
 from distributed.groups import all_reduce, group_share, rank_share
 from distributed.sequence import check_heads, form_groups, over_heads, place, total
 from models import load_model
-from models.layers import INPUTS
 from models.tiny import TINY_CONFIGS, random_model
 
 # ranks, of a group; 4 query heads over 2 (LLaDA 4), so that groups of 4 repeat them
@@ -93,31 +92,3 @@ def test_numbers_that_do_not_divide_are_refused(monkeypatch):
         load_model("tiny-sdar")
     monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 4))
     check_heads(load_model("tiny-sdar").config)
-
-
-@pytest.mark.full
-def test_compiled_blocks_exchange_as_often(run_ranks):
-    """A graph with and one without gradient, for all lengths; none exchanges again in the
-    backward pass.
-    """
-
-    def body(rank, world_size):
-        from torch._dynamo.utils import counters
-
-        plain, model = (random_model(TINY_CONFIGS["tiny-sdar"]).double() for _ in range(2))
-        for layer in model.layers:
-            layer.compile(backend="aot_eager_decomp_partition")
-        form_groups(2, 2)
-        torch.compiler.config.dynamic_sources = INPUTS  # of this rank's process
-        patch = torch._functorch.config.patch(activation_memory_budget=0.7)
-        for T in range(12, 40, 3):
-            batch = ragged([T - 1, 7], T=T)
-            want = scores(plain, batch, None)
-            with patch, torch.profiler.profile() as profile:
-                got = scores(model, batch, None)
-            torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
-        names = [event.name for event in profile.events()]
-        assert names.count("_c10d_functional::all_to_all_single") == 4 * len(model.layers)
-        assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
-
-    run_ranks(2, body)

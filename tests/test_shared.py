@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run.defaults import TINY, training
 from size import size
 from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
 
@@ -19,7 +20,6 @@ from models.config import architecture
 from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
 from rollout.engine import SamplingSettings
-from run.defaults import TINY, training
 from run.flags import command_line
 
 ROOT = Path(__file__).parents[1]
