@@ -131,7 +131,7 @@ def values(script, folder):
 
 
 def all_values():
-    """-> {script: values}, each as differences from those of d1 in its first situation, and these"""
+    """-> {script: values}, each as differences from those of d1 on the tiny model, and these"""
     with tempfile.TemporaryDirectory() as folder:
         found = {script: values(script, folder) for script in METHODS}
     first = found["d1"]["tiny"]
