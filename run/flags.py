@@ -180,7 +180,9 @@ def values_for(arguments, by_size, model, task=None, lora_rank=None):
         sizes += ["bidirectional"] * (facts.get("cache", "none") != "none")
         if (task or known["task"]) in WORDED:
             values["data"] = WORDED[task], "the task's problems with words"
-    values |= {name: (value, "models/names.py") for name, value in facts.items() if name in known}
+    kinds = get_type_hints(arguments)
+    usable = {k: v for k, v in facts.items() if k in known and is_of(v, kinds[k])}
+    values |= {name: (value, "models/names.py") for name, value in usable.items()}
     for size in sizes:
         of_size = by_size.get(size, {}).items()
         values |= {name: (value, f"BY_SIZE[{size!r}]") for name, value in of_size}
