@@ -69,7 +69,6 @@ class Args(RolloutFlags):
     """masked share t of one half; the other has 1 - t (paper: 0.2 to 0.8)"""
     baseline: Literal["mean", "loo"] = "mean"
     """of the group (paper's headline), or leave-one-out (official code, a row of the paper)"""
-    # replaces the shared field
     remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random", "entropy"] = (
         "low_confidence_static"
     )

@@ -78,7 +78,6 @@ class Args(RolloutFlags):
     """temperature of its targets at the start; 0 at the end (official dtreerpo.yaml: 2)"""
     tau_power: float = 0.7
     """power with which tau falls (official dtreerpo.yaml: 0.7)"""
-    # replaces the shared field
     remasking: Literal[
         "low_confidence_static", "low_confidence_dynamic", "random", "entropy", "sequential"
     ] = "low_confidence_static"

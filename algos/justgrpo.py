@@ -63,7 +63,6 @@ class Args(RolloutFlags):
     positions: int = 0
     """tokens scored per completion (block models: per block), a new random choice in every update,
     weighted so that the gradient stays unbiased (ours); 0: all (official code)"""
-    # replaces the shared field
     remasking: Literal["sequential"] = "sequential"
     """left to right"""
 

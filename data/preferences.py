@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import describe_columns, hub_splits, is_own, open_rows, read_jsonl
-from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_asked
+from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_questions
 from distributed.disk import writing
 
 SPLITS = "train", "validation", "test"
@@ -40,7 +40,7 @@ def training_pairs(task, data, score_all, asked=()):
     the task: see gold_pairs.
     score_all: that of evals. asked: prompts that the run is scored on; pairs with one are left out.
     """
-    yield from without_asked(pairs_of(task, data, "train", score_all), asked)
+    yield from without_questions(pairs_of(task, data, "train", score_all), asked)
 
 
 def held_out_pairs(task, split, data, eval_pairs, limit, score_all):

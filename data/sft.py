@@ -3,7 +3,7 @@
 from itertools import chain
 
 from data.rows import hub_split, is_own, one_line, open_rows
-from data.tokens import Dropped, as_messages, is_dialogue, token_rows, unreadable, without_asked
+from data.tokens import Dropped, as_messages, is_dialogue, token_rows, unreadable, without_questions
 
 DRAWS = 4  # a problem with several right answers gives up to this many rows
 SPLITS = "train_sft", "train"  # of a hub data set, the first that it has; ultrachat_200k: train_sft
@@ -20,7 +20,7 @@ def training_rows(task, data, held_out=()):
     SystemExit if the data set has other columns, or the task has no answers for it.
     """
     asked = [task.prompt(problem) for problem in held_out]
-    yield from without_asked(source_rows(task, data), asked)
+    yield from without_questions(source_rows(task, data), asked)
 
 
 def source_rows(task, data):

@@ -118,12 +118,12 @@ def encode_rows(rows, tokenizer, model, max_length, sides):
         ids = [next(answers) for _ in sides]
         length = len(prompt) + max(map(len, ids)) + 1
         if len(ids) == 2 and ids[0] == ids[1]:
-            encoded[i] = Dropped("have two equal sides", shown(rows[i]))
+            encoded[i] = Dropped("have two equal sides", excerpt(rows[i]))
         elif any(model.mask_token_id in part for part in [prompt, *ids]):
-            encoded[i] = Dropped("hold a mask token", shown(rows[i]))
+            encoded[i] = Dropped("hold a mask token", excerpt(rows[i]))
         elif length > max_length:
             why = f"exceed --max-length {max_length}"
-            encoded[i] = Dropped(why, f"{length} tokens: {shown(rows[i])}")
+            encoded[i] = Dropped(why, f"{length} tokens: {excerpt(rows[i])}")
         else:
             encoded[i] = prompt, *(part + model.eos_token_ids[:1] for part in ids)
     return encoded
@@ -135,7 +135,7 @@ def render(row, tokenizer, sides):
         return row
     answers = [row[side] for side in sides]
     if not all(map(str.strip, answers)):
-        return Dropped("have an empty answer", shown(row))
+        return Dropped("have an empty answer", excerpt(row))
     try:
         text = prompt_text(tokenizer, row["prompt"])
         "".join([text, *answers]).encode()
@@ -144,15 +144,15 @@ def render(row, tokenizer, sides):
         reason = "are refused by the chat template"
         if isinstance(error, UnicodeEncodeError):
             reason = "hold half of a character (a surrogate)"
-        return Dropped(reason, f"{shown(row)}, {one_line(error)}")
+        return Dropped(reason, f"{excerpt(row)}, {one_line(error)}")
 
 
-def without_asked(rows, asked):
+def without_questions(rows, asked):
     """Drop rows that ask one of the prompts `asked`, those that the run is scored on."""
     asked = set(map(question, asked))
     for row in rows:
         if not isinstance(row, Dropped) and question(row["prompt"]) in asked:
-            row = Dropped("ask what the run is scored on", shown(row))
+            row = Dropped("ask what the run is scored on", excerpt(row))
         yield row
 
 
@@ -179,6 +179,6 @@ def unreadable(row, reason):
     return Dropped(reason, f"with {describe_columns(row)}: {str(row)[:120]}")
 
 
-def shown(row):
+def excerpt(row):
     texts = [repr(text[:60]) for key, text in row.items() if key != "prompt"]
     return f"{row['prompt'][-1]['content'][:60]!r} -> {' rather than '.join(texts)}"

@@ -163,8 +163,8 @@ def score_all(task, completions, examples):
         scores = list(task.score_batch(completions, examples))
     else:
         scores = in_threads(task.score, completions, examples)
-    fits = lambda score: isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6
-    if odd := [score for score in scores if not fits(score)]:
+    is_good = lambda score: isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6
+    if odd := [score for score in scores if not is_good(score)]:
         raise SystemExit(f"--task {task.NAME}: a score of {odd[0]!r} is no number in [0, 1]")
     if len(scores) != len(completions):
         few = f"score_batch gives {len(scores)} scores for {len(completions)} completions"
@@ -214,8 +214,8 @@ def final_answer(completion):
     alone = "" if r"\boxed{" in tagged or "\n" in unwrapped(tagged) else tagged
     answers = [*boxes(text, unclosed=True), alone, *boxes(f"{tagged}\n", unclosed=True)]
     answers = (unwrapped(answer.partition("</")[0]) for answer in reversed(answers))
-    fits = lambda text: len(text) <= MAX_LENGTH and not PLACEHOLDER.fullmatch(text)
-    return next(filter(fits, answers), None)
+    is_good = lambda text: len(text) <= MAX_LENGTH and not PLACEHOLDER.fullmatch(text)
+    return next(filter(is_good, answers), None)
 
 
 def unwrapped(answer):

@@ -1,9 +1,8 @@
 """Examples of a task, read from the rows of a file or a hub data set, and their splits."""
 
-import re
 from pathlib import Path
 
-from data.rows import describe_columns, read_rows
+from data.rows import describe_columns, is_of, read_rows
 from evals import TRAIN_TASKS
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
@@ -12,12 +11,18 @@ STYLES = {"d1": "tags", "d1-eval": "boxed-tags"}
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 
-def read_examples(read, needs, path, split, presets=(), limit=None, config=None):
+def read_examples(read, needs, path, split, presets=(), limit=None, config=None, own=None):
     """`parse_rows` of a .jsonl, .jsonl.gz, .csv or .parquet file or of a hub data set: the first
-    `limit` rows.
+    `limit` rows. own: (hub id, the hub's name of its one split, which is for testing); the id
+    itself without a path.
 
-    SystemExit if there is no such file or data set; the message lists the task's `presets`.
+    SystemExit if there is no such file, data set or split; the message lists the task's `presets`.
     """
+    if own:
+        hub, name = own
+        path = path or hub
+        if is_of(path, hub):
+            split = one_split(hub, split, {"test": name})
     return parse_rows(read, needs, path, read_rows(path, split, presets, limit, config))
 
 
@@ -68,13 +73,6 @@ def user(content, shots=()):
     """A prompt of one user message, after `shots`: pairs of a question and its answer."""
     turns = [turn for shot in shots for turn in zip(("user", "assistant"), shot, strict=True)]
     return [{"role": role, "content": text} for role, text in [*turns, ("user", content)]]
-
-
-def shots_in(messages):
-    """How many worked examples a prompt has: turns of their own, or the questions in front of the
-    last one in its message."""
-    turns = sum(message["role"] == "assistant" for message in messages)
-    return turns or len(re.findall(r"^Q(?:uestion)?:", messages[-1]["content"], re.M)[1:])
 
 
 def chat_row(row):

@@ -15,9 +15,8 @@ import sys
 import textwrap
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import is_of
 from evals import evalplus, main
-from evals.examples import chat_row, one_split, read_examples, user, worked
+from evals.examples import chat_row, read_examples, user, worked
 from evals.programs import code_of, defines, first_program, scorers
 from evals.sandbox import Job
 
@@ -38,9 +37,7 @@ def load(split, path=None, limit=None, hub=HUB):
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
     """
-    path = path or hub
-    split = one_split(hub, split, {"test": "test"}) if is_of(path, hub) else split
-    return read_examples(_problem, COLUMNS, path, split, limit=limit)
+    return read_examples(_problem, COLUMNS, path, split, limit=limit, own=(hub, "test"))
 
 
 def prompt(example):

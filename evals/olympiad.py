@@ -20,7 +20,7 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import is_of
 from evals import main
-from evals.examples import one_split, read_examples, user
+from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import extract
 from evals.math_grader import math_verify, number
@@ -48,10 +48,8 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows, which are "test" only; a .jsonl or .parquet file with the hub's
     columns, which gives the same rows for every split; or a hub id.
     """
-    path, config = path or HUB, None
-    if is_of(path, HUB):
-        split, config = one_split("olympiad", split, {"test": "train"}), CONFIG
-    return read_examples(_problem, COLUMNS, path, split, (), limit, config)
+    config = CONFIG if is_of(path or HUB, HUB) else None
+    return read_examples(_problem, COLUMNS, path, split, (), limit, config, (HUB, "train"))
 
 
 def prompt(example):

@@ -218,28 +218,23 @@ def load_reward(name, task):
         once = dict(zip(keys, examples, strict=True))
         texts, asked = [text for text, _ in once], once.values()
         if function:
-            parts = in_threads(parts_of, texts, asked)
+            found = in_threads(parts_of, texts, asked)
         else:
-            parts = [{"score": score} for score in score_all(task, texts, asked)]
-        found = dict(zip(once, parts, strict=True))
-        for i, key in enumerate(keys):
-            paid = found[key]
+            found = [{"score": score} for score in score_all(task, texts, asked)]
+        for text, paid in zip(texts, found, strict=True):
             names.extend(paid if not names else ())
-            numbers = all(isinstance(v, Real) and math.isfinite(v) for v in paid.values())
-            problem = None
-            if taken := METRICS.intersection(names):
-                problem = f"{taken.pop()} is a metric: rename that part"
-            elif not paid or paid.keys() != {*names}:
-                problem = (
-                    f"the first completion has the parts {names}: give 0 for what is not earned"
-                )
-            elif not numbers:
+            problem = ""
+            if not paid or paid.keys() != {*names}:
+                problem = f"the first has the parts {names}: give 0 for what is not earned"
+            elif METRICS.intersection(names):
+                problem = "that is a metric: rename the part"
+            elif not all(isinstance(part, Real) and math.isfinite(part) for part in paid.values()):
                 problem = "not a finite number"
             if problem:
-                which = f"completion {i} of {len(keys)}, {key[0][:60]!a}, is paid {paid!r:.200}"
-                raise SystemExit(
-                    f"--reward {name or 'none: the score'} of {own}: {which}: {problem}"
-                )
+                where = f"--reward {name or 'none: the score'} of {own}"
+                paid = f"completion {text[:60]!a} is paid {paid!r:.200}"
+                raise SystemExit(f"{where}: {paid}: {problem}")
+        found = dict(zip(once, found, strict=True))
         return [{part: float(found[key][part]) for part in names} for key in keys]
 
     return rewards

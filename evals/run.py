@@ -37,11 +37,11 @@ import torch.distributed as dist
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from distributed.disk import from_first_rank, is_first_rank, write_atomically
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
-from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.config import architecture
 from rollout import make_engine
+from run.flags import MAX
 from run.report import write_report
 
 
@@ -77,6 +77,8 @@ class Args(decoding.SamplerFlags):
     resume: str = ""
     """continue in this directory of an earlier run: its flags are the defaults, finished samples
     are kept"""
+
+    RANGES = dict.fromkeys(("batch_size", "limit", "repeats"), (1, MAX))  # of numbers
 
 
 # completions of a file that are scored together: then rows are written and the bar moves
@@ -132,13 +134,9 @@ def evaluate(args, tasks, data, files):
     if args.resume and files:
         again = f"score {', '.join(files.values())} again, with a new --out"
         raise SystemExit(f"--resume {args.resume} continues a generation: {again}")
-    for name in ("batch_size", "limit", "repeats"):
-        if (count := getattr(args, name)) is not None and count < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} {count} must be at least 1")
-    rewards = {name: load_reward(args.reward, tasks[name]) for name in tasks if args.reward}
     results.refuse_overwriting(args)
     device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
-    examples, settings, read, lost = {}, {}, {}, {}
+    examples, rewards, settings, read, lost = {}, {}, {}, {}, {}
 
     @contextmanager
     def skipped_on_exit(name):
@@ -153,25 +151,27 @@ def evaluate(args, tasks, data, files):
                 print(f"{name} is not evaluated: {lost[name]}", file=sys.stderr)
 
     for name, task in tasks.items():
-        load = partial(load_examples, task, args.split, data.get(name, ""), args.limit)
         with skipped_on_exit(name):
-            examples[name] = from_first_rank(load)
-            if name in rewards:  # SystemExit if the examples do not suit the reward
-                rewards[name]([TRIAL], examples[name][:1])
+            reward = load_reward(args.reward, task) if args.reward else None
+            load = partial(load_examples, task, args.split, data.get(name, ""), args.limit)
+            rows = from_first_rank(load)
+            if reward:  # SystemExit if the examples do not suit it
+                reward([TRIAL], rows[:1])
+            examples[name], rewards[name] = rows, reward
     if args.model and examples:
         tokenizer = load_tokenizer(args.model)
         backend = {"backend": args.rollout_backend, "max_batch_size": args.batch_size}
         engine = make_engine(args.model, device=device, **backend)
     for name, rows in examples.items():
-        task, how = tasks[name], {"data": data.get(name, "")}
-        how |= {key: getattr(args, key) for key in ("split", "limit", "reward")}
-        how |= {"torch": version("torch"), "evals_hash": hash_of_evals(task)}
+        how = {key: getattr(args, key) for key in ("split", "limit", "reward")}
+        how |= {"data": data.get(name, ""), "ranks": ranks, "repeats": args.repeats or 1}
+        how |= {"torch": version("torch"), "evals_hash": hash_of_evals(tasks[name])}
         with skipped_on_exit(name):
             if files:
-                how |= {"repeats": args.repeats or 1, "completions": files[name]}
-                read[name] = samples.given(task, rows, files[name], how["repeats"])
+                how["completions"] = files[name]
+                read[name] = samples.given(tasks[name], rows, files[name], how["repeats"])
             else:
-                how |= task_settings(args, engine, name, task, rows, alone)
+                how |= task_settings(args, engine, name, tasks[name], rows, alone)
             settings[name] = how
     if not settings:
         raise SystemExit(f"none of {', '.join(tasks)} can be evaluated")
@@ -184,8 +184,7 @@ def evaluate(args, tasks, data, files):
         made = {} if alone else results.finished(out)  # of a resumed run
         for name, how in settings.items():
             folder = out if alone else out / name
-            scoring = tasks[name], examples[name], rewards.get(name)
-            how |= {"ranks": ranks}
+            scoring, more = (tasks[name], examples[name], rewards[name]), {}
             from_first_rank(partial(results.begin, name, folder, how, args.resume))
             if files:
                 rows, more = read[name]
@@ -193,7 +192,6 @@ def evaluate(args, tasks, data, files):
                 samples.write_scored(folder / "samples.jsonl", parts, *scoring, len(rows), name)
             else:
                 rows = answer(folder, name, *scoring, how, engine, tokenizer, rank, ranks)
-                more = {}
             if not rank:
                 result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
                 made[name] = result | more | {"settings": how}
@@ -280,7 +278,6 @@ def task_settings(args, engine, name, task, examples, alone):
         "prompt": prompt[style] if isinstance(prompt, dict) else prompt,
         "prompts_hash": digest(prompts),
         "examples_hash": digest(examples),
-        "shots": shots_in(prompts[0]),
         "repeats": repeats,
         **sampling,
         "block_length": block_length,

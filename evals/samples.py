@@ -71,17 +71,16 @@ def same_problem(task, example, row):
     if not isinstance(said, str):
         return True
     asked = task.prompt(example)[-1]["content"]
-    keys = [key for key in (*QUESTION, "puzzle", "numbers") if key in example]
-    own = str(example[keys[0]]) if keys else asked
+    names = (name for name in (*QUESTION, "puzzle", "numbers") if name in example)
+    own = str(example.get(next(names, ""), asked))
     words = lambda text: " ".join(text.translate(QUOTES).split())
     said, asked, own = words(said), words(asked), words(own)
-    whole = not keys or 2 * len(said) > len(own)  # not its first words alone
-    return own in said or whole and said in asked
+    return own in said or said in asked and 2 * len(said) > len(own)  # not its first words alone
 
 
-def _row(told, task, examples, repeats):
+def _row(row, task, examples, repeats):
     """The keys of a row that are used. ValueError says what is wrong with it."""
-    index, completion, repeat = told.get("index"), told.get("completion"), told.get("repeat", 0)
+    index, completion, repeat = row.get("index"), row.get("completion"), row.get("repeat", 0)
     if type(index) is not int or not isinstance(completion, str):
         raise ValueError('needs {"index": integer, "completion": text}')
     check = "check --data and --split"
@@ -89,7 +88,7 @@ def _row(told, task, examples, repeats):
         raise ValueError(f"index {index} is outside 0..{len(examples) - 1}; {check}")
     if repeat not in range(repeats):
         raise ValueError(f"repeat {repeat!a:.20} is outside 0..{repeats - 1}; check --repeats")
-    if not same_problem(task, examples[index], told):
+    if not same_problem(task, examples[index], row):
         raise ValueError(f"about another problem; {check}")
     return {"index": index, "repeat": repeat, "completion": completion}
 

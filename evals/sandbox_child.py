@@ -511,8 +511,8 @@ def verdict_of(job, tests, calls, answers):
         if "ready" not in ready:
             return "error", f"{ready.get('raise')}: {ready.get('detail')}"[:600]
         if job["mode"] == "nonce":
-            told = ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
-            return "passed" if told == tests["nonce"] else "exited", ""
+            replied = ask({"tests": tests["tests"], "nonce": tests["nonce"]}).get("nonce")
+            return "passed" if replied == tests["nonce"] else "exited", ""
         space = {"__name__": "__main__"}
         exec(compile(tests["prelude"], "<prelude>", "exec"), space)
         space |= {name: proxy(name) for name in job["entry_points"]}
@@ -634,7 +634,7 @@ def remove(folder, mounted):
     os.execv("/bin/rm", ["rm", "-rf", folder])
 
 
-def told(verdict, nonce):
+def read_verdict(verdict, nonce):
     """(reason, detail) that the tests have written to a pipe."""
     try:
         *result, proof = receive(verdict)
@@ -697,7 +697,7 @@ def supervise():
                 if 0 in ready:  # its end: nothing more is sent
                     raise Gone
                 if ready:
-                    result = told(verdict, given["nonce"])
+                    result = read_verdict(verdict, given["nonce"])
     except Gone:
         pass
     finally:

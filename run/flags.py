@@ -18,7 +18,7 @@ from models import is_tiny, sampling_facts
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
 MAX = 1 << 31  # of integers: a seed times 2^32 has 63 bits
-EPS = 1e-9  # an open end of a range
+EPS = 1e-6  # an open end of a range
 
 
 @dataclass
@@ -180,7 +180,9 @@ def values_for(arguments, by_size, model, task=None, lora_rank=None):
         sizes += ["bidirectional"] * (facts.get("cache", "none") != "none")
         if (task or known["task"]) in WORDED:
             values["data"] = WORDED[task], "the task's problems with words"
-    values |= {name: (value, "models/names.py") for name, value in facts.items() if name in known}
+    kinds = get_type_hints(arguments)
+    usable = {k: v for k, v in facts.items() if k in known and is_of(v, kinds[k])}
+    values |= {name: (value, "models/names.py") for name, value in usable.items()}
     for size in sizes:
         of_size = by_size.get(size, {}).items()
         values |= {name: (value, f"BY_SIZE[{size!r}]") for name, value in of_size}

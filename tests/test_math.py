@@ -16,10 +16,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from test_evals import of, one_line, row_of, write
+from test_evals import grade, of, one_line, row_of, write
 
 from evals import livecodebench, math_grader, programs, sandbox
-from evals.math_grader import grade, math_verify
+from evals.math_grader import math_verify
 from evals.sandbox import in_threads
 
 ENDLESS = r"2^{2^{2^{100}}}"
@@ -38,9 +38,9 @@ def quick_timeout(monkeypatch):
     monkeypatch.setattr(math_grader, "NO_VERDICT", [])
     ask = math_grader.Worker.ask
 
-    def asked(worker, judge, answer, *rest):
+    def asked(worker, answer, *rest):
         monkeypatch.setattr(math_grader, "TIMEOUT", 0.5 if answer == ENDLESS else 60.0)
-        return ask(worker, judge, answer, *rest)
+        return ask(worker, answer, *rest)
 
     monkeypatch.setattr(math_grader.Worker, "ask", asked)
     yield
@@ -51,7 +51,7 @@ def quick_timeout(monkeypatch):
 def test_shortcuts_say_what_math_verify_says():
     """Equal strings and numbers are not sent to the processes; only the base of 52_8 is beyond
     Math-Verify."""
-    for text, gold, verdict in of("grader")[2]["verdicts"]:
+    for text, gold, verdict in of("grader")[1]["verdicts"]:
         answer = math_grader.last_box(text)
         if answer and gold != "52_8" and "9" not in gold:
             assert math_grader._judged(answer, gold) == verdict, (answer, gold)
@@ -91,8 +91,7 @@ def test_model_text_is_not_run_and_no_secret_is_there(tmp_path, quick_timeout, m
         f"open('{tmp_path}/x','w')",
         "exit()",
     ):
-        for grader in ("math_verify", "deepscaler"):
-            assert grade(rf"\boxed{{{code}}}", "5", grader) is False
+        assert grade(rf"\boxed{{{code}}}", "5") is False
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("HF_TOKEN", "secret")
     worker = math_grader.Worker("math")

@@ -48,7 +48,7 @@ def many(monkeypatch):
 
     def command(*flags):
         monkeypatch.setattr(sys, "argv", ["evals/run.py", *map(str, flags)])
-        run.many()
+        run.main()
 
     return command
 
@@ -77,7 +77,7 @@ class GoldEngine:
     def block_length(self, asked):
         return asked or 4
 
-    def plan(self, **settings):
+    def validate(self, **settings):
         return "answers the problem"
 
     def generate(self, prompt_ids, **settings):
@@ -135,21 +135,22 @@ def test_completions_are_scored_end_to_end(tmp_path, monkeypatch, name, cli, man
     want["missing"] = len(task.load("test")) - 8
     assert list(result) == [*want, "settings"] and result.items() >= want.items()
     assert sum(row["score"] for row in rows_of(tmp_path / "out/samples.jsonl")) == 6
-    rows = [{"index": i, "completion": text, "x": [{}]} for i, text in enumerate(texts)]
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
-    again = cli("--completions", tmp_path / "a.json", "--out", tmp_path / "array", task=name)
-    assert again["accuracy"] == 0.75
-    rows = rows_of(write(tmp_path / "o.jsonl", [row | {"prompt": "Other?"} for row in rows]))
-    (tmp_path / "one.json").write_text(json.dumps({"completions": texts}, indent=2))
-    read = lambda file: cli("--completions", tmp_path / file, task=name)
-    for file, what in {"o.jsonl": "about another problem", "one.json": 'needs {"index": '}.items():
-        monkeypatch.chdir(tmp_path)
-        said = one_line(read, file)
-        assert f"no completions; line 1: {what}" in said and not Path("runs").exists()
-    flags = "--tasks", name, "--completions", f"{name}={tmp_path / 'a.json'}"
-    many(*flags, "--out", tmp_path / "many")
-    made = json.loads((tmp_path / "many/results.json").read_text())["tasks"]
-    assert made[name]["accuracy"] == 0.75
+    rows = [{"index": i, "completion": text, "prompt": "Other?"} for i, text in enumerate(texts)]
+    monkeypatch.chdir(tmp_path)
+    said = one_line(cli, "--completions", write(tmp_path / "o.jsonl", rows))
+    assert "no completions; line 1: about another problem" in said and not Path("runs").exists()
+    flags = (
+        "--tasks",
+        f"{name},gsm8k",
+        "--data",
+        f"gsm8k={write(tmp_path / 'w.jsonl', [row_of('gsm8k')])}",
+    )
+    files = f"{name}={tmp_path / 'c.jsonl'}", f"gsm8k={completions(tmp_path / 'g.jsonl', ['x'])}"
+    many(*flags, "--completions", *files, "--out", tmp_path / "many")
+    found = [
+        json.loads((tmp_path / f"many/{task}/result.json").read_text()) for task in (name, "gsm8k")
+    ]
+    assert [made["accuracy"] for made in found] == [0.75, 0.0]
 
 
 GOOD = [json.dumps({"index": i, "completion": "12"}) for i in range(4)]
@@ -190,10 +191,10 @@ def test_samples_are_scored_again_with_a_reward(tmp_path, cli):
     texts = [countdown.answer(countdown.load("test", limit=1)[0]), "", "", ""]
     score = lambda path, out, *flags: cli("--completions", path, "--out", tmp_path / out, *flags)
     first = score(completions(tmp_path / "c.jsonl", texts), "a")
-    again = score(tmp_path / "a/samples.jsonl", "b", "--reward", "countdown_partial")
+    again = score(tmp_path / "a/samples.jsonl", "b", "--reward", "countdown_d1")
     assert again["accuracy"] == first["accuracy"] == 0.25
-    parts = {"solved": 0.25, "partial": 0.0}
-    assert again["reward"] == {"name": "countdown_partial", "mean": 0.25, "components": parts}
+    parts = {"solved": 0.25, "answered": 0.0}
+    assert again["reward"] == {"name": "countdown_d1", "mean": 0.25, "components": parts}
 
 
 def test_repeats(tmp_path, cli):
@@ -250,7 +251,7 @@ def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, quick_timeout, cli)
     monkeypatch.setattr(countdown, "score_batch", broken)
     flags += ["--out", tmp_path / "c"]
     assert one_line(cli, *flags) == "sandbox: no answer"
-    assert not (tmp_path / "c/result.json").exists()
+    assert "n" not in json.loads((tmp_path / "c/result.json").read_text())
 
 
 def test_macro_accuracy(tmp_path, cli):
@@ -298,7 +299,7 @@ def test_a_model_is_evaluated(tmp_path, monkeypatch, fake, cli):
 def run_on_ranks(rank, world_size, flags, out):
     sys.argv = ["evals/run.py", *flags, "--batch-size", "2", "--out", str(out)]
     with pytest.raises(SystemExit):
-        run.many()
+        run.main()
 
 
 def test_a_real_model_on_many_benchmarks(tmp_path, run_ranks):
@@ -315,9 +316,8 @@ def test_a_real_model_on_many_benchmarks(tmp_path, run_ranks):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.endswith("1 of 4 tasks not evaluated: aime24\n")
     assert f"aime24 is not evaluated: --data {tmp_path}/none.jsonl: no such file" in done.stderr
-    everything = json.loads((one / "results.json").read_text())
     names = ["countdown", "gsm8k", "aime25"]
-    assert list(everything["tasks"]) == names and list(everything["not evaluated"]) == ["aime24"]
+    everything = {name: json.loads((one / name / "result.json").read_text()) for name in names}
     table = (one / "table.md").read_text()
     assert done.stdout == f"{table}\ndirectory: {one}\n"
     assert len({len(row) for row in table.splitlines()[:5]}) == 1
@@ -325,8 +325,7 @@ def test_a_real_model_on_many_benchmarks(tmp_path, run_ranks):
     flags[1] = str(ROOT / flags[1])
     run_ranks(2, run_on_ranks, flags, two)
     assert not list(two.glob("*/samples-*"))
-    for name, result in everything["tasks"].items():
-        assert result == json.loads((one / name / "result.json").read_text())
+    for name, result in everything.items():
         rows = rows_of(one / name / "samples.jsonl")
         repeats = 2 if name == "aime25" else 1
         assert result["n"] == 3 and len(rows) == 3 * repeats == 3 * result["settings"]["repeats"]
@@ -370,52 +369,38 @@ def interrupted(monkeypatch):
 
 
 def test_an_interrupted_run_continues(tmp_path, monkeypatch, capsys, fake, cli, many):
-    flags = "--model m --tasks countdown --limit 10 --batch-size 3 --seed 5".split()
-    many(*flags, "--out", tmp_path / "whole")
-    whole = timeless(tmp_path / "whole/countdown/samples.jsonl")
-    cut = tmp_path / "cut"
+    monkeypatch.chdir(tmp_path)
+    flags = "--model m --tasks gsm8k,countdown --limit 10 --batch-size 3 --seed 5".split()
+    flags += ["--data", f"gsm8k={tmp_path}/none.jsonl"]
+    many_of = lambda *flags: one_line(many, *flags)  # gsm8k has no rows
+    assert "1 of 2 tasks not evaluated: gsm8k" in many_of(*flags, "--out", "whole")
+    whole, path = timeless("whole/countdown/samples.jsonl"), Path("cut/countdown/samples.jsonl")
     with interrupted(monkeypatch):
-        many(*flags, "--out", cut)
-    path = cut / "countdown/samples.jsonl"
+        many(*flags, "--out", "cut")
     assert timeless(path) == whole[:6], "what was generated is scored and kept"
-    message = one_line(many, *flags, "--out", cut)
-    assert "config.json would be overwritten; " in message
+    assert "--out cut is not empty: " in many_of(*flags, "--out", "cut")
     with open(path, "a") as file:
         file.write(json.dumps(whole[6])[:-20])  # a row that was being written
     # of another rank
-    other = rows_of(tmp_path / "whole/countdown/samples.jsonl")[8]
+    other = rows_of("whole/countdown/samples.jsonl")[8]
     (path.parent / "samples-1.jsonl").write_text(json.dumps(other) + "\n")
     GoldEngine.calls.clear()
-    many("--resume", cut)
+    many_of("--resume", "cut")
     assert GoldEngine.calls == [(2, 6, 5), (1, 9, 5)] and timeless(path)[:8] == whole[:8]
     assert "countdown: 7 finished samples are kept" in capsys.readouterr().err
     assert not list(path.parent.glob("samples-*"))
-    file = cut / "results.json"  # results of other tasks stay
-    everything = json.loads(file.read_text())
-    file.write_text(
-        json.dumps(everything | {"tasks": {"sudoku": everything["tasks"]["countdown"]}})
-    )
-    GoldEngine.calls.clear()
-    many("--resume", cut, "--batch-size", "64")
-    assert list(json.loads(file.read_text())["tasks"]) == ["sudoku", "countdown"]
-    assert GoldEngine.calls == []
-    odd = {"score": None}, {"score": math.nan}, {"index": "0"}, {"tokens": [1]}, {"forwards": 0}
-    for wrong in odd:
-        path.write_text(json.dumps(other | wrong) + "\n")
-        said = one_line(many, "--resume", cut)
-        assert "samples.jsonl line 1 is damaged: a value is wrong or missing" in said
-    path.write_text(json.dumps(other | {"score": 1.1, "seconds": 1}) + "\n")
-    many("--resume", cut)  # a task may round up, and other programs write 1.0 as 1
+    shown = Path("cut/table.md").read_text()
+    assert shown.startswith("| task") and "| countdown | 10 |" in " ".join(shown.split())
 
-    flags = "--model m --limit 10 --batch-size 3 --reward countdown_partial".split()
+    flags = "--model m --limit 10 --batch-size 3 --reward countdown_d1".split()
     with interrupted(monkeypatch):
         cli(*flags, "--out", tmp_path / "one")
     resume = lambda *flags: cli("--resume", tmp_path / "one", *flags)
-    said = one_line(lambda: resume("--reward", "countdown_d1"))
-    assert "reward 'countdown_partial', now 'countdown_d1'" in said
+    said = one_line(lambda: resume("--reward", ""))
+    assert "reward 'countdown_d1', now ''" in said
     assert resume()["accuracy"] == 0.6
-    said = one_line(many, "--resume", tmp_path / "one")
-    assert "is no directory of evals/run.py" in said
+    said = one_line(lambda: cli("--resume", tmp_path / "one", task="sudoku"))
+    assert "is no evaluation of sudoku" in said
 
 
 def test_rows_of_a_parquet_file_may_have_dates_and_bytes():
@@ -424,14 +409,14 @@ def test_rows_of_a_parquet_file_may_have_dates_and_bytes():
 
 def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake, many):
     many("--model", "m", "--tasks", "countdown", "--limit", "4", "--out", tmp_path)
-    before = (tmp_path / "countdown/settings.json").read_text()
+    before = (tmp_path / "result.json").read_text()
     resume = lambda *flags: one_line(many, "--resume", tmp_path, *flags)
     for flags, words in {
         "--temperature 0.5": "was begun with temperature 0.0, now 0.5; take the old value",
         "--model n": "model 'm', now 'n'",
         "--seed 1": "seed 0, now 1",
         "--limit 5": "limit 4, now 5",
-        "--data countdown=cd3": "prompts_hash",
+        "--data cd3": "prompts_hash",
     }.items():
         assert words in resume(*flags.split())
     with monkeypatch.context() as patch:
@@ -442,7 +427,7 @@ def test_a_resumed_run_refuses_other_settings(tmp_path, monkeypatch, fake, many)
         patch.setattr(countdown, "load", lambda *a: [e | {"gold": "x"} for e in load(*a)])
         assert "examples_hash" in resume()
     many("--resume", tmp_path)
-    assert before == (tmp_path / "countdown/settings.json").read_text()
+    assert before == (tmp_path / "result.json").read_text()
     (tmp_path / "model.safetensors").write_text("new")
     model = vars(GoldEngine.model) | {"sources": (str(tmp_path), [])}
     monkeypatch.setattr(GoldEngine, "model", SimpleNamespace(**model))
@@ -459,12 +444,7 @@ def test_directories(tmp_path, monkeypatch, capsys, fake, cli, many):
     names = [f"eval-countdown-c-20260102-030405{number}" for number in ("", "-2")]
     assert sorted(file.name for file in Path("runs").iterdir()) == names
     out = tmp_path / "runs" / names[0]
-    for _ in range(3):  # any file alone, as a killed evaluation leaves it
-        said = one_line(cli, "--completions", path, "--out", out)
-        file = said.removeprefix(f"--out {out}: ").split(" ")[0]
-        assert "would be overwritten" in said
-        (out / file).unlink()
-    assert [path.name for path in out.iterdir()] == ["report.html"]
+    assert "is not empty: name another one" in one_line(cli, "--completions", path, "--out", out)
     for flags in (["--out", tmp_path / "c.jsonl"], ["--out", tmp_path / "c.jsonl/x"]):
         said = one_line(cli, "--completions", path, *flags)
         assert "the directory cannot be created" in said
@@ -524,31 +504,30 @@ def test_a_sampler_without_forwards_and_a_lost_sample(tmp_path, monkeypatch, fak
     monkeypatch.setattr(GoldEngine, "version", "0.18.0", raising=False)
     flags = "--model m --tasks countdown --limit 3 --out".split()
     many(*flags, tmp_path / "a")
-    result = json.loads((tmp_path / "a/results.json").read_text())["tasks"]["countdown"]
+    result = json.loads((tmp_path / "a/result.json").read_text())
     assert result["tokens_per_forward"] is None
     assert result["settings"]["engine"] == "GoldEngine 0.18.0"
     monkeypatch.setattr(samples, "shares", lambda *_: [(0, 0, 2)])
     said = one_line(many, *flags, tmp_path / "b")
-    assert "countdown has 2 of 3 samples of countdown: do all ranks see the same directory?" in said
+    assert "has 2 of 3 samples of countdown: do all ranks see the same directory?" in said
 
 
 REFUSED = {  # flags of evals/run.py
     "--model m": "give --model (or --completions) and --tasks",
     "--model m --tasks countdown,nothing": "unknown task 'nothing': use one of aime24",
-    "--model m --tasks countdown --data cd3": "--data cd3: give TASK=SOURCE",
-    "--model m --tasks countdown --data sudoku=x": "--data sudoku=x: give TASK=SOURCE",
-    "--model m --tasks countdown --repeats 0": "--repeats 0 must be at least 1",
-    "--model m --tasks countdown --batch-size 0": "--batch-size 0 must be at least 1",
-    "--model m --tasks countdown --data countdown=no.csv": "none of countdown can be evaluated",
-    "--model tiny-sdar --tasks countdown --gen-length 10": "none of countdown can be evaluated",
+    "--model m --tasks countdown,sudoku --data cd3": "--data cd3: give TASK=SOURCE",
+    "--model m --tasks countdown --repeats 0": "--repeats 0 must be from 1",
+    "--model m --tasks countdown --batch-size 0": "--batch-size 0 must be from 1",
+    "--model m --tasks qa,countdown --data qa=no.csv countdown=no.csv": "none of qa, countdown",
+    "--model tiny-sdar --tasks countdown,sudoku --gen-length 10": "none of countdown, sudoku",
 }
 ONE_REFUSED = {  # flags of evals/countdown.py
     "": "give either --model (generate and score) or --completions (only score)",
     "--model m --completions c": "give either --model",
-    "--model m --reward cells": "no such reward; known: path.py:function, countdown_partial",
+    "--model m --reward cells": "no such reward; known: path.py:function, countdown_d1",
     "--model m --reward gsm8k_d1": "does not fit countdown",
     "--model m --data cd9": "presets: small, cd3, cd4",
-    "--model m --limit 0": "--limit 0 must be at least 1",
+    "--model m --limit 0": "--limit 0 must be from 1",
     "--completions none.jsonl": "none.jsonl: no such file",
     "--model tiny-llada --gen-length 10": "--gen-length 10 is no multiple of the block length 4",
     "--model tiny-llada --factor 0 --remasking low_confidence_factor": "--factor 0.0 must be",
@@ -624,7 +603,7 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
         for task in decoding.SETTINGS[name]:
             sampling = decoding.settings(name, model_type, task)
             assert sampling.pop("repeats") and own_blocks == (sampling["block_length"] is None)
-            engine.plan(**sampling)
+            engine.validate(**sampling)
 
 
 @pytest.mark.parametrize(
