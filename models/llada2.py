@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.config import DecoderKeys, Objective, read_config
+from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
@@ -43,13 +43,10 @@ class Config(DecoderKeys):
     def rotary_dim(self):
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @classmethod
-    def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        on = ("moe_router_enable_expert_bias", "norm_topk_prob", "use_qk_norm", "use_rmsnorm")
-        fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
-        fixed |= dict.fromkeys(on, True)
-        return read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
+    fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
+    fixed |= {"moe_router_enable_expert_bias": True, "norm_topk_prob": True}
+    fixed |= {"use_qk_norm": True, "use_rmsnorm": True}
+    no_effect = "output_router_logits rotary_dim"
 
 
 class Attention(nn.Module):
