@@ -25,12 +25,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from run.defaults import training
-
 from data.stream import ShuffledStream
 from distributed.groups import close_distributed, setup_distributed
 from models.config import architecture
 from models.names import checkpoint_config
+from run.flags import values_for
 from run.log import describe_device, describe_git
 
 EXACT, EXACT_AT = "tpg", (1.0, 0.3)  # the method, temperatures: sampling, near the greedy score
@@ -108,7 +107,8 @@ class Gradient:
 
 def settings(script, method, temperature, args):
     """-> Args of the script: its own for tiny models, but for what all must share"""
-    fields = training(args.model, args.task, 0, script.BY_SIZE)
+    found = values_for(script.Args, script.BY_SIZE, args.model, args.task, 0)
+    fields = {name: value for name, (value, _) in found.items()} | {"lora_rank": 0}
     fields |= {"model": args.model, "task": args.task, "gen_length": args.gen_length}
     fields |= {"temperature": temperature, "prompts_per_step": args.prompts, "eval_limit": 0}
     fields |= {"num_iterations": 1, "beta": 0.0, "max_grad_norm": math.inf}

@@ -2,12 +2,21 @@
 learner's. Scripts repeat it at every evaluation.
 """
 
+import sys
+
 import torch
 
+from distributed.disk import is_first_rank
 from distributed.sequence import gather_objects
 
 SAMPLES = 8  # of one prompt, at temperature 100 and at the run's own
 GREEDY_BLOCKS = 8
+# lowest and highest value without a warning, and the warning
+GOOD = {
+    "probe/distinct_frac": (0.25, 1, "only {:.0%} of its samples are distinct"),
+    "probe/logp_gap_mean": (0, 0.05, "it differs from the learner by {:.1e} nats a token"),
+    "probe/greedy_agreement": (0.9, 1, "only {:.0%} of its greedy tokens are the learner's"),
+}
 
 
 def replay_logps(model, trace):
@@ -72,10 +81,17 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
     metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:
         agreement = greedy_agreement(engine, model, prompt_ids, **settings)
-        return metrics | {"probe/greedy_agreement": agreement}
+        return warned(metrics | {"probe/greedy_agreement": agreement})
     revealed = trace.step_map >= 0
     gap = (replay_logps(model, trace) - trace.logps.float())[revealed].abs()
-    return metrics | {
-        "probe/logp_gap_mean": gap.mean().item(),
-        "probe/logp_gap_max": gap.max().item(),
-    }
+    return warned(
+        metrics | {"probe/logp_gap_mean": gap.mean().item(), "probe/logp_gap_max": gap.max().item()}
+    )
+
+
+def warned(metrics):
+    """-> the metrics, after a line on stderr for each that is not good"""
+    for name, (low, high, words) in GOOD.items():
+        if not low <= metrics.get(name, low) <= high and is_first_rank():
+            print(f"warning: the sampler: {words.format(metrics[name])}", file=sys.stderr)
+    return metrics
