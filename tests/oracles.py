@@ -293,7 +293,7 @@ def gradient(model, loss=None, again=False):
     """All gradients as one vector: of a loss, whose graph stays if it is used again, or those that
     the parameters hold.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     of = lambda loss: torch.autograd.grad(loss, parameters, retain_graph=again)
     grads = [p.grad for p in parameters] if loss is None else of(loss)
     return torch.cat([grad.flatten() for grad in grads]).clone()
