@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distributed.sequence import over_heads, own_tokens, place, total
+from distributed.sequence import over_heads, own_tokens, sequence_rank, total
 from models.attention import (
     Visibility,
     bidirectional,
@@ -18,7 +18,7 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
-from models.logps import linear_logps, wide
+from models.logps import at_least_fp32, linear_logps
 
 
 class LanguageModel(nn.Module):
@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
-        self.groups, self.stays_gathered = [], False  # see distributed/groups.py
+        self.groups, self.gathers_once = [], False  # see distributed/sharding.py
         self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
 
     @property
@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
         pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
         values instead, and 0 for entropies.
         """
-        valid, (rank, N) = all_valid(valid_mask, input_ids), place()
+        valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
         inputs, token, column = self.noisy_pass(
             input_ids, noisy_ids, score_mask, valid, document_ids
         )
@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
                 entropy=entropy,
             )
         else:
-            values = self.value_head(hidden.to(wide(hidden)))[:, 0]
+            values = self.value_head(hidden.to(at_least_fp32(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
         spread = lambda x: x.new_zeros(noisy_ids.shape).put(index, x)  # no view: FSDP2 would warn
         filled = [total(spread(x)) for x in (values if entropy else [values])]

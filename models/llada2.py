@@ -18,7 +18,7 @@ from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
-from models.logps import wide
+from models.logps import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ class LLaDA2(BlockCausal):
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""
         logits = self.lm_head(hidden)
-        return logits.to(wide(logits))
+        return logits.to(at_least_fp32(logits))

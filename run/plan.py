@@ -17,9 +17,9 @@ import torch.distributed as dist
 from distributed.sharding import (
     cuda_bytes,
     gathered_bytes,
-    gathers_at_once,
+    gathers_once,
     ranks_of_a_copy,
-    unsharded,
+    replicated,
 )
 from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
@@ -150,10 +150,10 @@ class Plan:
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
         net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
-        whole, layers = unsharded(net, ranks, self.room), len(net.layers)
+        whole, layers = replicated(net, ranks, self.room), len(net.layers)
         gathered = lambda module: gathered_bytes(module, whole)
         most = gathered(net)
-        if gathers_at_once(net, whole, self.room):
+        if gathers_once(net, whole, self.room):
             # on several ranks the buffer that they fill is freed after the first forward
             most *= min(ranks, 2)
         else:  # embedding and head, the block in work and the next one
