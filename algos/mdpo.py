@@ -67,6 +67,13 @@ class Args(RolloutFlags):
     """denoising steps trained: the largest |A|, or all if fewer (official command: 8)"""
     steps_of: Literal["group", "sequence"] = "group"
     """|A| summed over the group chooses its steps, or each sequence's own (released code)"""
+    # replace the shared fields
+    model: str = "tiny-llada"
+    """key of models.MODELS, or a directory in HF layout; of a bidirectional model"""
+    remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random", "rcr"] = (
+        "low_confidence_static"
+    )
+    """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
     RANGES = {"train_steps": (1, 1 << 31)}
 
     def num_draws(self, replays):

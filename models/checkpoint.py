@@ -175,7 +175,7 @@ def export_weights(model, dtype=None, merge_lora=True):
     hands adapters over unmerged instead. Collective: with FSDP2 every rank must walk all of it,
     because gathering a tensor takes all ranks.
     """
-    adapters = adapter_tensors(model) if merge_lora and has_lora(model) else {}
+    adapters = adapter_tensors(model) if merge_lora else {}
     buffers = dict(model.named_buffers())
     source = gathered = None
     for name, (value, index) in tensor_parts(model).items():

@@ -27,6 +27,8 @@ class Objective:
 class Keys:
     """A dataclass of the keys of config.json that an architecture reads."""
 
+    tie_word_embeddings = False
+
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 calls."""
         return asdict(self)

@@ -67,12 +67,9 @@ class Dream(Bidirectional):
             is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
         return torch.where(is_first, column, before)
 
-    def align(self, hidden, valid_mask, document_ids=None):
-        """hidden [B, T, D] -> [B, T, D] whose row i predicts token i. To align only some columns,
-        pass the column before them as well and drop the first row of the result.
-        """
-        source = self.source(valid_mask, document_ids)
-        return hidden.gather(1, source[..., None].expand_as(hidden))
+    def align(self, hidden, valid_mask):
+        """hidden [B, T, D] -> [B, T, D] whose row i predicts token i"""
+        return hidden.gather(1, self.source(valid_mask)[..., None].expand_as(hidden))
 
-    def predictions(self, input_ids, valid, document_ids=None):
-        return self.align(super().predictions(input_ids, valid, document_ids), valid, document_ids)
+    def predictions(self, input_ids, valid):
+        return self.align(super().predictions(input_ids, valid), valid)

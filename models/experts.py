@@ -177,23 +177,13 @@ def add_routing(sums, index, weight):
     sums += torch.zeros_like(sums).index_add(1, index.flatten(), values)
 
 
-def routing_metrics(sums):
-    """sums [layers, 2, E]: of `add_routing` -> the worst values of all layers, for the log
+@contextmanager
+def router_metrics(model):
+    """with router_metrics(model) as metrics: ...   -> the worst values of all layers, {} without
+    experts
 
     max_over_mean: of the experts' shares of all assignments, 1 when balanced. entropy: of the mean
     routing distribution (each token's weights, made to sum to 1), in nats; ln E when balanced.
-    """
-    load, mean = (sums / sums.sum(-1, keepdim=True)).unbind(1)
-    return {
-        "router/max_over_mean": (load.amax(-1) / load.mean(-1)).max().item(),
-        "router/entropy": torch.special.entr(mean).sum(-1).min().item(),
-    }
-
-
-@contextmanager
-def router_metrics(model):
-    """with router_metrics(model) as metrics: ...   -> `routing_metrics`, {} without experts
-
     Filled at the end, over all tokens of all ranks' forwards inside the block. These include
     recomputed forwards, padding and the clean copy of block models, so the values depend slightly
     on the batch layout. Collective where ranks are.
@@ -211,7 +201,9 @@ def router_metrics(model):
         if dist.is_initialized():
             dist.all_reduce(sums)
         if sums.any():
-            metrics.update(routing_metrics(sums))
+            load, mean = (sums / sums.sum(-1, keepdim=True)).unbind(1)
+            metrics["router/max_over_mean"] = (load.amax(-1) / load.mean(-1)).max().item()
+            metrics["router/entropy"] = torch.special.entr(mean).sum(-1).min().item()
     finally:
         for module in modules:
             module.sums = None

@@ -38,7 +38,7 @@ class LanguageModel(nn.Module):
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.groups, self.stays_gathered = [], False  # see distributed/groups.py
-        self.value_head = None  # see models/value.py
+        self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
 
     @property
     def layers(self):
@@ -86,10 +86,10 @@ class LanguageModel(nn.Module):
                 x = layer(x, cos, sin, attend)
         return self.get_submodule(self.final_norm)(x)
 
-    def predictions(self, input_ids, valid, document_ids=None):
+    def predictions(self, input_ids, valid):
         """-> hidden states [B, T, D] whose row i predicts token i"""
-        position_ids, block = self.grid(valid, document_ids)
-        attend = make_attend(self.visibility(block, valid, document_ids), self.attention_backend)
+        position_ids, block = self.grid(valid)
+        attend = make_attend(self.visibility(block, valid), self.attention_backend)
         return self.hidden(input_ids, position_ids, attend)
 
     def own_hidden(self, input_ids, position_ids, visibility):
@@ -177,7 +177,7 @@ class Bidirectional(LanguageModel):
         position_ids = positions(valid_mask, document_ids)
         return position_ids, torch.zeros_like(position_ids)
 
-    def visibility(self, block, valid, document_ids):
+    def visibility(self, block, valid, document_ids=None):
         return bidirectional(valid, document_ids)
 
     def source(self, valid, document_ids=None):
@@ -221,8 +221,7 @@ class BlockCausal(LanguageModel):
         opens_block = valid_mask & (position_ids % self.block_length == 0)
         return position_ids, (opens_block.cumsum(1) - 1).clamp(min=0)
 
-    def visibility(self, block, valid, document_ids):
-        return block_causal(block, valid, document_ids)
+    visibility = staticmethod(block_causal)
 
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
         """As above. Only blocks with a scored token are in the noisy copies, and the clean copy

@@ -83,7 +83,7 @@ def init_adapters(model):
 
 
 def has_lora(model):
-    return getattr(model, "lora_config", None) is not None
+    return model.lora_config is not None
 
 
 def lora_scaling(config):

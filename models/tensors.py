@@ -33,14 +33,10 @@ def build_model(config, dtype=torch.float32):
     return model
 
 
-def is_tied(model):
-    return getattr(model.config, "tie_word_embeddings", False)
-
-
 def materialize(model, device):
     """A model from the meta device to real, uninitialised tensors; to_empty unties a tied head."""
     model = model.to_empty(device=device)
-    if is_tied(model):
+    if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
@@ -57,7 +53,7 @@ def tensor_parts(model):
         name = name.replace(".base_layer.", ".")
         if ".lora_" in name or "value_head" in name:
             continue
-        if is_tied(model) and name == "lm_head.weight":
+        if model.config.tie_word_embeddings and name == "lm_head.weight":
             continue
         for official, index in expert_parts(name, value.shape):
             parts[official] = value, index

@@ -21,17 +21,8 @@ class Run:
         self.log = RunLog(
             args.out, name, vars(args), args.max_steps, args.track, args.resume, self.start
         )
-        self.saves = Saves(
-            self.log.run_dir,
-            model,
-            optimizer,
-            problems.tokenizer,
-            args.model,
-            args.keep_saves,
-            args.save_every,
-            args.max_steps,
-            self.log.history(f"eval/{task}"),
-        )
+        scores = self.log.history(f"eval/{task}")
+        self.saves = Saves(self.log.run_dir, model, optimizer, problems.tokenizer, args, scores)
         check_items(items, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say, self.drawn = self.log.say, ""

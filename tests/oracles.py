@@ -7,6 +7,7 @@ import itertools
 import math
 from functools import cache
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -37,6 +38,19 @@ class Group:
     set_requires_all_reduce = set_reshard_after_backward = lambda self, value, recurse: None
 
 
+def updated(module, model, rows, args):
+    """One `update` of an online script, the gradient not clipped, whose model is not sharded and
+    takes no step. -> metrics, gradient
+    """
+    found, group = [], {"params": list(model.parameters())}
+    optimizer = SimpleNamespace(param_groups=[group], zero_grad=model.zero_grad)
+    optimizer.step = lambda: found.append(gradient(model))
+    norm = SimpleNamespace(full_tensor=lambda: gradient(model).norm())
+    model.zero_grad()
+    with mock.patch("torch.nn.utils.clip_grad_norm_", lambda *_: norm):
+        return module.update(model, optimizer, rows, 0, args), *found
+
+
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     """A peaked random model in fp64 with 8 tokens; shift: moves every weight a little."""
     config = CONFIGS[family] | config
@@ -61,19 +75,28 @@ def changed(thing, **fields):
     return thing
 
 
-def rollout_batch(
-    module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9, records=None
-):
+def small_args(module, **fields):
+    """Args of a script for tiny rollouts; fields that its method does not have are left out."""
+    small = {"num_generations": 4, "gen_length": 8, "denoising_steps": 2, "branches": (2, 2)}
+    small |= {"num_iterations": 2, "micro_batch_size": 5, "temperature": 1.0, "mc_num": 2} | fields
+    return module.Args(**{name: v for name, v in small.items() if hasattr(module.Args, name)})
+
+
+def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2))):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
-    G = args.num_generations
-    shape = {"num_samples": G, "gen_length": length, "denoising_steps": 2, "records": records}
-    trace = make_engine(model).generate([list(p) for p in prompts], **shape, seed=6)
+    G, engine = args.num_generations, make_engine(model)
+    names = ("gen_length", "denoising_steps", "temperature", "remasking")
+    how = {name: getattr(args, name) for name in names} | {"records": module.RECORDS, "seed": 6}
+    generate = lambda prompts, **how: engine.generate(prompts, **how)
+    if hasattr(module, "sample_trees"):
+        generate = lambda prompts, **how: module.sample_trees(engine, args, prompts, **how)
+    trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=0, **how)
     batch = module.Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
     rewards = rewards[:, :G].flatten()
-    if records == "states":  # one for every step
+    if module.RECORDS == "states":  # one for every step
         rewards = rewards[:, None] * torch.arange(1, trace.num_replays + 1)
-    batch.advantages = module.compute_advantages(rewards, args)
+    batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.4
     assert (batch.advantages > 0).any() and (batch.advantages < 0).any()
     return batch
 
@@ -185,18 +208,18 @@ class OneBlock:
         return torch.stack(found)
 
 
-def full_graph_loss(name, model, rows, args):
+def full_graph_loss(module, model, rows, args):
     """An online method's loss written out: loops over rows, draws, tokens and blocks, every graph
-    kept.
+    kept. Of a method that is not written out here, its policy_loss of all rows at once.
     """
     R, K, L = rows.weights.shape
     total, tokens = torch.zeros((), dtype=torch.float64), rows.batch.num_tokens
-    sequences = rows.batch.num_sequences
+    sequences, name, scores = rows.batch.num_sequences, module.__name__.split(".")[-1], []
     for r in range(R):
         valid = rows.valid_mask[r]
         clean, noisy_mask = rows.input_ids[r][valid], rows.masked[r][:, valid]
         P = len(valid) - L - int((~valid[:-L]).sum())
-        targets = rows.targets[r][:, valid] if name == "tpg" else clean.expand(K, -1)
+        targets = clean.expand(K, -1) if rows.targets is None else rows.targets[r][:, valid]
         lp = [[torch.zeros((), dtype=torch.float64)] * L for _ in range(K)]
 
         @cache
@@ -211,7 +234,9 @@ def full_graph_loss(name, model, rows, args):
             logits = logits_of(k, *seen)[P + j]
             logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
             lp[k][j] = logits.log_softmax(-1)[targets[k, P + j]]
+        scores.append(torch.stack([torch.stack(draw) for draw in lp]))
         A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]
+        places = w.nonzero().tolist()
         mean = lambda j: sum(w[k, j] * lp[k][j] for k in range(K))  # noqa: B023
         if name == "bgpo":
             for k in range(K):
@@ -226,23 +251,8 @@ def full_graph_loss(name, model, rows, args):
             total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / sequences
         elif name == "wd1":
             total = total - A * sum(lp[0]) * args.num_generations / sequences
-        elif name != "spg":
-            terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
-            if name in ("cj_grpo", "mdpo", "tpg"):
-                places = w.nonzero().tolist()
-                terms = [(lp[k][j], k, j, w[k, j] / sequences) for k, j in places]
-            elif name == "justgrpo":
-                terms = [(lp[k][j], k, j, w[k, j] / tokens) for k, j in w.nonzero().tolist()]
-            old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
-            scale = L / noisy_mask.sum().item() if name == "mdpo" else 1
-            for score, k, j, share in terms:
-                ratio, delta = (score - old[k, j]).exp(), ref[k, j] - score
-                clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-                kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
-                policy = scale * torch.minimum(ratio * A, clipped * A)
-                total = total + share * (args.beta * kl - policy)
-        else:  # spg
-            bound = sum(w[k, j] * lp[k][j] for k in range(K) for j in range(L)) / K
+        elif name == "spg":
+            bound = sum(w[k, j] * lp[k][j] for k, j in places) / K
             if A < 0:
                 covered = [[k for k in range(K) if w[k, j]] for j in range(L)]
                 power = lambda k, j: w[k, j] * lp[k][j].exp() ** args.eubo_beta  # noqa: B023
@@ -250,14 +260,40 @@ def full_graph_loss(name, model, rows, args):
                 upper = sum(mean.log() for mean in means) / args.eubo_beta / len(means)
                 bound = args.omega * upper * c.sum() + (1 - args.omega) * bound
             total = total - A * bound / tokens
-    return total
+        elif name in CLIPPED:
+            terms = [(lp[k][j], k, j, w[k, j] * CLIPPED[name](rows)) for k, j in places]
+            if name in ("d1", "coupled_grpo"):
+                terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
+            old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
+            beta = args.beta
+            if name == "tracerl":  # an advantage for each token, and a KL to the old policy
+                A, ref, beta = rows.batch.token_advantages[rows.sequence[r]], old, args.kl_to_old
+            A, scale = A.expand(L), L / noisy_mask.sum().item() if name == "mdpo" else 1
+            for score, k, j, share in terms:
+                ratio, delta = (score - old[k, j]).exp(), ref[k, j] - score
+                clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+                kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
+                policy = scale * torch.minimum(ratio * A[j], clipped * A[j])
+                total = total + share * (beta * kl - policy)
+            if name == "dtreerpo":
+                total = total - (rows.sibling_weights[r] * scores[-1]).sum()
+    if name in (*CLIPPED, "bgpo", "espo", "ebpo", "wd1", "spg"):
+        return total
+    estimates = module.estimate_logps(torch.stack(scores), rows, args)
+    return module.policy_loss(estimates, rows.old, rows.ref, rows, args)[0]
+
+
+# methods with a clipped ratio of each token -> by what the weights of its terms are multiplied
+CLIPPED = dict.fromkeys(("cj_grpo", "mdpo", "tpg"), lambda rows: 1 / rows.batch.num_sequences)
+CLIPPED |= dict.fromkeys(("d1", "coupled_grpo", "justgrpo"), lambda rows: 1 / rows.batch.num_tokens)
+CLIPPED |= {"tracerl": lambda rows: 1 / rows.total, "dtreerpo": lambda rows: 1}
 
 
 def gradient(model, loss=None, again=False):
     """All gradients as one vector: of a loss, whose graph stays if it is used again, or those that
     the parameters hold.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     of = lambda loss: torch.autograd.grad(loss, parameters, retain_graph=again)
     grads = [p.grad for p in parameters] if loss is None else of(loss)
     return torch.cat([grad.flatten() for grad in grads]).clone()
@@ -283,3 +319,40 @@ def peak_of_graphs(action):
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         action()
     return held["peak"]
+
+
+# --- released code: its values on a tiny LLaDA with these prompts of 6 and completions of 12 tokens
+
+TEXT = torch.tensor([
+    [20, 22, 26, 16, 13, 27, 17, 9, 18, 16, 13, 11, 13, 22, 17, 10, 21, 27],
+    [13, 23, 26, 20, 25, 6, 13, 23, 23, 7, 10, 8, 6, 20, 21, 18, 10, 6],
+])  # fmt: skip
+
+
+def tilted(tilt=0.0, config=TINY_LLADA):
+    """A tiny model; tilt: how far it is from the first."""
+    model = random_model(config)
+    with torch.no_grad():
+        ramp = torch.linspace(-1, 1, model.lm_head.weight.shape[1])
+        model.lm_head.weight.mul_(10 * (1 + tilt * ramp))
+    return model
+
+
+def estimates_of(module, model, rows, args):
+    with torch.no_grad():
+        return module.estimate_logps(module.draw_logps(model, rows), rows, args)
+
+
+def bits(rows):
+    """[["0110", ...], ...] -> bool [R, K, length]"""
+    return torch.tensor([[[char == "1" for char in draw] for draw in row] for row in rows])
+
+
+def assert_released(module, rows, args, loss, norm):
+    """Loss and gradient norm of the released code; old and reference values of tilted models."""
+    rows.old, rows.ref = (estimates_of(module, tilted(x), rows, args) for x in (0.3, -0.2))
+    rows.has_gradient, args.micro_batch_size = True, 64
+    metrics, grads = updated(module, tilted(), rows, args)
+    assert loss is None or abs(metrics["loss/total"] - loss) < 1e-5
+    assert abs(grads.norm().item() / norm - 1) < 1e-5
+    return metrics

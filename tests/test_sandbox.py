@@ -21,12 +21,8 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections import Counter, defaultdict, deque, namedtuple
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date, datetime
-from decimal import Decimal
-from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
 
@@ -438,6 +434,18 @@ def surroundings():
     del os.environ["SANDBOX_SECRET"]
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """A folder that others may enter, with the sandbox and nothing that it does not need."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.makedirs(f"{place}/evals")
+        for name in ("sandbox.py", "sandbox_child.py"):
+            shutil.copy(ROOT / "evals" / name, f"{place}/evals")
+        Path(f"{place}/evals/__init__.py").touch()
+        os.chmod(place, 0o755)
+        yield place
+
+
 def attack(name, mode, surroundings):
     code = textwrap.dedent(ATTACKS[name][0])
     for field, value in surroundings.items():
@@ -665,11 +673,11 @@ def test_folders_a_thousand_deep():
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="makes a user namespace with unshare")
-def test_a_caller_in_a_user_namespace_of_one_user():
+def test_a_caller_in_a_user_namespace_of_one_user(alone):
     """Root there, as in bubblewrap and rootless containers, has no other uid to give."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import sandbox;"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from evals import sandbox;"
     code += "print(sandbox.run(sandbox.Job('', '')).passed)"
-    command = ["unshare", "-r", sys.executable, "-c", code, str(ROOT / "evals")]
+    command = ["unshare", "-r", sys.executable, "-c", code, alone]
     done = subprocess.run(command, capture_output=True, text=True)
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr)
@@ -677,14 +685,14 @@ def test_a_caller_in_a_user_namespace_of_one_user():
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of prctl there")
-def test_a_kernel_without_rules_for_calls():
+def test_a_kernel_without_rules_for_calls(alone):
     """The protection is missing then, as others are. A rule that answers EINVAL plays the
     kernel."""
     code = """
 import ctypes, json, sys
 sys.path.insert(0, sys.argv[1])
-import sandbox
-from sandbox_child import *
+from evals import sandbox
+from evals.sandbox_child import *
 prctl(NO_NEW_PRIVILEGES, 1)
 rules = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, 157), (LOAD, 0, 0, 16), (EQUAL, 2, 0, GET_SECCOMP)]
 rules += [(EQUAL, 1, 0, SECCOMP), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, 0x50000 + 22)]
@@ -692,7 +700,7 @@ refuse_calls(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
 result = sandbox.run(sandbox.Job("", ""))
 print(result.passed, result.missing.get("system calls"))
 """
-    command = [sys.executable, "-c", code, str(ROOT / "evals")]
+    command = [sys.executable, "-c", code, alone]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "True Invalid argument\n", done.stderr
 
@@ -720,7 +728,7 @@ def test_survivors_without_a_pid_namespace(surroundings):
 ORDINARY_USER = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-from sandbox import Job, run
+from evals.sandbox import Job, run
 programs, found = json.loads(sys.argv[2]), {}
 for name, code in programs.items():
     for without in ((),) if "changed" in name else ((), ("users",)):  # it would change the file
@@ -731,7 +739,7 @@ print(json.dumps([os.getuid(), found]))
 """
 
 
-def test_callers_that_are_not_root(surroundings):
+def test_callers_that_are_not_root(surroundings, alone):
     """With a user namespace the walls are the same; without one, rules for calls and files hold."""
     user = {"user": 12345, "group": 12345, "extra_groups": []} if os.getuid() == 0 else {}
 
@@ -752,18 +760,9 @@ def test_callers_that_are_not_root(surroundings):
     ]
     names += [*HARMLESS, "files of the caller changed", "signals by a descriptor"]
     programs = {name: attack(name, PROXY, surroundings).code for name in names}
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the checkout may be closed to others
-        os.chmod(place, 0o755)
-        for name in ("sandbox.py", "sandbox_child.py"):
-            shutil.copy(ROOT / "evals" / name, place)
-        done = subprocess.run(
-            [python, "-I", "-c", ORDINARY_USER, place, json.dumps(programs)],
-            **user,
-            env={"PATH": "/usr/bin:/bin"},
-            cwd="/",
-            capture_output=True,
-            text=True,
-        )
+    command = [python, "-I", "-c", ORDINARY_USER, alone, json.dumps(programs)]
+    options = user | {"env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "text": True}
+    done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, done.stderr
     uid, found = json.loads(done.stdout)
     assert uid != 0
@@ -797,17 +796,15 @@ def test_an_answer_to_the_caller_is_short():
 
 
 @pytest.mark.parametrize("without", [(), ("processes",), ("disk", "uid")])
-def test_programs_end_with_a_killed_caller(without, tmp_path):
+def test_programs_end_with_a_killed_caller(without, tmp_path, alone):
     """SIGKILL to the caller, and then to nothing else: its program ends too, and its files are
     removed."""
     code = "import os, time\nprint(os.getuid(), flush=True)\nos.fork()\ntime.sleep(600)"
-    caller = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import sandbox, os; print('started', "
-        "flush=True);"
-    )
+    caller = "import os, sys; sys.path.insert(0, sys.argv[1]); from evals import sandbox;"
+    caller += "print('started', flush=True);"
     caller += "sandbox.run(sandbox.Job(sys.argv[2], '', timeout=600), eval(sys.argv[3]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", caller, str(ROOT / "evals"), code, repr(without)],
+        [sys.executable, "-c", caller, alone, code, repr(without)],
         stdout=subprocess.PIPE,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
@@ -859,15 +856,15 @@ def test_batches_keep_their_order_and_workers():
     assert run_batch([]) == []
 
 
-def test_an_interrupt_ends_a_batch(tmp_path):
-    caller = "import sys, signal; sys.path.insert(0, sys.argv[1]); import sandbox;"
+def test_an_interrupt_ends_a_batch(tmp_path, alone):
+    caller = "import sys, signal; sys.path.insert(0, sys.argv[1]); from evals import sandbox;"
     # ignored where a shell's background job runs this
     caller += "signal.signal(signal.SIGINT, signal.default_int_handler);"
     caller += (
         "sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50, 2)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", caller, str(ROOT / "evals")], stderr=subprocess.DEVNULL, cwd=tmp_path
+        [sys.executable, "-c", caller, alone], stderr=subprocess.DEVNULL, cwd=tmp_path
     )
     wait_for(lambda: len(tree(process.pid)) >= 6)
     started = tree(process.pid)
@@ -879,26 +876,15 @@ def test_an_interrupt_ends_a_batch(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # the wire
 
-VALUES = [
-    None,
-    True,
-    -3,
-    1 << 70,
-    -(1 << 10000),
-    0.1,
-    float("inf"),
-    -0.0,
-    "a\ud800\0",
-    b"\xff",
-    bytearray(b"x"),
-    1 + 2j,
-    [],
-    [[1], (2, [3]), ()],
-    {1, "a", (2, 3)},
-    frozenset([1]),
-    {(1, 2): [3], "a": {}, None: 1.5},
-    range(1, 9, 2),
-]
+NAMES = {}
+for module in ("collections", "datetime", "decimal", "fractions"):
+    exec(f"import numpy; from {module} import *", NAMES)
+VALUES = """None, True, -3, 1 << 70, -(1 << 10000), 0.1, float("inf"), -0.0, "a\\ud800\\0",
+b"\\xff", bytearray(b"x"), 1 + 2j, [], [[1], (2, [3]), ()], {1, "a", (2, 3)}, frozenset([1]),
+range(1, 9, 2), {(1, 2): [3], "a": {}, None: 1.5}, Decimal("0.10"), Fraction(1, 3), deque([1]),
+date(2020, 1, 2), datetime(2020, 1, 2, 3, 4, 5, 6), datetime(2020, 1, 2).time()"""
+PLAIN = """Counter("aab"), {"a": 2, "b": 1}, defaultdict(int, a=1), {"a": 1}, {1: 2}.keys(), {1},
+namedtuple("P", "x y")(1, 2), (1, 2), numpy.float64(0.5), 0.5, numpy.int64(3), 3"""
 
 
 def through(value):
@@ -906,21 +892,16 @@ def through(value):
 
 
 def test_values_survive_the_wire():
-    for value in VALUES:
+    for value in eval(f"({VALUES})", NAMES):
         back = through(value)
         assert type(back) is type(value) and repr(back) == repr(value)
 
 
 def test_types_of_the_library_become_plain():
-    same = [Decimal("0.10"), Fraction(1, 3), deque([1, (2,)]), date(2020, 1, 2)]
-    same += [datetime(2020, 1, 2, 3, 4, 5, 6), datetime(2020, 1, 2).time()]
-    plain = [(value, value) for value in same]
-    plain += [(Counter("aab"), {"a": 2, "b": 1}), (defaultdict(int, a=1), {"a": 1})]
-    plain += [(namedtuple("P", "x y")(1, 2), (1, 2)), ({1: 2}.keys(), {1})]
-    plain += [(numpy.float64(0.5), 0.5), (numpy.int64(3), 3)]
-    for value, want in plain:
+    values = eval(f"({PLAIN})", NAMES)
+    for value, want in zip(values[::2], values[1::2], strict=True):
         assert type(through(value)) is type(want) and through(value) == want
-    assert list(through(x * x for x in range(3))) == [0, 1, 4] == [*through(iter([0, 1, 4]))]
+    assert list(through(x * x for x in range(3))) == [0, 1, 4]
     array = through(numpy.arange(4, dtype="int16").reshape(2, 2))
     assert array.dtype == "int16" and array.tolist() == [[0, 1], [2, 3]]
 
@@ -932,8 +913,7 @@ def test_other_values_do_not():
 
 
 def test_messages_of_another_form_raise_or_stay_plain():
-    forms = [["object", 1], ["list"], ["dict", [1]], ["int", "x"], ["set", [["list", []]]]]
-    for message in forms:
+    for message in ["object", 1], ["list"], ["dict", [1]], ["int", "x"], ["set", [["list", []]]]:
         with pytest.raises((CandidateError, ValueError, TypeError)):
             decode(message)
     assert decode(["array", ["O", ["list", [1]]]]).dtype != object

@@ -75,6 +75,8 @@ def test_ranks_that_share_rows_count_once(run_ranks):
         assert all_reduce({"a": rank // 2 + 1}) == {"a": 3.0}
         assert group_share(6, "--batch-size") == range(rank // 2 * 3, rank // 2 * 3 + 3)
         assert rank_share(4, "--prompts-per-step") == range(rank, rank + 1)
+        with exits_with_one_line("--prompts-per-step 6 does not divide by 4"):
+            rank_share(6, "--prompts-per-step")
         x = torch.zeros(4, requires_grad=True)
         y = total(x + (torch.arange(4) == rank) * 7.0)
         assert y.tolist() == [7.0 * (i // 2 == rank // 2) for i in range(4)]
