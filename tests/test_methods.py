@@ -34,13 +34,13 @@ from algos import (
     cj_grpo,
     coupled_grpo,
     d1,
-    dtreerpo,
     ebpo,
     espo,
     justgrpo,
     mdpo,
     sft,
     spg,
+    tpg,
     tracerl,
     wd1,
 )
@@ -347,54 +347,46 @@ def test_spg_bounds_by_the_papers_numbers():
     assert torch.autograd.grad(eubo, tiny)[0].item() == 1
 
 
-ADVANTAGES = [  # script, settings, rewards, advantages
-    (d1, {}, [2.0, 0, 0, 0, 0, 1], [1.5, -0.5, -0.5, -0.5, -0.5, 0.5]),
-    (spg, {}, [2.0, 0, 0, 0, 0, 1], [1.5, -0.5, -0.5, -0.5, -0.5, 0.5]),
-    (coupled_grpo, {}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-    (coupled_grpo, {"baseline": "loo"}, [1.0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
-    (ebpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
-    (espo, {}, [1.0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
-    (bgpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
-    (cj_grpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
-    (cj_grpo, {"scale_rewards": False}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-    (justgrpo, {}, [1.0, 1] + [0.0] * 6, [1.619836] * 2 + [-0.539945] * 6),
+ADVANTAGES = [  # script, flags, advantages of the first and of the others for rewards 1, 0, 0, 0
+    (d1, {}, 0.75, -0.25),
+    (spg, {}, 0.75, -0.25),
+    (tpg, {}, 0.75, -0.25),
+    (coupled_grpo, {}, 0.75, -0.25),
+    (coupled_grpo, {"baseline": "loo"}, 1.0, -0.333333),
+    (espo, {}, 1.0, -0.333333),
+    (bgpo, {}, 1.499997, -0.499999),
+    (ebpo, {}, 1.499997, -0.499999),
+    (cj_grpo, {}, 1.499997, -0.499999),
+    (cj_grpo, {"scale_rewards": False}, 0.75, -0.25),
+    (justgrpo, {}, 1.4997, -0.4999),
     # biased standard deviation; 0 outside of the range of accuracies, whose ends count
-    (tracerl, {}, [1.0, 0, 0, 0, 0], [2] + [-0.5] * 4),
-    (tracerl, {}, [1.0, 1, 1, 1, 0], [0.5] * 4 + [-2]),
-    (tracerl, {"accuracy_range": (0.3, 0.8)}, [1.0, 0, 0, 0, 0], [0.0] * 5),
-    (
-        dtreerpo,
-        {"branches": (3, 2)},
-        [3.0, 2, 1, 0, 0, 0],
-        [[2.25, 1], [2.25, -1], [-0.75, 1], [-0.75, -1], [-1.5, 0], [-1.5, 0]],
-    ),
+    (tracerl, {}, 1.732051, -0.577350),
+    (tracerl, {"accuracy_range": (0.0, 0.25)}, 1.732051, -0.577350),
+    (tracerl, {"accuracy_range": (0.3, 0.8)}, 0.0, 0.0),
     # softmax of A and of -A as in the released code
-    (wd1, {}, [2.0, 0, 0, 0, 0, 1], [0.493721] + [-0.151178] * 4 + [0.110993]),
-    (wd1, {"psi": 0.5}, [2.0, 0, 0, 0, 0, 1], [0.250927] + [-0.081512] * 4 + [0.075120]),
-    # three steps: gains 1 -1 1, 0 1 0 and 0 0 0 plus means of the later rewards
-    (
-        mdpo,
-        {},
-        [[1.0, 0, 1], [0, 1, 1], [0, 0, 0]],
-        [[0.872757, -0.5773, 0.9999], [0.218189, 1.154601, 0], [-1.090946, -0.5773, -0.9999]],
-    ),
+    (wd1, {}, 0.366135, -0.122045),
+    (wd1, {"psi": 0.5}, 0.186485, -0.062162),
 ]
 
 
-@pytest.mark.parametrize("module, settings, rewards, want", ADVANTAGES)
-def test_advantages(module, settings, rewards, want):
-    """By hand, two groups; exactly 0 for equal rewards: an ulp would be a full step of AdamW."""
-    args = module.Args(num_generations=len(want), **settings)
-    got = module.compute_advantages(torch.tensor(2 * rewards), args)
-    torch.testing.assert_close(got, torch.tensor(2 * want), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("module, flags, first, other", ADVANTAGES)
+def test_advantages(module, flags, first, other):
+    """By hand; exactly 0 for equal rewards: an ulp would be a full step of AdamW."""
+    args = module.Args(num_generations=4, **flags)
+    got = module.compute_advantages(torch.tensor([1.0, 0, 0, 0] * 2), args)
+    torch.testing.assert_close(got, torch.tensor(2 * [first, *[other] * 3]), atol=1e-6, rtol=0)
     for G, value in itertools.product((2, 6, 8, 10), (0.1, 0.3, 0.7, 1 / 3, 2.1)):
-        equal = torch.full((G, *torch.tensor(rewards).shape[1:]), value)
-        shape = {"branches": (2, G // 2)} if "branches" in settings and G > 2 else {}
-        one = replace(args, num_generations=G, **shape)
-        assert (
-            G % math.prod(shape.get("branches", (1,)))
-            or not module.compute_advantages(equal, one).any()
-        )
+        equal = torch.full((G,), value)
+        assert not module.compute_advantages(equal, replace(args, num_generations=G)).any()
+
+
+def test_advantages_of_mdpo():
+    """Three steps: gains 1 -1 1, 0 1 0 and 0 0 0 plus means of the later rewards."""
+    args = mdpo.Args(num_generations=3)
+    got = mdpo.compute_advantages(torch.tensor([[1.0, 0, 1], [0, 1, 1], [0, 0, 0]]), args)
+    want = [[0.872757, -0.5773, 0.9999], [0.218189, 1.154601, 0], [-1.090946, -0.5773, -0.9999]]
+    torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=0)
+    assert not mdpo.compute_advantages(torch.full((6, 3), 0.7), args).any()
 
 
 D1 = [["010001111111111111"], ["100010111111111111"]]
