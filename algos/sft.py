@@ -312,12 +312,15 @@ def main(args):
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
     args.micro_batch_size, at_once = fit_answers(rows, held_out.splits, model, args, tail=tail)
+    # >>> shared: offline_engine
+    engine = None
+    if args.eval_limit:
+        request = None, held_out.sampling  # refused here if the sampler cannot serve them
+        engine = make_engine(args.model, "auto", device, None, at_once, request)
+    # <<< shared: offline_engine
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     # >>> shared: offline_start
-    engine = None
-    if args.eval_limit:
-        engine = make_engine(args.model, device=device, max_batch_size=at_once)
     trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)

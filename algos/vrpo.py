@@ -351,14 +351,17 @@ def main(args):
     args.micro_batch_size, at_once = fit_answers(
         rows, held_out.splits, model, args, draws, has_reference=True
     )
+    # >>> shared: offline_engine
+    engine = None
+    if args.eval_limit:
+        request = None, held_out.sampling  # refused here if the sampler cannot serve them
+        engine = make_engine(args.model, "auto", device, None, at_once, request)
+    # <<< shared: offline_engine
     ref_model = load_reference(model, device, args)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     ref_model = ref_model or model
     # >>> shared: offline_start
-    engine = None
-    if args.eval_limit:
-        engine = make_engine(args.model, device=device, max_batch_size=at_once)
     trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)

@@ -21,6 +21,7 @@ from distributed.sharding import (
     ranks_of_a_copy,
     replicated,
 )
+from models.attention import check_backend
 from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
 
@@ -288,9 +289,10 @@ def fit(on_cpu, model, args, **numbers):
     """numbers: the rest of a Plan -> the micro-batch size of the run, asked for or the largest that
     fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
 
-    Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
-    the run does not fit the GPU.
+    Prints the plan. SystemExit for an --attention that cannot serve the model, if the size asked
+    for does not hold what one forward must, or if the run does not fit the GPU.
     """
+    check_backend(args.attention, model.attention, "cuda" if cuda_bytes() else "cpu")
     size, together = args.micro_batch_size, numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
         raise SystemExit(
