@@ -114,6 +114,10 @@ class RunFlags:
         """-> arguments of add_lora"""
         return self.lora_rank, self.lora_alpha, self.lora_targets, self.seed
 
+    def evaluates(self, step):
+        """Whether the run is scored on the validation split after that step."""
+        return self.eval_limit and self.eval_every and step % self.eval_every == 0
+
     def lr_share(self, step):
         """Share of the peak learning rate in step 0, 1, ...: linear warm-up, then the schedule."""
         if step < self.warmup_steps:
