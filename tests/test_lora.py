@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_models import (
     MASK,
     SMALLS,
@@ -18,11 +17,9 @@ from test_models import (
     tensors,
 )
 
-from algos import d1
 from models import (
     adapters_off,
     add_lora,
-    export_adapter,
     export_weights,
     load_model,
     save_adapter,
@@ -245,45 +242,3 @@ def test_an_adapter_that_does_not_fit_is_refused(adapter, change, words):
     change(adapter)
     with exits_with_one_line(*words):
         load_model(adapter)
-
-
-# --- two ranks -----------------------------------------------------------------------------------
-
-
-def loss_of(model, rows, num_tokens):
-    ids, generator = random_ids(8, 12, MASK)[rows], torch.Generator().manual_seed(4)
-    score = torch.rand(8, 2, 12, generator=generator)[rows] < 0.4
-    noisy = torch.where(score, MASK, ids[:, None])
-    return -model.logps(ids, noisy, score).sum() / num_tokens
-
-
-@pytest.mark.parametrize("gpu_bytes, world_size", [(0, 2), (1 << 40, 4)])
-def test_ranks_train_as_one(run_ranks, tmp_path, monkeypatch, gpu_bytes, world_size):
-    """Gradients, exports and the saved adapter of two FSDP2 ranks equal those of one unsharded
-    process; the base is sharded, or whole on every rank, where it fits: here on two nodes of two
-    ranks.
-    """
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
-
-    def body(rank, world_size):
-        build = lambda: adapted(base=model_of(TINY_SDAR, torch.float64), dtype=torch.float64)
-        whole, sharded = build(), d1.parallelize(build(), ARGS)
-        assert hasattr(sharded.lm_head.weight, "full_tensor") == (not gpu_bytes)
-        own = slice(8 * rank // world_size, 8 * (rank + 1) // world_size)
-        loss_of(whole, slice(0, 8), 30).backward()
-        (loss_of(sharded, own, 30) * world_size).backward()
-        for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True):
-            assert p.requires_grad == q.requires_grad == ("lora_" in name)
-            if q.requires_grad:
-                grad = p.grad.full_tensor()
-                torch.testing.assert_close(grad, q.grad, atol=1e-10, rtol=1e-8, msg=name)
-        for export in (export_adapter, export_weights):
-            pairs = zip(export(sharded), export(whole), strict=True)
-            assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-        save_adapter(sharded, tmp_path / "adapter", str(tmp_path), byte_tokenizer())
-        held = load_file(tmp_path / "adapter/adapter_model.safetensors")
-        for name, value in export_adapter(sharded):
-            assert torch.equal(held["base_model.model." + name.replace(".default.", ".")], value)
-
-    run_ranks(world_size, body)
