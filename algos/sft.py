@@ -32,6 +32,7 @@ from data.sft import encode, training_rows
 from data.stream import ShuffledStream
 from distributed.groups import (
     all_reduce,
+    rank_share,
     reduce_metrics,
     require_finite,
     setup_distributed,

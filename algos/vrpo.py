@@ -31,6 +31,7 @@ from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from distributed.groups import (
     all_reduce,
+    rank_share,
     reduce_metrics,
     require_finite,
     setup_distributed,
