@@ -344,7 +344,8 @@ def check_numbers(args):
         bounds = ranges.get(name, -MAX if is_signed else 0)
         low, high = bounds if isinstance(bounds, tuple) else (bounds, MAX)
         if not all(low <= one <= high and (type(one) is float or one < MAX) for one in numbers):
-            raise SystemExit(f"{flag} must be from {low:.12g} to {high:.12g}")
+            wanted = f"from {low:.12g} to {high:.12g}" if low < high else f"{low}"
+            raise SystemExit(f"{flag} must be {wanted}")
         if name.endswith("_range") and numbers != sorted(numbers):
             raise SystemExit(f"{flag}: the lower end comes first")
         parts = re.split(r"[/,\s]", value) if isinstance(value, str) and name != "prompt" else ()
