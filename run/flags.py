@@ -114,6 +114,10 @@ class RunFlags:
         """-> arguments of add_lora"""
         return self.lora_rank, self.lora_alpha, self.lora_targets, self.seed
 
+    def evaluates(self, step):
+        """Whether the run is scored on the validation split after that step."""
+        return self.eval_limit and self.eval_every and step % self.eval_every == 0
+
     def lr_share(self, step):
         """Share of the peak learning rate in step 0, 1, ...: linear warm-up, then the schedule."""
         if step < self.warmup_steps:
@@ -158,6 +162,14 @@ class RolloutFlags(RunFlags):
         "confidence_threshold": (0, 1),
         "epsilon": (0, math.inf),
     }
+
+    @classmethod
+    def parse(cls, by_size):
+        args = super().parse(by_size)
+        if args.rollout_backend == "lmdeploy" and args.lora_rank and not args.lora_merged_rollout:
+            needed = "needs merged weights: add --lora-merged-rollout"
+            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
+        return args
 
     def num_draws(self, replays):
         """Noisy copies of a completion in a step. replays: denoising steps that can be replayed"""

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from distributed.sharding import (
     cuda_bytes,
     gathered_bytes,
-    gathers_at_once,
+    gathers_once,
     ranks_of_a_copy,
-    unsharded,
+    replicated,
 )
+from models.attention import check_backend
 from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
 
@@ -150,10 +151,10 @@ class Plan:
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
         net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
-        whole, layers = unsharded(net, ranks, self.room), len(net.layers)
+        whole, layers = replicated(net, ranks, self.room), len(net.layers)
         gathered = lambda module: gathered_bytes(module, whole)
         most = gathered(net)
-        if gathers_at_once(net, whole, self.room):
+        if gathers_once(net, whole, self.room):
             # on several ranks the buffer that they fill is freed after the first forward
             most *= min(ranks, 2)
         else:  # embedding and head, the block in work and the next one
@@ -194,60 +195,60 @@ class Plan:
         rates = [rates for name, rates in GPUS.items() if name in self.gpu]
         if not rates:
             return {}
-        (self.flops, self.bandwidth), args = rates[0], self.args
+        ((flop_rate, byte_rate),), args, net, n = rates, self.args, self.model, self.n
+        (prompt, scored), dimensions = (
+            self.mean,
+            net.config.num_attention_heads * net.config.head_dim,
+        )
+        adapters = sum("lora_A" in name for name, _ in net.named_parameters())
+
+        def products(tokens, scored, passes, gradients=0):
+            """Those with all weights, and those that give their gradients"""
+            flops = tokens * self.active + scored * net.lm_head.weight.numel()
+            trained = min(flops, tokens * self.trained)
+            return 2 * (passes * flops + gradients * trained) / flop_rate
+
+        def training(passes, gradients):
+            """Passes over the sequences of a step; three are a forward and a backward pass"""
+            rows, K, length = self.layout(self.size, prompt, scored)
+            pairs = length**2 / SDPA  # of tokens that see each other
+            if self.is_block:
+                pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
+            # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
+            other = 14 * pairs * dimensions + length * self.kept * TOUCHES / byte_rate
+            layers = len(net.layers) * (passes + gradients) / 3
+            work = products(length, K * scored, passes, gradients) / PRODUCTS + other * layers
+            return self.noised / K * (work / args.sequence_parallel + LAUNCH / rows * layers)
+
+        def sampling(completions):
+            """All ranks make so many completions."""
+            number = completions // self.ranks
+            rows, canvas = min(number, self.rows), prompt + args.gen_length
+            window = n if self.cached else canvas  # tokens of a forward after the first of a block
+            first = 2 * n if self.is_block else canvas
+            tokens = rows * (first + (self.steps - 1) * window) / self.steps
+            forward = max(products(tokens, rows * n / 2, 1), 2 * self.base / byte_rate)
+            forward += self.cached * rows * canvas / byte_rate
+            forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
+            return number / max(rows, 1) * self.blocks * self.steps * forward
+
         # a backward pass counts as one for the inputs and one for trained weights
         epochs = 1 if self.divides else self.updates
-        update = epochs * self.pass_seconds(2 + args.activation_checkpointing, 1)
+        update = epochs * training(2 + args.activation_checkpointing, 1)
         # clipping and AdamW
-        update += self.updates * 40 * self.trained / self.ranks / self.bandwidth
-        frozen = self.pass_seconds(1, 0)
+        update += self.updates * 40 * self.trained / self.ranks / byte_rate
+        frozen = training(1, 0)
         values = (self.has_old and self.updates > 1) + self.has_reference
         if self.draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
             values *= epochs
         phases = {
-            "rollout": self.sampler_seconds(self.rollout),
+            "rollout": sampling(self.rollout),
             "old and reference values": values * frozen,
             "update": update,
             "value model": (2 * frozen + update) * self.values,
-            "evaluations": self.sampler_seconds(self.held_out) / (args.eval_every or math.inf),
+            "evaluations": sampling(self.held_out) / (args.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
-
-    def products(self, tokens, scored, passes, gradients=0):
-        """Seconds of the products with all weights, and of those that give their gradients"""
-        flops = tokens * self.active + scored * self.model.lm_head.weight.numel()
-        trained = min(flops, tokens * self.trained)
-        return 2 * (passes * flops + gradients * trained) / self.flops
-
-    def pass_seconds(self, passes, gradients):
-        """Seconds of passes over the sequences of a step, of which three are a forward and a
-        backward pass
-        """
-        prompt, scored, config = *self.mean, self.model.config
-        rows, K, length = self.layout(self.size, prompt, scored)
-        pairs = length**2 / SDPA  # of tokens that see each other
-        if self.is_block:
-            pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
-        # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
-        other = 14 * pairs * config.num_attention_heads * config.head_dim
-        other += length * self.kept * TOUCHES / self.bandwidth
-        layers = len(self.model.layers) * (passes + gradients) / 3
-        products = self.products(length, K * scored, passes, gradients)
-        work = (products / PRODUCTS + other * layers) / self.args.sequence_parallel
-        return self.noised / K * (work + LAUNCH / rows * layers)
-
-    def sampler_seconds(self, completions):
-        """Seconds in which all ranks make so many completions"""
-        number, n, steps = completions // self.ranks, self.n, self.steps
-        rows = min(number, self.rows)
-        canvas = self.mean[0] + self.args.gen_length
-        window = n if self.cached else canvas  # tokens of a forward, besides the first of a block
-        tokens = ((2 * n if self.is_block else canvas) + (steps - 1) * window) / steps
-        forward = max(self.products(rows * tokens, rows * n / 2, 1), 2 * self.base / self.bandwidth)
-        forward += self.cached * rows * canvas / self.bandwidth
-        adapters = sum("lora_A" in name for name, _ in self.model.named_parameters())
-        forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
-        return number / max(rows, 1) * self.blocks * steps * forward
 
     def table(self):
         """-> the plan in lines"""
@@ -288,9 +289,10 @@ def fit(on_cpu, model, args, **numbers):
     """numbers: the rest of a Plan -> the micro-batch size of the run, asked for or the largest that
     fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
 
-    Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
-    the run does not fit the GPU.
+    Prints the plan. SystemExit for an --attention that cannot serve the model, if the size asked
+    for does not hold what one forward must, or if the run does not fit the GPU.
     """
+    check_backend(args.attention, model.attention, "cuda" if cuda_bytes() else "cpu")
     size, together = args.micro_batch_size, numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
         raise SystemExit(
