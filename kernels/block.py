@@ -20,6 +20,7 @@ CUDA graphs          A step has fixed shapes and reads nothing back, so it is ca
 All of this but the graphs also runs on CPU, for tests.
 """
 
+from collections import namedtuple
 from functools import partial
 
 import torch
@@ -31,13 +32,14 @@ from kernels.graphs import Graphs, can_record
 from models.attention import block_causal, make_attend
 from models.experts import Experts
 from rollout.block import BlockEngine
-from rollout.engine import ADAPTIVE, BROKEN, select
+from rollout.engine import ADAPTIVE, ALL, BROKEN, select
+from rollout.sampling import int64
 from rollout.traces import most_steps
 
-# Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, rows to
-# one of ROWS or a multiple of 32.
+# Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, the
+# number of slots to one of SLOTS or a multiple of 32.
 WIDTHS = 128
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
 PREFILL = 1 << 15  # most tokens in one forward of prompts
 # Under adaptive rules all steps are joined up to this many tokens. Joined / separate tokens/s of
 # SDAR-8B on one H200 with 4 steps a block: 1.18 up to 8 rows, 1.09 with 16, 0.99 with 24, 0.93
@@ -45,20 +47,26 @@ PREFILL = 1 << 15  # most tokens in one forward of prompts
 RIDGE = 128
 
 
+# Of each sample: first position of its current block, end of its last one; whether its logits were
+# not finite; step in the block, post-editing steps, forwards so far; first position of its
+# completion, index in the rollout. The host reads the first three.
+State = namedtuple("State", "start end broken step edits forwards first index")
+
+
 class Slots:
     """All tensors of a rollout, at fixed addresses, because CUDA graphs record addresses.
 
     N samples wait or are decoded; R slots hold the KV cache of those being decoded. Slot r decodes
     sample[r], and row r of k, v [R, K, S, h] of each layer holds its keys and values.
-    state [8, N]: see `fill`; the host reads the first three rows. canvas [3, N, S]: tokens, whether
-    masked, step map, at absolute positions. history: tokens and logps [history, N, S] of each step,
-    for Trace.records; 0: none.
+    state [8, N]: see `State`. canvas [3, N, S]: tokens, whether masked, step map, at absolute
+    positions. history: tokens and logps [history, N, S] of each step, for Trace.records; 0: none.
     """
 
     def __init__(self, model, N, R, S, history, device, dtype):
         config, empty = model.config, partial(torch.zeros, device=device)
         self.sizes = N, R, S, history
-        self.state, self.canvas = empty(8, N, dtype=torch.long), empty(3, N, S, dtype=torch.long)
+        self.state = empty(len(State._fields), N, dtype=torch.long)
+        self.canvas = empty(3, N, S, dtype=torch.long)
         self.logps = empty(N, S, dtype=torch.promote_types(dtype, torch.float32))
         tokens = empty(history, N, S, dtype=torch.int32)
         self.history = tokens, empty(tokens.shape, dtype=self.logps.dtype)
@@ -79,18 +87,16 @@ class Slots:
         padded = [ids + [model.mask_token_id] * (width - len(ids)) for ids in prompt_ids]
         end, none = (P + settings["gen_length"] + n - 1) // n * n, torch.zeros_like(P)
         self.state.zero_()
-        # First position of the current block, end of the last; whether logits were not finite;
-        # step in the block, post-editing steps, forwards so far; length of the prompt, index of the
-        # sample
-        values = [P // n * n, end, none, none, none, none, P, sample_index]
-        self.state[:, :N] = torch.stack(values)
+        state = State(P // n * n, end, none, none, none, none, P, sample_index)
+        self.state[:, :N] = torch.stack(state)
         column = torch.arange(self.canvas.shape[2], device=device)
         self.canvas[0], self.canvas[2] = model.mask_token_id, -1
         self.canvas[0, :N, :width] = torch.tensor(padded, device=device)[owner]
-        self.canvas[1] = (column >= self.state[6][:, None]) & (column < self.state[1][:, None])
+        all_samples = State(*self.state[:, :, None])
+        self.canvas[1] = (column >= all_samples.first) & (column < all_samples.end)
         self.logps.zero_(), self.history[0].fill_(-1)
         self.eos.copy_(torch.tensor(settings["eos_token_ids"]))
-        self.seed.fill_((settings["seed"] + 2**63) % 2**64 - 2**63)  # the int64 with the same bits
+        self.seed.fill_(int64(settings["seed"]))
 
     def copy(self, source, target, width):
         """Copy the first positions of the cache from slots to slots, both lists."""
@@ -116,8 +122,8 @@ def to_device(values, device):
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def bucket(rows):
-    return next((size for size in ROWS if size >= rows), -(-rows // 32) * 32)
+def number_of_slots(samples):
+    return next((number for number in SLOTS if number >= samples), -(-samples // 32) * 32)
 
 
 class FastBlockEngine(BlockEngine):
@@ -136,21 +142,22 @@ class FastBlockEngine(BlockEngine):
     def release(self):
         self.slots = self.graphs = None
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, *canvas):
-        if canvas:  # a part of a rollout: the plain sampler
-            rows = prompt_ids, owner, sample_index, settings, stop_at_eos
-            return super()._generate(*rows, *canvas)
-        N, R = len(owner), bucket(min(len(owner), self.max_batch_size))
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
+        rows = prompt_ids, owner, sample_index, settings, stop_at_eos, canvas
+        if settings["steps"] != ALL:  # a part of a rollout
+            return super()._generate(*rows)
+        N, R = len(owner), number_of_slots(min(len(owner), self.max_batch_size))
         slots = self._open(N, R, max(map(len, prompt_ids)), settings)
         slots.fill(self.model, prompt_ids, owner, sample_index, settings)
         rule = settings | {"stop_at_eos": stop_at_eos}
         self._decode(slots, R, prompt_ids, owner.tolist(), rule)
-        _, end, _, _, _, forwards, first, index = slots.state[:, :N].clone()
+        state = State(*slots.state[:, :N].clone())
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
         history = [values[:, :N] for values in slots.history] if settings["records"] else None
         return self._finish(
-            prompt_ids, owner, canvas, history, first, end, index, forwards, settings
-        )
+            prompt_ids, owner, canvas, history, state.first, state.end, state.index,
+            state.forwards, settings,
+        )  # fmt: skip
 
     def _open(self, N, R, longest, settings):
         """-> slots for N samples, R at a time, of prompts up to `longest` tokens: those of the last
@@ -200,8 +207,8 @@ class FastBlockEngine(BlockEngine):
             work = (places[r] for r in live)
             furthest = max(2 * n, *(min(start[i] + (2 + joined) * n, end[i]) for i in work))
             width = min(slots.canvas.shape[2], -(-furthest // WIDTHS) * WIDTHS)
-            if entered == N and bucket(len(live)) < R:
-                R = bucket(len(live))
+            if entered == N and number_of_slots(len(live)) < R:
+                R = number_of_slots(len(live))
                 self._move(slots, places, live, R, width)
             step = partial(self._step, slots, R, width, rule, joined)
             self.graphs.run((R, width, joined, key), step) if self.graphs else step()
@@ -210,7 +217,7 @@ class FastBlockEngine(BlockEngine):
             if before:
                 start, end, broken = before()
                 if any(broken):
-                    bad = slots.state[7, torch.tensor(broken).nonzero()[:, 0]].tolist()
+                    bad = State(*slots.state).index[torch.tensor(broken).bool()].tolist()
                     self.release()  # the cache may hold NaN
                     raise SystemExit(BROKEN.format(bad[:8]))
 
@@ -289,14 +296,14 @@ class FastBlockEngine(BlockEngine):
 
         A block with masks is denoised, one without is committed, except the last. joined: rows
         whose block has no masks begin the next one, and the forward covers both. Finished rows are
-        carried along. All state is read in a few gathers and written in a few scatters: at small
-        batches every kernel launch counts.
+        forwarded too, but nothing of them changes. All state is read in a few gathers and written
+        in a few scatters: at small batches every kernel launch counts.
         """
         n, row = self.model.block_length, slots.sample[:R]
         start, end, broken, step, edits, forwards, first, index = slots.state[:, row]
         live = start < end
         arange = torch.arange(2 * n, device=self.device)
-        last = (width // n - 1) * n  # finished rows stay in a whole block, of which nothing is read
+        last = (width // n - 1) * n  # a finished row may end behind `width`
         place = lambda: start.clamp(max=last)[:, None] + arange[:n]  # [R, n]
         at = seen = place()
         if joined:
@@ -348,5 +355,5 @@ class FastBlockEngine(BlockEngine):
         start, step, forwards = start + n * is_done, (step + live) * ~is_done, forwards + live
         slots.canvas[:, *here] = torch.stack([block, rest, step_map])
         slots.logps[here] = torch.where(chosen, logps, slots.logps[here])
-        state = start, end, broken, step, edits, forwards, first, index
+        state = State(start, end, broken, step, edits, forwards, first, index)
         slots.state[:, row] = torch.stack(state)

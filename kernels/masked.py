@@ -29,7 +29,7 @@ GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches
 WIDTHS = 32
 
 
-def bucket(rows):
+def rounded_rows(rows):
     """-> rows rounded up to a power of 2 (up to 8) or a multiple of 8"""
     return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
@@ -93,7 +93,7 @@ class FastMaskedEngine(MaskedEngine):
 
     def _denoise(self, block, settings):
         (R, S), n = block.tokens.shape, sum(block.quota)
-        rows, more = bucket(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
+        rows, more = rounded_rows(R) if R * n <= GRAPH_TOKENS else R, -S % WIDTHS
         tokens, memory = rows * (S + more), self.memory
         if memory is None or tokens > memory.capacity:
             memory = self.memory = Memory(tokens, self.device, self.use_graphs)

@@ -40,7 +40,7 @@ class BlockEngine(Engine):
             raise SystemExit(f"--block-length {asked}: {trained}; leave it out or give {n}")
         return n
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas=None):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
         """Prefill, then denoise and commit one block after the other; arguments as in Engine."""
         n, N, device = self.model.block_length, len(owner), self.device
         # Rows are padded on the left by whole blocks, so that their blocks share columns:

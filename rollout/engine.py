@@ -36,6 +36,7 @@ BROKEN = "logits are not finite at samples {}: the weights are damaged or have d
 LOWER = "lower --batch-size (evals), --prompts-per-step (training) or --gen-length"
 # share of the memory below which an engine keeps its caches during an update
 KEPT_BELOW = 0.9
+ALL = range(sys.maxsize)  # the steps of a whole rollout
 HEAD_ROWS = 512  # tokens whose logits exist at the same time
 
 
@@ -156,10 +157,9 @@ class Engine:
     """Sampler whose `model` is its own copy of the weights.
 
     A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings,
-    stop_at_eos) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]]; owner,
-    sample_index [N]. For a part of a rollout settings["steps"] is the range of its steps, counted
-    over all blocks, and it also gets the canvas to continue: tokens, step map, logps [N, L] and
-    num_forwards [N], or None.
+    stop_at_eos, canvas) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]];
+    owner, sample_index [N]. settings["steps"] is the range of steps to make, counted over all
+    blocks; canvas, what to continue: tokens, step map, logps [N, L] and num_forwards [N], or None.
     """
 
     # the values that this engine accepts
@@ -311,8 +311,6 @@ class Engine:
         rate = f"{at_least}{sum(sizes) / sum(steps):.3g} tokens a step"
         return f"{blocks}: {sum(steps)} steps, {rate}"
 
-    plan = validate
-
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, seed=0, sample_offset=0, stop_at_eos=True,
@@ -361,7 +359,7 @@ class Engine:
                     "a canvas is continued under the settings that it was made under, with its own "
                     "prompts, by an equal number of samples each row"
                 )
-        steps = range(start, sys.maxsize if until is None else until)
+        steps = range(start, ALL.stop if until is None else until)
         settings |= {"steps": steps, "num_samples": num_samples, "seed": seed}
         samples, parts = torch.arange(number, device=self.device), []
         at_once = self.refills and not is_part
@@ -369,10 +367,9 @@ class Engine:
         for batch in progress(batches, "batches of completions"):
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
             rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
-            if is_part:
-                rows += (canvas and canvas.canvas(batch * len(canvas.step_map) // number),)
+            known = canvas and canvas.canvas(batch * len(canvas.step_map) // number)
             try:
-                parts.append(self._generate(prompt_ids[first : last + 1], *rows))
+                parts.append(self._generate(prompt_ids[first : last + 1], *rows, known))
             except torch.OutOfMemoryError:
                 self.release()
                 size = min(len(batch), self.max_batch_size)

@@ -103,7 +103,7 @@ class MaskedEngine(Engine):
                     "--block-length 0, at most as many --denoising-steps"
                 )
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas=None):
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
         """Denoise one block after the other; arguments as in Engine."""
         model, quotas = self.model, block_quotas(**settings)
         prompt_ids = [prompt_ids[i] for i in owner.tolist()]

@@ -5,12 +5,12 @@ rest of the batch.
 import torch
 
 
-def _wrap(constant):
-    """An unsigned 64-bit integer as the int64 with the same bits (torch integers wrap around)."""
-    return constant - (1 << 64) if constant >= 1 << 63 else constant
+def int64(number):
+    """The int64 with the same low 64 bits: torch integers wrap around."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
-GOLDEN, MIX1, MIX2 = _wrap(0x9E3779B97F4A7C15), _wrap(0xBF58476D1CE4E5B9), _wrap(0x94D049BB133111EB)
+GOLDEN, MIX1, MIX2 = map(int64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift_right(x, n):
@@ -37,7 +37,7 @@ def key_parts(key):
                     f"{part!r} is longer than 7 bytes: words with a common start would share a key"
                 )
             part = int.from_bytes(part.encode(), "little")
-        parts.append(part if isinstance(part, torch.Tensor) else _wrap(part % 2**64))
+        parts.append(part if isinstance(part, torch.Tensor) else int64(part))
     return parts
 
 

@@ -18,7 +18,7 @@ from models import is_tiny, sampling_facts
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
 MAX = 1 << 31  # of integers: a seed times 2^32 has 63 bits
-EPS = 1e-9  # an open end of a range
+EPS = 1e-6  # an open end of a range
 
 
 @dataclass
@@ -114,6 +114,10 @@ class RunFlags:
         """-> arguments of add_lora"""
         return self.lora_rank, self.lora_alpha, self.lora_targets, self.seed
 
+    def evaluates(self, step):
+        """Whether the run is scored on the validation split after that step."""
+        return self.eval_limit and self.eval_every and step % self.eval_every == 0
+
     def lr_share(self, step):
         """Share of the peak learning rate in step 0, 1, ...: linear warm-up, then the schedule."""
         if step < self.warmup_steps:
@@ -128,6 +132,7 @@ class RunFlags:
 class RolloutFlags(RunFlags):
     """Besides those of every run, of a script with rollouts."""
 
+    # rollouts and rewards
     reward: str = ""
     """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
     max_prompt_length: int = 1024
@@ -158,6 +163,14 @@ class RolloutFlags(RunFlags):
         "epsilon": (0, math.inf),
     }
 
+    @classmethod
+    def parse(cls, by_size):
+        args = super().parse(by_size)
+        if args.rollout_backend == "lmdeploy" and args.lora_rank and not args.lora_merged_rollout:
+            needed = "needs merged weights: add --lora-merged-rollout"
+            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
+        return args
+
     def num_draws(self, replays):
         """Noisy copies of a completion in a step. replays: denoising steps that can be replayed"""
         return 1
@@ -179,7 +192,9 @@ def values_for(arguments, by_size, model, task=None, lora_rank=None):
         sizes += ["bidirectional"] * (facts.get("cache", "none") != "none")
         if (task or known["task"]) in WORDED:
             values["data"] = WORDED[task], "the task's problems with words"
-    values |= {name: (value, "models/names.py") for name, value in facts.items() if name in known}
+    kinds = get_type_hints(arguments)
+    usable = {k: v for k, v in facts.items() if k in known and is_of(v, kinds[k])}
+    values |= {name: (value, "models/names.py") for name, value in usable.items()}
     for size in sizes:
         of_size = by_size.get(size, {}).items()
         values |= {name: (value, f"BY_SIZE[{size!r}]") for name, value in of_size}
@@ -202,7 +217,8 @@ def command_line(arguments, by_size):
     if asked.resume:
         return resumed(arguments, Path(asked.resume))
     found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
-    defaults = arguments(**{name: value for name, (value, _) in found.items()})
+    values = {name: value for name, (value, _) in found.items()} | {"model": asked.model}
+    defaults = arguments(**values)
     if {"-h", "--help"} & {*sys.argv}:
         print_help(defaults, asked.model, found)
     given = parsed(arguments, defaults)
@@ -281,7 +297,7 @@ def print_help(defaults, model, found):
 
     groups, left = {}, dict(defaults.__dataclass_fields__)
     for kind in [kind for kind in type(defaults).__mro__ if kind is not object]:
-        title = f"flags of {kind.__name__}"
+        title = "the method's own"
         for heading, name in re.findall(r"^    (?:# (.+)|(\w+): )", inspect.getsource(kind), re.M):
             title = heading or title
             if name in left:
@@ -294,7 +310,7 @@ def print_help(defaults, model, found):
     lines = [
         f"--{name.replace('_', '-')} {value}: {where}" for name, (value, where) in found.items()
     ]
-    note = f"Values below are those of --model {model}. Not the defaults of the script, but\n"
+    note = f"Values are those of --model {model}. These come before the defaults of the script:\n"
     description = note + "\n".join(lines)
     tyro.cli(tyro.conf.OmitArgPrefixes[dict], default=shown, description=description, args=["-h"])
 

@@ -1,7 +1,7 @@
-"""Two or three rollouts of every method on tiny models, one thread: what a change of behaviour
-would change.
+"""Two or three rollouts of every method on tiny models, one thread, and the values of every flag:
+what a change of behaviour would change.
 
-    python tests/golden_runs.py --write    rewrites tests/golden/runs.json
+    python tests/golden_runs.py --write    rewrites tests/golden/runs.json and values.json
 
 Tokens of the first rollout, its loss and gradient norm hold on every torch version; what follows on
 the version that the file names. The learning rate is small, because Adam turns the noise of a
@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -20,43 +21,22 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+from sync_shared import METHODS, OFFLINE, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-FILE = ROOT / "tests/golden/runs.json"
+GOLDEN = ROOT / "tests/golden"
+SMALL = {"task": "countdown", "lora_rank": 0, "gen_length": 12, "denoising_steps": 2}
 EVERY = {"max_steps": 2, "eval_every": 2, "eval_limit": 2, "learning_rate": 1e-4, "seed": 8}
-ONLINE = EVERY | {
-    "prompts_per_step": 2,
-    "num_generations": 4,
-    "micro_batch_size": 6,
-    "reward": "countdown_coin",
-}
-OFFLINE = EVERY | {"batch_size": 4, "micro_batch_size": 3}
-LORA = {"lora_rank": 4}
-MOVES = {"max_steps": 3, "num_iterations": 2, "ref_sync_steps": 3}
-TRACES = {"num_iterations": 2, "accuracy_range": (0.0, 9.0)}
+ROLLOUTS = {"prompts_per_step": 2, "num_generations": 4, "micro_batch_size": 6}
+ROLLOUTS |= {"reward": "countdown_coin"}
+ANSWERS = {"batch_size": 4, "micro_batch_size": 3}
 CASES = {
-    "d1-dream": LORA | {"num_iterations": 2},
-    "bgpo-llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
-    "bgpo-sdar-moe": {"mc_num": 3, "num_iterations": 2, "lr_schedule": "cosine"},
-    "spg-llada-moe": {"num_iterations": 1, "block_length": 4},
-    # the reference stays after 2 updates and moves after 4
-    "coupled_grpo-sdar": MOVES | {"baseline": "loo", "top_p": 0.9},
-    "cj_grpo-llada": LORA | {"num_iterations": 2, "eos_policy": "eoser", "schedule": "ascending"},
-    "dtreerpo-llada": LORA | {"num_iterations": 2, "branches": (2, 2), "lambda_max": 1.0},
-    "dtreerpo-sdar": {"num_iterations": 2, "branches": (2, 2), "lambda_max": 1.0},
-    "mdpo-llada": {"train_steps": 3, "remasking": "rcr", "num_iterations": 2},
-    "espo-llada": {"num_iterations": 2, "ref_sync_steps": 1, "epsilon": 4e-4},
-    "ebpo-sdar": {"num_iterations": 2, "mc_num": 3},
-    "wd1-llada": LORA | {"num_iterations": 2, "psi": 0.5},
-    "justgrpo-llada": LORA | {"denoising_steps": 4, "num_iterations": 2, "positions": 3},
-    "tpg-sdar": {"num_iterations": 2, "denoising_steps": 4, "train_steps": 3, "beta": 0.1},
-    "tracerl-dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
-    "tracerl-sdar": TRACES | {"value_model": True, "denoising_steps": 3, "gamma": 0.9},
-    "sft-dream": LORA | {"cart_p": 0.2},
-    "sft-sdar": {"pack_length": 128, "max_length": 100},
-    "vrpo-llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
-    "vrpo-sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
+    f"{script}-{family}": {"model": f"tiny-{family}"}
+    | EVERY
+    | (ANSWERS if script in OFFLINE else ROLLOUTS)
+    | flags
+    for script, facts in METHODS.items()
+    for family, flags in facts["runs"].items()
 }
 SHOWN = "loss/total optim/grad_norm reward/mean loss/kl router/entropy eval/countdown".split()
 SHOWN += ["test/countdown"]
@@ -75,8 +55,19 @@ def load_few_problems():
     countdown.load = lambda split, path=None, limit=None: load(split, path, min(limit or 60, 60))
 
 
+def parsed(script, *words):
+    """-> what the command line of a script makes of these words"""
+    module, before = importlib.import_module(f"algos.{script}"), sys.argv
+    sys.argv = [f"algos/{script}.py", *map(str, words)]
+    try:
+        return module.Args.parse(module.BY_SIZE)
+    finally:
+        sys.argv = before
+
+
 def _child(rank, ranks, nodes, port, script, flags, out):
     from evals import rewards
+    from run import flags as command
     from run import log as runlog
 
     torch.set_num_threads(1)
@@ -87,7 +78,8 @@ def _child(rank, ranks, nodes, port, script, flags, out):
     sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "RANK": rank}
     os.environ |= where | {name: str(size) for name, size in sizes.items()}
     module = importlib.import_module(f"algos.{script}")
-    module.main(module.Args(**flags, out=str(out)))
+    args = module.Args(**SMALL | flags, out=str(out))
+    module.main(parsed(script, *shlex.split(command.flags_of(args))))
 
 
 def free_port():
@@ -105,12 +97,7 @@ def run_script(script, flags, ranks, out, nodes=1):
 
 
 def flags_of(case):
-    script, family = case.split("-", 1)
-    return (
-        (OFFLINE if script in ("sft", "vrpo") else ONLINE)
-        | {"model": f"tiny-{family}"}
-        | CASES[case]
-    )
+    return CASES[case]
 
 
 def rows_of(directory, name="metrics"):
@@ -124,6 +111,34 @@ def record(directory):
     return {
         "rows": rows,
         "tokens": [row["completion_ids"] for row in rows_of(directory, "samples")],
+    }
+
+
+def values(script, folder):
+    """-> {kind of model and training: {flag: value}} that a command line without flags resolves"""
+    from models.tiny import TINY_LLADA, TINY_SDAR
+
+    found = {"tiny": parsed(script)}
+    wide = {"block": TINY_SDAR | {"hidden_size": 4096}, "bidirectional": TINY_LLADA}
+    for kind, config in wide.items():
+        model = Path(folder, kind)
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps({"d_model": 4096, **config, "n_layers": 9}))
+        found[f"{kind}, LoRA"] = parsed(script, "--model", model)
+        found[f"{kind}, full"] = parsed(script, "--model", model, "--lora-rank", 0)
+    kept = {name: {**vars(args), "model": Path(args.model).name} for name, args in found.items()}
+    return json.loads(json.dumps(kept))
+
+
+def all_values():
+    """-> {script: values}, each as differences from those of d1 on the tiny model, and these"""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {script: values(script, folder) for script in METHODS}
+    first = found["d1"]["tiny"]
+    differing = lambda one: {k: v for k, v in one.items() if k not in first or v != first[k]}
+    return {"first": first} | {
+        script: {name: differing(one) for name, one in kinds.items()}
+        for script, kinds in found.items()
     }
 
 
@@ -144,4 +159,5 @@ if __name__ == "__main__":
     for case in CASES:
         with tempfile.TemporaryDirectory() as out:
             found[case] = record(run_script(case.split("-")[0], flags_of(case), 1, out))
-    FILE.write_text(json.dumps(found).replace('"rows"', '\n"rows"') + "\n")
+    (GOLDEN / "runs.json").write_text(json.dumps(found).replace('"rows"', '\n"rows"') + "\n")
+    (GOLDEN / "values.json").write_text(json.dumps(all_values()).replace("}, ", "},\n") + "\n")

@@ -4,9 +4,11 @@ out with the full graph.
 
 import copy
 import itertools
+import json
 import math
-from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -37,6 +39,19 @@ class Group:
     set_requires_all_reduce = set_reshard_after_backward = lambda self, value, recurse: None
 
 
+def updated(module, model, rows, args):
+    """One `update` of an online script, the gradient not clipped, whose model is not sharded and
+    takes no step. -> metrics, gradient
+    """
+    found, group = [], {"params": list(model.parameters())}
+    optimizer = SimpleNamespace(param_groups=[group], zero_grad=model.zero_grad)
+    optimizer.step = lambda: found.append(gradient(model))
+    norm = SimpleNamespace(full_tensor=lambda: gradient(model).norm())
+    model.zero_grad()
+    with mock.patch("torch.nn.utils.clip_grad_norm_", lambda *_: norm):
+        return module.update(model, optimizer, rows, 0, args), *found
+
+
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     """A peaked random model in fp64 with 8 tokens; shift: moves every weight a little."""
     config = CONFIGS[family] | config
@@ -61,19 +76,28 @@ def changed(thing, **fields):
     return thing
 
 
-def rollout_batch(
-    module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2)), length=9, records=None
-):
+def small_args(module, **fields):
+    """Args of a script for tiny rollouts; fields that its method does not have are left out."""
+    small = {"num_generations": 4, "gen_length": 8, "denoising_steps": 2, "branches": (2, 2)}
+    small |= {"num_iterations": 2, "micro_batch_size": 5, "temperature": 1.0, "mc_num": 2} | fields
+    return module.Args(**{name: v for name, v in small.items() if hasattr(module.Args, name)})
+
+
+def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2))):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
-    G = args.num_generations
-    shape = {"num_samples": G, "gen_length": length, "denoising_steps": 2, "records": records}
-    trace = make_engine(model).generate([list(p) for p in prompts], **shape, seed=6)
+    G, engine = args.num_generations, make_engine(model)
+    names = ("gen_length", "denoising_steps", "temperature", "remasking")
+    how = {name: getattr(args, name) for name in names} | {"records": module.RECORDS, "seed": 6}
+    generate = lambda prompts, **how: engine.generate(prompts, **how)
+    if hasattr(module, "sample_trees"):
+        generate = lambda prompts, **how: module.sample_trees(engine, args, prompts, **how)
+    trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=0, **how)
     batch = module.Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
     rewards = rewards[:, :G].flatten()
-    if records == "states":  # one for every step
+    if module.RECORDS == "states":  # one for every step
         rewards = rewards[:, None] * torch.arange(1, trace.num_replays + 1)
-    batch.advantages = module.compute_advantages(rewards, args)
+    batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.4
     assert (batch.advantages > 0).any() and (batch.advantages < 0).any()
     return batch
 
@@ -185,79 +209,66 @@ class OneBlock:
         return torch.stack(found)
 
 
-def full_graph_loss(name, model, rows, args):
-    """An online method's loss written out: loops over rows, draws, tokens and blocks, every graph
-    kept.
-    """
-    R, K, L = rows.weights.shape
-    total, tokens = torch.zeros((), dtype=torch.float64), rows.batch.num_tokens
-    sequences = rows.batch.num_sequences
-    for r in range(R):
+def naive_logps(model, rows):
+    """draw_logps with a forward and a graph for every block of every draw. -> [R, K, L]"""
+    (R, K, L), found = rows.weights.shape, []
+    for r, k in itertools.product(range(R), range(K)):
         valid = rows.valid_mask[r]
-        clean, noisy_mask = rows.input_ids[r][valid], rows.masked[r][:, valid]
-        P = len(valid) - L - int((~valid[:-L]).sum())
-        targets = rows.targets[r][:, valid] if name == "tpg" else clean.expand(K, -1)
-        lp = [[torch.zeros((), dtype=torch.float64)] * L for _ in range(K)]
+        clean, masked = rows.input_ids[r][valid], rows.masked[r, k][valid]
+        targets = clean if rows.targets is None else rows.targets[r, k][valid]
+        logps, P = [], len(valid) - L - int((~valid[:-L]).sum())
+        # a block model sees clean blocks and the token's own; others see the noisy canvas
+        size = 4 if model.attention == "block-causal" else len(clean)
+        for start in range(0, len(clean), size):
+            noisy = torch.where(masked, MASK, clean)[start : start + size]
+            logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, start:]
+            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits / rows.temperature)
+            logps.append(logits.log_softmax(-1).gather(1, targets[start:][:size, None])[:, 0])
+        logps = torch.nn.functional.pad(torch.cat(logps)[P:], (0, L - len(clean) + P))
+        found.append(torch.where(rows.weights[r, k] != 0, logps, 0.0))
+    return torch.stack(found).view(R, K, L)
 
-        @cache
-        def logits_of(k, start, end):
-            noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])  # noqa: B023
-            return model.logits(torch.cat([clean[:start], noisy])[None])[0] / rows.temperature  # noqa: B023
 
-        for k, j in (rows.weights[r] != 0).nonzero().tolist():
-            # a block model sees clean blocks and the token's own; others see the noisy canvas
-            start = (P + j) // 4 * 4
-            seen = (start, start + 4) if model.attention == "block-causal" else (0, None)
-            logits = logits_of(k, *seen)[P + j]
-            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
-            lp[k][j] = logits.log_softmax(-1)[targets[k, P + j]]
-        A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]
-        mean = lambda j: sum(w[k, j] * lp[k][j] for k in range(K))  # noqa: B023
-        if name == "bgpo":
-            for k in range(K):
-                d = sum(w[k, j] * lp[k][j] for j in range(L)) - rows.old[r, k]
-                g = A * (1 + d) if A >= 0 else A * d.exp()
-                total = total - g / (sequences * args.mc_num)
-        elif name in ("espo", "ebpo"):
-            elbo, n = sum(mean(j) for j in range(L)) / K, c.sum() if name == "espo" else 1
-            ratio = ((elbo - rows.old[r]) / n).exp()
-            clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-            kl = (elbo - rows.ref[r]) ** 2 / (2 * n) if name == "espo" else 0
-            total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / sequences
-        elif name == "wd1":
-            total = total - A * sum(lp[0]) * args.num_generations / sequences
-        elif name != "spg":
-            terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
-            if name in ("cj_grpo", "mdpo", "tpg"):
-                places = w.nonzero().tolist()
-                terms = [(lp[k][j], k, j, w[k, j] / sequences) for k, j in places]
-            elif name == "justgrpo":
-                terms = [(lp[k][j], k, j, w[k, j] / tokens) for k, j in w.nonzero().tolist()]
-            old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
-            scale = L / noisy_mask.sum().item() if name == "mdpo" else 1
-            for score, k, j, share in terms:
-                ratio, delta = (score - old[k, j]).exp(), ref[k, j] - score
-                clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-                kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
-                policy = scale * torch.minimum(ratio * A, clipped * A)
-                total = total + share * (args.beta * kl - policy)
-        else:  # spg
-            bound = sum(w[k, j] * lp[k][j] for k in range(K) for j in range(L)) / K
-            if A < 0:
-                covered = [[k for k in range(K) if w[k, j]] for j in range(L)]
-                power = lambda k, j: w[k, j] * lp[k][j].exp() ** args.eubo_beta  # noqa: B023
-                means = [sum(power(k, j) for k in ks) / K for j, ks in enumerate(covered) if ks]
-                upper = sum(mean.log() for mean in means) / args.eubo_beta / len(means)
-                bound = args.omega * upper * c.sum() + (1 - args.omega) * bound
-            total = total - A * bound / tokens
-    return total
+def full_graph_loss(module, model, rows, args):
+    """An online method's loss written a second time, on one graph of all rows. A method that is not
+    written here has its own loss on that graph.
+    """
+    lp, w, c = naive_logps(model, rows), rows.weights, rows.completion_mask.double()
+    old, name, tokens = rows.old, module.__name__.split(".")[-1], rows.batch.num_tokens
+    sequences, A = rows.batch.num_sequences, rows.advantages.view(-1, *[1] * (old.dim() - 1))
+
+    def clipped(score, share, A=A, ref=rows.ref, beta=args.beta, scale=1):
+        ratio, delta = (score - old).exp(), ref - score
+        kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
+        limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+        return (share * (beta * kl - scale * torch.minimum(ratio * A, limited * A))).sum()
+
+    if name in ("d1", "coupled_grpo"):
+        return clipped((w * lp).sum(1), c / tokens)
+    if name == "justgrpo":
+        return clipped(lp, w / tokens)
+    if name in ("cj_grpo", "tpg"):
+        return clipped(lp, w / sequences)
+    if name == "mdpo":
+        return clipped(
+            lp[:, 0], w[:, 0] / sequences, scale=c.shape[1] / rows.masked.sum(2).double()
+        )
+    if name == "tracerl":  # an advantage for each token, and a KL to the old policy
+        A = rows.batch.token_advantages[rows.sequence, None]
+        return clipped(lp, w / rows.total, A, old, args.kl_to_old)
+    if name == "dtreerpo":
+        return clipped(lp[:, 0], w[:, 0]) - (rows.sibling_weights * lp[:, 0]).sum()
+    if name == "bgpo":
+        d = (w * lp).sum(2) - old
+        return -torch.where(A >= 0, A * (1 + d), A * d.exp()).sum() / sequences / args.mc_num
+    return module.policy_loss(module.estimate_logps(lp, rows, args), old, rows.ref, rows, args)[0]
 
 
 def gradient(model, loss=None, again=False):
     """All gradients as one vector: of a loss, whose graph stays if it is used again, or those that
     the parameters hold.
     """
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     of = lambda loss: torch.autograd.grad(loss, parameters, retain_graph=again)
     grads = [p.grad for p in parameters] if loss is None else of(loss)
     return torch.cat([grad.flatten() for grad in grads]).clone()
@@ -283,3 +294,23 @@ def peak_of_graphs(action):
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         action()
     return held["peak"]
+
+
+# --- released code: its values on a tiny LLaDA with these prompts of 6 and completions of 12 tokens
+
+RELEASED = json.loads((Path(__file__).parent / "golden/released.json").read_text())
+TEXT = torch.tensor(RELEASED["text"])
+
+
+def tilted(tilt=0.0, config=TINY_LLADA):
+    """A tiny model; tilt: how far it is from the first."""
+    model = random_model(config)
+    with torch.no_grad():
+        ramp = torch.linspace(-1, 1, model.lm_head.weight.shape[1])
+        model.lm_head.weight.mul_(10 * (1 + tilt * ramp))
+    return model
+
+
+def estimates_of(module, model, rows, args):
+    with torch.no_grad():
+        return module.estimate_logps(module.draw_logps(model, rows), rows, args)

@@ -22,13 +22,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_attention import FAULTS, plant
 
 import models
-from evals import decoding
 from models import checkpoint as checkpoint_module
 from models import (
-    export_weights,
     load_model,
     load_tokenizer,
     meta_model,
@@ -39,9 +36,8 @@ from models import (
 from models.checkpoint import set_special_tokens
 from models.experts import expert_parts
 from models.layers import RMSNorm
-from models.tensors import build_model, materialize, tensor_names, tensor_parts, tensor_shapes
+from models.tensors import build_model, materialize, tensor_names, tensor_shapes
 from models.tiny import TINY_CONFIGS, TINY_SDAR, byte_tokenizer, random_model
-from run import log as runlog
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HF = os.environ.get("CLEANDLLM_HF")
@@ -148,10 +144,10 @@ def assert_same_weights(a, b):
 
 
 @torch.no_grad()
-def golden_errors(family, model=None):
+def golden_errors(family):
     """-> {case: largest fp32 difference from the official outputs}"""
     config, want = CONFIGS[family], GOLDEN[family][1]
-    model = model or model_of(config, rule=family)
+    model = model_of(config, rule=family)
     largest = lambda got, want: (got - want).abs().max().item()
     if family == "dream":
         errors = {"plain": largest(model.logits(want["input_ids"]), want["logits"])}
@@ -170,6 +166,8 @@ def golden_errors(family, model=None):
         errors |= {"padded": largest(padded[valid], want["padded_logits"])}
     if family == "llada":
         far = model.logits(want["long_ids"].long())[:, -16:]
+        grouped = model_of(config | {"n_kv_heads": 2}, rule="llada")  # shared key heads
+        errors["grouped"] = largest(grouped.logits(ids), want["gqa_logits"])
         return errors | {"far": largest(far, want["long_logits"])}
     if family == "llada_moe":
         return errors
@@ -183,14 +181,6 @@ def test_outputs_are_the_official_ones(family):
     assert 0.9 < GOLDEN[family][1]["logits"].std() < 10
     for case, error in golden_errors(family).items():
         assert error <= 1e-5, (case, error)
-
-
-def test_shared_key_heads_of_llada_are_the_official_ones():
-    model = model_of(CONFIGS["llada"] | {"n_kv_heads": 2}, rule="llada")
-    want = GOLDEN["llada"][1]
-    torch.testing.assert_close(
-        model.logits(want["ids"].long()), want["gqa_logits"], atol=1e-5, rtol=0
-    )
 
 
 def test_gradients_of_llada_moe_are_the_official_ones():
@@ -234,12 +224,12 @@ def additive(visible):
     return mask[None, None]
 
 
-def qwen3(directory, **changes):
+def qwen3(directory):
     """transformers' Qwen3, loaded strictly from a directory of save_model -> function"""
     from transformers import Qwen3ForCausalLM
 
     raw = json.loads((directory / "config.json").read_text())
-    raw |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | changes
+    raw |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     (directory / "config.json").write_text(json.dumps(raw))
     reference, report = Qwen3ForCausalLM.from_pretrained(
         directory, output_loading_info=True, attn_implementation="sdpa"
@@ -249,64 +239,35 @@ def qwen3(directory, **changes):
     return lambda ids, seen: reference(input_ids=ids, attention_mask=mask(ids, seen)).logits
 
 
-@pytest.mark.parametrize(
-    "change", [{}, {"num_key_value_heads": 4}, {"tie_word_embeddings": True}, {"block_size": 5}]
-)
+@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True}, {"block_size": 5}])
 @torch.no_grad()
 def test_transformers_qwen3_reads_what_we_save(tmp_path, change, monkeypatch):
-    """Strictly, from shards; under a block-causal mask its logits equal SDAR's. Controls: masks,
-    theta.
-    """
+    """Strictly, from shards; under a block-causal mask its logits equal SDAR's."""
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 90000)
     model = model_of(CONFIGS["sdar"] | change)
     save_model(model, tmp_path / "a", None)
     assert len(list((tmp_path / "a").glob("model-*.safetensors"))) >= 3
     reference, n = qwen3(tmp_path / "a"), model.block_length
-    for T in (1, n, 22, 61):
+    for T in (22, 61):
         ids = random_ids(2, T, 150, seed=T)
         want = reference(ids, block_causal(T, n))
         torch.testing.assert_close(model.logits(ids), want, atol=1e-5, rtol=0)
-    far = lambda want: (want - model.logits(ids)).abs().max() > 1e-2
-    causal = torch.ones(61, 61, dtype=torch.bool).tril()
-    assert far(reference(ids, causal)) and far(reference(ids, block_causal(61, 8)))
-    assert far(qwen3(tmp_path / "a", rope_theta=10000)(ids, block_causal(61, n)))
 
 
 @pytest.mark.parametrize("round_first", [False, True])
 @torch.no_grad()
-def test_norms_and_tables_round_where_the_official_code_does(round_first):
-    """In bf16 a norm rounds before the weight, or once, after it (SDAR); angles are never
-    rounded.
-    """
+def test_norms_round_where_the_official_code_does(round_first):
+    """In bf16 a norm rounds before the weight, or once, after it (SDAR)."""
     x = (3 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))).bfloat16()
     norm = RMSNorm(16, 1e-5, round_first).bfloat16()
     norm.weight.copy_(torch.linspace(0.5, 1.7, 16))
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
     before, after = norm.weight * y.bfloat16(), (norm.weight.float() * y).bfloat16()
-    want, other = (before, after) if round_first else (after, before)
-    assert torch.equal(norm(x), want) and not torch.equal(norm(x), other)
+    assert torch.equal(norm(x), before if round_first else after) and not torch.equal(before, after)
     assert not small("sdar").model.norm.round_first and small("llada2").model.norm.round_first
-    at = torch.tensor([[0, 63, 1023, 4095]])
-    exact = torch.outer(at[0].double(), 1e6 ** -(torch.arange(0, 64, 2).double() / 64))
-    model = build_model(CONFIGS["sdar"] | {"head_dim": 64})
-    for table, want in zip(model.rope(at, torch.bfloat16), (exact.cos(), exact.sin()), strict=True):
-        assert (table[0, 0].double() - torch.cat([want, want], -1)).abs().max() < 0.004
 
 
 # --- visibility, padding, shift ------------------------------------------------------------------
-
-
-@each_family
-@torch.no_grad()
-def test_a_token_reaches_its_own_block_and_later_ones_or_all(family):
-    model, ids = small(family), random_ids(1, 14, MASK)
-    before = model.logits(ids)
-    for t in range(14):
-        changed = ids.clone()
-        changed[0, t] = (changed[0, t] + 1) % MASK
-        moved = (model.logits(changed) - before).abs().amax(-1)[0]
-        reached = [family not in BLOCK_CAUSAL or q // 4 >= t // 4 for q in range(14)]
-        assert (moved > 1e-6).tolist() == (moved > 1e-13).tolist() == reached
 
 
 def ragged(lengths, side="left", T=None, seed=0):
@@ -343,8 +304,6 @@ def test_a_padded_row_equals_the_row_alone(family, side):
         torch.testing.assert_close(logps[i, :, row], model.logps(*alone)[0], atol=1e-12, rtol=0)
     junk = torch.where(valid, clean, 7), torch.where(valid[:, None], noisy, 9)
     torch.testing.assert_close(model.logps(*junk, score, valid), logps, atol=1e-12, rtol=0)
-    seen = (model.logits(first)[1, valid[1]] - logits[1, valid[1]]).abs().max()  # the control
-    assert seen > 1e-3 or side == "right" and family in BLOCK_CAUSAL
 
 
 def test_dream_shifts_by_one_valid_token():
@@ -355,7 +314,7 @@ def test_dream_shifts_by_one_valid_token():
     document = torch.arange(14).expand(4, 14) // 5
     hidden = torch.arange(4 * 14.0).view(4, 14, 1)
     for documents in (None, document):
-        got = model.align(hidden, valid, documents)
+        got = hidden.gather(1, model.source(valid, documents)[..., None])
         for b, row in enumerate(valid.tolist()):
             for t in range(14):
                 before = [s for s in range(t) if row[s]]
@@ -401,7 +360,7 @@ def score_masks(noised, valid):
 @each_family
 @pytest.mark.parametrize("side", ["left", "middle"])
 @torch.no_grad()
-def test_logps_are_those_of_a_pass_over_the_clean_past(monkeypatch, family, side):
+def test_logps_are_those_of_a_pass_over_the_clean_past(family, side):
     model = small(family)
     clean, noisy, noised, valid = ragged([22, 3, 9, 16], side)
     clean[0, valid[0].nonzero()[-1]] = 260  # a target after the mask token
@@ -414,15 +373,8 @@ def test_logps_are_those_of_a_pass_over_the_clean_past(monkeypatch, family, side
             torch.testing.assert_close(logps[place], want[place], atol=1e-11, rtol=0)
             torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-11, rtol=0)
         assert not logps[~score].any() and not entropies[~score].any() and (logps[score] < 0).all()
-    for fault in FAULTS if family in BLOCK_CAUSAL else ():
-        with monkeypatch.context() as patch:
-            plant(patch, fault)
-            assert (model.logps(*rows, **options) - logps).abs().max() > 1e-3, fault
     model.lm_head.weight[MASK] *= 50  # the mask token has probability 0
     assert torch.equal(model.logps(*rows, **options), logps)
-    half = model_of(SMALLS[family], torch.bfloat16).logps(*rows)
-    single = model_of(SMALLS[family]).logps(*rows)
-    assert half.dtype == single.dtype == torch.float32 and (half - single).abs().mean() < 0.3
 
 
 @each_family
@@ -474,46 +426,30 @@ def test_gradients_of_logps_are_those_of_full_logits(family):
 
 
 @each_family
-@pytest.mark.parametrize("shard_bytes", [1 << 32, 17000])
-def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family, shard_bytes):
-    """One file or shards with their index; on disk every expert has its own official tensors."""
-    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", shard_bytes)
+def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family):
+    """From shards with their index."""
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 17000)
     model, directory = small(family, torch.float32), tmp_path / "a"
     model.eos_token_ids, model.pad_token_id = [5, 1], 1
     save_model(model, directory, byte_tokenizer())
     held = {file.name: load_file(file) for file in directory.glob("*.safetensors")}
-    flat = {name: value for tensors in held.values() for name, value in tensors.items()}
-    assert flat.keys() == tensor_shapes(model).keys() == dict(export_weights(model)).keys()
-    assert not any("gate_up" in name for name in flat)
-    if "moe" in family or family == "llada2":
-        gate, up = model.layers[1].mlp.experts.gate_up[3].chunk(2)
-        stem = "model.layers.1.mlp.experts.3."
-        assert torch.equal(flat[stem + "gate_proj.weight"], gate)
-        assert torch.equal(flat[stem + "up_proj.weight"], up)
-    if shard_bytes < 1 << 32:
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        assert {n: file for file, tensors in held.items() for n in tensors} == index["weight_map"]
-        assert index["metadata"]["total_size"] == sum(value.nbytes for value in flat.values())
-        sizes = [sum(v.nbytes for v in tensors.values()) for tensors in held.values()]
-        assert len(held) >= 2 and max(sizes) <= max(
-            shard_bytes, max(v.nbytes for v in flat.values())
-        )
+    files = {name: file for file, tensors in held.items() for name in tensors}
+    assert files.keys() == tensor_shapes(model).keys() and len(held) > 1
+    assert json.loads((directory / INDEX).read_text())["weight_map"] == files
     loaded = load_model(directory)
     assert_same_weights(loaded, model)
     assert (loaded.eos_token_ids, loaded.pad_token_id, loaded.mask_token_id) == ([5, 1], 1, MASK)
     assert loaded.checkpoint_config == SMALLS[family] and loaded.block_length == 4
     ids = random_ids(2, 9, MASK)
     assert torch.equal(loaded.logits(ids), model.logits(ids))
-    assert load_model(directory, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
     assert load_tokenizer(directory).get_vocab() == byte_tokenizer().get_vocab()
     assert os.listdir(tmp_path) == ["a"]  # nothing temporary is left
-    parts = tensor_parts(model).values()
-    assert len(parts) == len({(id(value), str(index)) for value, index in parts})
 
 
 def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
     """Tensors are bf16 as config.json says, but expert biases fp32; a tied head is stored once."""
-    model = model_of(SMALLS["llada2"] | {"torch_dtype": "bfloat16"}, is_rounded=True)
+    config = SMALLS["llada2"] | {"torch_dtype": None, "dtype": "bfloat16"}
+    model = model_of(config, is_rounded=True)
     save_model(model, tmp_path / "a", None)
     held, gate = load_file(tmp_path / "a/model.safetensors"), model.layers[1].mlp.gate
     wide = [name for name, value in held.items() if value.dtype != torch.bfloat16]
@@ -523,13 +459,12 @@ def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
     half = load_model(tmp_path / "a", dtype=torch.bfloat16)
     assert_same_weights(half.layers[1].mlp.gate, gate)
     assert half.lm_head.weight.dtype == half.layers[1].mlp.experts.down.dtype == torch.bfloat16
-    assert torch.equal(dict(export_weights(model, torch.bfloat16))[wide[0]], gate.expert_bias)
     tied = set_special_tokens(random_model(SMALL | {"tie_word_embeddings": True}))
     save_model(tied, tmp_path / "b", None)
     assert "lm_head.weight" not in load_file(tmp_path / "b/model.safetensors")
-    for one in (tied, load_model(tmp_path / "b")):
-        assert one.lm_head.weight is one.model.embed_tokens.weight
-    assert_same_weights(load_model(tmp_path / "b"), tied)
+    loaded = load_model(tmp_path / "b")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_same_weights(loaded, tied)
 
 
 @pytest.fixture
@@ -585,20 +520,13 @@ DAMAGES = {
     ),
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), [NORM, r"\(1,\)", r"\(8,\)"]),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
-    "empty file": (cut(0), ["safetensors", "truncated"]),
     "cut off": (cut(-1), ["safetensors", "truncated"]),
-    "no weights": (lambda d: (d / WEIGHTS).unlink(), ["lm_head.weight is missing"]),
-    "no config": (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
     "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
     "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
         ["no config file states eos_token_id"],
     ),
-    "int8": (edit(torch_dtype="int8"), ["torch_dtype = 'int8'"]),
-    "no object": (write("config.json", []), ["config.json is not JSON", "holds no object"]),
-    "brackets": (write("config.json", b"[" * 10**5), ["config.json is not JSON"]),
-    "ends": (edit("generation_config.json", eos_token_id={}), ["outside the vocabulary"]),
 }
 
 
@@ -609,33 +537,19 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         load_model(saved)
 
 
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        (write("tokenizer.json", b'{"added_tokens": ['), ["its tokenizer cannot be loaded"]),
-        (write("tokenizer_config.json", b"{"), ["tokenizer_config.json is not JSON"]),
-        (write("tokenizer.json", {}), ["its tokenizer cannot be loaded .KeyError"]),
-        (edit("tokenizer_config.json", eos_token=3), ["eos_token has to be"]),
-        (edit("tokenizer_config.json", model_max_length="x"), ["cannot be loaded .TypeError"]),
-        (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
-        (write("chat_template.jinja", b"{% if"), ["cannot be loaded .TemplateSyntaxError"]),
-    ],
-)
-def test_a_damaged_tokenizer_is_refused_in_one_line(saved, damage, words):
-    damage(saved)
-    with exits_with_one_line(*words, "copy "):
-        prompt_ids(load_tokenizer(saved), [{"role": "user", "content": "x"}])
+def test_a_damaged_tokenizer_is_refused_in_one_line(saved):
+    write("chat_template.jinja", b"{% if")(saved)
+    with exits_with_one_line("its tokenizer cannot be loaded .TemplateSyntaxError", "copy "):
+        load_tokenizer(saved)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_ids_are_tokens_of_the_model(saved, file):
     """264 rows: 263 is a token; ids that would fail at the first rollout are refused."""
     (saved / "generation_config.json").write_text("{}")
-    for facts in ({"eos_token_id": 263}, {"eos_token_id": [263]}, {"pad_token_id": 263}):
-        edit(file, **facts)(saved)
-        meta_model(saved)
-    wrong = [{"eos_token_id": i} for i in (264, -1, [256, 264], "256")]
-    for facts in [*wrong, {"eos_token_id": 256, "pad_token_id": 264}]:
+    edit(file, eos_token_id=263, pad_token_id=263)(saved)
+    meta_model(saved)
+    for facts in ({"eos_token_id": [256, 264]}, {"eos_token_id": 256, "pad_token_id": 264}):
         edit(file, **facts)(saved)
         with exits_with_one_line("outside the vocabulary of 264"):
             meta_model(saved)
@@ -681,15 +595,12 @@ def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     assert (config["base_model_name_or_path"], config["revision"]) == (hub_id, "v1.0")
     load_model(tmp_path / "adapter")
     assert len(asked) == 3 and {*asked} == {(hub_id, "v1.0")}
-    load_model(f"{hub_id}@main")
     load_model("sdar-8b")
-    assert asked[3:] == [(hub_id, "main"), (hub_id, None)]
-    settings = [decoding.settings(f"llada-1.5{at}", "llada", "gsm8k") for at in ("", "@v1")]
-    assert settings[0] == settings[1] != decoding.settings("other", "llada", "gsm8k")
+    assert asked[3:] == [(hub_id, None)]
     (tmp_path / "sdar-8b@v1.0").symlink_to(models.names.MODELS["tiny-sdar"])
     monkeypatch.chdir(tmp_path)
     load_model(name)
-    assert len(asked) == 5 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
+    assert len(asked) == 4 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
 
 
 def test_locales_without_utf8(tmp_path, monkeypatch):
@@ -700,80 +611,54 @@ def test_locales_without_utf8(tmp_path, monkeypatch):
     load_tokenizer("tiny-sdar")
     print("ü\u2591", flush=True)
     assert sys.stdout.buffer.getvalue() == b"\xfc\\u2591\n"
-    for name in "ü", "u":
-        shutil.copytree(models.MODELS["tiny-sdar"], tmp_path / name)
-        load_tokenizer(tmp_path / name)
+    (tmp_path / "ü").mkdir()
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    for use in (load_tokenizer, load_model, lambda path: runlog.make_run_dir(path, "run")):
-        with exits_with_one_line("iso8859-1", "set PYTHONUTF8=1"):
-            use(tmp_path / "ü")
-    load_tokenizer(tmp_path / "u")
+    with exits_with_one_line("iso8859-1", "set PYTHONUTF8=1"):
+        load_model(tmp_path / "ü")
 
 
 # --- config files --------------------------------------------------------------------------------
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSALS = {
-    "any": [
+    "sdar": [
         ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
-        ({"rope_parameters": YARN}, "yarn"),
+        ({"rope_parameters": YARN}, "rope_scaling.*yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
         ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
-        ({"rope_theta": None}, "lacks rope_theta"),
         ({"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
-        ({"model_type": ["sdar"]}, "model_type.*sdar"),
         ({"mask_token_id": "1"}, "mask_token_id = '1'; it must be of type int, from 0"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps = nan; it must be of type float"),
-        ({"mask_token_id": -1}, "mask_token_id = -1"),
         ({"rope_parameters": "yarn"}, "describes no .* model"),
-    ],
-    "sdar": [
-        ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
         ({"head_dim": None}, "lacks head_dim"),
     ],
     "sdar_moe": [
         ({"num_experts": None}, "num_experts"),
-        ({"norm_topk_prob": None}, "norm_topk_prob"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
     ],
     "llada2": [
         ({"score_function": "softmax"}, "score_function.*softmax"),
-        ({"router_dtype": "bf16"}, "router_dtype"),
-        ({"use_qkv_bias": True}, "use_qkv_bias"),
-        ({"num_shared_experts": None}, "lacks num_shared_experts"),
     ],
     "llada": [
         ({"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
-        ({"block_type": "sequential"}, "block_type.*sequential"),
-        ({"layer_norm_with_affine": False}, "layer_norm_with_affine = False"),
-        ({"rope_full_precision": False}, "rope_full_precision = False"),
-        ({"weight_tying": True}, "weight_tying = True"),
-        ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-        ({"n_kv_heads": None}, "lacks n_kv_heads"),
         ({"rope": None}, "lacks rope"),
         ({"weight_tying": None}, "lacks weight_tying"),
     ],
     "llada_moe": [
         ({"moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
         ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8"),
-        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"qk_layernorm": None}, "lladamoe model lacks qk_layernorm"),
-        ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
     "dream": [
-        ({"use_mrope": True}, "use_mrope"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"head_dim": 128}, "head_dim.*128"),
     ],
 }
-CASES = [(f, *case) for f in SMALLS for case in REFUSALS["any"] + REFUSALS[f]]
+CASES = [(f, *case) for f in SMALLS for case in REFUSALS[f]]
 
 
 @pytest.mark.parametrize("family, change, words", CASES)
@@ -787,16 +672,13 @@ def test_what_a_config_asks_and_we_lack_is_refused(family, change, words):
 def test_what_config_files_leave_out():
     """Family defaults, which a config that states another value overrides."""
     silent = ("mask_token_id", "eos_token_id", "pad_token_id", "block_size", "block_length")
-    quiet = lambda family, keys: {k: v for k, v in SMALLS[family].items() if k not in keys}
-    model = set_special_tokens(build_model(quiet("llada2", silent) | {"vocab_size": 157184}))
-    assert (model.mask_token_id, model.eos_token_ids, model.block_length) == (156895, [156892], 32)
-    model = build_model(quiet("sdar_moe", silent))
+    quiet = lambda family: {k: v for k, v in SMALLS[family].items() if k not in silent}
+    for family in ("llada2", "llada_moe"):
+        model = set_special_tokens(build_model(quiet(family) | {"vocab_size": 157184}))
+        facts = model.mask_token_id, model.eos_token_ids, model.block_length
+        assert facts == (156895, [156892], 32)
+    model = build_model(quiet("sdar_moe"))
     assert (model.mask_token_id, model.block_length) == (151669, 4)
-    model = set_special_tokens(build_model(quiet("llada_moe", silent) | {"vocab_size": 157184}))
-    assert (model.mask_token_id, model.eos_token_ids, model.block_length) == (156895, [156892], 32)
-    assert type(build_model(SMALLS["llada_moe"] | {"model_type": "lladamoe"})) is type(model)
-    for family in ("llada", "dream"):
-        assert build_model(quiet(family, silent[-1:])).block_length == 32
     assert build_model(SMALLS["llada"] | {"block_length": 8}).block_length == 8
 
 
@@ -899,24 +781,12 @@ def test_official_tokens(tmp_path):
 
 
 def test_byte_tokens_are_the_bytes_of_the_text(saved):
-    """Ids equal UTF-8 and decode to the same text, before and after saving; special tokens are one
-    id.
-    """
-    texts = [
-        "",
-        "  two\n\ttab \r\n",
-        "größer 漢字 🙂 e\u0301",
-        "\x00\x7f",
-        "".join(map(chr, range(0x800))),
-    ]
+    """Ids equal UTF-8 and decode to the same text, before and after saving."""
+    texts = ["", "  two\n\ttab \r\n", "größer 漢字 🙂 e\u0301", "".join(map(chr, range(0x800)))]
     for tokenizer in (byte_tokenizer(), load_tokenizer(saved)):
         for text in texts:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-        assert len(set(tokenizer.convert_ids_to_tokens(range(256)))) == 256
-        for i, token in enumerate(("<|endoftext|>", "<|MASK|>", "<|user|>", "<|assistant|>")):
-            ids = tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]
-            assert ids == [97, 256 + i, 98]
         assert (tokenizer.eos_token_id, tokenizer.mask_token_id, len(tokenizer)) == (256, 257, 260)
         turns = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "A"}]
         ids = prompt_ids(tokenizer, [*turns, turns[0]])
@@ -924,8 +794,7 @@ def test_byte_tokens_are_the_bytes_of_the_text(saved):
 
 
 def test_the_command_writes_a_model_with_random_weights(tmp_path):
-    random_init.main(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"])
-    model, tokenizer = load_model(tmp_path / "one"), load_tokenizer(tmp_path / "one")
-    ids = prompt_ids(tokenizer, [{"role": "user", "content": "1+1"}])
-    assert model.eos_token_ids == [256]
-    assert model.logits(torch.tensor([ids])).shape == (1, len(ids), 264)
+    random_init.main(str(tmp_path / "one"), "tiny-llada")
+    want = random_model(TINY_CONFIGS["tiny-llada"])
+    assert_same_weights(load_model(tmp_path / "one"), want)
+    assert load_tokenizer(tmp_path / "one").mask_token_id == MASK

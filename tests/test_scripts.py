@@ -14,7 +14,7 @@ import pytest
 import torch
 from golden_runs import (
     CASES,
-    FILE,
+    GOLDEN,
     assert_same_metrics,
     flags_of,
     free_port,
@@ -27,7 +27,7 @@ from test_resume import Run
 from torch.multiprocessing import ProcessExitedException
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = json.loads(FILE.read_text())
+RUNS = json.loads((GOLDEN / "runs.json").read_text())
 # experts, LoRA, a reference that moves, and the scripts that count over ranks themselves
 TWO_RANKS = "d1-dream bgpo-sdar-moe coupled_grpo-sdar dtreerpo-llada mdpo-llada tracerl-sdar "
 TWO_RANKS += "sft-sdar vrpo-llada"
@@ -45,14 +45,14 @@ def one_rank(warm, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_run(one_rank, case):
-    got, want = record(one_rank(case)), GOLDEN[case]
+    got, want = record(one_rank(case)), RUNS[case]
     first = ["loss/total" in row for row in want["rows"]].index(True)
     group = len(want["tokens"]) // flags_of(case)["max_steps"]
     assert got["tokens"][:group] == want["tokens"][:group]
     for name in ("loss/total", "optim/grad_norm"):
         pair = got["rows"][first][name], want["rows"][first][name]
         assert pair[0] == pytest.approx(pair[1], rel=1e-4, abs=1e-6)
-    if GOLDEN["torch"] == torch.__version__.split("+")[0]:
+    if RUNS["torch"] == torch.__version__.split("+")[0]:
         assert got["tokens"] == want["tokens"]
         for row, other in zip(got["rows"], want["rows"], strict=True):
             assert row == pytest.approx(other, rel=1e-3, abs=1e-6)

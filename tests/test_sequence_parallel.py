@@ -9,10 +9,16 @@ import torch.nn.functional as F
 from test_models import exits_with_one_line, ragged
 
 from distributed import sequence as sequence_parallel
-from distributed.groups import all_reduce, group_share, rank_share
-from distributed.sequence import check_heads, form_groups, over_heads, place, total
+from distributed.groups import all_reduce, rank_share
+from distributed.sequence import (
+    check_heads,
+    data_rank,
+    form_groups,
+    over_heads,
+    sequence_rank,
+    total,
+)
 from models import load_model
-from models.layers import INPUTS
 from models.tiny import TINY_CONFIGS, random_model
 
 # ranks, of a group; 4 query heads over 2 (LLaDA 4), so that groups of 4 repeat them
@@ -55,7 +61,9 @@ def test_heads_are_repeated_just_enough(run_ranks):
     """Six query heads over two, in a group of three; seven tokens do not divide."""
 
     def attend(layer, q, k, v):
-        assert layer == 5 and (q.shape[1], k.shape[1]) == ((2, 2) if place()[1] > 1 else (6, 2))
+        assert layer == 5 and (q.shape[1], k.shape[1]) == (
+            (2, 2) if sequence_rank()[1] > 1 else (6, 2)
+        )
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     def body(rank, world_size):
@@ -74,8 +82,10 @@ def test_ranks_that_share_rows_count_once(run_ranks):
     def body(rank, world_size):
         form_groups(2, 4)
         assert all_reduce({"a": rank // 2 + 1}) == {"a": 3.0}
-        assert group_share(6, "--batch-size") == range(rank // 2 * 3, rank // 2 * 3 + 3)
+        assert rank_share(6, "--batch-size", data_rank()) == range(rank // 2 * 3, rank // 2 * 3 + 3)
         assert rank_share(4, "--prompts-per-step") == range(rank, rank + 1)
+        with exits_with_one_line("--prompts-per-step 6 does not divide by 4"):
+            rank_share(6, "--prompts-per-step")
         x = torch.zeros(4, requires_grad=True)
         y = total(x + (torch.arange(4) == rank) * 7.0)
         assert y.tolist() == [7.0 * (i // 2 == rank // 2) for i in range(4)]
@@ -88,36 +98,8 @@ def test_ranks_that_share_rows_count_once(run_ranks):
 def test_numbers_that_do_not_divide_are_refused(monkeypatch):
     with exits_with_one_line("--sequence-parallel 3 .* ranks of a node, 4: use 1, 2, 4"):
         form_groups(3, 4)
-    monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 8))
+    monkeypatch.setattr(sequence_parallel, "sequence_rank", lambda: (0, 8))
     with exits_with_one_line("--sequence-parallel 8 .* query heads of the model, 4: use 1, 2, 4"):
         load_model("tiny-sdar")
-    monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 4))
+    monkeypatch.setattr(sequence_parallel, "sequence_rank", lambda: (0, 4))
     check_heads(load_model("tiny-sdar").config)
-
-
-@pytest.mark.full
-def test_compiled_blocks_exchange_as_often(run_ranks):
-    """A graph with and one without gradient, for all lengths; none exchanges again in the
-    backward pass.
-    """
-
-    def body(rank, world_size):
-        from torch._dynamo.utils import counters
-
-        plain, model = (random_model(TINY_CONFIGS["tiny-sdar"]).double() for _ in range(2))
-        for layer in model.layers:
-            layer.compile(backend="aot_eager_decomp_partition")
-        form_groups(2, 2)
-        torch.compiler.config.dynamic_sources = INPUTS  # of this rank's process
-        patch = torch._functorch.config.patch(activation_memory_budget=0.7)
-        for T in range(12, 40, 3):
-            batch = ragged([T - 1, 7], T=T)
-            want = scores(plain, batch, None)
-            with patch, torch.profiler.profile() as profile:
-                got = scores(model, batch, None)
-            torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
-        names = [event.name for event in profile.events()]
-        assert names.count("_c10d_functional::all_to_all_single") == 4 * len(model.layers)
-        assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
-
-    run_ranks(2, body)

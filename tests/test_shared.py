@@ -1,47 +1,45 @@
-"""`diff algos/d1.py algos/bgpo.py` is the method: what stands between shared markers is
-byte-identical.
+"""The law of the scripts: `diff algos/d1.py algos/bgpo.py` is the method, what you read is what
+runs, and rooms import downwards.
 """
 
 import ast
 import importlib
 import json
 import re
-import sys
 from dataclasses import fields
-from pathlib import Path
+from inspect import signature
 
 import pytest
 import torch
-from run.defaults import TINY, training
+from golden_runs import GOLDEN, all_values, parsed
 from size import size
-from sync_shared import EXCEPTIONS, METHODS, ONLINE, shared_blocks, source, sync
+from sync_shared import EXCEPTIONS, METHODS, ONLINE, ROOT, shared_blocks, source, sync
 
-from models.config import architecture
 from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
-from rollout.engine import SamplingSettings
-from run.flags import command_line
+from run.flags import values_for
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("models", "rollout", "kernels", "evals", "data")
-FILES = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")]
-FILES += [ROOT / f"algos/{script}.py" for script in METHODS]
-FUNCTIONS = ["sample_masks", "estimate_logps", "compute_advantages", "policy_loss"]
-# the most tokens that a method may have outside the markers beyond those of d1.py
-MOST = {
-    "bgpo": 60,
-    "cj_grpo": 190,
-    "coupled_grpo": 190,
-    "spg": 420,
-    "mdpo": 670,
-    "espo": 155,
-    "ebpo": 140,
-    "wd1": -100,
-    "justgrpo": 240,
-    "dtreerpo": 530,
-    "tracerl": 735,
-    "tpg": 215,
+ROOMS = ["distributed", "models", "rollout", "data", "evals", "run", "algos"]  # none imports later
+UPWARDS = {("evals", "run.flags"), ("evals", "run.report"), ("rollout/__init__.py", "kernels")}
+TREES = {
+    path.relative_to(ROOT): ast.parse(path.read_text())
+    for room in (*ROOMS, "kernels", "bench")
+    for path in sorted((ROOT / room).glob("*.py"))
 }
+FUNCTIONS = ["sample_masks", "estimate_logps", "compute_advantages", "policy_loss"]
+scripts = pytest.mark.parametrize("script", METHODS)
+online = pytest.mark.parametrize("script", ONLINE)
+
+
+def imports_of(tree):
+    """-> [(node, module, names)] of all imports, those inside functions too"""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.append((node, node.module or "", [alias.name for alias in node.names]))
+        elif isinstance(node, ast.Import):
+            found += [(node, alias.name, [alias.name]) for alias in node.names]
+    return found
 
 
 def own(text):
@@ -53,23 +51,57 @@ def own(text):
     return size("\n".join(lines) + "\n") - len(blocks)
 
 
-@pytest.mark.parametrize("script", METHODS)
-def test_shared_blocks_are_identical(script):
-    """Every script against every other; online scripts have all blocks of d1.py in its order."""
+@scripts
+def test_a_script(script):
+    """Shared blocks are those of all others, a method's functions stand first, every flag has its
+    help, and what is its own stays small.
+    """
+    text = source(script)
     for other in METHODS:
         skip = [block for name, block in EXCEPTIONS if name in (script, other)]
-        same = sync(source(other), source(script), skip) == source(script)
+        same = sync(source(other), text, skip) == text
         assert same, f"run python tests/sync_shared.py {other}"
-    if script in ONLINE:
-        extra = r"draws|reference\w*"  # of some methods
-        names = shared_blocks(source(script), script)
-        blocks = [name for name in names if not re.fullmatch(extra, name)]
-        assert blocks == list(shared_blocks(source("d1"), "d1"))
+    assert own(text) <= METHODS[script]["own"]
+    nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
+    names, expected = list(nodes), FUNCTIONS if script in ONLINE else ["sample_masks"]
+    assert [name for name in names if name in FUNCTIONS] == expected
+    assert names.index(expected[-1]) < names.index("parallelize") < names.index("main")
+    args = [node for node in nodes["Args"].body if isinstance(node, (ast.AnnAssign, ast.Expr))]
+    for field, help_text in zip(args[::2], args[1::2], strict=True):
+        assert isinstance(field, ast.AnnAssign) and isinstance(help_text.value.value, str)
+    assert not [node for node in ast.walk(nodes["main"]) if isinstance(node, ast.Lambda)]
+
+
+@online
+def test_an_online_script(script):
+    """All blocks of d1.py in its order; few imported names; the facts that the blocks read."""
+    text, module = source(script), importlib.import_module(f"algos.{script}")
+    names = [name for name in shared_blocks(text, script) if not name.startswith("reference")]
+    assert names == list(shared_blocks(source("d1"), "d1"))
+    assert {"RECORDS", "USES_OLD", "DRAWS_TOGETHER"} <= vars(module).keys()
+    assert "replays" in signature(module.Args.num_draws).parameters
+    known = {field.name for field in fields(module.Args)}
+    assert all(of_size.keys() <= known for of_size in module.BY_SIZE.values())
+    end = text.index("# <<< shared: imports")
+    imported = [names for _, room, names in imports_of(ast.parse(text[:end])) if is_ours(room)]
+    assert len(sum(imported, [])) <= 20
+
+
+def is_ours(module):
+    return module.split(".")[0] in (*ROOMS, "kernels")
+
+
+def test_d1_is_read_in_one_sitting():
+    """And its methods starts on the first screens."""
+    d1 = source("d1")
+    (main,) = [node for node in ast.parse(d1).body if getattr(node, "name", "") == "main"]
+    assert main.end_lineno - main.lineno <= 55 and len(d1.splitlines()) <= 300
+    assert d1[: d1.index("\ndef ")].count("\n") < 80
 
 
 def test_a_changed_shared_line_is_mended_and_a_methods_own_is_left_alone():
     text = source("bgpo").replace("A * (1 + d)", "A * (2 + d)")
-    broken = text.replace("(scale * loss).backward()", "pass")
+    broken = text.replace("optimizer.step()", "pass")
     assert broken != text != source("bgpo") and sync(source("d1"), broken) == text
 
 
@@ -88,122 +120,96 @@ def test_unpaired_markers_are_refused(text):
         shared_blocks(text, "script")
 
 
-@pytest.mark.parametrize("script", METHODS)
-def test_the_order_of_a_script(script):
-    """The method's functions stand before the shared machinery; every flag has its help."""
-    nodes = {node.name: node for node in ast.parse(source(script)).body if hasattr(node, "name")}
-    names, expected = list(nodes), FUNCTIONS if script in ONLINE else ["sample_masks"]
-    assert [name for name in names if name in FUNCTIONS] == expected
-    assert names.index(expected[-1]) < names.index("parallelize") < names.index("main")
-    args = nodes["Args"].body
-    for field, text in zip(args[::2], args[1::2], strict=True):
-        assert isinstance(field, ast.AnnAssign) and isinstance(text.value.value, str)
-    if script in ONLINE:
-        module = importlib.import_module(f"algos.{script}")
-        assert {"RECORDS", "USES_OLD", "USES_REF", "DRAWS_TOGETHER"} <= set(vars(module))
-        known = {field.name for field in fields(module.Args)}
-        assert set(module.ROLLOUT.split()) <= known & {
-            field.name for field in fields(SamplingSettings)
-        }
+def test_values_of_every_flag():
+    """On the tiny models, and on others of either attention with LoRA and with all weights."""
+    want, got = json.loads((GOLDEN / "values.json").read_text()), all_values()
+    for script, kinds in want.items():
+        assert got.pop(script) == kinds, f"{script}: python tests/golden_runs.py --write"
+    assert not got
 
 
-WIDTH = {"llada": {"d_model": 4096}, "Dream": {"hidden_size": 3584}, "sdar": {"hidden_size": 4096}}
-WIDTH |= {"lladamoe": {"hidden_size": 2048}}
-WIDTH |= {"sdar_moe": {"hidden_size": 2048}, "llada2_moe": {"hidden_size": 2048}}
-CONFIGS = {architecture(config): config for config in TINY_CONFIGS.values()}
+@scripts
+def test_the_printed_line_and_the_help_have_the_values_of_the_run(script, capsys):
+    """A given flag wins over what is known of a model, and the task's data follow the model."""
+    given = "--gen-length", 64, "--task", "countdown", "--model", "llada-8b"
+    args = parsed(script, *given)
+    line = capsys.readouterr().err.splitlines()[-1].split()
+    assert parsed(script, *line[2:]) == args and (args.gen_length, args.data) == (64, "cd3")
+    module = importlib.import_module(f"algos.{script}")
+    found = values_for(module.Args, module.BY_SIZE, "llada-8b")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parsed(script, "--help", "--model", "llada-8b")
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for name, (value, where) in found.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert f"{flag} {value}: {where}" in shown
+        default = " ".join(map(str, value)) if isinstance(value, tuple) else repr(value).strip("'")
+        assert re.search(rf"{flag} [^(]*.*?\(default: {re.escape(default)}\)", shown)
 
 
-@pytest.mark.parametrize("script", METHODS)
-def test_defaults_of_models(tmp_path, monkeypatch, capsys, script):
-    """Fields of a model or method exist; a flag wins; the printed line gives the same run."""
-    module, parsed = importlib.import_module(f"algos.{script}"), {}
-    args = [importlib.import_module(f"algos.{name}").Args for name in METHODS]
-    known = {field.name for one in args for field in fields(one)}
-
-    def parse(*flags):
-        monkeypatch.setattr(sys, "argv", [f"algos/{script}.py", *flags])
-        return command_line(module.Args, module.BY_SIZE)
-
-    for kind in WIDTH if script == "d1" else ("llada", "sdar"):
-        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind] | WIDTH[kind]))
-        for rank in (128, 0):
-            chosen = training(str(tmp_path), "countdown", rank, module.BY_SIZE)
-            assert chosen.keys() <= known
-        lora, full = (parse("--model", str(tmp_path), *more) for more in ((), ("--lora-rank", "0")))
-        parsed[kind], line = lora, capsys.readouterr().err.splitlines()[-2].split()
-        assert parse(*line[2:]) == lora
-        assert (lora.task, lora.lora_rank, lora.gen_length) == ("gsm8k", 128, 256)
-        assert all(getattr(lora, name) == value for name, value in module.BY_SIZE["lora"].items())
-        assert full.lora_rank == 0 and lora.learning_rate > full.learning_rate / 2
-        assert parse("--model", str(tmp_path), "--gen-length", "64").gen_length == 64
-        assert parse("--model", str(tmp_path), "--task", "countdown").data == "cd3"
-    tiny = parse()
-    assert tiny.model.startswith("tiny-") and tiny.lora_rank == 0
-    assert TINY.keys() <= known and (tiny.warmup_steps, tiny.max_grad_norm) == (5, 1)
-    assert tiny.learning_rate == module.BY_SIZE["tiny"]["learning_rate"]
-    assert (
-        parsed["sdar"].denoising_steps == 4
-        and parsed["llada"].gen_length % parsed["llada"].block_length == 0
-    )
+def test_a_by_size_of_unknown_fields_is_refused():
+    d1 = importlib.import_module("algos.d1")
+    with pytest.raises(SystemExit, match="BY_SIZE sets betta, which Args does not have"):
+        values_for(d1.Args, {"full": {"betta": 0.1}}, "tiny-sdar")
 
 
-def test_sizes():
-    """A script is read in one sitting, and a method is a small diff."""
-    d1 = source("d1")
-    assert size(d1) - own(d1) <= 3020
-    (main,) = [node for node in ast.parse(d1).body if getattr(node, "name", "") == "main"]
-    assert main.end_lineno - main.lineno <= 60
-    for script, most in MOST.items():
-        assert own(source(script)) - own(d1) <= most, script
-
-
-def test_services_know_neither_args_nor_scripts():
-    """Functions take args only in a file with its own Args, a command line; scripts do not import
-    each other.
+def test_rooms_import_downwards():
+    """Programs of evals/ share flags and the report's page; only make_engine takes kernels/. No
+    script is imported.
     """
-    for path in [ROOT / "run/plan.py", *FILES]:
-        tree = ast.parse(path.read_text())
+    for path, tree in TREES.items():
+        room = path.parts[0]
+        wholes = [module for _, module, _ in imports_of(tree) if module != "run"]
+        wholes += [
+            f"run.{n}" for _, module, names in imports_of(tree) if module == "run" for n in names
+        ]
+        for module in wholes:
+            other = module.split(".")[0]
+            up = {(room, module), (path.as_posix(), other)} & UPWARDS
+            if room in ROOMS and is_ours(other) and not up:
+                assert other in ROOMS[: ROOMS.index(room) + 1], f"{path} imports {module}"
+            assert other != "algos" or room == "bench", path
+
+
+def test_services_below_run_know_no_args():
+    """Functions take them only in a file with its own command line."""
+    for path, tree in TREES.items():
         has_args = any(getattr(node, "name", "") == "Args" for node in tree.body)
+        if path.parts[0] in ("run", "algos", "bench") or has_args:
+            continue
         for node in ast.walk(tree):
-            names = (
-                [getattr(node, "module", None) or ""] if isinstance(node, ast.ImportFrom) else []
-            )
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not any(name.split(".")[0] == "algos" for name in names), path
-            if isinstance(node, ast.FunctionDef) and not has_args and node.name != "main":
+            if isinstance(node, ast.FunctionDef) and node.name != "main":
                 taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 assert "args" not in [arg.arg for arg in taken], f"{path}:{node.lineno}"
 
 
 def test_slow_packages_are_imported_where_they_are_used():
     """`--help` and a refused command take little longer than `import torch`."""
-    slow = r"transformers|peft|datasets|wandb|matplotlib|torch\.(_dynamo|distributed\.[ft])"
-    for path in FILES:
-        found = re.search(rf"^(import|from) ({slow}|.*training_state)\b", path.read_text(), re.M)
-        assert not found, f"{path}: {found[0]}"
+    slow = r"(transformers|peft|datasets|wandb|matplotlib|torch\.(_dynamo|distributed\.[ft]))"
+    for path, tree in TREES.items():
+        for node, module, _ in imports_of(tree):
+            allowed = node not in tree.body or path.parts[0] == "bench"
+            assert allowed or not re.match(rf"{slow}\b", module), f"{path} imports {module}"
 
 
-def test_models_without_weights_draw_no_normal_numbers(monkeypatch):
-    """On the meta device these import torch._dynamo, which takes 1.3 s."""
-    monkeypatch.setattr(torch.nn.init, "normal_", None)
-    for config in TINY_CONFIGS.values():
-        build_model(config)
-
-
-def test_importing_a_script_has_no_effect():
+def test_importing_and_building_have_no_effect(monkeypatch):
+    """No normal numbers on the meta device: these import torch._dynamo, which takes 1.3 s."""
     state = torch.random.get_rng_state()
     for script in METHODS:
         importlib.import_module(f"algos.{script}")
     assert torch.equal(state, torch.random.get_rng_state())
     assert not torch.distributed.is_initialized()
+    monkeypatch.setattr(torch.nn.init, "normal_", None)
+    for config in TINY_CONFIGS.values():
+        build_model(config)
 
 
-def test_scripts_that_no_test_runs_import_names_that_exist():
+def test_benchmarks_import_names_that_exist():
     """kernels/ apart, which needs Triton"""
-    rooms = {path.parent.name for path in ROOT.glob("*/*.py")} - {"kernels"}
-    rooms |= {path.stem for path in ROOT.glob("*.py")}
-    for path in [*ROOT.glob("bench/*.py"), *ROOT.glob("soak/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in rooms:
-                for alias in node.names:
-                    exec(f"from {node.module} import {alias.name}")
+    for path, tree in TREES.items():
+        if path.parts[0] == "bench":
+            for _, module, names in imports_of(tree):
+                if module.split(".")[0] in ROOMS:
+                    for name in names:
+                        exec(f"from {module} import {name}")
