@@ -31,6 +31,7 @@ from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
 from distributed.groups import (
     all_reduce,
+    rank_share,
     reduce_metrics,
     require_finite,
     setup_distributed,
@@ -77,7 +78,7 @@ class Args(RunFlags):
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31), "beta": (1e-9, 1e9)}
+    RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
 
 
 # What differs on the tiny models, and with all weights of others.
