@@ -10,6 +10,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,25 +33,23 @@ AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
 
 @pytest.fixture
 def cli(monkeypatch, capsys):
-    """The command line of a task, in this process. -> the JSON object of its last line"""
+    """The command line of a task, or of evals/run.py, in this process. -> the JSON object of its
+    last line, if it is one"""
 
     def command(*flags, task="countdown"):
-        monkeypatch.setattr(sys, "argv", [f"evals/{task}.py", *map(str, flags)])
+        monkeypatch.setattr(sys, "argv", [f"evals/{task or 'run'}.py", *map(str, flags)])
         run.main(task)
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+        said = capsys.readouterr()
+        print(said.err, file=sys.stderr)
+        last = said.out.splitlines()[-1]
+        return json.loads(last) if last.startswith("{") else None
 
     return command
 
 
 @pytest.fixture
-def many(monkeypatch):
-    """The command line of evals/run.py, in this process."""
-
-    def command(*flags):
-        monkeypatch.setattr(sys, "argv", ["evals/run.py", *map(str, flags)])
-        run.main()
-
-    return command
+def many(cli):
+    return partial(cli, task="")
 
 
 def rows_of(path):
@@ -139,27 +138,19 @@ def test_completions_are_scored_end_to_end(tmp_path, monkeypatch, name, cli, man
     monkeypatch.chdir(tmp_path)
     said = one_line(cli, "--completions", write(tmp_path / "o.jsonl", rows))
     assert "no completions; line 1: about another problem" in said and not Path("runs").exists()
-    flags = (
-        "--tasks",
-        f"{name},gsm8k",
-        "--data",
-        f"gsm8k={write(tmp_path / 'w.jsonl', [row_of('gsm8k')])}",
-    )
+    words = write(tmp_path / "w.jsonl", [row_of("gsm8k")])
     files = f"{name}={tmp_path / 'c.jsonl'}", f"gsm8k={completions(tmp_path / 'g.jsonl', ['x'])}"
-    many(*flags, "--completions", *files, "--out", tmp_path / "many")
-    found = [
-        json.loads((tmp_path / f"many/{task}/result.json").read_text()) for task in (name, "gsm8k")
-    ]
-    assert [made["accuracy"] for made in found] == [0.75, 0.0]
+    flags = "--tasks", f"{name},gsm8k", "--data", f"gsm8k={words}", "--completions", *files
+    many(*flags, "--out", tmp_path / "many")
+    found = [tmp_path / f"many/{task}/result.json" for task in (name, "gsm8k")]
+    assert [json.loads(path.read_text())["accuracy"] for path in found] == [0.75, 0.0]
 
 
-GOOD = [json.dumps({"index": i, "completion": "12"}) for i in range(4)]
+GOOD = '{"index": %d, "completion": "12"}'
 FAULTS = {
     '{"index": 0, "completion": "1"}': "index 0 is in a line before",
     '{"index": 6, "completion": "1"}': "index 6 is outside 0..5; check --data and --split",
-    '{"index": -1, "completion": "1"}': "index -1 is outside 0..5",
-    '{"index": 1e400, "completion": "1"}': 'needs {"index": integer, "completion": text}',
-    '{"index": true, "completion": "1"}': "needs",
+    '{"index": true, "completion": "1"}': 'needs {"index": integer, "completion": text}',
     '{"index": 5, "completion": "1"': "not JSON (Expecting ',' delimiter)",
     "[" * 100_000: "not JSON (maximum recursion depth exceeded",
     '{"index": ' + "9" * 5000 + "}": "not JSON (Exceeds the limit",
@@ -171,15 +162,15 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, capsys):
     path, problems = tmp_path / "c.jsonl", countdown.load("test", limit=6)
     read = lambda: samples.given(countdown, problems, path)
     for line, problem in FAULTS.items():
-        path.write_text("\n".join([GOOD[0], "", line, *GOOD[1:]]))
+        path.write_text("\n".join([GOOD % 0, "", line, GOOD % 1, GOOD % 2, GOOD % 3]))
         rows, counts = read()
         assert (len(rows), counts) == (4, {"unused": 1, "missing": 2}), line[:40]
         said = capsys.readouterr().err
         assert f"{path}: 1 rows not used: line 3: " in said and problem in said
         assert said.endswith("not in the mean: index: 4; 5\n")
-        path.write_text(line)
-        assert "before" in problem or problem in one_line(read)
-    path.write_bytes(f"\ufeff{GOOD[0]}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200)
+    path.write_text(line)
+    assert problem in one_line(read)
+    path.write_bytes(f"\ufeff{GOOD % 0}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200)
     rows, counts = read()
     assert len(rows) == 1 and counts["unused"] == 201
     shown = capsys.readouterr().err.splitlines()[0]
