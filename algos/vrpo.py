@@ -29,8 +29,14 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
-from distributed.groups import all_reduce, group_share, reduce_metrics, setup_distributed
-from distributed.sequence import data_place
+from distributed.groups import (
+    all_reduce,
+    rank_share,
+    reduce_metrics,
+    require_finite,
+    setup_distributed,
+)
+from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import score_all
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
@@ -72,7 +78,7 @@ class Args(RunFlags):
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31), "beta": (1e-9, 1e9)}
+    RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
 
 
 # What differs on the tiny models, and with all weights of others.
@@ -199,9 +205,7 @@ def optimizer_step(optimizer, sums, step, args):
     """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
     metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    if not math.isfinite(metrics["loss/total"] + norm):
-        loss = f"loss {float(sums['loss/total'])} on rank {dist.get_rank()}, gradient norm {norm}"
-        raise SystemExit(f"not finite at step {step + 1}: {loss}; the optimizer has not stepped")
+    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
@@ -240,7 +244,7 @@ def make_batch(pairs, first, args, model, step, device):
 
 def draw_batch(stream, model, device, step, args):
     """This rank's pairs of the step. -> Batch, Masks of the policy, Masks of the reference"""
-    mine = group_share(args.batch_size, "--batch-size")
+    mine = rank_share(args.batch_size, "--batch-size", data_rank())
     pairs = [stream[step * args.batch_size + i] for i in mine]
     batch = make_batch(pairs, mine.start, args, model, step, device)
     masks = sample_masks(batch, args)
@@ -295,7 +299,7 @@ def held_out_draws(pairs, args, model, reference, device):
 
     Every rank gets equally many: the last pair is repeated, and its copies are not counted.
     """
-    group, groups = data_place()
+    group, groups = data_rank()
     share = math.ceil(len(pairs) / groups)
     first = group * share
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
@@ -344,21 +348,24 @@ def load_reference(model, device, args):
 
 def main(args):
     device = setup_distributed(args.sequence_parallel)
-    group_share(args.batch_size, "--batch-size")
+    rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, compared = load_pairs(held_out, model, args)
     draws = args.mc_num * args.masks_per_timestep
     args.micro_batch_size, at_once = fit_answers(
         rows, held_out.splits, model, args, draws, has_reference=True
     )
+    # >>> shared: offline_engine
+    engine = None
+    if args.eval_limit:
+        request = None, held_out.sampling  # refused here if the sampler cannot serve them
+        engine = make_engine(args.model, "auto", device, None, at_once, request)
+    # <<< shared: offline_engine
     ref_model = load_reference(model, device, args)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     ref_model = ref_model or model
     # >>> shared: offline_start
-    engine = None
-    if args.eval_limit:
-        engine = make_engine(args.model, device=device, max_batch_size=at_once)
     trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
@@ -394,7 +401,7 @@ def main(args):
         with clock("update"), router_metrics(model) as routing:
             sums = backward(model, batch, masks, ref_elbos, args)
             metrics = optimizer_step(optimizer, sums, step, args)
-        if engine and args.eval_every and (step + 1) % args.eval_every == 0:
+        if args.evaluates(step + 1):
             with clock("eval"):
                 metrics |= score("validation", "eval")
         tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]

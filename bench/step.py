@@ -30,7 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.sft import parallelize, setup_distributed
 from bench.timing import Report, timed
-from distributed.sequence import data_place
+from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients
 from models import add_lora, load_weights, meta_model
 from models.checkpoint import resolve
@@ -89,14 +89,14 @@ def rates(seconds, args, work, matmul):
     """work: FLOPs of a step; matmul: TFLOP/s -> facts of a line; tokens/s count all ranks, TFLOP/s
     one
     """
-    tokens, tflops = args.rows * args.length * data_place()[1], work / seconds / 1e12
+    tokens, tflops = args.rows * args.length * data_rank()[1], work / seconds / 1e12
     facts = {"seconds": seconds, "tokens_per_s": tokens / seconds, "tflops": tflops}
     return facts | {"share_of_matmul": tflops / matmul}
 
 
 def make_batch(args, mask_token_id, device):
     """Random tokens, about half of them masked. -> input_ids, noisy_ids, masked [B, T]"""
-    generator, shape = torch.Generator().manual_seed(data_place()[0]), (args.rows, args.length)
+    generator, shape = torch.Generator().manual_seed(data_rank()[0]), (args.rows, args.length)
     ids = torch.randint(0, mask_token_id, shape, generator=generator).to(device)
     masked = (torch.rand(shape, generator=generator) < 0.5).to(device)
     return ids, torch.where(masked, mask_token_id, ids), masked

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from models.config import DecoderKeys, Objective, read_config
+from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional
 from models.layers import MLP, Attention, Block, RMSNorm, decoder
 
@@ -27,14 +27,11 @@ class Config(DecoderKeys):
     mask_token_id: int
     block_length: int = 32  # of semi-autoregressive decoding; official files state none
 
+    fixed = {"hidden_act": "silu"}
+
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
-
-    @classmethod
-    def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        return read_config(cls, raw, {"hidden_act": "silu"})
 
 
 class Dream(Bidirectional):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from models.logps import wide
+from models.logps import at_least_fp32
 
 
 class Router(nn.Module):
@@ -120,7 +120,7 @@ class SoftmaxMoE(nn.Module):
 def experts_loop(x, index, weight, gate_up, down):
     """The plain definition, one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
-    y = torch.zeros(tokens.shape, dtype=wide(x), device=x.device)
+    y = torch.zeros(tokens.shape, dtype=at_least_fp32(x), device=x.device)
     for e in range(len(gate_up)):
         row, place = (index == e).nonzero(as_tuple=True)
         gate, up = (tokens[row] @ gate_up[e].T).chunk(2, -1)
@@ -164,7 +164,7 @@ def experts_grouped(x, index, weight, gate_up, down):
     weighted = (F.silu(gate) * up * share).to(x.dtype)
     out = F.grouped_mm(weighted, down.transpose(1, 2), offs=ends)
     out = Copies.apply(out, inverse, order, 1).view(*index.shape, -1)
-    return out.sum(-2, dtype=wide(x)).to(x.dtype)
+    return out.sum(-2, dtype=at_least_fp32(x)).to(x.dtype)
 
 
 def add_routing(sums, index, weight):

@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed.disk import progress
+from distributed.disk import is_first_rank, progress
 from models.config import ARCHITECTURES, architecture, stored_dtype
 from models.experts import expert_parts
 
@@ -96,11 +96,12 @@ def full_tensor(value):
     return (value.full_tensor() if is_sharded(value) else value).detach()
 
 
-def on_cpu(tensors, save):
-    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them;
-    save: AtomicDirectory -> {name: copy on the CPU} on the rank that writes, {} on others
+def on_cpu(tensors):
+    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them
+    -> {name: copy on the CPU} on rank 0, {} on others
     """
-    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if save.is_active}
+    is_first = is_first_rank()
+    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if is_first}
 
 
 def read_json(path):

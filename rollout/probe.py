@@ -40,6 +40,11 @@ def replay_logps(model, trace):
     return logps
 
 
+def shared_trace(trace):
+    """Ranks that share rows must score the same ones, even if one of them drew another token."""
+    return gather_objects(trace, trace.completion_ids.device)[0]
+
+
 def greedy_agreement(engine, model, prompt_ids, **settings):
     """Share of greedy tokens that are the learner's own argmax, for a block-causal model whose
     engine records no step map: one denoising step per block needs none. -> float
@@ -50,7 +55,7 @@ def greedy_agreement(engine, model, prompt_ids, **settings):
         "remasking": "low_confidence_static",
         "stop_at_eos": False,
     }
-    trace = engine.generate([prompt_ids], temperature=0.0, **settings | one_step)
+    trace = shared_trace(engine.generate([prompt_ids], temperature=0.0, **settings | one_step))
     trace.replay_map = torch.zeros_like(trace.completion_ids)
     trace.settings["temperature"] = 1e-6  # of the learner: its argmax has all the probability
     # 0.1: bf16 logits may tie
@@ -74,9 +79,7 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
             f"the engine drew {distinct} different completions of {SAMPLES} at temperature 100: it "
             "does not sample"
         )
-    trace = draw(temperature=temperature)
-    # ranks that share rows must score the same ones, even if one of them drew another token
-    trace = gather_objects(trace, trace.completion_ids.device)[0]
+    trace = shared_trace(draw(temperature=temperature))
     different = set(map(tuple, trace.completions()))
     metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from distributed.sharding import (
     cuda_bytes,
     gathered_bytes,
-    gathers_at_once,
+    gathers_once,
     ranks_of_a_copy,
-    unsharded,
+    replicated,
 )
+from models.attention import check_backend
 from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
 
@@ -150,10 +151,10 @@ class Plan:
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
         net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
-        whole, layers = unsharded(net, ranks, self.room), len(net.layers)
+        whole, layers = replicated(net, ranks, self.room), len(net.layers)
         gathered = lambda module: gathered_bytes(module, whole)
         most = gathered(net)
-        if gathers_at_once(net, whole, self.room):
+        if gathers_once(net, whole, self.room):
             # on several ranks the buffer that they fill is freed after the first forward
             most *= min(ranks, 2)
         else:  # embedding and head, the block in work and the next one
@@ -288,9 +289,10 @@ def fit(on_cpu, model, args, **numbers):
     """numbers: the rest of a Plan -> the micro-batch size of the run, asked for or the largest that
     fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
 
-    Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
-    the run does not fit the GPU.
+    Prints the plan. SystemExit for an --attention that cannot serve the model, if the size asked
+    for does not hold what one forward must, or if the run does not fit the GPU.
     """
+    check_backend(args.attention, model.attention, "cuda" if cuda_bytes() else "cpu")
     size, together = args.micro_batch_size, numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
         raise SystemExit(

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from distributed.disk import AtomicDirectory, from_first_rank, hold, is_first_rank, writing
+from distributed.disk import from_first_rank, hold, is_first_rank, whole_directory, writing
 from models import save_model, source_of
 from models.lora import has_lora, save_adapter
 
@@ -112,19 +112,17 @@ class Saves:
 
         The state takes its name only when all of it is on disk, its checksums too.
         """
-        save = AtomicDirectory(self.resume / f"step-{step:06d}")
-        dist.barrier()  # rank 0 has made the folder
-        parts = {}
+        facts, parts = {"step": step, "world_size": dist.get_world_size()}, {}
         for number, pair in enumerate(self.pairs):
             parts |= pair_parts(*pair, number)
-        try:  # a full disk raises on every rank
-            dcp.save(parts, checkpoint_id=save.folder / "state")
-        except CheckpointException as error:
-            save.error = save.error or OSError(first_cause(error))
-        facts = {"step": step, "world_size": dist.get_world_size()}
-        save.attempt((save.folder / FACTS).write_text, json.dumps(facts) + "\n")
-        save.attempt(seal, save.folder)
-        save.finish()
+        with whole_directory(self.resume / f"step-{step:06d}") as folder:
+            try:  # a full disk raises on every rank
+                dcp.save(parts, checkpoint_id=folder / "state")
+            except CheckpointException as error:
+                raise OSError(first_cause(error)) from error
+            if is_first_rank():
+                (folder / FACTS).write_text(json.dumps(facts) + "\n")
+                seal(folder)
         self.prune(self.resume)
 
     def prune(self, directory, spare=None):

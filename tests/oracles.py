@@ -4,8 +4,9 @@ out with the full graph.
 
 import copy
 import itertools
+import json
 import math
-from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -208,85 +209,59 @@ class OneBlock:
         return torch.stack(found)
 
 
-def full_graph_loss(module, model, rows, args):
-    """An online method's loss written out: loops over rows, draws, tokens and blocks, every graph
-    kept. Of a method that is not written out here, its policy_loss of all rows at once.
-    """
-    R, K, L = rows.weights.shape
-    total, tokens = torch.zeros((), dtype=torch.float64), rows.batch.num_tokens
-    sequences, name, scores = rows.batch.num_sequences, module.__name__.split(".")[-1], []
-    for r in range(R):
+def naive_logps(model, rows):
+    """draw_logps with a forward and a graph for every block of every draw. -> [R, K, L]"""
+    (R, K, L), found = rows.weights.shape, []
+    for r, k in itertools.product(range(R), range(K)):
         valid = rows.valid_mask[r]
-        clean, noisy_mask = rows.input_ids[r][valid], rows.masked[r][:, valid]
-        P = len(valid) - L - int((~valid[:-L]).sum())
-        targets = clean.expand(K, -1) if rows.targets is None else rows.targets[r][:, valid]
-        lp = [[torch.zeros((), dtype=torch.float64)] * L for _ in range(K)]
-
-        @cache
-        def logits_of(k, start, end):
-            noisy = torch.where(noisy_mask[k, start:end], MASK, clean[start:end])  # noqa: B023
-            return model.logits(torch.cat([clean[:start], noisy])[None])[0] / rows.temperature  # noqa: B023
-
-        for k, j in (rows.weights[r] != 0).nonzero().tolist():
-            # a block model sees clean blocks and the token's own; others see the noisy canvas
-            start = (P + j) // 4 * 4
-            seen = (start, start + 4) if model.attention == "block-causal" else (0, None)
-            logits = logits_of(k, *seen)[P + j]
-            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits)
-            lp[k][j] = logits.log_softmax(-1)[targets[k, P + j]]
-        scores.append(torch.stack([torch.stack(draw) for draw in lp]))
-        A, w, c = rows.advantages[r], rows.weights[r], rows.completion_mask[r]
-        places = w.nonzero().tolist()
-        mean = lambda j: sum(w[k, j] * lp[k][j] for k in range(K))  # noqa: B023
-        if name == "bgpo":
-            for k in range(K):
-                d = sum(w[k, j] * lp[k][j] for j in range(L)) - rows.old[r, k]
-                g = A * (1 + d) if A >= 0 else A * d.exp()
-                total = total - g / (sequences * args.mc_num)
-        elif name in ("espo", "ebpo"):
-            elbo, n = sum(mean(j) for j in range(L)) / K, c.sum() if name == "espo" else 1
-            ratio = ((elbo - rows.old[r]) / n).exp()
-            clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-            kl = (elbo - rows.ref[r]) ** 2 / (2 * n) if name == "espo" else 0
-            total = total + (args.beta * kl - torch.minimum(ratio * A, clipped * A)) / sequences
-        elif name == "wd1":
-            total = total - A * sum(lp[0]) * args.num_generations / sequences
-        elif name == "spg":
-            bound = sum(w[k, j] * lp[k][j] for k, j in places) / K
-            if A < 0:
-                covered = [[k for k in range(K) if w[k, j]] for j in range(L)]
-                power = lambda k, j: w[k, j] * lp[k][j].exp() ** args.eubo_beta  # noqa: B023
-                means = [sum(power(k, j) for k in ks) / K for j, ks in enumerate(covered) if ks]
-                upper = sum(mean.log() for mean in means) / args.eubo_beta / len(means)
-                bound = args.omega * upper * c.sum() + (1 - args.omega) * bound
-            total = total - A * bound / tokens
-        elif name in CLIPPED:
-            terms = [(lp[k][j], k, j, w[k, j] * CLIPPED[name](rows)) for k, j in places]
-            if name in ("d1", "coupled_grpo"):
-                terms = [(mean(j), 0, j, 1 / tokens) for j in c.nonzero().flatten()]
-            old, ref = (values[r].view(-1, L) for values in (rows.old, rows.ref))
-            beta = args.beta
-            if name == "tracerl":  # an advantage for each token, and a KL to the old policy
-                A, ref, beta = rows.batch.token_advantages[rows.sequence[r]], old, args.kl_to_old
-            A, scale = A.expand(L), L / noisy_mask.sum().item() if name == "mdpo" else 1
-            for score, k, j, share in terms:
-                ratio, delta = (score - old[k, j]).exp(), ref[k, j] - score
-                clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
-                kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
-                policy = scale * torch.minimum(ratio * A[j], clipped * A[j])
-                total = total + share * (beta * kl - policy)
-            if name == "dtreerpo":
-                total = total - (rows.sibling_weights[r] * scores[-1]).sum()
-    if name in (*CLIPPED, "bgpo", "espo", "ebpo", "wd1", "spg"):
-        return total
-    estimates = module.estimate_logps(torch.stack(scores), rows, args)
-    return module.policy_loss(estimates, rows.old, rows.ref, rows, args)[0]
+        clean, masked = rows.input_ids[r][valid], rows.masked[r, k][valid]
+        targets = clean if rows.targets is None else rows.targets[r, k][valid]
+        logps, P = [], len(valid) - L - int((~valid[:-L]).sum())
+        # a block model sees clean blocks and the token's own; others see the noisy canvas
+        size = 4 if model.attention == "block-causal" else len(clean)
+        for start in range(0, len(clean), size):
+            noisy = torch.where(masked, MASK, clean)[start : start + size]
+            logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, start:]
+            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits / rows.temperature)
+            logps.append(logits.log_softmax(-1).gather(1, targets[start:][:size, None])[:, 0])
+        logps = torch.nn.functional.pad(torch.cat(logps)[P:], (0, L - len(clean) + P))
+        found.append(torch.where(rows.weights[r, k] != 0, logps, 0.0))
+    return torch.stack(found).view(R, K, L)
 
 
-# methods with a clipped ratio of each token -> by what the weights of its terms are multiplied
-CLIPPED = dict.fromkeys(("cj_grpo", "mdpo", "tpg"), lambda rows: 1 / rows.batch.num_sequences)
-CLIPPED |= dict.fromkeys(("d1", "coupled_grpo", "justgrpo"), lambda rows: 1 / rows.batch.num_tokens)
-CLIPPED |= {"tracerl": lambda rows: 1 / rows.total, "dtreerpo": lambda rows: 1}
+def full_graph_loss(module, model, rows, args):
+    """An online method's loss written a second time, on one graph of all rows. A method that is not
+    written here has its own loss on that graph.
+    """
+    lp, w, c = naive_logps(model, rows), rows.weights, rows.completion_mask.double()
+    old, name, tokens = rows.old, module.__name__.split(".")[-1], rows.batch.num_tokens
+    sequences, A = rows.batch.num_sequences, rows.advantages.view(-1, *[1] * (old.dim() - 1))
+
+    def clipped(score, share, A=A, ref=rows.ref, beta=args.beta, scale=1):
+        ratio, delta = (score - old).exp(), ref - score
+        kl = delta**2 / 2 if name == "mdpo" else delta.exp() - delta - 1
+        limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+        return (share * (beta * kl - scale * torch.minimum(ratio * A, limited * A))).sum()
+
+    if name in ("d1", "coupled_grpo"):
+        return clipped((w * lp).sum(1), c / tokens)
+    if name == "justgrpo":
+        return clipped(lp, w / tokens)
+    if name in ("cj_grpo", "tpg"):
+        return clipped(lp, w / sequences)
+    if name == "mdpo":
+        return clipped(
+            lp[:, 0], w[:, 0] / sequences, scale=c.shape[1] / rows.masked.sum(2).double()
+        )
+    if name == "tracerl":  # an advantage for each token, and a KL to the old policy
+        A = rows.batch.token_advantages[rows.sequence, None]
+        return clipped(lp, w / rows.total, A, old, args.kl_to_old)
+    if name == "dtreerpo":
+        return clipped(lp[:, 0], w[:, 0]) - (rows.sibling_weights * lp[:, 0]).sum()
+    if name == "bgpo":
+        d = (w * lp).sum(2) - old
+        return -torch.where(A >= 0, A * (1 + d), A * d.exp()).sum() / sequences / args.mc_num
+    return module.policy_loss(module.estimate_logps(lp, rows, args), old, rows.ref, rows, args)[0]
 
 
 def gradient(model, loss=None, again=False):
@@ -323,10 +298,8 @@ def peak_of_graphs(action):
 
 # --- released code: its values on a tiny LLaDA with these prompts of 6 and completions of 12 tokens
 
-TEXT = torch.tensor([
-    [20, 22, 26, 16, 13, 27, 17, 9, 18, 16, 13, 11, 13, 22, 17, 10, 21, 27],
-    [13, 23, 26, 20, 25, 6, 13, 23, 23, 7, 10, 8, 6, 20, 21, 18, 10, 6],
-])  # fmt: skip
+RELEASED = json.loads((Path(__file__).parent / "golden/released.json").read_text())
+TEXT = torch.tensor(RELEASED["text"])
 
 
 def tilted(tilt=0.0, config=TINY_LLADA):
@@ -341,18 +314,3 @@ def tilted(tilt=0.0, config=TINY_LLADA):
 def estimates_of(module, model, rows, args):
     with torch.no_grad():
         return module.estimate_logps(module.draw_logps(model, rows), rows, args)
-
-
-def bits(rows):
-    """[["0110", ...], ...] -> bool [R, K, length]"""
-    return torch.tensor([[[char == "1" for char in draw] for draw in row] for row in rows])
-
-
-def assert_released(module, rows, args, loss, norm):
-    """Loss and gradient norm of the released code; old and reference values of tilted models."""
-    rows.old, rows.ref = (estimates_of(module, tilted(x), rows, args) for x in (0.3, -0.2))
-    rows.has_gradient, args.micro_batch_size = True, 64
-    metrics, grads = updated(module, tilted(), rows, args)
-    assert loss is None or abs(metrics["loss/total"] - loss) < 1e-5
-    assert abs(grads.norm().item() / norm - 1) < 1e-5
-    return metrics

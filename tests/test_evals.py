@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.planning import countdown_solutions, stable_hash, sudoku_solutions
+from data.planning import stable_hash
 from data.rows import read_rows
 from evals import (
     TRAIN_TASKS,
@@ -155,17 +155,9 @@ SLOW = "humaneval_plus livecodebench mbpp_plus olympiad arc_c ceval hellaswag mm
 )
 def test_hostile_text_scores_zero_quickly(task, monkeypatch):
     monkeypatch.setattr("evals.math_grader.TIMEOUT", 1.0)
-    module, example = load_task(task), of("scores", task)[0]["example"]
-    began = time.process_time()
-    assert load_reward("", module)(HOSTILE, [example] * len(HOSTILE)) == [{"score": 0.0}] * len(
-        HOSTILE
-    )
-    for text in HOSTILE:
-        found = module.extract(text, example)
-        assert found is None or isinstance(found, str)
-    right = next(text for text, score, _ in of("scores", task)[0]["scores"] if score)
-    cut = [right[: len(right) * i // 8] for i in range(8)]
-    assert set(score_all(module, cut, [example] * 8)) <= {0.0, 1.0}
+    module, example, began = load_task(task), of("scores", task)[0]["example"], time.process_time()
+    assert set(score_all(module, HOSTILE, [example] * len(HOSTILE))) == {0.0}
+    assert all(isinstance(module.extract(text, example) or "", str) for text in HOSTILE)
     assert time.process_time() - began < 30
 
 
@@ -204,22 +196,6 @@ def test_prompts(task):
 def test_every_task_has_golden_verdicts():
     message = one_line(load_task, "")
     assert message.partition("use one of ")[2].split(", ") == TASKS
-
-
-def test_answers_of_the_planning_tasks_score_one_and_cover_all_solutions():
-    countdown, sudoku = load_task("countdown"), load_task("sudoku")
-    for task, data, limit in (countdown, "small", 600), (countdown, "cd3", 60), (sudoku, "", 500):
-        for example in task.load("test", data, limit):
-            gold = [task.answer(example, draw) for draw in range(3)]
-            assert score_all(task, gold, [example] * 3) == [1.0] * 3
-            assert data != "small" or all(len(text) <= 11 for text in gold), "with an EOS 12 tokens"
-    small = {"numbers": [12, 7, 3], "target": 8, "style": "compact"}
-    drawn = Counter(countdown.answer(small, draw) for draw in range(400))
-    assert drawn.keys() == set(countdown_solutions([12, 7, 3], 8, "+-"))
-    assert all(80 <= n <= 120 for n in drawn.values())
-    board = {"puzzle": "0012120000212100", "style": "compact"}
-    drawn = {sudoku.answer(board, draw) for draw in range(20)}
-    assert drawn == set(sudoku_solutions(board["puzzle"]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -494,13 +470,7 @@ def extract(completion, example):
 def score(completion, example):
     return float(extract(completion, example) == example["word"])
 def number(completion, example):
-    return len(completion) / 4
-def nothing(completion, example):
-    print(completion)
-def whole(completion, example):
-    return 2
-def empty(completion, example):
-    return {}
+    return len(completion)
 def uneven(completion, example):
     return {"same": 1.0, "length": 0.5} if completion else {"empty": 1.0}
 """
@@ -514,29 +484,17 @@ def test_files_of_a_user(tmp_path):
     assert (task.NAME, task.PRESETS) == ("json", ()) and sys.modules["json"] is json
     example = task.load("train")[0]
     assert load_reward("", task)(["one", "two"], [example] * 2) == [{"score": 1.0}, {"score": 0.0}]
-    assert load_reward(f"{path}:number", task)(["one"], [example]) == [{"reward": 0.75}]
-    nothing = load_reward(f"{path}:nothing", load_task("countdown"))
-    said = one_line(nothing, [""], [example])
-    assert "completion '' is paid {'reward': None}: not a finite number" in said
-    (parts,) = load_reward(f"{path}:whole", task)(["one"], [example])
-    assert type(parts["reward"]) is float, "advantages cannot be computed with integers"
-    uneven = load_reward(f"{path}:uneven", task)
-    uneven(["one"], [example])  # ranks would add up different parts
-    one_line(load_reward(f"{path}:empty", task), ["one"], [example])
-    said = one_line(uneven, [""], [example])
+    [parts] = load_reward(f"{path}:number", task)(["four"], [example])
+    assert parts == {"reward": 4} and type(parts["reward"]) is float
+    said = one_line(load_reward(f"{path}:uneven", task), ["one", ""], [example] * 2)
     assert "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0" in said
-    for score, said in (1.5, "1.5 is no number in"), (None, "None is no"), (1 + 1e-9, ""):
-        odd = SimpleNamespace(NAME="t", score_batch=lambda texts, _, score=score: iter([score]))
-        if said:
-            assert said in one_line(score_all, odd, ["a"], [{}])
-        else:
-            assert score_all(odd, ["a"], [{}]) == [score]
-    assert "gives 1 scores for 2 completions" in one_line(score_all, odd, ["a", "b"], [{}, {}])
-    path.write_text(
-        TASK.replace('[{"role": "user", "content": example["word"]}]', 'example["word"]')
-    )
+    scored = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
+    assert score_all(scored(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
+    for scores, said in ((1.5,), "1.5 is no number in"), ((None,), "None is no"), ((), "gives 0"):
+        assert said in one_line(score_all, scored(*scores), ["a"], [{}])
+    path.write_text(TASK.replace('[{"role": "user", "content": example["word"]}]', "7"))
     where = "train", "", load_tokenizer("tiny-sdar"), 99
-    assert "gives 'one', not a list of" in one_line(load_problems, load_task(str(path)), *where)
+    assert "gives 7, not a list of" in one_line(load_problems, load_task(str(path)), *where)
     path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
     assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
 
@@ -569,14 +527,6 @@ def test_the_problem_that_a_row_of_completions_is_about():
         assert same_problem(task, example, {"prompt": user(said)}) == fits
     assert same_problem(task, example, {"prompt": task.prompt(example)})
     assert same_problem(task, example, {"completion": "5"})
-
-
-def test_an_unknown_style_behind_a_file(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [row_of("gsm8k")])
-    assert load_task("gsm8k").load("test", f"{path}@d1")[0]["style"] == "tags"
-    for task, known in (("gsm8k", "d1, d1-eval, 4-shot"), ("mmlu_pro", "5-shot"), ("mmlu", "cot")):
-        said = one_line(load_task(task).load, "test", f"{path}@d2")
-        assert said == f"--data {path}@d2: no style 'd2'; known: {known}"
 
 
 def test_load_problems(tmp_path):
@@ -657,10 +607,8 @@ def test_reference_programs():
     examples = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     some = [examples[i] for i in (0, 10, 32, 38, 50, 64, 115, 163)]
     whole, bodies = [*map(humaneval.answer, some)], [example["solution"] for example in some]
-    assert (
-        humaneval.score_batch([*whole, *bodies, *["    pass"] * 8], some * 3)
-        == [1.0] * 16 + [0.0] * 8
-    )
+    scores = humaneval.score_batch([*whole, *bodies, *["    pass"] * 8], some * 3)
+    assert scores == [1.0] * 16 + [0.0] * 8
     examples = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
     some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510)]
     assert mbpp.score_batch([*map(mbpp.answer, some)], some) == [1.0] * 8
@@ -675,14 +623,13 @@ def test_every_reference_program():
     others are slow."""
     humaneval, plus, mbpp = map(load_task, ("humaneval", "humaneval_plus", "mbpp"))
     original = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
-    for task, examples in (
-        (humaneval, original),
-        (mbpp, mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")),
-    ):
+    all_of_mbpp = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
+    for task, examples in (humaneval, original), (mbpp, all_of_mbpp):
         assert set(score_all(task, [*map(task.answer, examples)], examples)) == {1.0}
-    numbers = [i for i in range(164) if i != 32]
-    texts = [humaneval.answer(original[i]) for i in numbers]
-    scores = plus.score_batch(texts, plus.load("test", f"{DATA}/dare/test_humanevalplus_1.parquet"))
-    failed = {i for i, score in zip(numbers, scores, strict=True) if not score}
-    wrong = {22, 44, 49, 64, 76, 91, 95, 97, 111, 122, 123, 124, 125, 132, 140, 150}
-    assert failed - {39, 55, 63, 96, 127, 139} == wrong
+    del original[32]  # DARE's file lacks it
+    texts, more = [*map(humaneval.answer, original)], f"{DATA}/dare/test_humanevalplus_1.parquet"
+    scores = dict(zip(texts, plus.score_batch(texts, plus.load("test", more)), strict=True))
+    wrong = [i for i, text in enumerate(texts) if not scores[text]]
+    slow = {38, 54, 62, 95, 126, 138}
+    stricter = [22, 43, 48, 63, 75, 90, 94, 96, 110, 121, 122, 123, 124, 131, 139, 149]
+    assert [i for i in wrong if i not in slow] == stricter

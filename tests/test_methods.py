@@ -2,6 +2,7 @@
 papers' numbers, and values of the released code.
 """
 
+import importlib
 import itertools
 import math
 from dataclasses import replace
@@ -13,10 +14,9 @@ import torch
 from oracles import (
     EOS,
     MASK,
+    RELEASED,
     TEXT,
     OneBlock,
-    assert_released,
-    bits,
     blocks_of,
     changed,
     estimates_of,
@@ -27,6 +27,7 @@ from oracles import (
     small_args,
     tilted,
     tiny_model,
+    updated,
 )
 
 from algos import (
@@ -34,13 +35,13 @@ from algos import (
     cj_grpo,
     coupled_grpo,
     d1,
-    dtreerpo,
     ebpo,
     espo,
     justgrpo,
     mdpo,
     sft,
     spg,
+    tpg,
     tracerl,
     wd1,
 )
@@ -203,8 +204,6 @@ def test_counts_are_uniform_and_stratified_and_subsets_are_random(module, mc_num
     assert all(is_uniform(first[:, j][m[:, j] == 1] + 1, 4) for j in range(mc_num))
     both = (m[1:] == 1) & (m[:-1] == 1)
     assert (first[1:] == first[:-1])[both].double().mean() == pytest.approx(1 / 4, abs=0.06)
-    nested = (chosen[:, 0] <= chosen[:, 1]).all(2)[(m[:, 0] == 1) & (m[:, 1] == 2)]
-    assert nested.double().mean() == pytest.approx(1 / 2, abs=0.1)
 
 
 @pytest.mark.parametrize("module", [d1, spg, wd1])
@@ -229,12 +228,12 @@ def test_the_prompt_is_hidden_in_both_copies(module):
 
 
 def test_spg_picks_blocks_of_the_rollout():
-    """3 blocks of 4 with tokens: each picked a third of the time in every draw; all after the pick,
-    and before it lightly.
+    """3 blocks of 4 with tokens: each picked as often, over the draws as evenly as can be; all
+    after the pick, and before it lightly.
     """
     n, c = 6000, torch.arange(16) < 11
     batch = made_batch(spg, torch.ones(n, 18, dtype=torch.long), c.expand(n, -1))
-    for mc_num in (2, 3, 5):
+    for mc_num in (2, 5):
         rows = spg.sample_masks(batch, 1, spg.Args(mc_num=mc_num, p_mask_context=0.0))
         masked = rows.masked[:, :, 2:]
         picked = masked.long().argmax(2) // 4  # block of the first masked token
@@ -243,15 +242,13 @@ def test_spg_picks_blocks_of_the_rollout():
         assert (times.amax(1) - times.amin(1)).max() <= 1
         parts = masked.view(n, mc_num, 4, 4)
         assert parts.all(3)[torch.arange(4) > picked[..., None]].all()
-        size = torch.where(picked == 2, 3, 4)
         count = (parts & c.view(4, 4)).sum(3).gather(2, picked[..., None])[..., 0]
-        assert all(is_uniform(count[size == k], k) for k in (3, 4))
+        assert all(is_uniform(count[(picked == 2) == (k == 3)], k) for k in (3, 4))
         scored = masked & c
         want = scored * (11 / scored.sum(2, keepdim=True))
         torch.testing.assert_close(rows.weights, want.float())
-    rows = spg.sample_masks(batch, 1, spg.Args(p_mask_context=0.15))
-    second = rows.masked[:, :, 2:].view(n, 2, 4, 4)[:, :, 1]
-    light = rows.masked[:, :, 2:6][(second.sum(2) > 0) & (second.sum(2) < 4)]
+    masked = spg.sample_masks(batch, 1, spg.Args(p_mask_context=0.15)).masked[:, :, 2:]
+    light = masked[..., :4][(masked[..., 8:12].sum(2) < 4) & (masked[..., 4:8].sum(2) < 3)]
     assert light.double().mean() == pytest.approx(0.15, abs=0.02)
 
 
@@ -262,18 +259,15 @@ def test_coupled_masks_partition_the_completion():
     c, P = batch.completion_mask, batch.P
     rows = coupled_grpo.sample_masks(batch, 0, args)
     everything, part, rest = rows.masked[:, :, P:].unbind(1)
-    assert not rows.masked[:, :, :P].any() and torch.equal(rows.input_ids, batch.input_ids)
-    assert everything.all() and torch.equal(part ^ rest, c) and (part & rest).eq(~c).all()
+    assert not rows.masked[:, :, :P].any() and everything.all()
+    assert torch.equal(part ^ rest, c) and (part & rest).eq(~c).all()
     assert torch.equal(rows.weights != 0, rows.masked[:, :, P:] & c[:, None])
-    n, args = 20000, coupled_grpo.Args(num_generations=2)
-    c = torch.ones(n, 4, dtype=torch.bool)
-    rows = coupled_grpo.sample_masks(made_batch(coupled_grpo, torch.zeros(n, 6).long(), c), 0, args)
-    a, w = rows.masked[:, 1, -4:], rows.weights
-    t = torch.where(a.any(1), 1 / (2 * w[:, 1].amax(1)), 1 - 1 / (2 * w[:, 2].amax(1)))
-    torch.testing.assert_close(t[::2], t[1::2])
-    want = torch.stack([c / 2, a / (2 * t[:, None]), ~a / (2 * (1 - t[:, None]))], 1)
-    torch.testing.assert_close(w, want)
-    assert t.mean() == pytest.approx(0.5, abs=0.01) and t.std() == pytest.approx(0.1732, abs=0.004)
+    c = torch.ones(20000, 4, dtype=torch.bool)
+    rows = coupled_grpo.sample_masks(made_batch(coupled_grpo, c.long(), c), 0, args)
+    w = rows.weights
+    t = torch.where(w[:, 1].any(1), 1 / (2 * w[:, 1].amax(1)), 1 - 1 / (2 * w[:, 2].amax(1)))
+    torch.testing.assert_close(t.view(-1, 4), t[::4, None].expand(-1, 4))
+    assert t.mean() == pytest.approx(0.5, abs=0.01) and t.std() == pytest.approx(0.1732, abs=0.006)
     assert 0.2 <= t.min() < 0.202 and 0.798 < t.max() <= 0.8
 
 
@@ -325,121 +319,92 @@ def test_spg_bounds_by_the_papers_numbers():
     p^1.5 is 0 in fp32.
     """
 
-    def bounds(masks, logps, beta=1.5):
-        masked = torch.tensor(masks, dtype=torch.float64)
-        weights = masked * masked.shape[1] / masked.sum(1, keepdim=True)
-        rows = made_rows(spg, weights[None], [1.0])
-        rows.completion_mask = torch.ones(1, masked.shape[1])
-        logps = torch.as_tensor(logps, dtype=torch.float64).expand(masked.shape)
-        return spg.estimate_logps(logps[None], rows, spg.Args(eubo_beta=beta))[0]
+    def bounds(weights, logps, beta=1.5):
+        rows = made_rows(spg, [weights], [1.0])
+        rows.weights = rows.weights.to(logps.dtype)
+        rows.completion_mask = torch.ones(1, len(weights[0]))
+        return spg.estimate_logps(logps.expand(rows.weights.shape), rows, spg.Args(eubo_beta=beta))[
+            0
+        ]
 
-    lp = math.log(0.25)
-    two = [[1, 1, 0, 0], [0, 1, 1, 0]]
-    assert bounds([two[0]], lp).tolist() == pytest.approx([-1.386294, -0.924196], abs=1e-6)
+    lp, two = torch.tensor(0.25).double().log(), [[2, 2, 0, 0], [0, 2, 2, 0]]
+    assert bounds(two[:1], lp).tolist() == pytest.approx([-1.386294, -0.924196], abs=1e-6)
     assert bounds(two, lp, 1.0)[1].item() == pytest.approx(-1.155245, abs=1e-6)
     assert bounds(two, lp)[1].item() == pytest.approx(-1.232262, abs=1e-6)
-    lp = torch.tensor([[0.9], [0.1]], dtype=torch.float64).log().requires_grad_()
+    lp = torch.tensor([[0.9], [0.1]]).double().log().requires_grad_()
     (slope,) = torch.autograd.grad(bounds([[1], [1]], lp)[1], lp)
     assert slope.flatten().tolist() == pytest.approx([0.964286, 0.035714], abs=1e-6)
-    tiny = torch.full((1, 1, 1), math.log(1e-32), requires_grad=True)
-    rows = changed(made_rows(spg, [[[1.0]]], [1.0]), weights=torch.ones(1, 1, 1))
-    eubo = spg.estimate_logps(tiny, rows, spg.Args())[0, 1]
-    assert torch.autograd.grad(eubo, tiny)[0].item() == 1
+    tiny = torch.full((1, 1), math.log(1e-32), requires_grad=True)
+    assert torch.autograd.grad(bounds([[1]], tiny)[1], tiny)[0].item() == 1
 
 
-ADVANTAGES = [  # script, settings, rewards, advantages
-    (d1, {}, [2.0, 0, 0, 0, 0, 1], [1.5, -0.5, -0.5, -0.5, -0.5, 0.5]),
-    (spg, {}, [2.0, 0, 0, 0, 0, 1], [1.5, -0.5, -0.5, -0.5, -0.5, 0.5]),
-    (coupled_grpo, {}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-    (coupled_grpo, {"baseline": "loo"}, [1.0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
-    (ebpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
-    (espo, {}, [1.0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
-    (bgpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
-    (cj_grpo, {}, [1.0, 1] + [0.0] * 6, [1.620182] * 2 + [-0.540060] * 6),
-    (cj_grpo, {"scale_rewards": False}, [1.0, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
-    (justgrpo, {}, [1.0, 1] + [0.0] * 6, [1.619836] * 2 + [-0.539945] * 6),
+ADVANTAGES = [  # script, flags, advantages of the first and of the others for rewards 1, 0, 0, 0
+    (d1, {}, 0.75, -0.25),
+    (spg, {}, 0.75, -0.25),
+    (tpg, {}, 0.75, -0.25),
+    (coupled_grpo, {}, 0.75, -0.25),
+    (coupled_grpo, {"baseline": "loo"}, 1.0, -0.333333),
+    (espo, {}, 1.0, -0.333333),
+    (bgpo, {}, 1.499997, -0.499999),
+    (ebpo, {}, 1.499997, -0.499999),
+    (cj_grpo, {}, 1.499997, -0.499999),
+    (cj_grpo, {"scale_rewards": False}, 0.75, -0.25),
+    (justgrpo, {}, 1.4997, -0.4999),
     # biased standard deviation; 0 outside of the range of accuracies, whose ends count
-    (tracerl, {}, [1.0, 0, 0, 0, 0], [2] + [-0.5] * 4),
-    (tracerl, {}, [1.0, 1, 1, 1, 0], [0.5] * 4 + [-2]),
-    (tracerl, {"accuracy_range": (0.3, 0.8)}, [1.0, 0, 0, 0, 0], [0.0] * 5),
-    (
-        dtreerpo,
-        {"branches": (3, 2)},
-        [3.0, 2, 1, 0, 0, 0],
-        [[2.25, 1], [2.25, -1], [-0.75, 1], [-0.75, -1], [-1.5, 0], [-1.5, 0]],
-    ),
+    (tracerl, {}, 1.732051, -0.577350),
+    (tracerl, {"accuracy_range": (0.0, 0.25)}, 1.732051, -0.577350),
+    (tracerl, {"accuracy_range": (0.3, 0.8)}, 0.0, 0.0),
     # softmax of A and of -A as in the released code
-    (wd1, {}, [2.0, 0, 0, 0, 0, 1], [0.493721] + [-0.151178] * 4 + [0.110993]),
-    (wd1, {"psi": 0.5}, [2.0, 0, 0, 0, 0, 1], [0.250927] + [-0.081512] * 4 + [0.075120]),
-    # three steps: gains 1 -1 1, 0 1 0 and 0 0 0 plus means of the later rewards
-    (
-        mdpo,
-        {},
-        [[1.0, 0, 1], [0, 1, 1], [0, 0, 0]],
-        [[0.872757, -0.5773, 0.9999], [0.218189, 1.154601, 0], [-1.090946, -0.5773, -0.9999]],
-    ),
+    (wd1, {}, 0.366135, -0.122045),
+    (wd1, {"psi": 0.5}, 0.186485, -0.062162),
 ]
 
 
-@pytest.mark.parametrize("module, settings, rewards, want", ADVANTAGES)
-def test_advantages(module, settings, rewards, want):
-    """By hand, two groups; exactly 0 for equal rewards: an ulp would be a full step of AdamW."""
-    args = module.Args(num_generations=len(want), **settings)
-    got = module.compute_advantages(torch.tensor(2 * rewards), args)
-    torch.testing.assert_close(got, torch.tensor(2 * want), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("module, flags, first, other", ADVANTAGES)
+def test_advantages(module, flags, first, other):
+    """By hand; exactly 0 for equal rewards: an ulp would be a full step of AdamW."""
+    args = module.Args(num_generations=4, **flags)
+    got = module.compute_advantages(torch.tensor([1.0, 0, 0, 0] * 2), args)
+    torch.testing.assert_close(got, torch.tensor(2 * [first, *[other] * 3]), atol=1e-6, rtol=0)
     for G, value in itertools.product((2, 6, 8, 10), (0.1, 0.3, 0.7, 1 / 3, 2.1)):
-        equal = torch.full((G, *torch.tensor(rewards).shape[1:]), value)
-        shape = {"branches": (2, G // 2)} if "branches" in settings and G > 2 else {}
-        one = replace(args, num_generations=G, **shape)
-        assert (
-            G % math.prod(shape.get("branches", (1,)))
-            or not module.compute_advantages(equal, one).any()
-        )
+        equal = torch.full((G,), value)
+        assert not module.compute_advantages(equal, replace(args, num_generations=G)).any()
 
 
-D1 = [["010001111111111111"], ["100010111111111111"]]
-SPG = [["000010000111011111", "100000101011111111"], ["000000010111111111", "000000011100100101"]]
-COUPLED = [
-    ["000000111111111111", "000000010010110010", "000000101101001101"],
-    ["000000111111111111", "000000011110011101", "000000100001100010"],
-]
-ESPO = [
-    ["000000010000010000", "000000101111101111", "000000000001000000", "000000111110111111"],
-    ["000000110100111101", "000000001011000010", "000000000011111111", "000000111100000000"],
-]
-T = 1 / 2.1212158977855418
-CLIPPED = {"epsilon": 0.06, "beta": 0.3}
-RELEASED = [  # module, masks, lengths, advantages, loss, gradient norm, first estimates, flags
-    (d1, D1, [7, 12], [1.5, -0.5], -0.16257532, 39.217370, [-6.655033, -5.137215, -8.31731], {}),
-    (coupled_grpo, COUPLED, [12, 12], [1.5, -0.5], -0.41799942, 80.015862, [-10.004365], {}),
-    (spg, SPG, [7, 12], [1.5, -0.5], 1.5620037, 74.788597, [-7.721592, -7.770414], {}),
-    (spg, SPG, [7, 12], [-0.5, 1.5], 6.8037224, 88.594437, [-7.721592, -7.770414], {}),
-    # rewards 0 and 0.5
-    (wd1, D1, [7, 12], [-0.24491867, 0.24491867], 12.351006, 191.84248, [-6.655033], {}),
-    # two draws of its forward_process (seeds 3, 5) and what they leave
-    (espo, ESPO, [12, 12], [-0.5, 1.5], -0.5397606, 53.2208710, [-108.63876, -112.9426], CLIPPED),
-]
+def test_advantages_of_mdpo():
+    """Three steps: gains 1 -1 1, 0 1 0 and 0 0 0 plus means of the later rewards."""
+    args = mdpo.Args(num_generations=3)
+    got = mdpo.compute_advantages(torch.tensor([[1.0, 0, 1], [0, 1, 1], [0, 0, 0]]), args)
+    want = [[0.872757, -0.5773, 0.9999], [0.218189, 1.154601, 0], [-1.090946, -0.5773, -0.9999]]
+    torch.testing.assert_close(got, torch.tensor(want), atol=1e-5, rtol=0)
+    assert not mdpo.compute_advantages(torch.full((6, 3), 0.7), args).any()
 
 
-@pytest.mark.parametrize("module, masks, lengths, A, loss, norm, first, flags", RELEASED)
-def test_a_tiny_llada_equals_the_released_code(module, masks, lengths, A, loss, norm, first, flags):
-    """compute_loss and its backward of dllm-reasoning/d1 837888f, apple/ml-diffucoder f735e01,
-    facebookresearch/SPG a1c7120, xiaohangt/wd1 0898985 and ML-GSAI/ESPO b5f2dac on this model's
-    logits, the mask token left out as in ours; old and reference values of tilted models.
+@pytest.mark.parametrize("row", RELEASED["rows"], ids=lambda row: row["code"][:24])
+def test_a_tiny_llada_equals_the_released_code(row):
+    """compute_loss and its backward on this model's logits, the mask token left out as in ours; old
+    and reference values of tilted models.
     """
-    model, masked, c = tilted(), bits(masks), torch.arange(12) < torch.tensor(lengths)[:, None]
-    scored = masked[:, :, 6:] & c[:, None]
-    n = c.sum(1)[:, None] + (module is espo)
-    weights = c[:, None] if masks is D1 else scored * (n / scored.sum(2))[..., None]
-    if module is coupled_grpo:
-        weights = scored / (2 * torch.tensor([1, T, 1 - T]))[:, None]
-    batch = made_batch(module, TEXT, c, mask=model.mask_token_id)
-    batch.advantages = torch.tensor(A)
-    rows, args = module.Rows(batch, masked, weights), module.Args(num_generations=2, **flags)
-    got = estimates_of(module, model, rows, args).flatten()[: len(first)]
-    torch.testing.assert_close(got, torch.tensor(first), atol=1e-5, rtol=1e-6)
-    metrics = assert_released(module, rows, args, loss, norm)
-    assert module is not espo or metrics["policy/clip_frac"] == 0.5
+    module, name = importlib.import_module(f"algos.{row['script']}"), row["script"]
+    args = module.Args(num_generations=2, micro_batch_size=64, **row["flags"])
+    masked = torch.tensor([[[int(c) for c in draw] for draw in rows] for rows in row["masks"]]) > 0
+    c = torch.arange(12) < torch.tensor(row["lengths"])[:, None]
+    scored, n = masked[:, :, 6:] & c[:, None], c.sum(1)[:, None] + (name == "espo")
+    weights = scored if name in ("d1", "wd1") else scored * (n / scored.sum(2))[..., None]
+    if name == "coupled_grpo":
+        t = 1 / 2.1212158977855418
+        weights = scored / (2 * torch.tensor([1, t, 1 - t]))[:, None]
+    batch = made_batch(module, TEXT, c, mask=tilted().mask_token_id)
+    batch.advantages = torch.tensor(row["advantages"])
+    rows = module.Rows(batch, masked, weights)
+    values = [estimates_of(module, tilted(x), rows, args) for x in (0, 0.3, -0.2)]
+    got = values[0].flatten()[: len(row["first"])]
+    torch.testing.assert_close(got, torch.tensor(row["first"]), atol=1e-5, rtol=2e-6)
+    rows.has_gradient, rows.old, rows.ref = True, *values[1:]
+    metrics, grads = updated(module, tilted(), rows, args)
+    assert metrics["loss/total"] == pytest.approx(row["loss"], abs=1e-5)
+    assert grads.norm().item() == pytest.approx(row["norm"], rel=1e-5)
+    assert name != "espo" or metrics["policy/clip_frac"] == 0.5
 
 
 # --- SFT and MDPO's rewards -----------------------------------------------------------------------
@@ -455,22 +420,15 @@ def test_sft_tails_belong_to_the_answer():
     """Block models: end tokens fill the last block. Others: 0 to eos_tail, within max_length, each
     row for itself.
     """
-    rows = [([1, 2, 3], [4, EOS]), ([1], [2, 3, 4, 0, 1, 2, EOS])]
-    _, batch = sft_batch(tiny_model(), rows)
+    _, batch = sft_batch(tiny_model(), [([1, 2, 3], [4, EOS]), ([1], [2, 3, 4, 0, 1, 2, EOS])])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4] + [EOS] * 4, [1, 2, 3, 4, 0, 1, 2, EOS]]
-    assert batch.answer_mask.sum(1).tolist() == [5, 7] and batch.valid_mask.all()
-    _, batch = sft_batch(tiny_model(), [([1, 2, 3], [EOS]), ([1], [2] * 7)])
-    assert batch.valid_mask.sum(1).tolist() == [4, 8] and batch.num_tokens == 8
-    model, rows = tiny_model("llada"), [([1, 2], [3] * n + [EOS]) for n in (1, 4, 6)]
-
-    def lengths(rows, step=0):
-        batch = sft_batch(model, rows, step, eos_tail=5, max_length=9)[1]
-        return batch.valid_mask.sum(1).tolist()
-
-    found = [lengths([row] * 64) for row in rows]
-    assert [set(lengths) for lengths in found] == [{4, 5, 6, 7, 8, 9}, {7, 8, 9}, {9}]
-    assert found[1] == [min(n + 3, 9) for n in found[0]] and lengths([rows[0]] * 64, 1) != found[0]
-    assert lengths(rows) == [found[i][i] for i in range(3)]
+    assert batch.answer_mask.sum(1).tolist() == [5, 7] and batch.num_tokens == 12
+    model, rows, found = tiny_model("llada"), [([1, 2], [3] * n + [EOS]) for n in (1, 4, 6)], []
+    for step in (0, 0, 1):
+        batch = sft_batch(model, rows * 64, step, eos_tail=5, max_length=9)[1]
+        found.append(batch.valid_mask.sum(1).view(-1, 3))
+    assert [set(x.tolist()) for x in found[0].T] == [{*range(4, 10)}, {7, 8, 9}, {9}]
+    assert torch.equal(*found[:2]) and not torch.equal(*found[1:])
 
 
 def test_sft_noise_is_stratified_over_the_step_and_keyed_by_the_example():

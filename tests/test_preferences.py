@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-from test_sft_data import COUNTDOWN, EOS, TINY, ids, turns, write_jsonl
+from test_sft_data import COUNTDOWN, EOS, GOLDEN, TINY, ids, turns, write_jsonl
 
 from data import preferences
 from data.preferences import (
@@ -44,20 +44,10 @@ def counts(rows):
     return {reason: counted["rows"] for reason, counted in rows.dropped.items()}
 
 
-SIDES = {"chosen": turns("1+1", "2"), "rejected": turns("1+1", "3")}
-LAYOUTS = [
-    {"prompt": "1+1", "prompt_id": "x", **SIDES, "score_chosen": 9.0},  # ultrafeedback_binarized
-    SIDES,
-    {"prompt": "1+1", "chosen": "2", "rejected": "3"},
-    {"prompt": USER, "chosen": "2", "rejected": "3"},
-    {"prompt": USER, "chosen": SIDES["chosen"][1:], "rejected": SIDES["rejected"][1:]},
-]
-
-
 def test_every_layout_gives_the_same_pair(tmp_path):
-    path = write_jsonl(tmp_path / "pairs.jsonl", LAYOUTS)
+    path = write_jsonl(tmp_path / "pairs.jsonl", GOLDEN["pairs"])
     want = {"prompt": USER, "chosen": "2", "rejected": "3"}
-    assert list(training(path)) == [want] * len(LAYOUTS)
+    assert list(training(path)) == [want] * len(GOLDEN["pairs"])
     sides = {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")}
     history = {"prompt": turns("a", "b", "c"), "chosen": "d", "rejected": "e"}
     assert preference({"prompt": "c"} | sides) == history
@@ -96,16 +86,7 @@ def test_pairs_that_ask_a_held_out_question_are_not_trained_on(tmp_path):
     assert len(kept) == 1 and counts(kept) == {"ask what the run is scored on": 1}
 
 
-MISTAKES = [
-    ({"prompt": "a", "response": "b"}, "1 cannot be read, needed are .*row 1, with prompt, res"),
-    ({"chosen": "b", "rejected": "c"}, "cannot be read"),
-    ({"prompt": "p", "chosen": USER, "rejected": "c"}, "cannot be read"),
-    ({"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}, "cannot be read"),
-    (SIDES | {"rejected": turns("A", "c")}, "1 have sides that answer different prompts"),
-]
-
-
-@pytest.mark.parametrize("row, message", MISTAKES)
+@pytest.mark.parametrize("row, message", GOLDEN["mistakes"])
 def test_mistakes_are_named(row, message):
     with pytest.raises(SystemExit, match=f"^.*{message}.*$"):
         encoded([preference(row)]).at_least(1)

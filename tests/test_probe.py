@@ -9,7 +9,7 @@ from test_samplers import SIZES, M, model_of, prompts_of, shared
 from models import export_weights
 from rollout import make_engine, probe
 from rollout.engine import REMASKING
-from rollout.probe import replay_logps
+from rollout.probe import greedy_agreement, replay_logps
 from rollout.sampling import keyed_uniform, sample_categorical
 
 PROMPT = [3, 4, 5, 6, 7, 8]
@@ -59,6 +59,13 @@ def test_an_engine_that_does_not_sample_is_refused(name):
     setattr(engine, name, FAULTS[name])
     with exits_with_one_line("different completions of 8 at temperature 100", "does not sample"):
         probe(engine, build(), PROMPT, **SETTINGS)
+
+
+def test_greedy_tokens_are_compared_with_the_learners_best_ones():
+    """For engines without log-probabilities."""
+    engine = make_engine(build())
+    agreement = lambda model: greedy_agreement(engine, model, PROMPT, **SETTINGS)
+    assert agreement(build()) == 1 and agreement(build(seed=1)) < 0.5
 
 
 REPLAYED = [(family, rule, {}) for family in FAMILIES for rule in REMASKING]

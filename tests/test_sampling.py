@@ -129,8 +129,6 @@ def test_the_kernels_draw_the_same():
                 assert torch.equal(tokens, logits.float().argmax(-1))
                 continue
             cdf, slack = p.cumsum(-1), 1e-6 + 2**-23 * logits.abs().max().item() / temperature
-            low = torch.where(
-                tokens > 0, cdf.gather(1, (tokens - 1).clamp(min=0)[:, None])[:, 0], 0
-            )
             high = cdf.gather(1, tokens[:, None])[:, 0]
+            low = high - p.gather(1, tokens[:, None])[:, 0]
             assert (low - slack <= u).all() and (u <= high + slack).all()

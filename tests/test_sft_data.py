@@ -45,11 +45,11 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-LAYOUTS = [{"prompt": "1+1", "response": "2<|MASK|>"}, {"messages": turns("1+1", "2<|MASK|>")},
-           {"prompt": turns("1+1"), "response": "2<|MASK|>"}]  # fmt: skip
+# layouts of rows and pairs; [row, why it is left out, what is shown of the first]
+GOLDEN = json.loads((Path(__file__).parent / "golden/rows.json").read_text())
 
 
-@pytest.mark.parametrize("columns", LAYOUTS)
+@pytest.mark.parametrize("columns", GOLDEN["rows"])
 def test_every_layout_gives_prompt_and_answer_closed_once(tmp_path, columns):
     """A mask token in an answer would have probability 0: what looks like one stays text."""
     path = tmp_path / "rows.parquet"
@@ -58,23 +58,7 @@ def test_every_layout_gives_prompt_and_answer_closed_once(tmp_path, columns):
     assert list(rows) == [([258, *b"1+1", 259], [*b"2<|MASK|>", EOS])]
 
 
-LEFT_OUT = [  # row, why, what is shown of the first
-    ({"prompt": "a"}, "cannot be read, needed are messages that end", "with prompt: {'prompt'"),
-    ({"messages": turns("a")}, "cannot be read", "with messages"),
-    ({"messages": turns("a", "b")[1:]}, "cannot be read", "with messages"),
-    ({"prompt": turns([{"text": "a"}]), "response": "a"}, "cannot be read", "with"),
-    ({"prompt": "a", "response": " \n\t\u3000"}, "have an empty answer", "'a' -> "),
-    ({"prompt": "a <|MASK|> b", "response": "c"}, "hold a mask token", "'a <|MASK|> b' -> 'c'"),
-    ({"prompt": "a", "response": "b" * 30}, "exceed --max-length 20", "34 tokens: 'a' -> 'bbb"),
-    ({"prompt": "a", "response": "b\ud800"}, "hold half of a character", "surrogates not allowed"),
-    ({"prompt": turns("a", "b", " 5  7  1 =  11 "), "response": "c"},
-     "ask what the run is scored on", "' 5  7  1 =  11 ' -> 'c'"),
-    ({"prompt": [{"role": "system", "content": "s"}], "response": "c"},
-     "are refused by the chat template", "user first"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bad, reason, shown", LEFT_OUT)
+@pytest.mark.parametrize("bad, reason, shown", GOLDEN["left out"])
 def test_rows_are_left_out_counted_and_the_first_is_shown(tmp_path, bad, reason, shown):
     """Two bad rows among good ones: the good ones stay, in order; alone they end the run."""
     tokenizer = byte_tokenizer()
