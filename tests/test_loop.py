@@ -23,7 +23,7 @@ from oracles import (
 )
 from sync_shared import METHODS, ONLINE
 
-from algos import bgpo, coupled_grpo, d1, spg
+from algos import bgpo, d1, spg
 from models import add_lora
 from run.flags import RunFlags
 
@@ -281,23 +281,6 @@ def test_memory_is_that_of_a_micro_batch_and_gradients_are_reduced_once(module):
     assert len(group.synced) == 8 and all(group.synced)
     args.micro_batch_size = 32
     assert step() > 3 * peaks[0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_reference_of_coupled_grpo_moves(run_ranks, monkeypatch, ranks):
-    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: 1 << 40)
-
-    def body(rank, world_size):
-        model, frozen = sharded_model(coupled_grpo, seed=1), tiny_model().requires_grad_(False)
-        reference = coupled_grpo.parallelize(frozen, coupled_grpo.Args())
-        assert hasattr(reference.lm_head.weight, "full_tensor") == (ranks > 1)
-        coupled_grpo.move_reference(reference, model, coupled_grpo.Args(ref_mixup=0.6))
-        pairs = zip(tiny_model().parameters(), model.parameters(), strict=True)
-        for got, (old, new) in zip(reference.parameters(), pairs, strict=True):
-            got = got.full_tensor() if hasattr(got, "full_tensor") else got
-            torch.testing.assert_close(got, 0.4 * old + 0.6 * new.full_tensor())
-
-    run_ranks(ranks, body)
 
 
 SCHEDULES = [  # schedule, steps of warm-up, of the schedule; shares of the rate in steps 0, 1, ...

@@ -176,7 +176,7 @@ def test_coupled_scores_and_spg_bounds_have_the_mean_of_their_law(family):
 
 @pytest.mark.parametrize("mc_num", [3, 4])
 @pytest.mark.parametrize("module", [bgpo, spg])
-def test_counts_are_uniform_and_stratified_and_subsets_are_random(module, mc_num):
+def test_counts_are_uniform_and_stratified(module, mc_num):
     """In each block of each draw; also where the number of draws is no multiple of the block."""
     args, drawn = small_args(module, gen_length=9, p_mask_context=0.0, mc_num=mc_num), []
     batch = rollout_batch(module, tiny_model(), args)
@@ -197,13 +197,6 @@ def test_counts_are_uniform_and_stratified_and_subsets_are_random(module, mc_num
         assert all(is_uniform(m[:, :, j].flatten(), n) for j in range(mc_num))
         times = torch.stack([(m == k).sum(2) for k in range(1, n + 1)])
         assert (times.amax(0) - times.amin(0)).max() <= (mc_num % n > 0)
-    # given its size every subset is alike, and draws and iterations are independent
-    full = [(b, columns) for b, columns in blocks if len(columns) == 4]
-    chosen = torch.stack([drawn[:, :, b, columns] for b, columns in full], 2)
-    m, first = chosen.sum(3), chosen.float().argmax(3)  # [iterations, draws, blocks]
-    assert all(is_uniform(first[:, j][m[:, j] == 1] + 1, 4) for j in range(mc_num))
-    both = (m[1:] == 1) & (m[:-1] == 1)
-    assert (first[1:] == first[:-1])[both].double().mean() == pytest.approx(1 / 4, abs=0.06)
 
 
 @pytest.mark.parametrize("module", [d1, spg, wd1])
@@ -442,7 +435,6 @@ def test_sft_noise_is_stratified_over_the_step_and_keyed_by_the_example():
     _, second = sft_batch(model, rows, 3, 1, 2)  # the second of two ranks
     assert torch.equal(sft.sample_masks(second, args, model.objective)[0], masked[1::2])
     for other in (replace(batch, step=4), replace(batch, seed=1)):
-        assert not torch.equal(other.uniform(), batch.uniform())
         assert (sft.sample_masks(other, args, model.objective)[1].amax(1) != weights.amax(1)).all()
 
 
