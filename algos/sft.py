@@ -31,8 +31,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
-from distributed.groups import all_reduce, group_share, reduce_metrics, setup_distributed
-from distributed.sequence import data_place
+from distributed.groups import all_reduce, rank_share, reduce_metrics, setup_distributed
+from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, compile_blocks, load_weights, meta_model, router_metrics
 from rollout import keyed_uniform, make_engine, sync_engine
@@ -307,17 +307,20 @@ def load_rows(held_out, model, args):
 
 
 def main(args):
-    device, (group, groups) = setup_distributed(args.sequence_parallel), data_place()
-    group_share(args.batch_size, "--batch-size")
+    device, (group, groups) = setup_distributed(args.sequence_parallel), data_rank()
+    rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
     args.micro_batch_size, at_once = fit_answers(rows, held_out.splits, model, args, tail=tail)
+    # >>> shared: offline_engine
+    engine = None
+    if args.eval_limit:
+        request = None, held_out.sampling  # refused here if the sampler cannot serve them
+        engine = make_engine(args.model, "auto", device, None, at_once, request)
+    # <<< shared: offline_engine
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     # >>> shared: offline_start
-    engine = None
-    if args.eval_limit:
-        engine = make_engine(args.model, device=device, max_batch_size=at_once)
     trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
-from distributed.groups import all_reduce, group_share, reduce_metrics, setup_distributed
-from distributed.sequence import data_place
+from distributed.groups import all_reduce, rank_share, reduce_metrics, setup_distributed
+from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import score_all
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
@@ -240,7 +240,7 @@ def make_batch(pairs, first, args, model, step, device):
 
 def draw_batch(stream, model, device, step, args):
     """This rank's pairs of the step. -> Batch, Masks of the policy, Masks of the reference"""
-    mine = group_share(args.batch_size, "--batch-size")
+    mine = rank_share(args.batch_size, "--batch-size", data_rank())
     pairs = [stream[step * args.batch_size + i] for i in mine]
     batch = make_batch(pairs, mine.start, args, model, step, device)
     masks = sample_masks(batch, args)
@@ -295,7 +295,7 @@ def held_out_draws(pairs, args, model, reference, device):
 
     Every rank gets equally many: the last pair is repeated, and its copies are not counted.
     """
-    group, groups = data_place()
+    group, groups = data_rank()
     share = math.ceil(len(pairs) / groups)
     first = group * share
     mine = [pairs[min(i, len(pairs) - 1)] for i in range(first, first + share)]
@@ -344,21 +344,24 @@ def load_reference(model, device, args):
 
 def main(args):
     device = setup_distributed(args.sequence_parallel)
-    group_share(args.batch_size, "--batch-size")
+    rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, compared = load_pairs(held_out, model, args)
     draws = args.mc_num * args.masks_per_timestep
     args.micro_batch_size, at_once = fit_answers(
         rows, held_out.splits, model, args, draws, has_reference=True
     )
+    # >>> shared: offline_engine
+    engine = None
+    if args.eval_limit:
+        request = None, held_out.sampling  # refused here if the sampler cannot serve them
+        engine = make_engine(args.model, "auto", device, None, at_once, request)
+    # <<< shared: offline_engine
     ref_model = load_reference(model, device, args)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     ref_model = ref_model or model
     # >>> shared: offline_start
-    engine = None
-    if args.eval_limit:
-        engine = make_engine(args.model, device=device, max_batch_size=at_once)
     trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
     optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)

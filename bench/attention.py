@@ -76,13 +76,12 @@ def measure(pattern, B, T, document, backend):
     row = [x[:1].detach().float().requires_grad_() for x in (q, k, v)]
     exact, *want = both(dense, *row, grad[:1].float())
     got, want = [(out * is_real)[:1], *(x[:1] for x in got)], [exact * is_real[:1], *want]
-    facts = {"prepare_ms": 1e3 * timed(lambda: make_attend(visibility, backend))[0]}
     forward = lambda: [attend(0, q, k, v) for _ in range(10)] and None
     whole = lambda: [both(attend, q, k, v, grad) for _ in range(10)] and None
-    for name, work in ("forward_ms", forward), ("both_ms", whole):
-        facts[name] = min(100 * timed(work)[0] for _ in range(3))
-    both_results = zip(got, want, strict=True)
-    facts["error"] = max(float((a - b).norm() / b.norm()) for a, b in both_results)
+    fastest = lambda work: min(100 * timed(work)[0] for _ in range(3))
+    facts = {"forward_ms": fastest(forward), "both_ms": fastest(whole)}
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+    facts["error"] = max(errors)
     if not facts["error"] < TOLERANCE:
         raise ArithmeticError(f"too far from fp32: {facts}")
     return facts

@@ -1,7 +1,6 @@
-"""Time loading, a forward pass and a training step at real size, next to the official LLaDA code.
+"""Time loading, a forward pass and a training step at real size.
 
     python bench/step.py --model DIR --compile     # DIR needs config.json alone: random weights
-    python bench/step.py --model LLADA_DIR --compile --peer PEER_DIR    # the peer reads real files
     torchrun --nproc-per-node 2 bench/step.py --model DIR --compile --rows 2 --length 16384 \
         --micro-batch-size 1 --sequence-parallel 2
 
@@ -22,21 +21,19 @@ share_of_matmul is FLOP/s over those of an 8192^3 bf16 product in the same run.
 import statistics
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos.sft import parallelize, setup_distributed
 from bench.timing import Report, timed
-from distributed.sequence import data_place
+from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients
 from models import add_lora, load_weights, meta_model
-from models.checkpoint import read_json, resolve
+from models.checkpoint import resolve
 from models.tensors import full_tensor
 
 LORA_ALPHA = 64
@@ -60,22 +57,18 @@ class Args:
     activation_checkpointing: bool = False
     sequence_parallel: int = 1
     """so many ranks share each row"""
-    peer: str = ""
-    """directory with the official modeling_llada.py and configuration_llada.py; all rows at once,
-    its fastest
-    """
 
 
 def median(function):
-    """-> median seconds of five calls after two, first value"""
+    """-> median seconds of five calls after two"""
     runs = [timed(function) for _ in range(7)]
-    return statistics.median(seconds for seconds, _ in runs[2:]), runs[0][1]
+    return statistics.median(seconds for seconds, _ in runs[2:])
 
 
 def matmul_rate(device):
     n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds, _ = median(lambda: [a @ b for _ in range(20)] and None)
+    seconds = median(lambda: [a @ b for _ in range(20)] and None)
     return {"tflops": 2 * n**3 * 20 / seconds / 1e12}
 
 
@@ -92,65 +85,40 @@ def flops(model, args, scored, backward):
     return products + 4 * (1 + 2 * backward) * width * pairs
 
 
-def rates(run, args, work=0, matmul=None):
-    """run: of `median`; work: FLOPs of a step; matmul: TFLOP/s -> facts of a line; tokens/s count
-    all ranks, TFLOP/s one
+def rates(seconds, args, work, matmul):
+    """work: FLOPs of a step; matmul: TFLOP/s -> facts of a line; tokens/s count all ranks, TFLOP/s
+    one
     """
-    seconds, value = run
-    tokens, tflops = args.rows * args.length * data_place()[1], work / seconds / 1e12
-    facts = {"seconds": seconds, "tokens_per_s": tokens / seconds, "first_value": value}
-    return facts | ({"tflops": tflops, "share_of_matmul": tflops / matmul} if work else {})
+    tokens, tflops = args.rows * args.length * data_rank()[1], work / seconds / 1e12
+    facts = {"seconds": seconds, "tokens_per_s": tokens / seconds, "tflops": tflops}
+    return facts | {"share_of_matmul": tflops / matmul}
 
 
 def make_batch(args, mask_token_id, device):
     """Random tokens, about half of them masked. -> input_ids, noisy_ids, masked [B, T]"""
-    generator, shape = torch.Generator().manual_seed(data_place()[0]), (args.rows, args.length)
+    generator, shape = torch.Generator().manual_seed(data_rank()[0]), (args.rows, args.length)
     ids = torch.randint(0, mask_token_id, shape, generator=generator).to(device)
     masked = (torch.rand(shape, generator=generator) < 0.5).to(device)
     return ids, torch.where(masked, mask_token_id, ids), masked
 
 
-def time_steps(micro_loss, params, args, micro_batch_size):
-    """micro_loss(rows, is_last) -> its share of the loss. -> `median` of optimizer steps"""
-    optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0, fused=params[0].is_cuda)
-
-    def step():
-        loss = 0.0
-        for i in range(0, args.rows, micro_batch_size):
-            is_last = i + micro_batch_size >= args.rows
-            share = micro_loss(slice(i, i + micro_batch_size), is_last)
-            share.backward()
-            loss += share.detach()
-        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        full_tensor(norm).item()  # as the scripts do
-        return loss.item()
-
-    return median(step)
-
-
 def load(args, device):
-    """-> a model as the scripts make it: on meta, with adapters, sharded, then its weights; facts
-    of a line
+    """-> a model as the scripts make it: on meta, with adapters, sharded, then its weights; seconds
+    to read or draw them
     """
     frozen_bf16 = args.lora_rank and device.type == "cuda"
     model = meta_model(args.model, torch.bfloat16 if frozen_bf16 else torch.float32)
     if args.lora_rank:
         add_lora(model, args.lora_rank, LORA_ALPHA)
     model = parallelize(model, args)
-    files = list(Path(args.model).glob("*.safetensors"))
-    if not files:
+    if not list(Path(args.model).glob("*.safetensors")):
         model.sources = None, []  # load_weights draws them
     dist.barrier()
     seconds, _ = timed(lambda: load_weights(model, device))
-    if not files:
-        return model, {"what": "random weights", "seconds": seconds}
-    gigabytes = sum(path.stat().st_size for path in files) / 1e9
-    return model, {"what": "load", "seconds": seconds, "gb_per_s": gigabytes / seconds}
+    return model, seconds
 
 
-def our_forward(model, batch, args, matmul):
+def forward(model, batch, args, matmul):
     """Log-probabilities of every token, without gradient."""
     ids, noisy, masked = batch
     everything = torch.ones_like(masked)
@@ -158,62 +126,28 @@ def our_forward(model, batch, args, matmul):
     def run():
         with torch.no_grad():
             for rows in torch.arange(args.rows).split(args.micro_batch_size):
-                logps = model.logps(ids[rows], noisy[rows, None], everything[rows, None])
-        return logps.mean().item()
+                model.logps(ids[rows], noisy[rows, None], everything[rows, None])
 
     work = flops(model, args, args.rows * args.length, False)
     return rates(median(run), args, work, matmul)
 
 
-def our_step(model, batch, args, matmul):
+def training_step(model, batch, args, matmul):
     ids, noisy, masked = batch
-    scored = masked.sum()
+    params, scored = [p for p in model.parameters() if p.requires_grad], masked.sum()
+    optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0, fused=params[0].is_cuda)
 
-    def micro_loss(rows, is_last):
-        reduce_gradients(model, is_last, False)
-        return -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
+    def step():
+        for rows in torch.arange(args.rows).split(args.micro_batch_size):
+            reduce_gradients(model, bool(rows[-1] + 1 == args.rows), False)
+            logps = model.logps(ids[rows], noisy[rows, None], masked[rows, None])
+            (-logps.sum() / scored).backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        full_tensor(norm).item()  # as the scripts do
 
-    params = [p for p in model.parameters() if p.requires_grad]
-    run = time_steps(micro_loss, params, args, args.micro_batch_size)
-    return rates(run, args, flops(model, args, scored.item(), True), matmul)
-
-
-def official_step(args, device):
-    """The same update by the official code with peft, fp32 adapters under autocast.
-
-    The loss is over the masked rows alone (ML-GSAI/LLaDA, GUIDELINES.md).
-    """
-    from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load_file
-
-    folder, directory = Path(args.peer).resolve(), Path(args.model)
-    sys.path.insert(0, str(folder.parent))
-    code = import_module(f"{folder.name}.modeling_llada")
-    raw = read_json(directory / "config.json") | {"flash_attention": False, "init_device": "meta"}
-    # No dropout, as in the released config.json.
-    raw |= dict.fromkeys(("attention_dropout", "embedding_dropout", "residual_dropout"), 0.0)
-    model = code.LLaDAModelLM(code.LLaDAConfig(**raw))
-    for path in sorted(directory.glob("*.safetensors")):
-        weights = {name: value.bfloat16() for name, value in load_file(path, str(device)).items()}
-        model.load_state_dict(weights, strict=False, assign=True)
-    torch.backends.cuda.enable_mem_efficient_sdp(True)  # the official constructor turns it off
-    targets = list(meta_model(args.model).lora_targets)
-    head = ["model.transformer.ff_out"]  # has the name of a block's layer
-    sizes = {"r": args.lora_rank, "lora_alpha": LORA_ALPHA, "lora_dropout": 0.0}
-    lora = LoraConfig(target_modules=targets, exclude_modules=head, **sizes)
-    model = get_peft_model(model, lora).train()
-    ids, noisy, masked = make_batch(args, raw["mask_token_id"], device)
-    scored = masked.sum()
-
-    def micro_loss(rows, is_last):
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = model(noisy[rows], use_cache=False, return_dict=True).logits
-            want, where = ids[rows], masked[rows]
-            loss = F.cross_entropy(logits[where], want[where], reduction="none")
-        return loss.float().sum() / scored
-
-    params = [p for p in model.parameters() if p.requires_grad]
-    return rates(time_steps(micro_loss, params, args, args.rows), args)
+    return rates(median(step), args, flops(model, args, scored.item(), True), matmul)
 
 
 def main(args):
@@ -221,13 +155,11 @@ def main(args):
     args.model = str(resolve(args.model))
     report = Report(ranks=dist.get_world_size(), **vars(args))
     matmul = report.measure(matmul_rate, device, what="matmul")["tflops"]
-    if args.peer:
-        report.measure(official_step, args, device, what="official step")
-    model, facts = load(args, device)
-    report.write(facts)
+    model, seconds = load(args, device)
+    report.write({"what": "load", "seconds": seconds})
     batch = make_batch(args, model.mask_token_id, device)
-    report.measure(our_forward, model, batch, args, matmul, what="forward")
-    report.measure(our_step, model, batch, args, matmul, what="step")
+    report.measure(forward, model, batch, args, matmul, what="forward")
+    report.measure(training_step, model, batch, args, matmul, what="step")
     dist.destroy_process_group()
     report.close()
 

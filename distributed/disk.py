@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -102,65 +103,59 @@ def new_directory(path):
             return directory
 
 
-class AtomicDirectory:
-    """Build a directory under a hidden name, then rename it. All ranks construct it, rank 0 writes.
+@contextmanager
+def whole_directory(directory):
+    """Build a directory under a hidden name, then rename it. All ranks enter; rank 0 writes.
 
-        save = AtomicDirectory(directory)
-        save.attempt(write_something, save.folder / "file")     # rank 0; skipped after a failure
-        save.finish()                                           # all ranks: renamed, or SystemExit
+        with whole_directory(directory) as folder:
+            tensors = gather()                  # collectives first: rank 0 may leave the block
+            if is_first_rank():
+                write(tensors, folder / "file")
 
-    Errors are kept until `finish`: a rank that stopped earlier would leave the others waiting in a
-    collective. A killed process or a full disk leaves what was there before.
+    SystemExit on all ranks if it exists already, or if rank 0 fails inside. A killed process or a
+    full disk leaves what was there before.
     """
+    directory, error = Path(directory), None
+    folder = directory.with_name(f".{directory.name}.tmp")
 
-    def __init__(self, directory):
-        self.directory = Path(directory)
-        self.folder = self.directory.with_name(f".{self.directory.name}.tmp")
-        self.error = None
-        self.attempt(self._prepare)
+    def prepare():
+        if directory.exists():
+            raise SystemExit(f"could not save {directory}: it exists already")
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while saving
+        with writing(directory):
+            folder.mkdir(parents=True)
 
-    @property
-    def is_active(self):
-        """This rank writes, and nothing has failed yet."""
-        return is_first_rank() and self.error is None
+    from_first_rank(prepare)
+    try:
+        yield folder
+    except Exception as found:  # tokenizers raises a plain one on a full disk
+        error = found
+    from_first_rank(partial(publish, folder, directory, error))
+    if error:
+        raise error  # of another rank
 
-    def attempt(self, action, *args):
-        if self.is_active:
-            try:
-                action(*args)
-            except Exception as error:  # tokenizers raises a plain one on a full disk
-                self.error = error
 
-    def finish(self):
-        self.attempt(self._publish)
-        from_first_rank(self._report)
-
-    def _prepare(self):
-        if self.directory.exists():
-            raise FileExistsError("it exists already")
-        shutil.rmtree(self.folder, ignore_errors=True)  # left by a run that was killed while saving
-        self.folder.mkdir(parents=True)
-
-    def _publish(self):
+def publish(folder, directory, error):
+    """Rename the folder. SystemExit if that fails, or if there was an error."""
+    try:
+        if error:
+            raise error
         # by the umask; safetensors writes for the owner alone
-        mode = self.folder.stat().st_mode & 0o666
-        for path in [*self.folder.rglob("*"), self.folder]:
+        mode = folder.stat().st_mode & 0o666
+        for path in [*folder.rglob("*"), folder]:
             if path.is_file():
                 path.chmod(mode)
             sync_to_disk(path)
-        self.folder.rename(self.directory)
-        sync_to_disk(self.directory.parent)
-
-    def _report(self):
-        if self.error:
-            # torch and safetensors do not always say that the disk is full
-            place = next(path for path in self.directory.absolute().parents if path.exists())
-            free = shutil.disk_usage(place).free / 1e9
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise SystemExit(
-                f"could not save {self.directory} ({free:.3g} GB free on its disk): {self.error}; "
-                "earlier saves are untouched"
-            )
+        folder.rename(directory)
+        sync_to_disk(directory.parent)
+    except Exception as error:
+        # torch and safetensors do not always say that the disk is full
+        free = shutil.disk_usage(directory.parent).free / 1e9
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SystemExit(
+            f"could not save {directory} ({free:.3g} GB free on its disk): {error}; "
+            "earlier saves are untouched"
+        ) from error
 
 
 def sync_to_disk(path):

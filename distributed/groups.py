@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from distributed.sequence import data_place, form_groups, place
+from distributed.sequence import form_groups, sequence_rank
 
 TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends with an error
 
@@ -30,22 +30,15 @@ def ranks_of_a_node(ranks):
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def rank_share(total, flag):
-    """-> range: which of the items 0 to total - 1 of a step belong to this rank
+def rank_share(total, flag, rank=None):
+    """-> range: which of the items 0 to total - 1 of a step belong to this rank; rank: its number
+    among how many. With `data_rank()` all ranks that share rows get the same items.
 
-    SystemExit names the flag that set `total` if it does not divide by the number of ranks.
+    SystemExit names the flag that set `total` if it does not divide.
     """
-    return share(total, flag, "ranks", dist.get_rank(), dist.get_world_size())
-
-
-def group_share(total, flag):
-    """The same where all ranks that share rows get the same items."""
-    return share(total, flag, "groups of ranks", *data_place())
-
-
-def share(total, flag, kind, rank, ranks):
+    rank, ranks = rank or (dist.get_rank(), dist.get_world_size())
     if left := total % ranks:
-        raise SystemExit(f"{flag} {total} does not divide by {ranks} {kind}: {left} left over")
+        raise SystemExit(f"{flag} {total} does not divide by {ranks} ranks: {left} left over")
     return range(rank * total // ranks, (rank + 1) * total // ranks)
 
 
@@ -55,7 +48,7 @@ def all_reduce(values):
     """
     tensor = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
     dist.all_reduce(tensor)
-    tensor /= place()[1]
+    tensor /= sequence_rank()[1]
     return dict(zip(values, tensor.tolist(), strict=True))
 
 

@@ -38,25 +38,25 @@ def require(N, what, number):
         )
 
 
-def place():
+def sequence_rank():
     """-> number of this rank in its group, N"""
     return (dist.get_rank(GROUP), dist.get_world_size(GROUP)) if GROUP else (0, 1)
 
 
-def data_place():
+def data_rank():
     """-> number of this rank's group, number of groups: what keys and deals rows"""
-    N = place()[1]
+    N = sequence_rank()[1]
     return dist.get_rank() // N, dist.get_world_size() // N
 
 
 def check_heads(config):
     """SystemExit if N does not divide the query heads. Fewer key heads are repeated."""
-    require(place()[1], "the query heads of the model", config.num_attention_heads)
+    require(sequence_rank()[1], "the query heads of the model", config.num_attention_heads)
 
 
 def own_tokens(x):
     """x [B, S] -> this rank's tokens [B, ceil(S / N)], the last filled up with 0"""
-    rank, N = place()
+    rank, N = sequence_rank()
     return F.pad(x, (0, -x.shape[1] % N))[:, rank::N]
 
 
@@ -86,11 +86,11 @@ def over_heads(attend, S):
     Inside, each rank has H / N query heads and their key heads, which are repeated if N does not
     divide K. Tokens that fill up the last place are no keys.
     """
-    if place()[1] == 1:
+    if sequence_rank()[1] == 1:
         return attend
 
     def over_tokens(layer, q, k, v):
-        N = place()[1]  # from outside it would vary, for compiled blocks
+        N = sequence_rank()[1]  # from outside it would vary, for compiled blocks
         repeats = math.lcm(k.shape[1], N) // k.shape[1]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
@@ -129,7 +129,7 @@ def gather_objects(value, device):
     """-> list of the values of all ranks of the group, in order, their tensors on `device`"""
     if not GROUP:
         return [value]
-    file, parts = io.BytesIO(), [None] * place()[1]
+    file, parts = io.BytesIO(), [None] * sequence_rank()[1]
     torch.save(value, file)
     dist.all_gather_object(parts, file.getvalue(), group=GROUP)
     return [torch.load(io.BytesIO(part), device, weights_only=False) for part in parts]

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distributed.groups import maximum, ranks_of_a_node
 
 
-def unsharded(model, ranks, memory):
+def replicated(model, ranks, memory):
     """The frozen parameters that every rank keeps whole, so that no forward has to gather them: all
     on one rank, else the base under adapters if it fills less than a quarter of a GPU of `memory`
     bytes. A frozen reference model is sharded: full fine-tuning needs the memory. -> set
@@ -19,17 +19,17 @@ def unsharded(model, ranks, memory):
     return frozen if fits or ranks == 1 else set()
 
 
-def gathered_bytes(module, whole):
-    """Bytes of a module's sharded parameters when gathered, in bf16. whole: of `unsharded`"""
-    return sum(2 * value.numel() for value in module.parameters() if value not in whole)
+def gathered_bytes(module, replicas):
+    """Bytes of a module's sharded parameters when gathered, in bf16. replicas: of `replicated`"""
+    return sum(2 * value.numel() for value in module.parameters() if value not in replicas)
 
 
-def gathers_at_once(model, whole, memory):
+def gathers_once(model, replicas, memory):
     """Whether a pass gathers its parameters in one call for all blocks: where they fill little of a
     GPU of `memory` bytes, as adapters do. With a call for each block the GPU waited for the host
     a fifth of a step (docs/models.md).
     """
-    return memory > 50 * gathered_bytes(model, whole)
+    return memory > 50 * gathered_bytes(model, replicas)
 
 
 def sharding(model):
@@ -39,21 +39,21 @@ def sharding(model):
     mesh: None, all ranks. Under torchrun on several nodes (nodes, ranks of a node), HSDP: every
     node holds the whole model, and only gradients travel between nodes.
 
-    Sets model.groups, all these modules, and model.stays_gathered: what the micro-batches of an
+    Sets model.groups, all these modules, and model.gathers_once: what the micro-batches of an
     optimizer step gather is kept from the first forward to the last backward. Collective.
     """
     mesh, ranks = None, dist.get_world_size()
     memory = -maximum(-cuda_bytes())  # of the smallest GPU, so that all ranks decide alike
-    whole, in_node = unsharded(model, ranks, memory), ranks_of_a_copy(ranks)
+    replicas, in_node = replicated(model, ranks, memory), ranks_of_a_copy(ranks)
     if in_node < ranks:
         shape, names = (ranks // in_node, in_node), ("nodes", "ranks")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-    model.stays_gathered = gathers_at_once(model, whole, memory)
-    layout = {"ignored_params": whole, "mesh": mesh}
-    layout["reshard_after_forward"] = not model.stays_gathered
-    fp32_modules = [m for m in model.fp32_modules if not whole.issuperset(m.parameters())]
-    modules = [*([] if model.stays_gathered else model.layers), model]
+    model.gathers_once = gathers_once(model, replicas, memory)
+    layout = {"ignored_params": replicas, "mesh": mesh}
+    layout["reshard_after_forward"] = not model.gathers_once
+    fp32_modules = [m for m in model.fp32_modules if not replicas.issuperset(m.parameters())]
+    modules = [*([] if model.gathers_once else model.layers), model]
     model.groups = [*fp32_modules, *modules]
     return layout, fp32_modules, modules
 
@@ -64,7 +64,7 @@ def register_forwards(model):
 
     for name in ("logps", "logits"):
         register_fsdp_forward_method(model, name)
-        if model.stays_gathered:
+        if model.gathers_once:
             setattr(model, name, resharding(model, getattr(model, name)))
 
 
@@ -95,13 +95,13 @@ def reduce_gradients(model, is_last, every):
     """Call it before each forward and backward of an optimizer step.
 
     Gradients are summed over ranks in the last backward, or with `every` in every one; over nodes
-    only in the last. Where model.stays_gathered, parameters are freed in the last alone.
+    only in the last. Where model.gathers_once, parameters are freed in the last alone.
     """
     # model.set_...() would visit all its modules, thousands with adapters: 7 ms a call
     for group in model.groups:
         group.set_requires_gradient_sync(every or is_last, recurse=False)
         group.set_requires_all_reduce(is_last, recurse=False)
-        group.set_reshard_after_backward(is_last or not model.stays_gathered, recurse=False)
+        group.set_reshard_after_backward(is_last or not model.gathers_once, recurse=False)
 
 
 def cuda_bytes():

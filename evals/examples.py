@@ -1,6 +1,5 @@
 """Examples of a task, read from the rows of a file or a hub data set, and their splits."""
 
-import re
 from pathlib import Path
 
 from data.rows import describe_columns, is_of, read_rows
@@ -74,13 +73,6 @@ def user(content, shots=()):
     """A prompt of one user message, after `shots`: pairs of a question and its answer."""
     turns = [turn for shot in shots for turn in zip(("user", "assistant"), shot, strict=True)]
     return [{"role": role, "content": text} for role, text in [*turns, ("user", content)]]
-
-
-def shots_in(messages):
-    """How many worked examples a prompt has: turns of their own, or the questions in front of the
-    last one in its message."""
-    turns = sum(message["role"] == "assistant" for message in messages)
-    return turns or len(re.findall(r"^Q(?:uestion)?:", messages[-1]["content"], re.M)[1:])
 
 
 def chat_row(row):

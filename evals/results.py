@@ -22,8 +22,7 @@ from run import report
 from run.flags import check_numbers, restored
 
 HEADER = (
-    "task|n|score|by subject|answered|cut off|tok/forward|tok/s|shots|tokens, block, steps|"
-    "temperature"
+    "task|n|score|by subject|answered|cut off|tok/forward|tok/s|tokens, block, steps|temperature"
 )
 SHOWN = 20  # faults that are listed on stderr; result.json has their number
 
@@ -122,12 +121,11 @@ def table(results, lost):
             *map(percent, (result.get("macro_accuracy"), result["answered"], result["truncated"])),
         ]
         if "completions" in how:  # nothing is known of their making
-            line += [""] * 5
+            line += [""] * 4
         else:
             line += [
                 "" if forward is None else f"{forward:.2f}",
                 f"{result['tokens_per_s']:.0f}",
-                f"{how['shots']}",
                 f"{how['gen_length']}, {how['block_length']}, {how['denoising_steps']}",
                 f"{how['temperature']:g}",
             ]

@@ -37,7 +37,6 @@ import torch.distributed as dist
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from distributed.disk import from_first_rank, is_first_rank, write_atomically
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
-from evals.examples import shots_in
 from evals.rewards import load_reward
 from models import load_tokenizer
 from models.config import architecture
@@ -279,7 +278,6 @@ def task_settings(args, engine, name, task, examples, alone):
         "prompt": prompt[style] if isinstance(prompt, dict) else prompt,
         "prompts_hash": digest(prompts),
         "examples_hash": digest(examples),
-        "shots": shots_in(prompts[0]),
         "repeats": repeats,
         **sampling,
         "block_length": block_length,

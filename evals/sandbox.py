@@ -31,7 +31,6 @@ import os
 import secrets
 import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from evals.sandbox_child import send
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
@@ -194,11 +195,8 @@ def _supervised(job, folder, without):
     ) as process:
         try:
             with suppress(BrokenPipeError):  # it has said why on stderr
-                for message in (program, tests):
-                    text = json.dumps(message).encode()
-                    rest = memoryview(struct.pack("<Q", len(text)) + text)
-                    while rest:
-                        rest = rest[process.stdin.write(rest) :]
+                send(process.stdin.fileno(), program)
+                send(process.stdin.fileno(), tests)
             deadline = time.monotonic() + job.timeout + GRACE
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)

@@ -2,17 +2,14 @@
 
     python evals/show.py --model tiny-sdar --task countdown --index 3   a problem of its test split
     python evals/show.py --model tiny-llada --prompt " 7 12  8 =   3"
-    python evals/show.py --model tiny-sdar --prompt "..." --colour | less -R
 
-A masked position is one ░, bars separate blocks. Tokens revealed in this step are inverted (without
-colour: [in brackets]). The colour is the probability that a token had when it was revealed; tokens
-after the first EOS are dim. Where tokens are revised (rcr, editing) every version is shown. Frames
-come from the Trace only, whichever engine made it. The last lines are the completion as text and,
-with --task, whether it is right.
+A masked position is one ░, bars separate blocks, and tokens revealed in this step are in brackets.
+Where tokens are revised (rcr, editing) every version is shown. Frames come from the Trace only,
+whichever engine made it. The last lines are the completion as text and, with --task, whether it is
+right. Sampling flags left out take the values of evals/decoding.py.
 """
 
 import math
-import os
 import signal
 import sys
 import time
@@ -29,8 +26,6 @@ from models.config import architecture
 from rollout import make_engine
 from run.flags import check_numbers
 
-# red to green for equal sixths of 0..1; legible on dark and light backgrounds
-PROBABILITY = (160, 166, 172, 142, 106, 34)
 CLEAR = "\x1b[2J\x1b[H"  # an empty terminal
 DELAY = 0.4  # seconds between frames, on a terminal only
 
@@ -46,8 +41,6 @@ class Args(decoding.SamplerFlags):
     """instead of --prompt: a problem of this task of evals/"""
     index: int = 0
     """which problem of the task's test split"""
-    colour: bool = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    """on by default on a terminal, unless NO_COLOR is set"""
 
 
 def printable(text, keep=""):
@@ -56,59 +49,45 @@ def printable(text, keep=""):
     return "".join(c if c.isprintable() or c in keep else escaped(c) for c in text)
 
 
-def changes_of(trace, i):
-    """-> one dict per step of completion i, {position: (token id, probability when it was drawn)};
-    the block of each position"""
-    block, events, changes = trace.blocks(i), trace.records["events"], {}
-    mine = events[:, 0] == trace.sample_index[i]
-    columns = *events[mine].T[1:].tolist(), trace.records["logps"][mine].tolist()
-    for step, j, token_id, logp in zip(*columns, strict=True):
-        # blocks are decoded in turn; a replay of a block model has a step of all of them
-        step_changes = changes.setdefault((block[j], step), {})
-        step_changes[j] = token_id, min(math.exp(logp), 1.0)
-    return [changes[step] for step in sorted(changes)], block
-
-
-def frames(trace, i, spell, mask_token_id, colour=False):
+def frames(trace, i, spell, mask_token_id):
     """Yields completion i after each denoising step: a header, and a line of all positions.
 
     spell(token id) -> printable text
     """
-    changes, block = changes_of(trace, i)
-    length, scored = int(trace.canvas_length[i]), trace.completion_mask[i].tolist()
-    known = {}  # position: (token id, probability)
-    for now, changed in enumerate(changes):
+    block, events, changes = trace.blocks(i), trace.records["events"], {}
+    mine = events[:, 0] == trace.sample_index[i]
+    rows = zip(events[mine, 1:].tolist(), trace.records["logps"][mine].tolist(), strict=True)
+    for (step, j, token_id), logp in rows:
+        # blocks are decoded in turn; a replay of a block model has a step of all of them
+        changes.setdefault((block[j], step), {})[j] = token_id, min(math.exp(logp), 1.0)
+    length, known = int(trace.canvas_length[i]), {}  # position: (token id, its probability)
+    for now, moment in enumerate(sorted(changes), 1):
+        changed, line = changes[moment], ""
         known = {j: new for j, new in (known | changed).items() if new[0] != mask_token_id}
-        line = ""
         for j in range(length):
             text = spell(known[j][0]) if j in known else "░"
-            if j in known and colour:
-                hue = PROBABILITY[min(int(known[j][1] * 6), 5)]
-                style = "7" if j in changed else "22" if scored[j] else "2"
-                text = f"\x1b[38;5;{hue};{style}m{text}\x1b[0m"
-            elif j in known and j in changed:
-                text = f"[{text}]"
+            text = f"[{text}]" if j in known and j in changed else text
             line += "│" * (j == 0 or block[j] != block[j - 1]) + text
-        header = f"step {now + 1}/{len(changes)}  tokens {len(known)}/{length}"
+        header = f"step {now}/{len(changes)}  tokens {len(known)}/{length}"
         if new := [known[j][1] for j in changed if j in known]:
             header += f"  {len(new)} new, probability {min(new):.2f} to {max(new):.2f}"
         yield header, line
 
 
-def play(trace, i, tokenizer, mask_token_id, delay=0.0, colour=False):
+def play(trace, tokenizer, mask_token_id):
     """Prints the prompt, the frames (in place on a terminal), tokens per forward, and the text."""
     in_place = sys.stdout.isatty()
     spell = lambda token_id: printable(tokenizer.decode([token_id])) or f"<{token_id}>"
-    prompt = printable(tokenizer.decode(trace.prompt_ids[i]), keep="\n\t")
+    prompt = printable(tokenizer.decode(trace.prompt_ids[0]), keep="\n\t")
     print(prompt, end="\n\n")
-    for frame in frames(trace, i, spell, mask_token_id, colour):
+    for frame in frames(trace, 0, spell, mask_token_id):
         if in_place:
             print(CLEAR + prompt, end="\n\n")
         print(*frame, sep="\n", end="\n\n", flush=True)
-        time.sleep(delay * in_place)
-    scored, forwards = int(trace.completion_mask[i].sum()), int(trace.num_forwards[i])
+        time.sleep(DELAY * in_place)
+    scored, forwards = int(trace.completion_mask[0].sum()), int(trace.num_forwards[0])
     print(f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward")
-    print(printable(trace.text(i, tokenizer), keep="\n\t"))
+    print(printable(trace.text(0, tokenizer), keep="\n\t"))
 
 
 def main(args):
@@ -130,7 +109,7 @@ def main(args):
     settings = decoding.chosen(args, known)
     print(engine.validate(**settings), end="\n\n")
     trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
-    play(trace, 0, tokenizer, engine.model.mask_token_id, DELAY, args.colour)
+    play(trace, tokenizer, engine.model.mask_token_id)
     if args.task:
         print("right" if task.score(trace.text(0, tokenizer), example) == 1 else "wrong")
 

@@ -37,6 +37,6 @@ def speed_up_engine(model):
 def speed_up_draws(engine):
     """Replace the draws of an engine by Triton kernels, where they can compute."""
     if has_kernels(engine.model.lm_head.weight):
-        from kernels.sampling_triton import sample_fused, uniform_fused
+        from kernels.sampling_triton import sample_fused
 
-        engine.keyed_uniform, engine.sample_categorical = uniform_fused, sample_fused
+        engine.sample_categorical = sample_fused

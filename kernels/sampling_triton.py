@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.sampling import key_parts
-
 # Measured on one H200 (torch 2.11, Triton 3.6; 512 x 151936 bf16): 0.068 ms, 2.3 TB/s; chunks of
 # 4096, 4 warps 0.075, of 8192, 8 warps 0.088; plain PyTorch 1.92, softmax + multinomial 1.29.
 CHUNK = tl.constexpr(2048)  # tokens a program: their weights stay in registers
@@ -133,37 +131,3 @@ def sample_fused(logits, uniform, temperature=1.0, entropy=False):
         CHUNKS=triton.next_power_of_2(chunks), num_warps=2,
     )  # fmt: skip
     return out if entropy else out[:2]
-
-
-@triton.jit
-def _splitmix64(x):
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _uniform_kernel(parts, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    state = tl.zeros([BLOCK], tl.uint64)
-    for n in tl.static_range(COUNT):
-        part = tl.load(parts + n * size + i, mask=i < size, other=0).to(tl.uint64, bitcast=True)
-        state = _splitmix64((state ^ part) + 0x9E3779B97F4A7C15)
-    uniform = (state >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
-    tl.store(out + i, uniform, mask=i < size)
-
-
-def uniform_fused(*key):
-    """rollout.sampling.keyed_uniform: three kernels instead of sixty. At least one part is a CUDA
-    tensor.
-    """
-    parts = key_parts(key)
-    device = next(part.device for part in parts if isinstance(part, torch.Tensor) and part.is_cuda)
-    fill = lambda part: (
-        part if isinstance(part, torch.Tensor) else torch.full((), part, device=device)
-    )
-    parts = torch.stack(torch.broadcast_tensors(*map(fill, parts)))
-    out = torch.empty(parts.shape[1:], dtype=torch.float64, device=device)
-    if size := out.numel():
-        _uniform_kernel[(triton.cdiv(size, 128),)](parts, out, size, COUNT=len(parts), BLOCK=128)
-    return out

@@ -2,12 +2,11 @@
 
 import json
 import sys
-from functools import partial
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from distributed.disk import AtomicDirectory
+from distributed.disk import is_first_rank, whole_directory
 from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
@@ -175,7 +174,7 @@ def export_weights(model, dtype=None, merge_lora=True):
     hands adapters over unmerged instead. Collective: with FSDP2 every rank must walk all of it,
     because gathering a tensor takes all ranks.
     """
-    adapters = adapter_tensors(model) if merge_lora and has_lora(model) else {}
+    adapters = adapter_tensors(model) if merge_lora else {}
     buffers = dict(model.named_buffers())
     source = gathered = None
     for name, (value, index) in tensor_parts(model).items():
@@ -196,13 +195,13 @@ def save_model(model, directory, tokenizer):
     tokenizer: None writes no tokenizer files. SystemExit if the directory exists already or cannot
     be written: then nothing appears under its name.
     """
-    save, config = AtomicDirectory(directory), model.checkpoint_config
-    tensors = on_cpu(export_weights(model, stored_dtype(config)), save)
-    save.attempt(partial(save_torch_state_dict, max_shard_size=SHARD_BYTES), tensors, save.folder)
+    config = model.checkpoint_config
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
-    for name, content in (("config.json", config), ("generation_config.json", generation)):
-        text = json.dumps(content, indent=2) + "\n"
-        save.attempt((save.folder / name).write_text, text, "utf-8")
-    if tokenizer:
-        save.attempt(tokenizer.save_pretrained, save.folder)
-    save.finish()
+    with whole_directory(directory) as folder:
+        tensors = on_cpu(export_weights(model, stored_dtype(config)))
+        if is_first_rank():
+            save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
+            for name, content in (("config.json", config), ("generation_config.json", generation)):
+                (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+            if tokenizer:
+                tokenizer.save_pretrained(folder)

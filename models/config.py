@@ -25,11 +25,57 @@ class Objective:
 
 
 class Keys:
-    """A dataclass of the keys of config.json that an architecture reads."""
+    """A dataclass of the keys of config.json that an architecture reads.
+
+    fixed: keys with a single supported value, or a list of it; no_effect: keys that may hold
+    anything; needed: keys that must be stated, besides the fields without a default. Any other key
+    must be empty (None, False, 0, "" or []).
+    """
+
+    fixed, no_effect, needed = {}, "", ()
+    tie_word_embeddings = False
 
     def to_dict(self):
         """As transformers' configurations have it, which peft 0.14 calls."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw):
+        """raw: content of config.json. SystemExit names missing keys and everything that is not
+        implemented.
+        """
+
+        def refuse(name, value, why):
+            raise SystemExit(f"config.json has {name} = {value!r}{why}")
+
+        raw = {name: value for name, value in raw.items() if value is not None}  # null: the default
+        fixed = {"layer_types": "full_attention"} | cls.fixed
+        # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
+        family, rope = architecture(raw), raw.pop("rope_parameters", {})
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raw["rope_scaling"] = rope
+        for name, value in rope.items():
+            if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
+                refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
+        own = {f.name: f for f in fields(cls)}
+        needed = [*(name for name, f in own.items() if f.default is MISSING), *cls.needed]
+        if missing := [name for name in needed if name not in raw]:
+            raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
+        allowed = {*own, *NO_EFFECT.split(), *cls.no_effect.split()}
+        for name, value in raw.items():
+            if name in fixed:
+                values = value if isinstance(value, list) else [value]
+                if any(one != fixed[name] for one in values):
+                    refuse(name, value, f"; {family} models are implemented with {fixed[name]!r}")
+            elif value and name not in allowed:
+                refuse(name, value, f", which is not implemented for {family} models")
+        known = {name: raw[name] for name in own if name in raw}
+        for name, value in known.items():
+            kind = own[name].type
+            is_one = type(value) is kind or kind is float and type(value) is int
+            if not (is_one and 0 <= value < MAX):  # False for NaN too
+                refuse(name, value, f"; it must be of type {kind.__name__}, from 0 to {MAX}")
+        return cls(**known)
 
 
 @dataclass(frozen=True)
@@ -52,7 +98,7 @@ NO_EFFECT = (
     "_name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id dtype "
     "eos_token_id initializer_range max_position_embeddings max_window_layers model_type "
     "pad_token_id sliding_window torch_dtype transformers_version use_cache"
-).split()
+)
 
 
 ARCHITECTURES = {  # model_type of config.json -> file and class
@@ -74,48 +120,6 @@ def architecture(raw):
         supported = ", ".join(ARCHITECTURES)
         raise SystemExit(f"config.json has model_type {kind!r}; supported are {supported}")
     return "lladamoe" if kind == "llada" and "num_experts" in raw else kind
-
-
-def read_config(cls, raw, fixed, no_effect=(), needed=()):
-    """raw: content of config.json -> cls, whose fields are the keys that the architecture reads.
-
-    fixed {key: value}: keys with a single supported value; no_effect: keys that may hold anything;
-    needed: keys that must be stated, besides the fields without a default. Any other key must be
-    empty (None, False, 0, "" or []), or layer_types that are all "full_attention". SystemExit names
-    missing keys and everything that is not implemented.
-    """
-
-    def refuse(name, value, why):
-        raise SystemExit(f"config.json has {name} = {value!r}{why}")
-
-    raw = dict(raw)
-    # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
-    family, rope = architecture(raw), raw.pop("rope_parameters", None) or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raw["rope_scaling"] = rope
-    if set(raw.get("layer_types") or ()) == {"full_attention"}:
-        raw.pop("layer_types")
-    for name, value in rope.items():
-        if name not in ("rope_type", "type") and raw.setdefault(name, value) != value:
-            refuse(name, raw[name], f" and, in rope_parameters, {value!r}")
-    own = {f.name: f for f in fields(cls)}
-    needed = [*(name for name, f in own.items() if f.default is MISSING), *needed]
-    if missing := [name for name in needed if raw.get(name) is None]:
-        raise SystemExit(f"config.json of a {family} model lacks {', '.join(missing)}")
-    for name, value in raw.items():
-        if name in fixed:
-            if value != fixed[name]:
-                refuse(name, value, f"; {family} models are implemented with {fixed[name]!r}")
-        elif value and not (name in own or name in NO_EFFECT or name in no_effect):
-            refuse(name, value, f", which is not implemented for {family} models")
-    # null: the default
-    known = {name: raw[name] for name in own if raw.get(name) is not None}
-    for name, value in known.items():
-        kind = own[name].type
-        is_one = type(value) is kind or kind is float and type(value) is int
-        if not (is_one and 0 <= value < MAX):  # False for NaN too
-            refuse(name, value, f"; it must be of type {kind.__name__}, from 0 to {MAX}")
-    return cls(**known)
 
 
 def stored_dtype(raw):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from models.config import DecoderKeys, Objective, read_config
+from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional
 from models.layers import MLP, Attention, Block, RMSNorm, decoder
 
@@ -27,14 +27,11 @@ class Config(DecoderKeys):
     mask_token_id: int
     block_length: int = 32  # of semi-autoregressive decoding; official files state none
 
+    fixed = {"hidden_act": "silu"}
+
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
-
-    @classmethod
-    def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        return read_config(cls, raw, {"hidden_act": "silu"})
 
 
 class Dream(Bidirectional):
@@ -67,12 +64,9 @@ class Dream(Bidirectional):
             is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
         return torch.where(is_first, column, before)
 
-    def align(self, hidden, valid_mask, document_ids=None):
-        """hidden [B, T, D] -> [B, T, D] whose row i predicts token i. To align only some columns,
-        pass the column before them as well and drop the first row of the result.
-        """
-        source = self.source(valid_mask, document_ids)
-        return hidden.gather(1, source[..., None].expand_as(hidden))
+    def align(self, hidden, valid_mask):
+        """hidden [B, T, D] -> [B, T, D] whose row i predicts token i"""
+        return hidden.gather(1, self.source(valid_mask)[..., None].expand_as(hidden))
 
-    def predictions(self, input_ids, valid, document_ids=None):
-        return self.align(super().predictions(input_ids, valid, document_ids), valid, document_ids)
+    def predictions(self, input_ids, valid):
+        return self.align(super().predictions(input_ids, valid), valid)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from models.logps import wide
+from models.logps import at_least_fp32
 
 
 class Router(nn.Module):
@@ -120,7 +120,7 @@ class SoftmaxMoE(nn.Module):
 def experts_loop(x, index, weight, gate_up, down):
     """The plain definition, one expert after the other. Shapes as in Experts."""
     tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
-    y = torch.zeros(tokens.shape, dtype=wide(x), device=x.device)
+    y = torch.zeros(tokens.shape, dtype=at_least_fp32(x), device=x.device)
     for e in range(len(gate_up)):
         row, place = (index == e).nonzero(as_tuple=True)
         gate, up = (tokens[row] @ gate_up[e].T).chunk(2, -1)
@@ -164,7 +164,7 @@ def experts_grouped(x, index, weight, gate_up, down):
     weighted = (F.silu(gate) * up * share).to(x.dtype)
     out = F.grouped_mm(weighted, down.transpose(1, 2), offs=ends)
     out = Copies.apply(out, inverse, order, 1).view(*index.shape, -1)
-    return out.sum(-2, dtype=wide(x)).to(x.dtype)
+    return out.sum(-2, dtype=at_least_fp32(x)).to(x.dtype)
 
 
 def add_routing(sums, index, weight):
@@ -177,23 +177,13 @@ def add_routing(sums, index, weight):
     sums += torch.zeros_like(sums).index_add(1, index.flatten(), values)
 
 
-def routing_metrics(sums):
-    """sums [layers, 2, E]: of `add_routing` -> the worst values of all layers, for the log
+@contextmanager
+def router_metrics(model):
+    """with router_metrics(model) as metrics: ...   -> the worst values of all layers, {} without
+    experts
 
     max_over_mean: of the experts' shares of all assignments, 1 when balanced. entropy: of the mean
     routing distribution (each token's weights, made to sum to 1), in nats; ln E when balanced.
-    """
-    load, mean = (sums / sums.sum(-1, keepdim=True)).unbind(1)
-    return {
-        "router/max_over_mean": (load.amax(-1) / load.mean(-1)).max().item(),
-        "router/entropy": torch.special.entr(mean).sum(-1).min().item(),
-    }
-
-
-@contextmanager
-def router_metrics(model):
-    """with router_metrics(model) as metrics: ...   -> `routing_metrics`, {} without experts
-
     Filled at the end, over all tokens of all ranks' forwards inside the block. These include
     recomputed forwards, padding and the clean copy of block models, so the values depend slightly
     on the batch layout. Collective where ranks are.
@@ -211,7 +201,9 @@ def router_metrics(model):
         if dist.is_initialized():
             dist.all_reduce(sums)
         if sums.any():
-            metrics.update(routing_metrics(sums))
+            load, mean = (sums / sums.sum(-1, keepdim=True)).unbind(1)
+            metrics["router/max_over_mean"] = (load.amax(-1) / load.mean(-1)).max().item()
+            metrics["router/entropy"] = torch.special.entr(mean).sum(-1).min().item()
     finally:
         for module in modules:
             module.sums = None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distributed.sequence import over_heads, own_tokens, place, total
+from distributed.sequence import over_heads, own_tokens, sequence_rank, total
 from models.attention import (
     Visibility,
     bidirectional,
@@ -18,7 +18,7 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
-from models.logps import linear_logps, wide
+from models.logps import at_least_fp32, linear_logps
 
 
 class LanguageModel(nn.Module):
@@ -37,8 +37,8 @@ class LanguageModel(nn.Module):
         self.mask_token_id, self.block_length = config.mask_token_id, block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
-        self.groups, self.stays_gathered = [], False  # see distributed/groups.py
-        self.value_head = None  # see models/value.py
+        self.groups, self.gathers_once = [], False  # see distributed/sharding.py
+        self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
 
     @property
     def layers(self):
@@ -86,18 +86,11 @@ class LanguageModel(nn.Module):
                 x = layer(x, cos, sin, attend)
         return self.get_submodule(self.final_norm)(x)
 
-    def predictions(self, input_ids, valid, document_ids=None):
+    def predictions(self, input_ids, valid):
         """-> hidden states [B, T, D] whose row i predicts token i"""
-        position_ids, block = self.grid(valid, document_ids)
-        attend = make_attend(self.visibility(block, valid, document_ids), self.attention_backend)
+        position_ids, block = self.grid(valid)
+        attend = make_attend(self.visibility(block, valid), self.attention_backend)
         return self.hidden(input_ids, position_ids, attend)
-
-    def own_hidden(self, input_ids, position_ids, visibility):
-        """input_ids, position_ids [B, S], Visibility -> final hidden states of this rank's tokens
-        [B, ceil(S / N), D], under --sequence-parallel N
-        """
-        attend = over_heads(make_attend(visibility, self.attention_backend), input_ids.shape[1])
-        return self.hidden(own_tokens(input_ids), own_tokens(position_ids), attend)
 
     def logits(self, input_ids, attention_mask=None):
         """[B, T] -> [B, T, V] under the family's own attention; row i is about token i.
@@ -123,8 +116,8 @@ class LanguageModel(nn.Module):
         pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
         values instead, and 0 for entropies.
         """
-        valid, (rank, N) = all_valid(valid_mask, input_ids), place()
-        inputs, token, column = self.noisy_pass(
+        valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
+        ids, position_ids, visibility, token, column = self.noisy_pass(
             input_ids, noisy_ids, score_mask, valid, document_ids
         )
         targets = input_ids[:, None] if targets is None else targets
@@ -132,7 +125,8 @@ class LanguageModel(nn.Module):
         # forward, because nonzero waits for the GPU.
         row, i = (score_mask.flatten()[token] & (column % N == rank)).nonzero(as_tuple=True)
         index = token[row, i]
-        hidden = self.own_hidden(*inputs)
+        attend = over_heads(make_attend(visibility, self.attention_backend), ids.shape[1])
+        hidden = self.hidden(own_tokens(ids), own_tokens(position_ids), attend)
         at = row * hidden.shape[1] + column[row, i] // N
         hidden = hidden.flatten(0, 1).index_select(0, at)
         if self.value_head is None:
@@ -145,7 +139,7 @@ class LanguageModel(nn.Module):
                 entropy=entropy,
             )
         else:
-            values = self.value_head(hidden.to(wide(hidden)))[:, 0]
+            values = self.value_head(hidden.to(at_least_fp32(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
         spread = lambda x: x.new_zeros(noisy_ids.shape).put(index, x)  # no view: FSDP2 would warn
         filled = [total(spread(x)) for x in (values if entropy else [values])]
@@ -177,7 +171,7 @@ class Bidirectional(LanguageModel):
         position_ids = positions(valid_mask, document_ids)
         return position_ids, torch.zeros_like(position_ids)
 
-    def visibility(self, block, valid, document_ids):
+    def visibility(self, block, valid, document_ids=None):
         return bidirectional(valid, document_ids)
 
     def source(self, valid, document_ids=None):
@@ -185,8 +179,8 @@ class Bidirectional(LanguageModel):
         return torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
 
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
-        """-> arguments of `own_hidden`; of the tokens [B, n] that it predicts, place in the R K T
-        tokens and column of the hidden state [B, n]
+        """-> of a forward that scores the noisy copies ids and positions [B, S] and Visibility; of
+        the tokens [B, n] that it predicts, place in the R K T tokens and column of the hidden state
         """
         _, K, T = noisy_ids.shape
         copies = score_mask.any(2).flatten().nonzero()[:, 0]  # [B]
@@ -198,7 +192,7 @@ class Bidirectional(LanguageModel):
         valid, document_ids = rows(valid), rows(document_ids)
         position_ids, block = self.grid(valid, document_ids)
         seen = self.visibility(block, valid, document_ids)
-        return (noisy, position_ids, seen), token, self.source(valid, document_ids)
+        return noisy, position_ids, seen, token, self.source(valid, document_ids)
 
 
 class BlockCausal(LanguageModel):
@@ -221,8 +215,7 @@ class BlockCausal(LanguageModel):
         opens_block = valid_mask & (position_ids % self.block_length == 0)
         return position_ids, (opens_block.cumsum(1) - 1).clamp(min=0)
 
-    def visibility(self, block, valid, document_ids):
-        return block_causal(block, valid, document_ids)
+    visibility = staticmethod(block_causal)
 
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
         """As above. Only blocks with a scored token are in the noisy copies, and the clean copy
@@ -241,4 +234,4 @@ class BlockCausal(LanguageModel):
         ids, at = join(input_ids, noisy_ids.flatten(1)), both(position_ids)
         token = column + K * T * torch.arange(R, device=block.device)[:, None]
         noisy = torch.arange(ids.shape[1], device=block.device)[-column.shape[1] :]
-        return (ids, at, seen), token, noisy.expand_as(token)
+        return ids, at, seen, token, noisy.expand_as(token)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.experts import Experts
-from models.logps import wide
+from models.logps import at_least_fp32
 
 
 def memory_budget(model):
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         if not x.is_cpu:
             y = F.rms_norm(x, self.weight.shape, weight, self.eps)
         else:
-            y = x.to(wide(x))
+            y = x.to(at_least_fp32(x))
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
             y = (y if self.round_first else y * weight).to(x.dtype)
         return self.weight * y if self.round_first else y

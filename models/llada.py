@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.config import Keys, Objective, read_config
+from models.config import Keys, Objective
 from models.language_model import Bidirectional
 from models.layers import RMSNorm, embedding_table, project, rotate_and_attend
 
@@ -38,24 +38,16 @@ class Config(Keys):
     num_key_value_heads = property(lambda self: self.n_kv_heads)
     head_dim = property(lambda self: self.d_model // self.n_heads)
 
-    @classmethod
-    def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms"}
-        fixed |= {"rope": True, "weight_tying": False}
-        # Where config.json does not state these, the official code assumes an older architecture.
-        needed = list(fixed)
-        fixed |= {
-            "block_group_size": 1,
-            "layer_norm_with_affine": True,
-            "rope_full_precision": True,
-        }
-        no_effect = (
-            "alibi_bias_max attention_layer_norm_with_affine flash_attention flash_attn_varlen "
-            "init_cutoff_factor init_device init_fn init_std max_sequence_length mlp_ratio "
-            "precision vocab_size"
-        )
-        return read_config(cls, raw, fixed, no_effect.split(), needed)
+    fixed = {"activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms"}
+    fixed |= {"rope": True, "weight_tying": False}
+    # Where config.json does not state these, the official code assumes an older architecture.
+    needed = tuple(fixed)
+    fixed |= {"block_group_size": 1, "layer_norm_with_affine": True, "rope_full_precision": True}
+    no_effect = (
+        "alibi_bias_max attention_layer_norm_with_affine flash_attention flash_attn_varlen "
+        "init_cutoff_factor init_device init_fn init_std max_sequence_length mlp_ratio "
+        "precision vocab_size"
+    )
 
 
 class Block(nn.Module):

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.config import DecoderKeys, Objective, read_config
+from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Block, RMSNorm, decoder, project, rotate_and_attend
-from models.logps import wide
+from models.logps import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,10 @@ class Config(DecoderKeys):
     def rotary_dim(self):
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @classmethod
-    def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        on = ("moe_router_enable_expert_bias", "norm_topk_prob", "use_qk_norm", "use_rmsnorm")
-        fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
-        fixed |= dict.fromkeys(on, True)
-        return read_config(cls, raw, fixed, no_effect=("output_router_logits", "rotary_dim"))
+    fixed = {"hidden_act": "silu", "router_dtype": "fp32", "score_function": "sigmoid"}
+    fixed |= {"moe_router_enable_expert_bias": True, "norm_topk_prob": True}
+    fixed |= {"use_qk_norm": True, "use_rmsnorm": True}
+    no_effect = "output_router_logits rotary_dim"
 
 
 class Attention(nn.Module):
@@ -126,4 +123,4 @@ class LLaDA2(BlockCausal):
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V], cast to at least fp32 after the product"""
         logits = self.lm_head(hidden)
-        return logits.to(wide(logits))
+        return logits.to(at_least_fp32(logits))

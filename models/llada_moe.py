@@ -10,7 +10,7 @@ so its row is trained.
 
 from dataclasses import dataclass
 
-from models.config import DecoderKeys, read_config
+from models.config import DecoderKeys
 from models.experts import SoftmaxMoE
 from models.language_model import Bidirectional
 from models.layers import Attention, Block, RMSNorm, decoder
@@ -31,16 +31,13 @@ class Config(DecoderKeys):
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
 
-    @classmethod
-    def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed = {"hidden_act": "silu", "partial_rotary_factor": 1, "qk_layernorm": True}
-        fixed["moe_layer_freq"] = [1] * (raw.get("num_hidden_layers") or 0)  # no dense layer
-        no_effect = (
-            "dense_intermediate_size moe_router_score_function norm_topk_prob output_router_logits "
-            "routed_scaling_factor router_aux_loss_coef router_num_group router_topk_group"
-        )
-        return read_config(cls, raw, fixed, no_effect.split(), needed=fixed)
+    fixed = {"hidden_act": "silu", "partial_rotary_factor": 1, "qk_layernorm": True}
+    fixed |= {"moe_layer_freq": 1}  # no dense layer
+    needed = tuple(fixed)
+    no_effect = (
+        "dense_intermediate_size moe_router_score_function norm_topk_prob output_router_logits "
+        "routed_scaling_factor router_aux_loss_coef router_num_group router_topk_group"
+    )
 
 
 class LLaDAMoE(Bidirectional):

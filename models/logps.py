@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 PART = 1 << 20
 
 
-def wide(x):
+def at_least_fp32(x):
     """The dtype of a tensor, but at least fp32"""
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -24,10 +24,10 @@ def chunks(hidden, weight, temperature, banned_id, rows):
         here = slice(i, i + rows)
         logits = hidden[here] @ weight.T
         if temperature != 1:
-            logits = logits.to(wide(logits)).div_(temperature)
+            logits = logits.to(at_least_fp32(logits)).div_(temperature)
         if banned_id is not None:
             logits[:, banned_id] = float("-inf")
-        yield here, logits.log_softmax(-1, dtype=wide(logits))
+        yield here, logits.log_softmax(-1, dtype=at_least_fp32(logits))
 
 
 def slope(p, targets):
@@ -46,7 +46,9 @@ class LinearLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, entropy, *settings):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        logps, entropies = (hidden.new_zeros(len(hidden), dtype=wide(hidden)) for _ in range(2))
+        logps, entropies = (
+            hidden.new_zeros(len(hidden), dtype=at_least_fp32(hidden)) for _ in range(2)
+        )
         slopes = torch.empty_like(hidden) if need_hidden else None
         for rows, log_p in chunks(hidden, weight, *settings):
             logps[rows] = log_p.gather(-1, targets[rows, None])[:, 0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from distributed.disk import AtomicDirectory
+from distributed.disk import is_first_rank, whole_directory
 from models.names import pinned
 from models.tensors import (
     check_tensors,
@@ -83,7 +83,7 @@ def init_adapters(model):
 
 
 def has_lora(model):
-    return getattr(model, "lora_config", None) is not None
+    return model.lora_config is not None
 
 
 def lora_scaling(config):
@@ -124,17 +124,17 @@ def save_adapter(model, directory, base, tokenizer):
     base: the run's --model, as a hub id or an absolute directory: base_model_name_or_path. The
     directory appears under its name only when complete, as with save_model.
     """
-    save = AtomicDirectory(directory)
-    named = ((PREFIX + k.replace(".default.", "."), v) for k, v in export_adapter(model))
-    tensors = on_cpu(named, save)
     config = copy(model.lora_config)
     config.base_model_name_or_path, config.revision = pinned(base)
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
-    save.attempt(save_file, tensors, save.folder / "adapter_model.safetensors", {"format": "pt"})
-    save.attempt(config.save_pretrained, save.folder)
-    save.attempt(tokenizer.save_pretrained, save.folder)
-    save.finish()
+    with whole_directory(directory) as folder:
+        named = ((PREFIX + k.replace(".default.", "."), v) for k, v in export_adapter(model))
+        tensors = on_cpu(named)
+        if is_first_rank():
+            save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+            config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
 
 
 PREFIX = "base_model.model."  # of tensor names in peft's files

@@ -8,32 +8,32 @@ from models.config import architecture
 from models.tensors import open_weights, read_json
 from models.tiny import HERE, TINY_CONFIGS
 
-# --model NAME -> hub id, or directory in the repository
-MODELS = {name: str(HERE / name) for name in TINY_CONFIGS} | {
-    "llada-8b": "GSAI-ML/LLaDA-8B-Instruct",
-    "llada-8b-base": "GSAI-ML/LLaDA-8B-Base",
-    "llada-1.5": "GSAI-ML/LLaDA-1.5",
-    "llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
-    "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
-    "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
-    "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
-    "sdar-4b": "JetLM/SDAR-4B-Chat",
-    "sdar-8b": "JetLM/SDAR-8B-Chat",
-    "sdar-30b-a3b": "JetLM/SDAR-30B-A3B-Chat",
-    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
-    "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
+# model_type of config.json, or "tiny" -> {name for --model: hub id, or directory in the repository}
+CHECKPOINTS = {
+    "tiny": {name: str(HERE / name) for name in TINY_CONFIGS},
+    "llada": {
+        "llada-8b": "GSAI-ML/LLaDA-8B-Instruct",
+        "llada-8b-base": "GSAI-ML/LLaDA-8B-Base",
+        "llada-1.5": "GSAI-ML/LLaDA-1.5",
+    },
+    "lladamoe": {"llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"},
+    "Dream": {
+        "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
+        "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
+    },
+    "sdar": {
+        "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
+        "sdar-4b": "JetLM/SDAR-4B-Chat",
+        "sdar-8b": "JetLM/SDAR-8B-Chat",
+    },
+    "sdar_moe": {"sdar-30b-a3b": "JetLM/SDAR-30B-A3B-Chat"},
+    "llada2_moe": {
+        "llada2-mini": "inclusionAI/LLaDA2.0-mini",
+        "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
+    },
 }
+MODELS = {name: source for group in CHECKPOINTS.values() for name, source in group.items()}
 
-# model_type of config.json of the names, so that their sampling is known before they are downloaded
-MODEL_TYPES = {
-    "llada": ("llada-8b", "llada-8b-base", "llada-1.5"),
-    "lladamoe": ("llada-moe-7b",),
-    "Dream": ("dream-7b", "dream-7b-base"),
-    "sdar": ("sdar-1.7b", "sdar-4b", "sdar-8b"),
-    "sdar_moe": ("sdar-30b-a3b",),
-    "llada2_moe": ("llada2-mini", "llada2.1-mini"),
-    "tiny": tuple(TINY_CONFIGS),
-}
 # What a model states about its sampling, as fields of the scripts. Lengths of evaluations stand in
 # evals/decoding.py. Masked diffusion: 256 tokens, two of a block in each step (d1's train.yaml),
 # Fast-dLLM's cache
@@ -43,7 +43,7 @@ SDAR = {"gen_length": 256, "denoising_steps": 4}
 # all tokens above 0.95, at least one of a block in each step (model card)
 LLADA2 = {"gen_length": 256, "denoising_steps": 32}
 LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
-# model_type of config.json, or "tiny", -> fields
+# a key of CHECKPOINTS -> fields
 SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
 SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED}
 SAMPLING |= {"sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
@@ -64,8 +64,8 @@ def is_tiny(model):
 
 
 def sampling_facts(model):
-    """model: as --model -> {field: value} of its sampling, from SAMPLING"""
-    kinds = [kind for kind, names in MODEL_TYPES.items() if pinned(model)[0] in names]
+    """model: as --model -> {field: value} of its sampling; of a name without reading anything"""
+    kinds = [kind for kind, names in CHECKPOINTS.items() if pinned(model)[0] in names]
     if not kinds:
         kinds = ["tiny"] if is_tiny(model) else [architecture(checkpoint_config(model)[0])]
     return SAMPLING[kinds[0]]

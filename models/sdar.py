@@ -10,7 +10,7 @@ ones, so safetensors files need no table of names. The forward `hidden`, `grid`,
 from dataclasses import dataclass
 from functools import partial
 
-from models.config import DecoderKeys, Objective, read_config
+from models.config import DecoderKeys, Objective
 from models.experts import SoftmaxMoE
 from models.language_model import BlockCausal
 from models.layers import MLP, Attention, Block, decoder
@@ -30,20 +30,25 @@ class Config(DecoderKeys):
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
 
+    fixed = {"hidden_act": "silu"}
+    no_effect = (
+        "debug ep_size fuse_cross_entropy micro_forward output_router_logits "
+        "router_aux_loss_coef skip_checkpoint"
+    )
+
     @classmethod
     def from_dict(cls, raw):
-        """raw: config.json. SystemExit names missing keys and what this file does not implement."""
-        fixed, needed = {"hidden_act": "silu"}, ()
-        if raw["model_type"] == "sdar_moe":
-            # The official code's defaults for what config.json leaves out.
-            raw = {"mask_token_id": 151669, "block_size": 4, "norm_topk_prob": False} | raw
-            needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-            fixed |= {"norm_topk_prob": True, "decoder_sparse_step": 1}
-        no_effect = (
-            "debug ep_size fuse_cross_entropy micro_forward output_router_logits "
-            "router_aux_loss_coef skip_checkpoint"
-        )
-        return read_config(cls, raw, fixed, no_effect.split(), needed)
+        is_mixture = raw["model_type"] == "sdar_moe"
+        return super(Config, MixtureConfig if is_mixture else cls).from_dict(raw)
+
+
+@dataclass(frozen=True)
+class MixtureConfig(Config):
+    mask_token_id: int = 151669  # the official code's defaults for what config.json leaves out
+    block_size: int = 4
+
+    fixed = Config.fixed | {"norm_topk_prob": True, "decoder_sparse_step": 1}
+    needed = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 
 # Rounded once, as in the fused kernel of the official code.

@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed.disk import progress
+from distributed.disk import is_first_rank, progress
 from models.config import ARCHITECTURES, architecture, stored_dtype
 from models.experts import expert_parts
 
@@ -33,14 +33,10 @@ def build_model(config, dtype=torch.float32):
     return model
 
 
-def is_tied(model):
-    return getattr(model.config, "tie_word_embeddings", False)
-
-
 def materialize(model, device):
     """A model from the meta device to real, uninitialised tensors; to_empty unties a tied head."""
     model = model.to_empty(device=device)
-    if is_tied(model):
+    if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
@@ -57,7 +53,7 @@ def tensor_parts(model):
         name = name.replace(".base_layer.", ".")
         if ".lora_" in name or "value_head" in name:
             continue
-        if is_tied(model) and name == "lm_head.weight":
+        if model.config.tie_word_embeddings and name == "lm_head.weight":
             continue
         for official, index in expert_parts(name, value.shape):
             parts[official] = value, index
@@ -100,11 +96,12 @@ def full_tensor(value):
     return (value.full_tensor() if is_sharded(value) else value).detach()
 
 
-def on_cpu(tensors, save):
-    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them;
-    save: AtomicDirectory -> {name: copy on the CPU} on the rank that writes, {} on others
+def on_cpu(tensors):
+    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them
+    -> {name: copy on the CPU} on rank 0, {} on others
     """
-    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if save.is_active}
+    is_first = is_first_rank()
+    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if is_first}
 
 
 def read_json(path):

@@ -13,7 +13,7 @@ def load_value_model(name_or_dir, policy, optimizer, shard):
     policy; its optimizer has the settings of `optimizer`. shard(model) -> the model, sharded,
     before weights are read. The head starts at 0. -> model, its own optimizer
     """
-    weight, config = policy.lm_head.weight, getattr(policy, "lora_config", None)
+    weight, config = policy.lm_head.weight, policy.lora_config
     model = meta_model(name_or_dir, weight.dtype)
     if config:
         add_lora(model, config.r, config.lora_alpha, config.target_modules, policy.lora_seed)

@@ -311,8 +311,6 @@ class Engine:
         rate = f"{at_least}{sum(sizes) / sum(steps):.3g} tokens a step"
         return f"{blocks}: {sum(steps)} steps, {rate}"
 
-    plan = validate
-
     @torch.no_grad()
     def generate(
         self, prompt_ids, *, num_samples=1, seed=0, sample_offset=0, stop_at_eos=True,

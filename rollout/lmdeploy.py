@@ -34,7 +34,9 @@ from rollout.traces import Trace, scored
 FLAG = "--rollout-backend lmdeploy"
 MASK_TOKEN_ID = 151669  # in lmdeploy's configuration of SDAR, whatever config.json says
 MEMORY_SHARE = 0.3  # of what the weights leave free, for the KV cache; the learner needs the rest
-HANDED_BYTES = 2**30  # of weights that are gathered before they are handed over
+# Tensors that are gathered before they are handed over: once for each lot lmdeploy walks over all
+# of its own.
+TOGETHER = 32
 STALL = 300.0  # seconds without a new token after which lmdeploy counts as hung
 
 
@@ -128,8 +130,7 @@ class LmdeployEngine(Engine):
             for name, value in weights:
                 yield name, value
                 gathered.append((name, value))
-                # lmdeploy walks over all its parameters once per call
-                if sum(value.nbytes for _, value in gathered) >= HANDED_BYTES:
+                if len(gathered) == TOGETHER:
                     hand_over()
 
         # checks names and shapes; a copy to `model` does nothing
@@ -160,19 +161,7 @@ class LmdeployEngine(Engine):
             )
             request.temperature = settings["temperature"]  # the constructor allows 2 at most
             requests.append(request)
-        results, rows = self._result(self._decode(prompts, requests)), []
-        for (status, ids), prompt, request in zip(results, prompts, requests, strict=True):
-            length = request.max_new_tokens
-            # lmdeploy does not stop at an EOS in the block that the prompt ends in
-            ends = [i for i, token in enumerate(ids[:length]) if token in request.stop_token_ids]
-            if ends:
-                length = ((len(prompt) + ends[0]) // n + 1) * n - len(prompt)
-            if len(ids) < length or self.model.mask_token_id in ids[:length]:
-                raise SystemExit(
-                    f"{FLAG}: a request ended with {status}, {len(ids)} of {length} tokens; "
-                    "lmdeploy logs the cause"
-                )
-            rows.append(torch.tensor(ids[:length]))
+        rows = self._result(self._decode(prompts, requests))
         canvas_length = torch.tensor(list(map(len, rows)), device=self.device)
         completion_ids = pad_sequence(rows, True, self.model.pad_token_id).to(self.device)
         return Trace(
@@ -189,50 +178,44 @@ class LmdeployEngine(Engine):
         raise RuntimeError(f"{FLAG}: its engine has died, or gave no token for {STALL:.0f} s")
 
     async def _decode(self, prompts, requests):
-        """-> for each request its last status and the token ids after the prompt, through the
-        terminal block
-        """
-        instance = self.engine.create_instance()
+        """-> for each request the token ids after the prompt, through the terminal block"""
+        instance, n = self.engine.create_instance(), self.model.block_length
 
-        async def complete(ids, request):
-            session, completion = next(self.sessions), []
-            async for output in instance.async_stream_infer(session, ids, request):
+        async def complete(prompt, request):
+            session, ids, length = next(self.sessions), [], request.max_new_tokens
+            async for output in instance.async_stream_infer(session, prompt, request):
                 self.progress = time.monotonic()
                 if output.status.name == "FINISH":  # its own token_ids end with the EOS
                     # the generator ends the session next
                     (sequence,) = self.engine.scheduler.get_session(session).sequences.values()
-                    completion = sequence.all_ids[len(ids) :].tolist()
-            return output.status.name, completion
+                    ids = sequence.all_ids[len(prompt) :].tolist()
+            # lmdeploy does not stop at an EOS in the block that the prompt ends in
+            ends = [i for i, token in enumerate(ids[:length]) if token in request.stop_token_ids]
+            if ends:
+                length = ((len(prompt) + ends[0]) // n + 1) * n - len(prompt)
+            if len(ids) < length or self.model.mask_token_id in ids[:length]:
+                raise RuntimeError(
+                    f"{FLAG}: a request ended with {output.status.name}, {len(ids)} of {length} "
+                    "tokens; lmdeploy logs the cause"
+                )
+            return torch.tensor(ids[:length])
 
         return await asyncio.gather(*map(complete, prompts, requests))
 
 
 def refuse_unsupported(model, device):
     """SystemExit with one line if lmdeploy cannot serve this model here."""
-    kind, head_dim = model.checkpoint_config["model_type"], model.config.head_dim
-    installed = version("lmdeploy") if find_spec("lmdeploy") else "none"
-    for is_wrong, words in (
-        (
-            kind not in ("sdar", "sdar_moe"),
-            f"serves SDAR, not a model of type {kind}: leave it at auto",
-        ),
-        (
-            head_dim < 64,
-            f"has no kernels for heads of {head_dim}: leave it at auto for a tiny model",
-        ),
-        (
-            model.mask_token_id != MASK_TOKEN_ID,
-            f"takes {MASK_TOKEN_ID} for the mask token; that of this model is "
-            f"{model.mask_token_id}",
-        ),
-        (device.type != "cuda", f"needs a CUDA GPU, not {device.type}"),
-        (
-            not installed.startswith("0.18."),
-            f"serves lmdeploy 0.18, {installed} is installed: pip install -r requirements-gpu.txt",
-        ),
-    ):
-        if is_wrong:
-            raise SystemExit(f"{FLAG} {words}")
+    package = version("lmdeploy") if find_spec("lmdeploy") else "missing"
+    kind, head_dim, mask = (
+        model.checkpoint_config["model_type"], model.config.head_dim, model.mask_token_id
+    )  # fmt: skip
+    is_served = kind in ("sdar", "sdar_moe") and head_dim >= 64 and mask == MASK_TOKEN_ID
+    if not (is_served and device.type == "cuda" and package.startswith("0.18.")):
+        raise SystemExit(
+            f"{FLAG} serves sdar and sdar_moe with heads of 64 or more and the mask token "
+            f"{MASK_TOKEN_ID} by version 0.18 on CUDA, not {kind} with heads of {head_dim} and the "
+            f"mask token {mask} by version {package} on {device.type}: leave it at auto"
+        )
 
 
 def repair_sampling(strategy, n):

@@ -2,12 +2,21 @@
 learner's. Scripts repeat it at every evaluation.
 """
 
+import sys
+
 import torch
 
+from distributed.disk import is_first_rank
 from distributed.sequence import gather_objects
 
 SAMPLES = 8  # of one prompt, at temperature 100 and at the run's own
 GREEDY_BLOCKS = 8
+# lowest and highest value without a warning, and the warning
+GOOD = {
+    "probe/distinct_frac": (0.25, 1, "only {:.0%} of its samples are distinct"),
+    "probe/logp_gap_mean": (0, 0.05, "it differs from the learner by {:.1e} nats a token"),
+    "probe/greedy_agreement": (0.9, 1, "only {:.0%} of its greedy tokens are the learner's"),
+}
 
 
 def replay_logps(model, trace):
@@ -31,6 +40,11 @@ def replay_logps(model, trace):
     return logps
 
 
+def shared_trace(trace):
+    """Ranks that share rows must score the same ones, even if one of them drew another token."""
+    return gather_objects(trace, trace.completion_ids.device)[0]
+
+
 def greedy_agreement(engine, model, prompt_ids, **settings):
     """Share of greedy tokens that are the learner's own argmax, for a block-causal model whose
     engine records no step map: one denoising step per block needs none. -> float
@@ -41,7 +55,7 @@ def greedy_agreement(engine, model, prompt_ids, **settings):
         "remasking": "low_confidence_static",
         "stop_at_eos": False,
     }
-    trace = engine.generate([prompt_ids], temperature=0.0, **settings | one_step)
+    trace = shared_trace(engine.generate([prompt_ids], temperature=0.0, **settings | one_step))
     trace.replay_map = torch.zeros_like(trace.completion_ids)
     trace.settings["temperature"] = 1e-6  # of the learner: its argmax has all the probability
     # 0.1: bf16 logits may tie
@@ -65,17 +79,22 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
             f"the engine drew {distinct} different completions of {SAMPLES} at temperature 100: it "
             "does not sample"
         )
-    trace = draw(temperature=temperature)
-    # ranks that share rows must score the same ones, even if one of them drew another token
-    trace = gather_objects(trace, trace.completion_ids.device)[0]
+    trace = shared_trace(draw(temperature=temperature))
     different = set(map(tuple, trace.completions()))
     metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:
         agreement = greedy_agreement(engine, model, prompt_ids, **settings)
-        return metrics | {"probe/greedy_agreement": agreement}
+        return warned(metrics | {"probe/greedy_agreement": agreement})
     revealed = trace.step_map >= 0
     gap = (replay_logps(model, trace) - trace.logps.float())[revealed].abs()
-    return metrics | {
-        "probe/logp_gap_mean": gap.mean().item(),
-        "probe/logp_gap_max": gap.max().item(),
-    }
+    return warned(
+        metrics | {"probe/logp_gap_mean": gap.mean().item(), "probe/logp_gap_max": gap.max().item()}
+    )
+
+
+def warned(metrics):
+    """-> the metrics, after a line on stderr for each that is not good"""
+    for name, (low, high, words) in GOOD.items():
+        if not low <= metrics.get(name, low) <= high and is_first_rank():
+            print(f"warning: the sampler: {words.format(metrics[name])}", file=sys.stderr)
+    return metrics

@@ -32,47 +32,31 @@ def read_runs(folders):
     their files do. Prints which directories are left out, and runs that end early.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise SystemExit(f"{folder}: no such directory")
-    found = {folder: pd.DataFrame(read_rows(Path(folder)), dtype=float) for folder in folders}
-    if early := [folder for folder in found if not {*TRAINED} <= {*found[folder]}]:
-        print(f"left out, as metrics.jsonl has no whole training step: {', '.join(early)}")
-    if not (folders := [folder for folder in folders if folder not in early]):
+    runs, told = {}, []
+    for folder in map(Path, folders):
+        config = read_json(folder / "config.json")
+        rows = pd.DataFrame(read_rows(folder), dtype=float)
+        if {*TRAINED} <= {*rows}:
+            runs[folder] = with_units(rows)
+            args = {flag: str(value) for flag, value in config["args"].items()}
+            told.append({"script": config["script"], "code": str(config.get("code"))} | args)
+        else:
+            print(f"left out, as metrics.jsonl has no whole training step: {folder}")
+    if not runs:
         raise SystemExit("no run to compare")
-    configs = [read_config(Path(folder, "config.json")) for folder in folders]
-    # before pandas takes None for a flag that a script does not have
-    as_text = lambda args: {flag: str(value) for flag, value in args.items()}
-    told = pd.DataFrame([{"script": c["script"], **as_text(c["args"])} for c in configs])
-    told = told.drop(columns=FREE, errors="ignore")
-    versions = {c["script"]: [] for c in configs}  # where a file was edited between two runs
-    for c in configs:
-        known, code = versions[c["script"]], c.get("code")
-        known += [code] * bool(code and code not in known)  # older runs do not say
-    number = lambda c: versions[c["script"]].index(c["code"]) + 1 if c.get("code") else 1
-    told["version"] = list(map(number, configs))
-    told, runs, places = told.loc[:, told.nunique() > 1], {}, {}
-    for folder, c, (_, own) in zip(folders, configs, told.iterrows(), strict=True):
-        seed = c["args"]["seed"]
-        key = ", ".join(f"{flag} {value}" for flag, value in own.items()) or "all", seed
-        if key in runs:
-            both = f"{places[key]} and {folder}"
-            raise SystemExit(
-                f"{both}: two runs of seed {seed} in the group {key[0]!r}; leave one out"
-            )
-        runs[key], places[key] = with_units(found[folder]), folder
-    ends = {key: int(rows["step"].max()) for key, rows in runs.items()}
-    for key, end in ends.items():
-        if end < max(ends.values()):
-            print(f"{places[key]} ends at step {end}, others at {max(ends.values())}")
-    return pd.concat(runs, names=["group", "seed"])
-
-
-def read_config(path):
-    match read_json(path) if path.is_file() else None:
-        case {"script": str(), "args": {"seed": int()}} as config:
-            return config
-    raise SystemExit(f"{path} is missing or damaged: it must have a script, and args with a seed")
+    last = max(rows["step"].max() for rows in runs.values())
+    for folder, rows in runs.items():
+        if (end := rows["step"].max()) < last:
+            print(f"{folder} ends at step {end:.0f}, others at {last:.0f}")
+    told = pd.DataFrame(told)
+    told["code"] = told.groupby("script")["code"].transform(lambda code: code.factorize()[0] + 1)
+    flags = told.drop(columns=FREE, errors="ignore")
+    flags = flags.loc[:, flags.nunique() > 1].to_dict("records")
+    names = [", ".join(f"{flag} {own[flag]}" for flag in own) or "all" for own in flags]
+    keys = pd.MultiIndex.from_arrays([names, told["seed"]])
+    for group, seed in keys[keys.duplicated()]:
+        raise SystemExit(f"two runs of seed {seed} in the group {group!r}; leave one out")
+    return pd.concat(runs.values(), keys=keys, names=["group", "seed"])
 
 
 def with_units(rows):
@@ -110,27 +94,25 @@ def table(runs, metric):
 
 
 def draw(runs, metric, path):
-    """Curves of a metric over UNITS, at the steps that all runs of a group have."""
-    from matplotlib import style
+    """Curves of a metric over UNITS, at the steps that all runs of a group have. A run without a
+    value after step 0 is left out.
+    """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
-    with style.context("tableau-colorblind10"):
-        figure = Figure((12, 4.2), layout="constrained")
-        panels = figure.subplots(1, len(UNITS), sharey=True)
-    for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):
+    figure = Figure((12, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(UNITS), sharey=True)
+    runs = runs.dropna(subset=metric)
+    runs = runs[runs.groupby(["group", "seed"])["step"].transform("max") > 0]
+    for name, rows in runs.groupby("group", sort=False):
         steps = rows.groupby("step")
         common = steps.size() == rows.index.unique("seed").size
         mean, low, high = (frame[common] for frame in (steps.mean(), steps.min(), steps.max()))
         for axes, unit in zip(panels, UNITS, strict=True):
             axes.plot(mean[unit], mean[metric], ".-", label=name)
             axes.fill_between(mean[unit], low[metric], high[metric], alpha=0.15, linewidth=0)
-            axes.set(xlabel=unit)
-            axes.grid(alpha=0.25)
-    panels[0].set(ylabel=metric)
-    panels[UNITS.index("tokens")].xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.2M
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", frameon=False)
-    figure.savefig(path, dpi=110)
+            axes.set(xlabel=unit, ylabel=metric)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
+    figure.savefig(path)
 
 
 def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
@@ -142,18 +124,13 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
         out: file of the curves
     """
     rows = read_runs(runs)
-    known = {*rows[rows["step"] > 0].dropna(axis=1, how="all")}
-    metrics = [metric] if metric else sorted(filter(is_score, known)) or ["reward/mean"]
-    if not {*metrics} <= known:
-        raise SystemExit(f"no {metrics[0]}; --metric may be {', '.join(sorted(known))}")
+    known = sorted(rows[rows["step"] > 0].dropna(axis=1, how="all"))
+    metrics = [metric] if metric else [*filter(is_score, known)] or ["reward/mean"]
+    if not {*metrics} <= {*known}:
+        raise SystemExit(f"no {metrics[0]}; --metric may be {', '.join(known)}")
     for name in metrics:
         print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
-        counts = rows[name].where(rows["step"] > 0).groupby(["group", "seed"], sort=False).count()
-        if lost := [f"{group} seed {seed}" for group, seed in counts.index[counts == 0]]:
-            print(f"left out, as they have no {name} after step 0: {'; '.join(lost)}")
-        if name == metrics[0]:
-            whole = counts.index[counts > 0]
-    draw(rows[rows.index.droplevel(-1).isin(whole)], metrics[0], out)
+    draw(rows, metrics[0], out)
     print(f"curves: {Path(out).resolve()}")
 
 

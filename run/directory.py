@@ -21,28 +21,19 @@ class Run:
         self.log = RunLog(
             args.out, name, vars(args), args.max_steps, args.track, args.resume, self.start
         )
-        self.saves = Saves(
-            self.log.run_dir,
-            model,
-            optimizer,
-            problems.tokenizer,
-            args.model,
-            args.keep_saves,
-            args.save_every,
-            args.max_steps,
-            self.log.history(f"eval/{task}"),
-        )
+        scores = self.log.history(f"eval/{task}")
+        self.saves = Saves(self.log.run_dir, model, optimizer, problems.tokenizer, args, scores)
         check_items(items, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say, self.drawn = self.log.say, ""
 
     def clock(self):
-        return Stopwatch(self.args.micro_batch_size)
+        return Stopwatch()
 
     def write(self, step, metrics, clock=None):
         """A row of the log, if there are metrics. clock: of a training step"""
         if metrics:
-            self.log.write(step, metrics | (clock.with_step() | machine_metrics() if clock else {}))
+            self.log.write(step, metrics | (clock | machine_metrics() if clock else {}))
 
     def samples(self, step, trace, rewards, examples, number):
         """Log the first `number` completions of a rollout."""

@@ -159,6 +159,14 @@ class RolloutFlags(RunFlags):
         "epsilon": (0, math.inf),
     }
 
+    @classmethod
+    def parse(cls, by_size):
+        args = super().parse(by_size)
+        if args.rollout_backend == "lmdeploy" and args.lora_rank and not args.lora_merged_rollout:
+            needed = "needs merged weights: add --lora-merged-rollout"
+            raise SystemExit(f"--rollout-backend lmdeploy {needed}")
+        return args
+
     def num_draws(self, replays):
         """Noisy copies of a completion in a step. replays: denoising steps that can be replayed"""
         return 1

@@ -2,16 +2,14 @@
 report.html.
 
     name = f"bgpo-{model}-{task}-s{args.seed}"
-    log = RunLog(args.out, name, asdict(args), args.max_steps, args.track)
+    log = RunLog(args.out, name, vars(args), args.max_steps, args.track)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
     log.end(weights)
 
-The files are the only state: table, figure and page are made from them, so that
-`draw_curves(run_dir)` redraws any run.
+The two .jsonl files are the state of the log: table, figure and page are made from them.
 """
 
 import atexit
-import csv
 import gc
 import json
 import math
@@ -19,7 +17,6 @@ import os
 import platform
 import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -43,45 +40,24 @@ from distributed.disk import (
     writing,
 )
 from distributed.groups import all_reduce
-from run.report import PANELS, each_row, is_score, read_lines, read_rows, write_report
+from run.report import PANELS, is_score, read_lines, read_rows, write_report
 
-# What the progress bar and the plain line show of a row, behind its scores (docs/metrics.md).
-SUMMARY = {
+# What the line of a step shows of a row, behind its scores (docs/metrics.md).
+SHOWN = {
     "reward/mean": "reward {:6.3f}",
     "loss/total": "loss {:8.4f}",
     "policy/elbo": "elbo {:8.3f}",
-    "reward/accuracy": "pairs ranked right {:4.0%}",
+    "reward/accuracy": "accuracy {:4.0%}",
     "reward/eval_accuracy": "held out {:4.0%}",
-    "reward/test_accuracy": "pairs ranked right, held out {:4.0%}",
+    "reward/test_accuracy": "held out {:4.0%}",
     "optim/grad_norm": "grad {:6.2f}",
-    "probe/distinct_frac": "distinct samples {:.0%}",
-    "probe/logp_gap_mean": "engine and learner differ by {:.1e} nats a token",
-    "probe/greedy_agreement": "{:.0%} of its greedy tokens are the learner's",
     "completion/length": "len {:6.1f}",
     "speed/tokens_per_s": "{:6.0f} tok/s",
     "time/step": "{:6.2f} s",
 }
-# values of the start-up check that need no word
-GOOD = {
-    "probe/distinct_frac": (0.25, 1),
-    "probe/logp_gap_mean": (0, 0.05),
-    "probe/greedy_agreement": (0.9, 1),
-}
 NO_LOSS = 1e-6  # rounding: with one update per rollout the advantages cancel
-
-
-def summary(row):
-    """-> {key: text} of what the line shows of a row"""
-    is_null = abs(row.get("loss/total", 1)) < NO_LOSS and "policy/elbo" in row
-    hidden = {"loss/total" if is_null else "policy/elbo"}
-    hidden |= {key for key, (low, high) in GOOD.items() if low <= row.get(key, low) <= high}
-    scores = {key: f"{key.split('/')[0]} {row[key]:.3f}" for key in row if is_score(key)}
-    shown = {key: text for key, text in SUMMARY.items() if key in row and key not in hidden}
-    return scores | {key: text.format(row[key]) for key, text in shown.items()}
-
-
 COLUMNS = "step prompt completion gold reward".split()  # of the table of samples in wandb
-DEAD_STATUS = 3  # exit status: no script may take a dead run for a finished one
+DEAD_STATUS = 3  # exit status of a run that ends because it is dead
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 
 
@@ -97,33 +73,24 @@ class RunLog:
         if step > max_steps:
             beyond = f"at step {step} already, beyond --max-steps {max_steps}"
             raise SystemExit(f"--resume {resume}: the run is {beyond}")
-        self.is_writer, self.max_steps, self.latest = is_first_rank(), max_steps, {}
-        self.started, self.compiled = time.perf_counter(), False
-        self.bar = self.metrics_file = self.wandb_run = None
-        self.next_plot = 0.0
+        self.is_writer, self.max_steps = is_first_rank(), max_steps
+        self.started = self.next_plot = time.perf_counter()
         self.run_dir = Path(resume) if resume else from_first_rank(lambda: make_run_dir(out, name))
         if not self.is_writer:
             return
         if resume:
-            truncate_rows(self.run_dir / "metrics.jsonl", step)
-            truncate_rows(self.run_dir / "samples.jsonl", step)
-            read_rows(self.run_dir)  # SystemExit here, and not at exit, if it is damaged
+            read_rows(self.run_dir)  # SystemExit if it is damaged
+            for file in ("metrics.jsonl", "samples.jsonl"):
+                truncate_rows(self.run_dir / file, step)
         else:
             hold(self.run_dir)
             config_text = json.dumps(describe_run(name, config), indent=2) + "\n"
             write_atomically(self.run_dir / "config.json", config_text)
-        # flushed after every line
-        metrics = self.run_dir / "metrics.jsonl"
-        with writing(metrics):
-            self.metrics_file = open(metrics, "a", buffering=1, encoding="utf-8")
-        if track:
-            self.wandb_run = follow(self.run_dir, config)
+        self.wandb_run = follow(self.run_dir, config) if track else None
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
         # own handler, which ends its run: the last one is called first.
-        atexit.register(self.close, failed=True)
-        if sys.stderr.isatty():
-            form = "{n_fmt}/{total_fmt} {bar:12} {elapsed}<{remaining}{postfix}"
-            self.bar = tqdm(total=max_steps, initial=step, bar_format=form, dynamic_ncols=True)
+        atexit.register(self.close, 1)
+        self.bar = tqdm(total=max_steps, initial=step, disable=None)  # only on a terminal
 
     def write(self, step, metrics):
         """One row. step: training steps finished, 0 before training. metrics: numbers, 0-d tensors.
@@ -133,38 +100,30 @@ class RunLog:
         """
         if not self.is_writer:
             return
-        row = {key: v if isinstance(v, int) else float(v) for key, v in metrics.items()}
+        row = {key: float(value) for key, value in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
-        with writing(self.run_dir):
-            self.metrics_file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        if not self.compiled and (seconds := row.get("speed/compile_s")):
-            self.say(f"compiling took {seconds:.0f} s so far; later steps do not take this time")
-            self.compiled = True
-        parts = summary(row)
-        if self.bar:  # the last score stays visible
-            scores = {key: text for key, text in self.latest.items() if is_score(key)}
-            self.latest = scores | parts
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix_str("  ".join(self.latest.values()))
-        elif parts:
+        self.append("metrics.jsonl", [{"step": step} | finite])
+        self.bar.update(step - self.bar.n)
+        if shown := summary(row):
             place = f"step {step:{len(str(self.max_steps))}}/{self.max_steps}"
-            self.say("  ".join([place, *parts.values()]))
+            self.say("  ".join([place, *shown]))
         if self.wandb_run:
             self.wandb_run.log(row, step=step)
-        if any(map(is_score, row)) and time.perf_counter() > self.next_plot:
-            start = time.perf_counter()
+        # It takes seconds, more in a long run: not after every score.
+        if any(map(is_score, row)) and time.perf_counter() >= self.next_plot:
             self.plot()
-            # It takes seconds: at most a twentieth of a run.
-            self.next_plot = (end := time.perf_counter()) + 19 * (end - start)
+            self.next_plot = time.perf_counter() + 60
 
     def samples(self, step, rows):
         """Append rows (dicts: prompt, completion, reward, step map ...) to samples.jsonl."""
         if self.is_writer:
-            path = self.run_dir / "samples.jsonl"
-            with writing(path), open(path, "a", encoding="utf-8") as file:
-                for row in rows:
-                    line = json.dumps({"step": step} | row, ensure_ascii=False, allow_nan=False)
-                    file.write(f"{line}\n")
+            self.append("samples.jsonl", [{"step": step} | row for row in rows])
+
+    def append(self, name, rows):
+        path = self.run_dir / name
+        with writing(path), open(path, "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
     def history(self, key):
         """[(step, value)] of one key so far, on every rank. Collective."""
@@ -181,49 +140,52 @@ class RunLog:
         """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html,
         whose samples wandb gets as a table.
         """
-        last = {"step": 0}
-        for row in each_row(self.run_dir):
-            last |= row
+        import pandas as pd
+
+        if not (rows := read_rows(self.run_dir)):
+            return
         with writing(self.run_dir):
-            with open(self.run_dir / "metrics.csv", "w", encoding="utf-8") as file:
-                table = csv.DictWriter(file, last, lineterminator="\n")
-                table.writeheader()
-                table.writerows(each_row(self.run_dir))
-            draw_curves(self.run_dir)
+            table = pd.DataFrame(rows).set_index("step").astype(float)
+            table.to_csv(self.run_dir / "metrics.csv")
+            draw_curves(table, self.run_dir)
             gc.collect()  # a figure is full of cycles: several MB that would wait for the collector
             samples = write_report(self.run_dir)
         if self.wandb_run and samples:
             import wandb
 
             table = wandb.Table(COLUMNS, [[*map(sample.get, COLUMNS)] for sample in samples])
-            self.wandb_run.log({"samples": table}, step=last["step"])
+            self.wandb_run.log({"samples": table}, step=rows[-1]["step"])
 
     def end(self, weights, status=0):
-        """Say how long the run took and where its report and weights (a path) are, and close.
-        status: exit status, for wandb
-        """
+        """Say how long the run took and where its report and weights (a path) are, and close."""
         seconds, report = time.perf_counter() - self.started, self.run_dir / "report.html"
         self.say(f"{seconds:.0f} s; report: {report}; weights: {weights}")
-        self.close(status=status)
+        self.close(status)
 
-    def close(self, failed=False, status=0):
-        """Draw the last plot, end the bar and the wandb run. A second call does nothing.
-
-        failed: the run stopped with an error; where its record is goes to stderr.
+    def close(self, status=0):
+        """Draw the last plot, end the bar and the wandb run. status: of the process; unless it is
+        0, where the record of the run is goes to stderr.
         """
-        if self.metrics_file is None or self.metrics_file.closed:
+        if not self.is_writer:
             return
-        if failed:
+        atexit.unregister(self.close)
+        if status:
             print(f"run directory: {self.run_dir}", file=sys.stderr)
         try:
-            with writing(self.run_dir):
-                self.metrics_file.close()
             self.plot()
         finally:
-            if self.bar is not None:
-                self.bar.close()
+            self.bar.close()
             if self.wandb_run:
-                self.wandb_run.finish(exit_code=status or int(failed))
+                self.wandb_run.finish(exit_code=status)
+
+
+def summary(row):
+    """-> texts of what the line of a step shows: scores, then SHOWN"""
+    texts = {key: f"{key.split('/')[0]} {row[key]:.3f}" for key in row if is_score(key)}
+    texts |= {key: text.format(row[key]) for key, text in SHOWN.items() if key in row}
+    if abs(row.get("loss/total", 1)) < NO_LOSS:
+        del texts["loss/total"]
+    return [*texts.values()]
 
 
 def follow(run_dir, config):
@@ -232,16 +194,9 @@ def follow(run_dir, config):
 
     # tables wait there for `wandb sync`, which may be on another machine; a home may be read-only
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-    kept = run_dir / "wandb-id"
+    kept, how = run_dir / "wandb-id", {"project": "cleandllm", "resume": "allow", "dir": run_dir}
     known = kept.read_text() if kept.exists() else None
-    run = wandb.init(
-        project="cleandllm",
-        name=run_dir.name,
-        dir=run_dir,
-        config=config,
-        id=known,
-        resume="allow",
-    )
+    run = wandb.init(name=run_dir.name, config=config, id=known, **how)
     kept.write_text(run.id)
     return run
 
@@ -256,10 +211,7 @@ class Stop:
         """dead_steps: so many steps in a row without an advantage end the run; 0: they do not."""
         self.received, self.dead_steps, self.dead = False, dead_steps, 0
         self.reason, self.status = "stopped by a signal", 0
-        signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, number, frame):
-        self.received = True
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
 
     def is_set(self, advantages=None, metrics=None):
         """On any rank. advantages: of this rank's completions; metrics: with those of the rollout,
@@ -268,7 +220,7 @@ class Stop:
         is_alive = advantages is None or advantages.any()
         received, alive = all_reduce({"received": self.received, "alive": is_alive}).values()
         self.dead = 0 if alive else self.dead + 1
-        is_dead = self.dead >= (self.dead_steps or math.inf)
+        is_dead = 0 < self.dead_steps <= self.dead
         if is_first_rank() and (is_dead or self.dead == DEAD_STEPS):
             tqdm.write(why_dead(self.dead, metrics, self.dead_steps), file=sys.stderr)
         if is_dead:
@@ -291,14 +243,9 @@ def why_dead(steps, metrics, most):
 
 
 class Stopwatch(dict):
-    """Seconds per phase, to be merged into the metrics: `with clock("rollout"): ...` adds to
-    clock["time/rollout"]. A phase that runs out of GPU memory ends the run with one line.
+    """Seconds per phase, and their sum, to be merged into the metrics: `with clock("rollout"): ...`
+    adds to clock["time/rollout"]. A phase that runs out of GPU memory ends the run with one line.
     """
-
-    def __init__(self, micro_batch_size):
-        super().__init__()
-        smaller = f"--micro-batch-size {micro_batch_size // 2} or "
-        self.less = (smaller if micro_batch_size > 1 else "") + "--activation-checkpointing"
 
     @contextmanager
     def __call__(self, phase):
@@ -306,14 +253,13 @@ class Stopwatch(dict):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise SystemExit(f"out of GPU memory in the {phase}: try {self.less}") from error
+            less = "a smaller --micro-batch-size, or --activation-checkpointing"
+            raise SystemExit(f"out of GPU memory in the {phase}: try {less}") from error
         if torch.cuda.is_initialized():  # otherwise the next phase would pay for kernels in flight
             torch.cuda.synchronize()
-        self[f"time/{phase}"] = self.get(f"time/{phase}", 0.0) + time.perf_counter() - start
-
-    def with_step(self):
-        """-> the phases and their sum"""
-        return self | {"time/step": sum(self.values())}
+        seconds = time.perf_counter() - start
+        for key in (f"time/{phase}", "time/step"):
+            self[key] = self.get(key, 0.0) + seconds
 
 
 def machine_metrics():
@@ -356,21 +302,18 @@ def describe_run(name, config):
     }
 
 
-def checksums(script, task, reward):
-    """-> {"script": crc32 of the file, ...}; task and reward only if they are the user's files"""
-    reward = reward and reward.rpartition(":")[0]  # path.py:function
-    named = {"script": script, "task": task, "reward": reward}
-    files = {key: Path(name) for key, name in named.items() if name}
-    return {key: zlib.crc32(file.read_bytes()) for key, file in files.items() if file.is_file()}
+def checksums(*names):
+    """-> CRC-32 of the files among them, each path.py or path.py:function"""
+    files = [Path(name.partition(":")[0]) for name in names if name]
+    return [zlib.crc32(file.read_bytes()) for file in files if file.is_file()]
 
 
 def describe_git():
     """-> commit, with -dirty behind it if files differ from it; "" outside a repository"""
-    if not shutil.which("git"):
-        return ""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*".split()
+    command = "git describe --always --dirty --abbrev=40 --exclude=*"
     here = Path(__file__).resolve().parent
-    return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(command, cwd=here, shell=True, capture_output=True, text=True)
+    return found.stdout.strip()
 
 
 def describe_device():
@@ -383,55 +326,26 @@ def truncate_rows(path, step):
     """Keep the rows of a .jsonl up to `step`, without a last test score, which is made again."""
     kept = []
     for line, row in read_lines(path):
-        if type(row.get("step")) is not int:
-            raise SystemExit(f"{path} is damaged: a line has no step: {line[:100]!r}")
         is_last_test = row["step"] and any(key.startswith("test/") for key in row)
         if row["step"] <= step and not is_last_test:
-            kept.append(line.decode() + "\n")
+            kept.append(line.decode())
     write_atomically(path, "".join(kept))
 
 
-def draw_curves(run_dir):
-    """curves.png from metrics.csv: up to six of PANELS, those whose keys the run has."""
-    import pandas as pd
+def draw_curves(table, run_dir):
+    """curves.png: those of PANELS whose keys the run has. table: metrics over steps"""
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
-    data = pd.read_csv(run_dir / "metrics.csv", index_col="step")
-    if "loss/total" in data and data["loss/total"].abs().max() < NO_LOSS:
-        del data["loss/total"]
-    keys = lambda pattern: data.filter(regex=f"^({pattern})$")
-    panels = [panel for panel in PANELS if not keys(panel[1]).empty]
-    panels = panels[:5] + panels[5:][-1:]
-    if not panels:
-        return
-    figure = Figure((15.6, 8.1), layout="constrained")
-    note = "faint: every step, bold: moving average of 5 % of the steps"
-    figure.suptitle(f"{run_dir.resolve().name}\n{note}", x=0.01, ha="left")
-    for place, (title, left, right) in enumerate(panels, start=1):
-        axes = figure.add_subplot(2, 3, place, xlabel="training step")
-        axes.set_title(title, loc="left", fontweight="bold", pad=34)
-        axes.locator_params("x", integer=True)
-        axes.grid(alpha=0.25)
-        for key, values in keys(left).items():
-            draw_line(axes, key, values)
-        legend = {"bbox_to_anchor": (0, 1, 1, 0), "borderaxespad": 0, "frameon": False}
-        axes.legend(loc="lower left", ncols=4, fontsize=8, **legend)
-        if right in data:
-            twin = axes.twinx()
-            draw_line(twin, f"{right}, right axis", data[right], color="tab:orange")
-            twin.legend(loc="lower right", fontsize=8, **legend)
-    figure.savefig(run_dir / "curves.png", dpi=110)
-
-
-def draw_line(axes, label, values, color=None):
-    values = values.dropna()
-    window = len(values) // 40  # to either side
-    mean = values.rolling(2 * window + 1, center=True, min_periods=1).mean()
-    style = "*" if label.startswith("test/") else "-" if window else ".-"
-    (line,) = axes.plot(mean, style, color=color, linewidth=2, label=label)
-    if window:
-        axes.plot(values, color=line.get_color(), alpha=0.25, linewidth=1)
-    if style == "*":
-        axes.margins(0.15)  # for the numbers beside the stars
-        for place in values.items():
-            axes.annotate(f"{place[1]:.1%}", place, (8, 8), textcoords="offset points")
+    table = table.round({"loss/total": 6})
+    panels = [(*panel, table.filter(regex=f"^({panel[1]}|{panel[2]})$")) for panel in PANELS]
+    panels = [panel for panel in panels if panel[-1].size]
+    rows = math.ceil(len(panels) / 4) or 1
+    figure = Figure((20, 4 * rows), layout="constrained")
+    figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")
+    for place, (title, _, right, curves) in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, 4, place, title=title)
+        for key, values in curves.items():
+            values = values.dropna()
+            mean = values.rolling(len(values) // 20 + 1, center=True, min_periods=1).mean()
+            mean.plot(ax=axes, style=".-", ms=4, secondary_y=key == right, label=key, legend=True)
+    figure.savefig(run_dir / "curves.png")

@@ -14,15 +14,14 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 
-from distributed.groups import ranks_of_a_node
 from distributed.sharding import (
     cuda_bytes,
     gathered_bytes,
-    gathers_at_once,
+    gathers_once,
     ranks_of_a_copy,
-    unsharded,
+    replicated,
 )
-from models import add_lora, meta_model
+from models.attention import check_backend
 from models.layers import memory_budget
 from rollout.engine import KEPT_BELOW
 
@@ -46,7 +45,7 @@ SAMPLER, ADAPTER = 0.66, 2e-5
 CHANGES = {
     "--sync-every-backward": {"sync_every_backward": True},
     "--activation-checkpointing": {"activation_checkpointing": True},
-    "--lora-rank 128": {"lora_rank": 128},
+    "--sequence-parallel 2": {"sequence_parallel": 2},
 }
 
 
@@ -85,26 +84,16 @@ def kept_per_token(model, compiled, dtype=torch.bfloat16):
 class Plan:
     """The plan of one of `ranks`. Counts are those of all ranks.
 
-    fitting: the sizes of a micro-batch that fit; size: micro_batch_size, or the largest of them;
+    fitting: the sizes of a micro-batch that fit; size: --micro-batch-size, or the largest of them;
     0: none. rows: completions that the sampler makes together.
     """
 
-    # flags of the scripts, under their names
-    model: str
-    micro_batch_size: int
-    activation_checkpointing: bool
-    compile: bool
-    sync_every_backward: bool
-    lora_rank: int
-    lora_targets: tuple
-    gen_length: int
-    block_length: int
-    denoising_steps: int
-    eval_every: int
+    model: torch.nn.Module  # the policy on the meta device, with its adapters
+    args: object  # flags of the script
     lengths: torch.Tensor  # [N, 2] tokens of the prompt, and scored, of every sequence
     held_out: int  # completions in an evaluation
     sequences: int  # of a step
-    draws: Callable  # draws(forwards of a rollout that can be replayed) -> noisy copies of each
+    draws: Callable  # draws(steps that replay a rollout) -> noisy copies of each
     coupled: int  # sequences whose draws one forward must hold; 0: not even those of one
     room: int  # bytes of memory of a GPU
     gpu: str  # its name
@@ -112,43 +101,43 @@ class Plan:
     has_old: bool = False  # values before the first update
     has_reference: bool = False  # a frozen model; under adapters it is the policy's own
     rollout: int = 0  # completions that the sampler makes
-    # flags of some scripts
-    cache: str = "none"
-    num_iterations: int = 1
-    minibatches: bool = False  # these divide the sequences among them
-    value_model: bool = False  # a second trained model
-    sequence_parallel: int = 1  # ranks that share rows
 
     def __post_init__(self):
-        self.net = net = meta_model(self.model, torch.bfloat16 if self.lora_rank else torch.float32)
+        net, args = self.model, self.args
         config, self.is_block = net.config, net.attention == "block-causal"
-        self.base = sum(p.numel() for p in net.parameters())
-        if self.lora_rank:
-            add_lora(net, self.lora_rank, 1, self.lora_targets)
+        # updates of a rollout; whether they divide its sequences; a second trained model
+        self.updates = getattr(args, "num_iterations", 1)
+        self.divides = getattr(args, "minibatches", False)
+        self.values = getattr(args, "value_model", False)
+        self.base = sum(p.numel() for name, p in net.named_parameters() if "lora_" not in name)
         # a token takes a few of a block's experts
         share = lambda p: config.num_experts_per_tok / len(p) if p.dim() == 3 else 1
         self.active = sum(p.numel() * share(p) for p in net.layers.parameters())
         self.trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
         # offline, the sampler gets merged weights
-        self.adapters = self.trained if self.lora_rank and self.rollout else 0
-        self.kept = kept_per_token(net, self.compile)
-        self.n = n = self.block_length or net.block_length
-        self.blocks, self.steps = math.ceil(self.gen_length / n), min(self.denoising_steps, n)
+        self.adapters = self.trained if args.lora_rank and self.rollout else 0
+        self.kept = kept_per_token(net, args.compile)
+        self.n = n = args.block_length or net.block_length
+        self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
         self.copies = self.draws(self.steps * (1 if self.is_block else self.blocks))
         # of a rank, and of those that share rows with it
-        self.noised = self.sequences * self.copies * self.sequence_parallel // self.ranks
+        self.noised = self.sequences * self.copies * args.sequence_parallel // self.ranks
         self.rows = min(ROWS, math.ceil(max(self.rollout, self.held_out) / self.ranks))
+        self.mean = self.lengths.double().mean(0).tolist()
+        self.canvas = int(self.lengths.amax(0)[0]) + args.gen_length  # the sampler's longest row
+        # bytes of keys and values, of a token and of a completion
         self.cached = 4 * len(net.layers) * config.num_key_value_heads * config.head_dim
-        self.cached *= self.is_block or self.cache != "none"
-        self.prompt, self.scored = self.lengths.double().mean(0).tolist()
-        sizes = [max(1, self.coupled * self.copies)]
+        self.cached *= self.is_block or args.cache != "none"
+        self.row_cache = self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
+        self.least = max(1, self.coupled * self.copies)  # copies that one forward must hold
+        sizes = [self.least]
         while sizes[-1] < self.noised:
             sizes.append(2 * sizes[-1])
         fits = lambda size: self.memory(size)["sum"] < (1 - RESERVE) * self.room
         while self.rows > 1 and not fits(sizes[0]):
             self.rows //= 2
         self.fitting = list(filter(fits, sizes))
-        self.size = self.micro_batch_size or max(self.fitting, default=0)
+        self.size = args.micro_batch_size or max(self.fitting, default=0)
 
     def layout(self, size, prompt, scored):
         """-> rows of a forward, noisy copies in each, tokens of each"""
@@ -159,40 +148,29 @@ class Plan:
             return rows, K, prompt + scored + K * scored
         return rows * K, 1, prompt + scored
 
-    @property
-    def canvas(self):
-        """Tokens of the sampler's longest row"""
-        return int(self.lengths.amax(0)[0]) + self.gen_length
-
-    @property
-    def row_cache(self):
-        """Bytes of the keys and values of one completion in the sampler"""
-        return self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
-
     def memory(self, size):
         """-> {term: bytes} with micro-batches of this size"""
-        net, ranks = self.net, ranks_of_a_copy(self.ranks)
-        whole, layers = unsharded(net, ranks, self.room), len(net.layers)
+        net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
+        whole, layers = replicated(net, ranks, self.room), len(net.layers)
         gathered = lambda module: gathered_bytes(module, whole)
-        everything = gathered(net)
-        if gathers_at_once(net, whole, self.room):
+        most = gathered(net)
+        if gathers_once(net, whole, self.room):
             # on several ranks the buffer that they fill is freed after the first forward
-            most = everything * min(ranks, 2)
+            most *= min(ranks, 2)
         else:  # embedding and head, the block in work and the next one
-            most = everything - gathered(net.layers) + 2 * gathered(net.layers[-1])
+            most += 2 * gathered(net.layers[-1]) - gathered(net.layers)
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
-        tokens = math.ceil(rows * length / self.sequence_parallel)
+        tokens = math.ceil(rows * length / args.sequence_parallel)
         kept, in_block = layers * self.kept * tokens, IN_WORK * self.kept * tokens
-        if self.activation_checkpointing:
+        if args.activation_checkpointing:
             kept, in_block = 2 * layers * net.lm_head.in_features * tokens, 1.5 * in_block
         head = LOGITS * net.lm_head.out_features
-        if not self.lora_rank:
+        if not args.lora_rank:
             head += 6 * net.lm_head.weight.numel()
         work = max(head, in_block)
         sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * self.canvas
-        is_reduced = self.sync_every_backward or self.noised <= size  # in every backward
-        has_reference = self.has_reference and not self.lora_rank
+        is_reduced = args.sync_every_backward or self.noised <= size  # in every backward
         policy = sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters())
         moments = 8 * self.trained / ranks
         terms = {
@@ -200,8 +178,8 @@ class Plan:
             "gathered": most,
             "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
-            "reference": 2 * self.base / ranks * has_reference,
-            "value model": (policy + moments) * self.value_model,
+            "reference": 2 * self.base / ranks * (self.has_reference and not args.lora_rank),
+            "value model": (policy + moments) * self.values,
             "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
             "activations": kept,
             "head or block": work,
@@ -217,70 +195,69 @@ class Plan:
         rates = [rates for name, rates in GPUS.items() if name in self.gpu]
         if not rates:
             return {}
-        self.flops, self.bandwidth = rates[0]
+        ((flop_rate, byte_rate),), args, net, n = rates, self.args, self.model, self.n
+        (prompt, scored), dimensions = (
+            self.mean,
+            net.config.num_attention_heads * net.config.head_dim,
+        )
+        adapters = sum("lora_A" in name for name, _ in net.named_parameters())
+
+        def products(tokens, scored, passes, gradients=0):
+            """Those with all weights, and those that give their gradients"""
+            flops = tokens * self.active + scored * net.lm_head.weight.numel()
+            trained = min(flops, tokens * self.trained)
+            return 2 * (passes * flops + gradients * trained) / flop_rate
+
+        def training(passes, gradients):
+            """Passes over the sequences of a step; three are a forward and a backward pass"""
+            rows, K, length = self.layout(self.size, prompt, scored)
+            pairs = length**2 / SDPA  # of tokens that see each other
+            if self.is_block:
+                pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
+            # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
+            other = 14 * pairs * dimensions + length * self.kept * TOUCHES / byte_rate
+            layers = len(net.layers) * (passes + gradients) / 3
+            work = products(length, K * scored, passes, gradients) / PRODUCTS + other * layers
+            return self.noised / K * (work / args.sequence_parallel + LAUNCH / rows * layers)
+
+        def sampling(completions):
+            """All ranks make so many completions."""
+            number = completions // self.ranks
+            rows, canvas = min(number, self.rows), prompt + args.gen_length
+            window = n if self.cached else canvas  # tokens of a forward after the first of a block
+            first = 2 * n if self.is_block else canvas
+            tokens = rows * (first + (self.steps - 1) * window) / self.steps
+            forward = max(products(tokens, rows * n / 2, 1), 2 * self.base / byte_rate)
+            forward += self.cached * rows * canvas / byte_rate
+            forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
+            return number / max(rows, 1) * self.blocks * self.steps * forward
+
         # a backward pass counts as one for the inputs and one for trained weights
-        epochs = 1 if self.minibatches else self.num_iterations
-        update = epochs * self.pass_seconds(2 + self.activation_checkpointing, 1)
+        epochs = 1 if self.divides else self.updates
+        update = epochs * training(2 + args.activation_checkpointing, 1)
         # clipping and AdamW
-        update += self.num_iterations * 40 * self.trained / self.ranks / self.bandwidth
-        frozen = self.pass_seconds(1, 0)
-        values = (self.has_old and self.num_iterations > 1) + self.has_reference
+        update += self.updates * 40 * self.trained / self.ranks / byte_rate
+        frozen = training(1, 0)
+        values = (self.has_old and self.updates > 1) + self.has_reference
         if self.draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
             values *= epochs
-        evaluation = self.sampler_seconds(self.held_out)
         phases = {
-            "rollout": self.sampler_seconds(self.rollout),
+            "rollout": sampling(self.rollout),
             "old and reference values": values * frozen,
             "update": update,
-            "value model": (2 * frozen + update) * self.value_model,
-            "evaluations": evaluation / (self.eval_every or math.inf),
+            "value model": (2 * frozen + update) * self.values,
+            "evaluations": sampling(self.held_out) / (args.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
-
-    def products(self, tokens, scored, passes, gradients=0):
-        """Seconds of the products with all weights, and of those that give their gradients"""
-        flops = tokens * self.active + scored * self.net.lm_head.weight.numel()
-        trained = min(flops, tokens * self.trained)
-        return 2 * (passes * flops + gradients * trained) / self.flops
-
-    def pass_seconds(self, passes, gradients):
-        """Seconds of passes over the sequences of a step, of which three are a forward and a
-        backward pass
-        """
-        prompt, scored, config = self.prompt, self.scored, self.net.config
-        rows, K, length = self.layout(self.size, prompt, scored)
-        pairs = length**2 / SDPA  # of tokens that see each other
-        if self.is_block:
-            pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
-        # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
-        other = 14 * pairs * config.num_attention_heads * config.head_dim
-        other += length * self.kept * TOUCHES / self.bandwidth
-        layers = len(self.net.layers) * (passes + gradients) / 3
-        products = self.products(length, K * scored, passes, gradients)
-        work = (products / PRODUCTS + other * layers) / self.sequence_parallel
-        return self.noised / K * (work + LAUNCH / rows * layers)
-
-    def sampler_seconds(self, completions):
-        """Seconds in which all ranks make so many completions"""
-        number, n, steps = completions // self.ranks, self.n, self.steps
-        rows, canvas = min(number, self.rows), self.prompt + self.gen_length
-        window = n if self.cached else canvas  # tokens of a forward, besides the first of a block
-        tokens = ((2 * n if self.is_block else canvas) + (steps - 1) * window) / steps
-        forward = max(self.products(rows * tokens, rows * n / 2, 1), 2 * self.base / self.bandwidth)
-        forward += self.cached * rows * canvas / self.bandwidth
-        adapters = sum("lora_A" in name for name, _ in self.net.named_parameters())
-        forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
-        return number / max(rows, 1) * self.blocks * steps * forward
 
     def table(self):
         """-> the plan in lines"""
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
-        held, most = memory["sum"], KEPT_BELOW * self.room / 1e9
         # the sampler keeps its cache where it fits, without rollouts never
-        cache = self.rows * self.row_cache if self.rollout else 0
-        later = min(held + cache / 1e9, most)
-        more = f", up to about {later:.3g} in later steps" * (later > held)
+        cache = self.rows * self.row_cache * bool(self.rollout)
+        later = min(memory["sum"] + cache / 1e9, KEPT_BELOW * self.room / 1e9)
+        more = f", up to about {later:.3g} in later steps" * (later > memory["sum"])
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
             f"{self.rows} completions at a time\n"
@@ -289,54 +266,42 @@ class Plan:
         )
 
     def refusal(self):
-        """-> None, or a line: this cannot fit, and ways in which it would"""
-        size = self.size or max(1, self.coupled * self.copies)
+        """-> None, or a line: this cannot fit, and ways in which it would or might"""
+        size = self.size or self.least
         needed = self.memory(size)["sum"]
         if self.size and needed < self.room:  # a size of the user's own may take RESERVE
             return None
+        shares = lambda change: self.ranks % change.get("sequence_parallel", 1) == 0
+        changed = lambda change: replace(self, args=replace(self.args, **change))
         if self.fitting:
             ways = [f"--micro-batch-size {self.fitting[-1]}"]
         else:
-            fits = lambda **change: replace(self, **change).fitting
-            ways = [way for way, change in CHANGES.items() if fits(**change)]
-            heads, in_node = self.net.config.num_attention_heads, ranks_of_a_node(self.ranks)
-            least = lambda way, able: next((way.format(n) for n in (2, 4, 8) if able(n)), "")
-            shared = lambda n, **change: heads % n == 0 and fits(sequence_parallel=n, **change)
-            ways.append(
-                least("--sequence-parallel {}", lambda n: in_node % n == 0 and shared(n))
-                or least("{} x the GPUs", lambda n: fits(ranks=n * self.ranks))
-                or least(
-                    "{0} x the GPUs with --sequence-parallel {0}",
-                    lambda n: shared(n, ranks=n * self.ranks),
-                )
-            )
+            ways = [way for way, to in CHANGES.items() if shares(to) and changed(to).fitting]
+            ways += ["--lora-rank 128"] * (not self.args.lora_rank)
+            ways += ["more GPUs, for long rows with --sequence-parallel", "a smaller model"]
         return (
             f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
-            f"{self.room / 1e9:.3g} GB: try {', or '.join(filter(None, ways)) or 'a smaller model'}"
+            f"{self.room / 1e9:.3g} GB: try {', or '.join(ways)}"
         )
 
 
-# those that hold the value of a script's flag of that name
-FLAGS = Plan.__match_args__[:11] + Plan.__match_args__[-5:]
+def fit(on_cpu, model, args, **numbers):
+    """numbers: the rest of a Plan -> the micro-batch size of the run, asked for or the largest that
+    fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
 
-
-def fit(on_cpu, flags, **numbers):
-    """flags: of a script, {name: value}; numbers: the rest of a Plan -> the micro-batch size of the
-    run, asked for or the largest that fits, and the completions that its sampler makes together; on
-    CPUs on_cpu and ROWS.
-
-    Prints the plan. SystemExit if the size asked for does not hold what one forward must, or if
-    the run does not fit the GPU.
+    Prints the plan. SystemExit for an --attention that cannot serve the model, if the size asked
+    for does not hold what one forward must, or if the run does not fit the GPU.
     """
-    numbers |= {name: flags[name] for name in FLAGS if name in flags}
-    size, together = flags["micro_batch_size"], numbers["coupled"] * numbers["draws"](1)
+    check_backend(args.attention, model.attention, "cuda" if cuda_bytes() else "cpu")
+    size, together = args.micro_batch_size, numbers["coupled"] * numbers["draws"](1)
     if 0 < size < together:
         raise SystemExit(
             f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
         )
     if not (room := cuda_bytes()):
         return size or max(on_cpu, together), ROWS
-    plan = Plan(room=room, gpu=torch.cuda.get_device_name(), ranks=dist.get_world_size(), **numbers)
+    machine = {"room": room, "gpu": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
+    plan = Plan(model, args, **machine, **numbers)
     if line := plan.refusal():
         raise SystemExit(line)
     if not dist.get_rank():
@@ -350,7 +315,8 @@ def fit_rollouts(problems, model, args, together, uses_old):
     prompts = [len(ids) for rows in problems.values() for _, ids in rows]
     return fit(
         256,
-        vars(args),
+        model,
+        args,
         lengths=torch.tensor([(prompt, args.gen_length) for prompt in prompts]),
         held_out=len(problems.get("test", ())),
         sequences=sequences,
@@ -368,14 +334,16 @@ def fit_answers(rows, held_out, model, args, draws=1, tail=0, **numbers):
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
     answer; tail: tokens behind it. Flag pack_length: of rows that hold several answers.
     """
-    pack_length = getattr(args, "pack_length", 0)
     prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
     lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
-    packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
+    if pack_length := getattr(args, "pack_length", 0):
+        packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
+        lengths = torch.cat([lengths, packed])
     return fit(
         64,
-        vars(args),
-        lengths=torch.cat([lengths, packed]) if pack_length else lengths,
+        model,
+        args,
+        lengths=lengths,
         held_out=len(held_out.get("test", ())),
         sequences=args.batch_size * len(sides),
         draws=lambda replays: draws,

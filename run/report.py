@@ -19,8 +19,6 @@ from data.rows import json_object
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_BYTES = 1_900_000  # of the page
 MAX_ROWS, MAX_SAMPLES = 300, 200  # of metrics.jsonl and samples.jsonl
-# what a sample tells of each of its tokens
-OF_TOKENS = {"pieces": str, "blocks": int, "step_map": int, "logps": int | float}
 
 # title; left axis: keys that match; right axis: key
 PANELS = [
@@ -43,8 +41,11 @@ def is_score(key):
 
 
 def read_json(path):
-    """The object that a JSON file holds. SystemExit if it is damaged."""
-    return _object(path.read_bytes(), path)
+    """The object that a JSON file holds. SystemExit if it is damaged or missing."""
+    try:
+        return json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} is damaged: {error}") from error
 
 
 def complete_lines(path):
@@ -53,37 +54,27 @@ def complete_lines(path):
     of a character."""
     if path.exists():
         with open(path, "rb") as file:
-            yield from (line[:-1] for line in file if line.endswith(b"\n"))
+            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def read_lines(path):
     """Yield (line, its object) of the complete lines of a .jsonl. SystemExit names one that is
     damaged."""
     for number, line in enumerate(complete_lines(path), 1):
-        yield line, _object(line + b"\n", f"{path} line {number}")
-
-
-def _object(raw, where):
-    try:
-        return json_object(raw)
-    except ValueError as error:
-        raise SystemExit(f"{where} is damaged: {error}") from error
-
-
-def each_row(run_dir):
-    """Yield the rows of metrics.jsonl, one after the other: a long run has many. SystemExit if a
-    value is no number, or the step is missing."""
-    path = run_dir / "metrics.jsonl"
-    for _, row in read_lines(path):
-        is_number = lambda v: isinstance(v, int | float) and abs(v) < 1e300
-        wrong = {key: v for key, v in row.items() if v is not None and not is_number(v)}
-        if wrong or row.get("step") is None:
-            raise SystemExit(f"{path} is damaged: it has {str(wrong or row)[:100]}")
-        yield row
+        try:
+            yield line, json_object(line)
+        except ValueError as error:
+            raise SystemExit(f"{path} line {number} is damaged: {error}") from error
 
 
 def read_rows(run_dir):
-    return [*each_row(run_dir)]
+    """-> rows of metrics.jsonl. SystemExit if a value is no number, or the step is missing."""
+    path = run_dir / "metrics.jsonl"
+    rows = [row for _, row in read_lines(path)]
+    for row in rows:
+        if not all(isinstance(row[key], int | float | None) for key in row) or "step" not in row:
+            raise SystemExit(f"{path} is damaged: it has {str(row)[:100]}")
+    return rows
 
 
 def write_report(folder):
@@ -92,14 +83,13 @@ def write_report(folder):
     folder: of a run (config.json, metrics.jsonl, samples.jsonl) or of a task of an evaluation
     (samples.jsonl, result.json). What is missing is left out of the page.
     """
-    every = math.ceil(sum(1 for _ in each_row(folder)) / MAX_ROWS)
-    rows = enumerate(each_row(folder))
-    kept = [row for i, row in rows if i % every == 0 or any(map(is_score, row))]
+    rows, samples = read_rows(folder), folder / "samples.jsonl"
+    every = math.ceil(len(rows) / MAX_ROWS)
     page = {
         "title": folder.resolve().name,
         "panels": PANELS,
-        "metrics": kept,
-        "written": sum(1 for _ in complete_lines(folder / "samples.jsonl")),
+        "metrics": [row for i, row in enumerate(rows) if i % every == 0 or any(map(is_score, row))],
+        "written": sum(1 for _ in complete_lines(samples)),
     }
     # the tasks of evals/run.py share the config.json of the folder above
     for path in folder.parent / "config.json", folder / "config.json", folder / "result.json":
@@ -107,7 +97,7 @@ def write_report(folder):
             page[path.stem] = read_json(path)
     template = TEMPLATE.read_text(encoding="utf-8")
     room = MAX_BYTES - len(template.encode()) - len(embedded(page))
-    page["samples"] = chosen(folder / "samples.jsonl", room)
+    page["samples"] = chosen(samples, room)
     text = template.replace("DATA", embedded(page).decode())
     (folder / "report.html").write_text(text, encoding="utf-8")
     return page["samples"]
@@ -123,43 +113,27 @@ def embedded(data):
 def chosen(path, room):
     """Evenly spaced rows of samples.jsonl, as many as fit into `room` bytes. -> [dict]
 
-    If only some tell the denoising steps of their tokens, as in an evaluation, those. SystemExit
-    names a row that is damaged.
+    If only some tell the denoising steps of their tokens, as in an evaluation, those.
     """
-    every = lambda: enumerate(complete_lines(path), 1)
-    with_steps = lambda: (pair for pair in every() if b'"step_map": ' in pair[1])
-    lines = with_steps if any(with_steps()) else every
-    sizes = [len(line) for _, line in lines()]
-    # the page has about half of a line
-    count = min(len(sizes), MAX_SAMPLES, 3 * room * len(sizes) // (sum(sizes) + 1))
+    with_steps = lambda line: b'"step_map": ' in line
+    fit = with_steps if any(map(with_steps, complete_lines(path))) else None
+    lines = lambda: filter(fit, complete_lines(path))
+    total = sum(1 for _ in lines())
+    count = min(total, MAX_SAMPLES)
     while count > 0:
-        places = {i * (len(sizes) - 1) // max(count - 1, 1) for i in range(count)}
-        picked = (pair for i, pair in enumerate(lines()) if i in places)
-        samples = [shown(line + b"\n", f"{path} line {number}") for number, line in picked]
-        size = len(embedded(samples))
-        if size <= room:
+        places = {i * (total - 1) // max(count - 1, 1) for i in range(count)}
+        samples = [shown(line) for i, line in enumerate(lines()) if i in places]
+        if (size := len(embedded(samples))) <= room:
             return samples
         count = min(count - 1, count * room // size)
     return []
 
 
-def shown(line, where):
+def shown(line):
     """A row of samples.jsonl without what the page does not need, and shorter numbers."""
-    row = _object(line, where)
+    row = json.loads(line)
     row.pop("completion_ids", None)
-    told = {name: row[name] for name in OF_TOKENS if name in row}
-    are_lists = all(
-        isinstance(parts, list) and all(isinstance(part, OF_TOKENS[name]) for part in parts)
-        for name, parts in told.items()
-    )
-    try:
-        if not are_lists or len({*map(len, told.values())}) > 1:
-            raise ValueError
-        row["percent"] = [round(100 * math.exp(logp)) for logp in row.pop("logps", [])]
-    except (ValueError, OverflowError):  # a logp is NaN or far above 0
-        wrong = f"{', '.join(told)} must be lists with a value for each token"
-        raise SystemExit(f"{where} is damaged: {wrong}") from None
-    return row
+    return row | {"percent": [round(100 * math.exp(logp)) for logp in row.pop("logps", [])]}
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ All else is keyed by the step.
 """
 
 import json
-import re
 import shutil
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from distributed.disk import AtomicDirectory, from_first_rank, hold, is_first_rank, writing
+from distributed.disk import from_first_rank, hold, is_first_rank, whole_directory, writing
 from models import save_model, source_of
 from models.lora import has_lora, save_adapter
-from models.tensors import read_json
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-CHECKSUMS = "checksums.json"  # in a state: {file: CRC-32}
+FACTS, CHECKSUMS = "facts.json", "checksums.json"  # of a state; the latter: {file: CRC-32}
 
 
 class Saves:
@@ -34,37 +33,38 @@ class Saves:
     resume/step-000050         the state that `load` reads
     """
 
-    def __init__(self, run_dir, model, optimizer, tokenizer, base, keep, every, last, scores=()):
-        """base: --model of the run. keep: how many of the newest saves stay (0: all). every: steps
-        between saves (0: none). last: step of the run's end. scores: [(step, validation score)] so
-        far.
-        """
+    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores=()):
+        """args: RunFlags. scores: [(step, validation score)] so far"""
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
-        self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
-        self.base, self.keep, self.more = source_of(base), keep, []
-        self.every, self.last = every, last
-        self.best = max(scores, key=lambda score: score[1], default=None)
-        self.newest = max(saves_in(self.checkpoints), default=None)
+        self.pairs, self.tokenizer, self.args = [(model, optimizer)], tokenizer, args
+        self.scores = dict(scores)
+        self.newest = max(saves_in(self.checkpoints), default=(0, None))[1]
         self.tag_best()
+
+    @property
+    def best(self):
+        """The step with the best validation score, the first of equals; 0: there is none"""
+        return max(self.scores, key=self.scores.get, default=0)
 
     @staticmethod
     def load(run_dir, model, optimizer):
         """Fill both from the newest undamaged state, delete what was saved after it. -> its step
 
-        run_dir: "" for a new run, which starts at step 0. SystemExit if a process works in it.
+        run_dir: "" for a new run, which starts at step 0. SystemExit if a process works in it, or
+        if the state is of another number of ranks or another model.
         """
         if not run_dir:
             return 0
         from_first_rank(lambda: hold(run_dir))
-        step = load_state(newest_state(Path(run_dir) / "resume"), model, optimizer)
-        if is_first_rank():
-            for folder in (Path(run_dir) / "checkpoints", Path(run_dir) / "resume"):
-                for path in saves_in(folder):
-                    if step_of(path) > step:
-                        with writing(path):
-                            shutil.rmtree(path)
-        dist.barrier()
-        return step
+        states, weights = Path(run_dir) / "resume", Path(run_dir) / "checkpoints"
+        state = from_first_rank(partial(newest_state, states))
+        facts, ranks = json.loads((state / FACTS).read_text()), dist.get_world_size()
+        if (saved := facts["world_size"]) != ranks:
+            raise SystemExit(f"--resume: {state} was saved by {saved} ranks, this run has {ranks}")
+        load_pair(state, model, optimizer, 0)
+        for folder in states, weights:
+            delete(path for step, path in saves_in(folder) if step > facts["step"])
+        return facts["step"]
 
     def include(self, model, optimizer, step):
         """Save another pair with every state: a value model, or a reference that moves, which has
@@ -72,33 +72,32 @@ class Saves:
 
         step: > 0 in a resumed run; the pair is then loaded from that step's state.
         """
-        self.more.append((model, optimizer))
         if step:
-            load_pair(self.resume / f"step-{step:06d}", model, optimizer, len(self.more))
+            load_pair(self.resume / f"step-{step:06d}", model, optimizer, len(self.pairs))
+        self.pairs.append((model, optimizer))
 
     def after_step(self, step, metrics, stopped=False):
-        """Save weights and state every `every` steps and when the run is stopped; the weights also
-        after the last step and when the validation score, eval/..., is the best so far.
+        """Save weights and state every --save-every steps and when the run is stopped; the weights
+        also after the last step and when the validation score, eval/..., is the best so far.
         """
-        score = next((value for name, value in metrics.items() if name.startswith("eval/")), None)
-        state = stopped or (self.every and step % self.every == 0)
-        weights = state or step == self.last
-        is_best = score is not None and (self.best is None or score > self.best[1])
-        if weights or is_best:
+        for name, value in metrics.items():
+            if name.startswith("eval/"):
+                self.scores[step] = value
+        model, every = self.pairs[0][0], self.args.save_every
+        is_due = stopped or (every and step % every == 0)
+        if is_due or step in (self.best, self.args.max_steps):
             self.newest = self.checkpoints / f"step-{step:06d}"
-            if has_lora(self.model):
-                save_adapter(self.model, self.newest, self.base, self.tokenizer)
+            if has_lora(model):
+                save_adapter(model, self.newest, source_of(self.args.model), self.tokenizer)
             else:
-                save_model(self.model, self.newest, self.tokenizer)
-        if is_best:
-            self.best = step, score
+                save_model(model, self.newest, self.tokenizer)
+        if step == self.best:
             self.tag_best()
-        if state:
-            save_state(self.resume, self.model, self.optimizer, step, self.keep, self.more)
+        if is_due:
+            self.save_state(step)
         # A run that goes back to its last state must find that state's best weights.
-        if state or not self.resume.exists():
-            best = [f"step-{self.best[0]:06d}"] if self.best else []
-            prune(self.checkpoints, self.keep, spare=best)
+        if is_due or not self.resume.exists():
+            self.prune(self.checkpoints, self.best)
 
     def tag_best(self):
         link = self.checkpoints / "best"
@@ -106,117 +105,87 @@ class Saves:
             with writing(link):
                 link.unlink(missing_ok=True)
                 if self.best:
-                    link.symlink_to(f"step-{self.best[0]:06d}")
+                    link.symlink_to(f"step-{self.best:06d}")
 
+    def save_state(self, step):
+        """Save into resume/step-<step>, delete older states than --keep-saves. Collective.
 
-def save_state(directory, model, optimizer, step, keep, more=()):
-    """Save into directory/step-<step>, then delete all but the newest `keep` states. Collective.
+        The state takes its name only when all of it is on disk, its checksums too.
+        """
+        facts, parts = {"step": step, "world_size": dist.get_world_size()}, {}
+        for number, pair in enumerate(self.pairs):
+            parts |= pair_parts(*pair, number)
+        with whole_directory(self.resume / f"step-{step:06d}") as folder:
+            try:  # a full disk raises on every rank
+                dcp.save(parts, checkpoint_id=folder / "state")
+            except CheckpointException as error:
+                raise OSError(first_cause(error)) from error
+            if is_first_rank():
+                (folder / FACTS).write_text(json.dumps(facts) + "\n")
+                seal(folder)
+        self.prune(self.resume)
 
-    keep: 0 keeps all. more: further pairs of a model and its optimizer that belong to the state.
-    The state takes its name only when all of it is on disk, its checksums too.
-    """
-    save = AtomicDirectory(Path(directory) / f"step-{step:06d}")
-    dist.barrier()  # rank 0 has made the folder
-    parts = {}
-    for number, pair in enumerate([(model, optimizer), *more]):
-        parts |= pair_parts(*pair, number)
-    try:  # a full disk raises on every rank
-        dcp.save(parts, checkpoint_id=save.folder / "state")
-    except CheckpointException as error:
-        save.error = save.error or OSError(first_cause(error))
-    facts = {"step": step, "world_size": dist.get_world_size()}
-    save.attempt((save.folder / "facts.json").write_text, json.dumps(facts) + "\n")
-    files = checksums(save.folder)
-    if None in files.values():
-        save.error = save.error or OSError("what was written cannot be read")
-    save.attempt((save.folder / CHECKSUMS).write_text, json.dumps(files) + "\n")
-    save.finish()
-    prune(directory, keep)
+    def prune(self, directory, spare=None):
+        """Delete all saves but the newest --keep-saves (0: all) and that of the step `spare`"""
+        if keep := self.args.keep_saves:
+            delete(path for step, path in saves_in(directory)[:-keep] if step != spare)
 
 
 def checksums(state):
-    """-> {file: CRC-32 of its bytes, None if it cannot be read}, but for checksums.json itself.
-    Collective: every rank reads the files that it has written.
+    """-> {file: CRC-32}
 
     A core takes half a second for a GB. A CRC misses one damage in 4 billion, never a single byte.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    files, every = {}, [None] * ranks
-    for path in filter(Path.is_file, sorted(state.rglob("*"))):
-        writer = re.match(r"__(\d+)_", path.name)  # how torch names what a rank has written
-        if path.name != CHECKSUMS and int(writer[1] if writer else 0) % ranks == rank:
-            files[str(path.relative_to(state))] = crc32(path)
-    dist.all_gather_object(every, files)
-    return {name: value for part in every for name, value in part.items()}
+    files = [path for path in sorted(state.rglob("*")) if path.is_file()]
+    with ThreadPoolExecutor() as pool:
+        names = (str(path.relative_to(state)) for path in files)
+        return dict(zip(names, pool.map(crc32, files), strict=True))
 
 
 def crc32(path):
     value = 0
-    try:
-        with open(path, "rb") as file:
-            while part := file.read(2**24):
-                value = zlib.crc32(part, value)
-    except OSError:
-        return None
+    with open(path, "rb") as file:
+        while part := file.read(2**24):
+            value = zlib.crc32(part, value)
     return value
 
 
-def damage(state, found):
-    """found: its checksums now -> names of the files that have changed since, "": none, or an older
-    version saved it, without checksums. SystemExit if a file cannot be read: it may be whole.
+def seal(state):
+    """Write the checksums of its files."""
+    (state / CHECKSUMS).write_text(json.dumps(checksums(state)) + "\n")
+
+
+def damage(state):
+    """-> names of the files that have changed since the state was saved. SystemExit if one cannot
+    be read: it may be whole.
     """
-    if unread := [name for name, value in found.items() if value is None]:
-        raise SystemExit(f"--resume: cannot read {state / unread[0]}")
     try:
-        known = json.loads((state / CHECKSUMS).read_text())
-        changed = [name for name, value in known.items() if found.get(name) != value]
-    except FileNotFoundError:
-        known, changed = found, []
-        print(f"--resume: {state} has no {CHECKSUMS}; it is not checked", file=sys.stderr)
-    except OSError as error:
-        raise SystemExit(f"--resume: cannot read {state / CHECKSUMS}: {error.strerror}") from error
-    except (ValueError, AttributeError):
+        known, found = json.loads((state / CHECKSUMS).read_text()), checksums(state)
+    except (FileNotFoundError, ValueError):
         return CHECKSUMS
-    return ", ".join(changed) if "facts.json" in known else "facts.json"
+    except OSError as error:
+        raise SystemExit(f"--resume: cannot read {state}: {error}") from error
+    return ", ".join(name for name, value in known.items() if found.get(name) != value)
 
 
 def saves_in(directory):
-    """-> paths of its saves, the oldest first; a copy under another name is none"""
-    names = Path(directory).glob("step-*")
-    return sorted((path for path in names if path.name[5:].isdecimal()), key=step_of)
-
-
-def step_of(save):
-    return int(save.name.removeprefix("step-"))
+    """-> [(step, path)] of its saves, the oldest first; a copy under another name is none"""
+    named = ((path.name[5:], path) for path in Path(directory).glob("step-*"))
+    return sorted((int(step), path) for step, path in named if step.isdecimal())
 
 
 def newest_state(directory):
     """-> path of the newest state that is not damaged, after a line on each that is. SystemExit if
-    there is none. Collective.
+    there is none.
     """
-    for state in from_first_rank(lambda: saves_in(directory)[::-1]):
-        found = checksums(state)
-        wrong = from_first_rank(partial(damage, state, found))
-        if not wrong:
+    for _, state in reversed(saves_in(directory)):
+        if not (wrong := damage(state)):
             return state
-        if is_first_rank():
-            line = f"--resume: {state} is damaged ({wrong}); trying the save before it"
-            print(line, file=sys.stderr, flush=True)
+        line = f"--resume: {state} is damaged ({wrong}); trying the save before it"
+        print(line, file=sys.stderr, flush=True)
     raise SystemExit(
         f"--resume: {directory} holds no undamaged save; runs make one every --save-every steps"
     )
-
-
-def load_state(state, model, optimizer):
-    """Fill model and optimizer from a state directory. -> the step. Collective.
-
-    SystemExit on another world size or model.
-    """
-    world_size, saved = dist.get_world_size(), read_json(state / "facts.json").get("world_size")
-    if saved != world_size:
-        raise SystemExit(f"--resume: {state} was saved by {saved} ranks, this run has {world_size}")
-    load_pair(state, model, optimizer, 0)
-    return step_of(state)
 
 
 def pair_parts(model, optimizer, number):
@@ -230,12 +199,8 @@ def pair_parts(model, optimizer, number):
 
 
 def load_pair(state, model, optimizer, number):
-    """Fill a pair from a state directory. Collective."""
+    """Fill a pair from a state. Collective."""
     parts = pair_parts(model, optimizer, number)
-    try:  # dcp.load would print the traceback of a damaged file before it raises
-        dcp.FileSystemReader(state / "state").read_metadata()
-    except Exception as error:  # whatever pickle makes of it
-        raise SystemExit(f"--resume: {state} is damaged: its .metadata cannot be read") from error
     try:
         dcp.load(parts, checkpoint_id=state / "state")
         if optimizer:
@@ -243,22 +208,17 @@ def load_pair(state, model, optimizer, number):
             loaded = dict(zip(names, parts.values(), strict=True))
             set_state_dict(model, optimizer, **loaded, options=OPTIONS)
     except CheckpointException as error:
-        raise SystemExit(
-            f"--resume: {state} is damaged or of another model: {first_cause(error)}"
-        ) from error
+        raise SystemExit(f"--resume: {state} is of another model: {first_cause(error)}") from error
 
 
 def first_cause(error):
     """A CheckpointException has one (exception, stack) per failed rank. -> the first, as a line"""
     rank, (cause, _) = next(iter(error.failures.items()))
-    text = (str(cause) or type(cause).__name__).splitlines()[0]
-    return f"{text} (rank {rank})"
+    return f"{cause!r:.300} (rank {rank})"
 
 
-def prune(directory, keep, spare=()):
-    """Delete all but the newest `keep` (0: all) of directory/step-* and those named in spare."""
-    if keep and is_first_rank():
-        for old in saves_in(directory)[:-keep]:
-            if old.name not in spare:
-                with writing(old):
-                    shutil.rmtree(old)
+def delete(saves):
+    if is_first_rank():
+        for save in saves:
+            with writing(save):
+                shutil.rmtree(save)

@@ -237,7 +237,7 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         if "prompts_per_step" in flags:
             engine = BlockEngine if net.attention == "block-causal" else MaskedEngine
             sampling = {name: flags[name] for name in script.ROLLOUT.split()}
-            engine(net, 1).plan(script.RECORDS, **sampling)
+            engine(net, 1).validate(script.RECORDS, **sampling)
             row = None, range(args.max_prompt_length)
             run = script.plan_run({"train": [row], "test": [row] * 128}, args)
         else:

@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.planning import countdown_solutions, stable_hash, sudoku_solutions
+from data.planning import stable_hash
 from data.rows import read_rows
 from evals import (
     TRAIN_TASKS,
@@ -31,19 +31,19 @@ from evals import (
     programs,
     score_all,
 )
-from evals.examples import shots_in, user
+from evals.examples import user
 from evals.math_grader import number
 from evals.rewards import REWARDS, load_reward
 from evals.samples import same_problem
 from evals.sandbox import in_threads
 from models import load_tokenizer
-from rollout.traces import gold
 
 DATA = os.environ.get("CLEANDLLM_DATA")
 needs_files = pytest.mark.skipif(not DATA, reason="set CLEANDLLM_DATA to the benchmarks' files")
 pytestmark = pytest.mark.usefixtures("patient")
 GOLDEN = [json.loads(line) for line in (ROOT / "tests/golden/evals.jsonl").read_text().splitlines()]
 TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
+PRIVATE = {"private": ""}
 RECALL = {  # of judged completions, at least: of the forms that scorers were tuned on, of others
     "number": (0.91, 0.88),
     "expression": (0.89, 0.45),
@@ -155,54 +155,30 @@ SLOW = "humaneval_plus livecodebench mbpp_plus olympiad arc_c ceval hellaswag mm
 )
 def test_hostile_text_scores_zero_quickly(task, monkeypatch):
     monkeypatch.setattr("evals.math_grader.TIMEOUT", 1.0)
-    module, example = load_task(task), of("scores", task)[0]["example"]
-    began = time.process_time()
-    assert load_reward("", module)(HOSTILE, [example] * len(HOSTILE)) == [{"score": 0.0}] * len(
-        HOSTILE
-    )
-    for text in HOSTILE:
-        found = module.extract(text, example)
-        assert found is None or isinstance(found, str)
-    right = next(text for text, score, _ in of("scores", task)[0]["scores"] if score)
-    cut = [right[: len(right) * i // 8] for i in range(8)]
-    assert set(score_all(module, cut, [example] * 8)) <= {0.0, 1.0}
+    module, example, began = load_task(task), of("scores", task)[0]["example"], time.process_time()
+    assert set(score_all(module, HOSTILE, [example] * len(HOSTILE))) == {0.0}
+    assert all(isinstance(module.extract(text, example) or "", str) for text in HOSTILE)
     assert time.process_time() - began < 30
-
-
-def test_texts_of_ten_megabytes():
-    """Their end is read, in seconds; the rewards neither wait nor raise."""
-    began, long = time.process_time(), 10 << 20
-    for task, piece in (("gsm8k", r"\boxed{"), ("gsm8k", "$"), ("mmlu", "A. "), ("bbh", "{")):
-        example = of("scores", task)[0]["example"]
-        assert load_task(task).score(piece * (long // len(piece)), example) == 0.0
-    example = {"gold": "18", "style": "tags", "numbers": [2, 3], "target": 6}
-    piece = "<reasoning></reasoning><answer>"
-    assert REWARDS["gsm8k_d1"](piece * (long // len(piece)), example)["soft_format"] == 0.0
-    digits = f"<answer>{'9' * 5000}</answer>"  # more than Python converts
-    assert REWARDS["countdown_d1"](digits, example) == {"solved": 0.0, "answered": 0.1}
-    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_rows(task, tmp_path):
     module, good = load_task(task), None
+    load = lambda *rows, **limit: module.load("test", write(tmp_path / "rows.jsonl", rows), **limit)
     for case in of("row", task):
-        path = write(tmp_path / "rows.jsonl", [case["row"]] * 2)
         if case["loaded"]:
-            good, loaded = case["row"], module.load("test", path)
-            for example in loaded if task == "livecodebench" else ():
-                assert example.pop("source").startswith(path) and len(example.pop("private")) == 3
-                case["loaded"].pop("private", None)
-            rotated = task == "gpqa" and loaded[0] == case["loaded"]
-            assert rotated or loaded == [case["loaded"]] * len(loaded) and len(loaded) == 2
-            assert len(module.load("test", path, limit=1)) == 1
+            good, loaded, want = case["row"], load(case["row"], case["row"]), case["loaded"]
+            if task == "livecodebench":  # where private tests are, and the file
+                loaded = [{k: v for k, v in e.items() if k in want} | PRIVATE for e in loaded]
+                want = want | PRIVATE
+            assert loaded == [want] * 2 or task == "gpqa" and loaded[0] == want
+            assert len(load(case["row"], case["row"], limit=1)) == 1
         else:
-            message = one_line(module.load, "test", path)
-            assert message.startswith(f"{path} row 1: cannot read a problem from ")
+            message = one_line(load, case["row"])
+            assert message.startswith(f"{tmp_path}/rows.jsonl row 1: cannot read a problem from ")
             assert "; needs " in message and all(name in message for name in case["row"])
     if good:  # a bad row is counted from 1
-        path = write(tmp_path / "rows.jsonl", [good, {"other": 1}])
-        assert f"{path} row 2: cannot" in one_line(module.load, "test", path)
+        assert "rows.jsonl row 2: cannot" in one_line(load, good, {"other": 1})
     assert "no such" in one_line(module.load, "test", "missing.jsonl")
 
 
@@ -220,26 +196,6 @@ def test_prompts(task):
 def test_every_task_has_golden_verdicts():
     message = one_line(load_task, "")
     assert message.partition("use one of ")[2].split(", ") == TASKS
-
-
-def test_answers_of_the_planning_tasks_score_one_and_cover_all_solutions():
-    countdown, sudoku = load_task("countdown"), load_task("sudoku")
-    for data, limit in (("small", 600), ("cd3", 60), ("cd4", 4)):
-        for example in countdown.load("test", data, limit):
-            gold = [countdown.answer(example, draw) for draw in range(3)]
-            assert all(countdown.score(text, example) == 1.0 for text in gold)
-            assert data != "small" or all(len(text) <= 11 for text in gold), "with an EOS 12 tokens"
-    for example in sudoku.load("test", "sudoku4-tags"):
-        assert sudoku.score(sudoku.answer(example), example) == 1.0
-    small = {"numbers": [12, 7, 3], "target": 8, "style": "compact"}
-    drawn = Counter(countdown.answer(small, draw) for draw in range(400))
-    assert drawn.keys() == set(countdown_solutions([12, 7, 3], 8, "+-"))
-    assert all(80 <= n <= 120 for n in drawn.values())
-    board = {"puzzle": "0012120000212100", "style": "compact"}
-    drawn = {sudoku.answer(board, draw) for draw in range(20)}
-    assert drawn == set(sudoku_solutions(board["puzzle"]))
-    with pytest.raises(ValueError, match="no expression over"):
-        countdown.answer(small | {"target": 500})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,43 +259,35 @@ def test_hub_rows(task, hub):
 
 def test_held_out_rows_are_fixed(hub):
     """512 train rows are validation; the others are train, in the hub's order."""
-    rows = {
-        ("openai/gsm8k", "main", "train"): [row_of("gsm8k", question=f"{i}?") for i in range(1000)]
-    }
     swag = next(case["row"] for case in of("row", "hellaswag") if "ctx_a" in case["row"])
-    texts = [swag | {"ctx_a": f"Text {i}."} for i in range(600)]
-    rows["Rowan/hellaswag", None, "train"] = texts
+    names = "openai/gsm8k", "Rowan/hellaswag", "EleutherAI/hendrycks_math"
+    rows = {
+        (names[0], "main", "train"): [row_of("gsm8k", question=f"{i}?") for i in range(1000)],
+        (names[1], None, "train"): [swag | {"ctx_a": f"Text {i}."} for i in range(600)],
+    }
     for part in MATH_PARTS:
-        problem = lambda i, part=part: {"problem": f"{part} {i}?", "solution": f"\\boxed{{{i}}}"}
-        rows["EleutherAI/hendrycks_math", part, "train"] = [problem(i) for i in range(100)]
-        rows["EleutherAI/hendrycks_math", part, "test"] = [problem(-1)]
-    hub(rows)
-    for task, key, size, held in (
-        ("gsm8k", "question", 1000, "198?"),
-        ("hellaswag", "text", 600, "Text 115. He"),
-        ("math500", "question", 700, "counting_and_probability 51?"),
+        math = [{"problem": f"{part} {i}?", "solution": f"\\boxed{{{i}}}"} for i in range(101)]
+        rows |= {(names[2], part, "train"): math[:100], (names[2], part, "test"): math[100:]}
+    hub(rows | {(f"{name}@v1", *part): found for (name, *part), found in rows.items()})
+    for task, key, size, held, data in (
+        ("gsm8k", "question", 1000, "198?", "openai/gsm8k@v1@d1"),
+        ("hellaswag", "text", 600, "Text 115. He", "Rowan/hellaswag@v1"),
+        ("math500", "question", 700, "counting_and_probability 51?", "full@v1"),
     ):
-        module = load_task(task)
-        train, validation = module.load("train"), module.load("validation")
+        load = load_task(task).load
+        train, validation = load("train"), load("validation")
         assert (len(train), len(validation)) == (size - 512, 512)
         assert len({row[key] for row in train + validation}) == size
-        assert module.load("validation", limit=3) == validation[:3]
+        assert load("validation", limit=3) == validation[:3]
         assert validation[100][key] == held, "the same rows for ever"
+        style = {"style": "tags"} if "d1" in data else {}
+        assert load("validation", data) == [row | style for row in validation]
     ids = [int(row["question"][:-1]) for row in load_task("gsm8k").load("train")]
     assert ids == sorted(ids)
-    d1 = [row | {"style": "tags"} for row in load_task("math500").load("train")]
-    assert load_task("math500").load("train", "d1") == d1
-    assert len(load_task("math500").load("test", "full")) == 7
-    tasks = {
-        "gsm8k": "openai/gsm8k@v1@d1", "hellaswag": "Rowan/hellaswag@v1", "math500": "full@v1"
-    }  # fmt: skip
-    newest = {name: load_task(name).load("validation") for name in tasks}
-    hub({(f"{name}@v1", *part): found for (name, *part), found in rows.items()})
-    for name, data in tasks.items():
-        style = {"style": "tags"} if "d1" in data else {}
-        assert load_task(name).load("validation", data) == [row | style for row in newest[name]]
+    d1 = [row | {"style": "tags"} for row in train]
+    assert load("train", "d1") == d1 and len(load("test", "full")) == 7
     with pytest.raises(SystemExit, match="has test rows alone: use full@REVISION"):
-        load_task("math500").load("train", "HuggingFaceH4/MATH-500@v1")
+        load("train", "HuggingFaceH4/MATH-500@v1")
 
 
 def test_worked_examples_and_subjects(hub):
@@ -371,20 +319,18 @@ def test_worked_examples_of_mmlu_pro(tmp_path, hub):
     pro, row = load_task("mmlu_pro"), row_of("mmlu_pro")
     worked = lambda i: f"A: Let's think step by step. Because {i}. The answer is (J)."
     dev = [row | {"question": f"dev {i}?", "cot_content": worked(i)} for i in range(6)]
-    other = [row | {"category": "math", "cot_content": worked(9)}]
-    parts = {("TIGER-Lab/MMLU-Pro", None, "validation"): other + dev}
-    hub(parts | {("TIGER-Lab/MMLU-Pro", None, "test"): [row] * 2})
-    [plain, _] = pro.load("test")
-    [first, _] = found = pro.load("test", "5-shot")
+    other = row | {"category": "math", "cot_content": worked(9)}
+    hub({("TIGER-Lab/MMLU-Pro", None, part): rows
+         for part, rows in {"validation": [other, *dev], "test": [row] * 2}.items()})  # fmt: skip
+    [plain, _], [first, _] = found = pro.load("test"), pro.load("test", "5-shot")
     reasons = [f"Because {i}. The answer is (J)." for i in range(5)]
     assert [shot["reason"] for shot in first["shots"]] == reasons
     assert first == plain | {"style": "reasons", "shots": first["shots"]}
-    assert shots_in(pro.prompt(first)) == 5
-    path = write(tmp_path / "rows.jsonl", [row, *other, *dev, row])
-    assert pro.load("test", f"{path}@5-shot") == found and pro.load("test", "5-shot", 1) == [first]
+    assert len(pro.prompt(first)) == 11 and len(pro.prompt(plain)) == 1
+    path = write(tmp_path / "rows.jsonl", [row, other, *dev, row])
+    assert pro.load("test", f"{path}@5-shot") == found[1] and len(pro.load("test", path)) == 9
     path = write(tmp_path / "rows.jsonl", [row, *dev[:4]])
     assert "fewer than 5 dev rows of 'law'" in one_line(pro.load, "test", f"{path}@5-shot")
-    assert shots_in(pro.prompt(plain)) == 0 and len(pro.load("test", path)) == 5
 
 
 def test_worked_examples_of_gpqa(tmp_path):
@@ -399,10 +345,9 @@ def test_worked_examples_of_gpqa(tmp_path):
     assert orders == "2r13 r132 r213 1r32 2r31 312r".split(), "drawn with seed 0"
     assert "".join(example["gold"] for example in examples) == "BAABBD"
     assert {example["shots"] for example in examples} == {text}
-    assert shots_in(gpqa.prompt(examples[0])) == 2
-    assert gpqa.load("test", path)[0]["gold"] == "D" and gpqa.load("test", path)[1]["gold"] == "C"
-    assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{ROOT}/tests/size.py")
-    assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{tmp_path}/no.py")
+    assert [example["gold"] for example in gpqa.load("test", path)[:2]] == ["D", "C"]
+    for other in f"{ROOT}/tests/size.py", f"{tmp_path}/no.py":
+        assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{other}")
 
 
 def test_evalplus_rows(tmp_path):
@@ -442,31 +387,26 @@ def test_zips(task, tmp_path):
     examples = module.load("test", zipped(tmp_path / "a.zip", files))
     assert len(examples) == 2 and len(examples[0]["shots"]) == 5 and examples[0]["gold"] == "C"
     assert examples[0]["options"] == ["w, or so", "x", "y", "z"]
-    for file, text in files.items():
-        bad = zipped(tmp_path / "b.zip", files | {file: text.replace(",C\n", ",E\n")})
-        assert "cannot read a problem" in one_line(module.load, "test", bad)
-        missing = zipped(tmp_path / "c.zip", {k: v for k, v in files.items() if k != file})
-        assert "csv in it" in one_line(module.load, "test", missing)
+    file, text = files.popitem()
+    assert "csv in it" in one_line(module.load, "test", zipped(tmp_path / "c.zip", files))
+    bad = zipped(tmp_path / "b.zip", files | {file: text.replace(",C\n", ",E\n")})
+    assert "cannot read a problem" in one_line(module.load, "test", bad)
     rows = write(tmp_path / "rows.jsonl", [{}])
     assert "takes a .zip or a hub id" in one_line(module.load, "test", rows)
 
 
 def test_bbh_clone(tmp_path):
-    bbh = load_task("bbh")
+    bbh, problem = load_task("bbh"), json.dumps({"examples": [{"input": "?", "target": "(A)"}]})
+    for folder in "bbh", "cot-prompts":
+        (tmp_path / folder).mkdir()
     for task in bbh.TASKS:
-        for file, text in (
-            (
-                f"bbh/{task}.json",
-                json.dumps({"examples": [{"input": f"{task}?", "target": "(A)"}]}),
-            ),
-            (f"cot-prompts/{task}.txt", "BENCHMARK DATA\n-----\nDo it.\n\nQ: why\nIt is (A).\n"),
-        ):
-            (tmp_path / file).parent.mkdir(exist_ok=True)
-            (tmp_path / file).write_text(text)
+        (tmp_path / f"bbh/{task}.json").write_text(problem)
+        shots = "BENCHMARK DATA\n-----\nDo it.\n\nQ: why\nIt is (A).\n"
+        (tmp_path / f"cot-prompts/{task}.txt").write_text(shots)
     examples = bbh.load("test", str(tmp_path))
     assert [example["subject"] for example in examples] == bbh.TASKS
     assert {e["shots"] for e in examples} == {"Do it.\n\nQ: why\nIt is (A)."}
-    assert shots_in(bbh.prompt(examples[0])) == 1 and len(bbh.load("test", str(tmp_path), 3)) == 3
+    assert len(bbh.load("test", str(tmp_path), 3)) == 3
     (tmp_path / "cot-prompts/snarks.txt").unlink()
     assert "cot-prompts/snarks.txt" in one_line(bbh.load, "test", str(tmp_path))
 
@@ -503,9 +443,6 @@ def test_load_reward(monkeypatch):
     assert [parts["score"] for parts in found] == [1.0, 1.0, 0.0, 0.0, 1.0] and len(asked) == 2
     found[0]["score"] = 5.0
     assert found[1]["score"] == 1.0, "each completion has its own components"
-    kill = "import os\ndef mul(a, b):\n  os.kill(-1, 9)"
-    found = load_reward("", mbpp)([right, kill, right], [dict(example) for _ in range(3)])
-    assert [parts["score"] for parts in found] == [1.0, 0.0, 1.0]
     odd = lambda completion, example: {"a": 1.0, "b": float("nan") if completion == "x" else 0.0}
     monkeypatch.setitem(REWARDS, "countdown_odd", odd)
     reward = load_reward("countdown_odd", load_task("countdown"))
@@ -516,14 +453,11 @@ def test_load_reward(monkeypatch):
     for paid, words in ("1.0", "'1.0'}: not a finite"), ({"mean": 1.0}, "is a metric"):
         monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
         assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
-    said = one_line(load_reward, "cells", mbpp)
-    assert said.startswith(
-        "--reward cells: no such reward; known: path.py:function, countdown_d1, sudoku_d1, "
-    )
-    assert said.endswith("mbpp_diffucoder, countdown_odd")
-    for name, task in (("gsm8k_d1", "gsm8k"), ("math500_d1", "math500")):
+    known = f"no such reward; known: path.py:function, {', '.join(REWARDS)}"
+    assert one_line(load_reward, "cells", mbpp) == f"--reward cells: {known}"
+    for task in "gsm8k", "math500":
         boxed = {"question": "?", "gold": "18", "style": "boxed"}
-        assert "--data d1" in one_line(load_reward(name, load_task(task)), ["18"], [boxed])
+        assert "--data d1" in one_line(load_reward(f"{task}_d1", load_task(task)), ["18"], [boxed])
 
 
 TASK = """
@@ -536,13 +470,7 @@ def extract(completion, example):
 def score(completion, example):
     return float(extract(completion, example) == example["word"])
 def number(completion, example):
-    return len(completion) / 4
-def nothing(completion, example):
-    print(completion)
-def whole(completion, example):
-    return 2
-def empty(completion, example):
-    return {}
+    return len(completion)
 def uneven(completion, example):
     return {"same": 1.0, "length": 0.5} if completion else {"empty": 1.0}
 """
@@ -556,39 +484,19 @@ def test_files_of_a_user(tmp_path):
     assert (task.NAME, task.PRESETS) == ("json", ()) and sys.modules["json"] is json
     example = task.load("train")[0]
     assert load_reward("", task)(["one", "two"], [example] * 2) == [{"score": 1.0}, {"score": 0.0}]
-    assert load_reward(f"{path}:number", task)(["one"], [example]) == [{"reward": 0.75}]
-    nothing = load_reward(f"{path}:nothing", load_task("countdown"))
-    said = one_line(nothing, [""], [example])
-    assert "completion '' is paid {'reward': None}: not a finite number" in said
-    (parts,) = load_reward(f"{path}:whole", task)(["one"], [example])
-    assert type(parts["reward"]) is float, "advantages cannot be computed with integers"
-    uneven = load_reward(f"{path}:uneven", task)
-    uneven(["one"], [example])  # ranks would add up different parts
-    one_line(load_reward(f"{path}:empty", task), ["one"], [example])
-    said = one_line(uneven, [""], [example])
-    assert (
-        "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0"
-        in said
-    )
-    for score, said in (1.5, "1.5 is no number in"), (None, "None is no"), (1 + 1e-9, ""):
-        odd = SimpleNamespace(NAME="t", score_batch=lambda texts, _, score=score: iter([score]))
-        if said:
-            assert said in one_line(score_all, odd, ["a"], [{}])
-        else:
-            assert score_all(odd, ["a"], [{}]) == [score]
-    assert "gives 1 scores for 2 completions" in one_line(score_all, odd, ["a", "b"], [{}, {}])
-    path.write_text(
-        TASK.replace('[{"role": "user", "content": example["word"]}]', 'example["word"]')
-    )
+    [parts] = load_reward(f"{path}:number", task)(["four"], [example])
+    assert parts == {"reward": 4} and type(parts["reward"]) is float
+    said = one_line(load_reward(f"{path}:uneven", task), ["one", ""], [example] * 2)
+    assert "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0" in said
+    scored = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
+    assert score_all(scored(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
+    for scores, said in ((1.5,), "1.5 is no number in"), ((None,), "None is no"), ((), "gives 0"):
+        assert said in one_line(score_all, scored(*scores), ["a"], [{}])
+    path.write_text(TASK.replace('[{"role": "user", "content": example["word"]}]', "7"))
     where = "train", "", load_tokenizer("tiny-sdar"), 99
-    assert "gives 'one', not a list of" in one_line(load_problems, load_task(str(path)), *where)
+    assert "gives 7, not a list of" in one_line(load_problems, load_task(str(path)), *where)
     path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
     assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
-
-
-def test_gold_answers_as_text():
-    examples = {"answers": ["a", 1]}, {"answers": "Paris"}, {"gold": 3, "answers": ["b"]}, {}
-    assert [*map(gold, examples)] == ["a | 1", "Paris", "3", ""]
 
 
 def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
@@ -597,13 +505,14 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     rows = [{"question": f"{i % 250}?", "answer": f"{i}"} for i in range(300)]
     paths = [write(tmp_path / f"{n}.jsonl", rows[-n:]) for n in (300, 200)]
     load = lambda limit, path, other="": load_splits(qa, path, other, tokenizer, 999, limit)[0]
-    asked = lambda problems: {example["question"] for example, _ in problems}
-    found, fewer = (load(99, path) for path in paths)
+    found, fewer = (
+        {split: {e["question"] for e, _ in problems} for split, problems in load(99, path).items()}
+        for path in paths
+    )
     assert all(15 < len(found[split]) < 50 for split in ("validation", "test"))
-    assert len(set().union(*map(asked, found.values()))) == 250
-    assert sum(len(asked(problems)) for problems in found.values()) == 250
-    assert all(asked(fewer[split]) <= asked(found[split]) for split in found)
-    assert {split: len(part) for split, part in load(3, paths[0]).items()}["test"] == 3
+    assert len(set().union(*found.values())) == 250 == sum(map(len, found.values()))
+    assert all(fewer[split] <= found[split] for split in found)
+    assert len(load(3, paths[0])["test"]) == 3
     assert len(load(0, paths[0])["train"]) == 300 == len(load(9, *paths)["train"])
 
 
@@ -618,14 +527,6 @@ def test_the_problem_that_a_row_of_completions_is_about():
         assert same_problem(task, example, {"prompt": user(said)}) == fits
     assert same_problem(task, example, {"prompt": task.prompt(example)})
     assert same_problem(task, example, {"completion": "5"})
-
-
-def test_an_unknown_style_behind_a_file(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [row_of("gsm8k")])
-    assert load_task("gsm8k").load("test", f"{path}@d1")[0]["style"] == "tags"
-    for task, known in (("gsm8k", "d1, d1-eval, 4-shot"), ("mmlu_pro", "5-shot"), ("mmlu", "cot")):
-        said = one_line(load_task(task).load, "test", f"{path}@d2")
-        assert said == f"--data {path}@d2: no style 'd2'; known: {known}"
 
 
 def test_load_problems(tmp_path):
@@ -706,10 +607,8 @@ def test_reference_programs():
     examples = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     some = [examples[i] for i in (0, 10, 32, 38, 50, 64, 115, 163)]
     whole, bodies = [*map(humaneval.answer, some)], [example["solution"] for example in some]
-    assert (
-        humaneval.score_batch([*whole, *bodies, *["    pass"] * 8], some * 3)
-        == [1.0] * 16 + [0.0] * 8
-    )
+    scores = humaneval.score_batch([*whole, *bodies, *["    pass"] * 8], some * 3)
+    assert scores == [1.0] * 16 + [0.0] * 8
     examples = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
     some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510)]
     assert mbpp.score_batch([*map(mbpp.answer, some)], some) == [1.0] * 8
@@ -724,14 +623,13 @@ def test_every_reference_program():
     others are slow."""
     humaneval, plus, mbpp = map(load_task, ("humaneval", "humaneval_plus", "mbpp"))
     original = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
-    for task, examples in (
-        (humaneval, original),
-        (mbpp, mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")),
-    ):
+    all_of_mbpp = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
+    for task, examples in (humaneval, original), (mbpp, all_of_mbpp):
         assert set(score_all(task, [*map(task.answer, examples)], examples)) == {1.0}
-    numbers = [i for i in range(164) if i != 32]
-    texts = [humaneval.answer(original[i]) for i in numbers]
-    scores = plus.score_batch(texts, plus.load("test", f"{DATA}/dare/test_humanevalplus_1.parquet"))
-    failed = {i for i, score in zip(numbers, scores, strict=True) if not score}
-    wrong = {22, 44, 49, 64, 76, 91, 95, 97, 111, 122, 123, 124, 125, 132, 140, 150}
-    assert failed - {39, 55, 63, 96, 127, 139} == wrong
+    del original[32]  # DARE's file lacks it
+    texts, more = [*map(humaneval.answer, original)], f"{DATA}/dare/test_humanevalplus_1.parquet"
+    scores = dict(zip(texts, plus.score_batch(texts, plus.load("test", more)), strict=True))
+    wrong = [i for i, text in enumerate(texts) if not scores[text]]
+    slow = {38, 54, 62, 95, 126, 138}
+    stricter = [22, 43, 48, 63, 75, 90, 94, 96, 110, 121, 122, 123, 124, 131, 139, 149]
+    assert [i for i in wrong if i not in slow] == stricter

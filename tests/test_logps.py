@@ -73,16 +73,13 @@ def test_mismatch_of_draws_is_none():
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
 def test_linear_logps_in_fp32_whatever_the_inputs(dtype, tolerance):
-    """'-> logps [N] (fp32 ...)': fp32 to 1e-5 of the fp64 value at logits of scale 4; bf16 rounds
-    logits alone.
-    """
-    inputs = problem(50, 16, 300, dtype, banned_id=5)
-    exact = value_and_grads(
-        naive, *(x.detach().double().requires_grad_() for x in inputs[:2]), inputs[2], banned_id=5
-    )
-    got = value_and_grads(linear_logps, *inputs, banned_id=5, entropy=True, chunk_rows=16)
+    """fp32 to 1e-5 of the fp64 value at logits of scale 4; bf16 rounds logits alone."""
+    inputs = problem(50, 16, 300, dtype)
+    exact = (x.detach().double().requires_grad_() for x in inputs[:2])
+    want = value_and_grads(naive, *exact, inputs[2])
+    got = value_and_grads(linear_logps, *inputs, entropy=True, chunk_rows=16)
     assert [x.dtype for x in got] == [torch.float32, torch.float32, dtype, dtype]
-    for g, w in zip(got, exact, strict=True):
+    for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g.double(), w, atol=tolerance, rtol=tolerance)
 
 
@@ -99,19 +96,10 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("chunk_rows", [3, 8, None])
-def test_linear_logps_never_holds_more_than_a_chunk_of_logits(chunk_rows):
+def test_linear_logps_never_holds_more_than_a_chunk_of_logits():
     """'memory is chunk_rows x V whatever N is', forward and backward: no operation returns a larger
     tensor.
     """
-    N, D, V = (2000, 2, 2100) if chunk_rows is None else (100, 2, 120)
-    rows = chunk_rows or 1024  # of vocabularies that are not small
-    assert max(N * D, V * D) < rows * V
-    with LargestTensor() as ours:
-        value_and_grads(
-            linear_logps, *problem(N, D, V), banned_id=4, entropy=True, chunk_rows=chunk_rows
-        )
-    with LargestTensor() as control:
-        value_and_grads(naive, *problem(N, D, V), banned_id=4)
-    assert ours.numel == rows * V
-    assert control.numel >= N * V  # the recorder sees the naive version's logits
+    with LargestTensor() as largest:
+        value_and_grads(linear_logps, *problem(100, 2, 120), entropy=True, chunk_rows=8)
+    assert largest.numel == 8 * 120

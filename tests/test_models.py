@@ -314,7 +314,7 @@ def test_dream_shifts_by_one_valid_token():
     document = torch.arange(14).expand(4, 14) // 5
     hidden = torch.arange(4 * 14.0).view(4, 14, 1)
     for documents in (None, document):
-        got = model.align(hidden, valid, documents)
+        got = hidden.gather(1, model.source(valid, documents)[..., None])
         for b, row in enumerate(valid.tolist()):
             for t in range(14):
                 before = [s for s in range(t) if row[s]]
@@ -448,7 +448,8 @@ def test_a_saved_model_loads_bit_for_bit(tmp_path, monkeypatch, family):
 
 def test_bf16_on_disk_and_in_memory_and_a_tied_head(tmp_path):
     """Tensors are bf16 as config.json says, but expert biases fp32; a tied head is stored once."""
-    model = model_of(SMALLS["llada2"] | {"torch_dtype": "bfloat16"}, is_rounded=True)
+    config = SMALLS["llada2"] | {"torch_dtype": None, "dtype": "bfloat16"}
+    model = model_of(config, is_rounded=True)
     save_model(model, tmp_path / "a", None)
     held, gate = load_file(tmp_path / "a/model.safetensors"), model.layers[1].mlp.gate
     wide = [name for name, value in held.items() if value.dtype != torch.bfloat16]
@@ -520,8 +521,6 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), [NORM, r"\(1,\)", r"\(8,\)"]),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
     "cut off": (cut(-1), ["safetensors", "truncated"]),
-    "no weights": (lambda d: (d / WEIGHTS).unlink(), ["lm_head.weight is missing"]),
-    "no config": (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
     "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
     "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
     "no end": (
@@ -538,18 +537,10 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         load_model(saved)
 
 
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        (write("tokenizer_config.json", b"{"), ["tokenizer_config.json is not JSON"]),
-        (lambda d: (d / "tokenizer.json").unlink(), ["its tokenizer cannot be loaded"]),
-        (write("chat_template.jinja", b"{% if"), ["cannot be loaded .TemplateSyntaxError"]),
-    ],
-)
-def test_a_damaged_tokenizer_is_refused_in_one_line(saved, damage, words):
-    damage(saved)
-    with exits_with_one_line(*words, "copy "):
-        prompt_ids(load_tokenizer(saved), [{"role": "user", "content": "x"}])
+def test_a_damaged_tokenizer_is_refused_in_one_line(saved):
+    write("chat_template.jinja", b"{% if")(saved)
+    with exits_with_one_line("its tokenizer cannot be loaded .TemplateSyntaxError", "copy "):
+        load_tokenizer(saved)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -632,6 +623,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSALS = {
     "sdar": [
         ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
+        ({"rope_parameters": YARN}, "rope_scaling.*yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
         ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
@@ -802,8 +794,7 @@ def test_byte_tokens_are_the_bytes_of_the_text(saved):
 
 
 def test_the_command_writes_a_model_with_random_weights(tmp_path):
-    random_init.main(str(tmp_path / "one"), "tiny-llada", models.MODELS["tiny-sdar"])
-    model, tokenizer = load_model(tmp_path / "one"), load_tokenizer(tmp_path / "one")
-    ids = prompt_ids(tokenizer, [{"role": "user", "content": "1+1"}])
-    assert model.eos_token_ids == [256]
-    assert model.logits(torch.tensor([ids])).shape == (1, len(ids), 264)
+    random_init.main(str(tmp_path / "one"), "tiny-llada")
+    want = random_model(TINY_CONFIGS["tiny-llada"])
+    assert_same_weights(load_model(tmp_path / "one"), want)
+    assert load_tokenizer(tmp_path / "one").mask_token_id == MASK

@@ -24,10 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def value_of(text):
     """eval() of an expression in fractions; None if it divides by zero."""
-    spaced = "".join(f" {c} " if c in "+-*/()" else c for c in text).split()
-    fractions = (f"Fraction({t})" if t.isdigit() else t for t in spaced)
     try:
-        return eval("".join(fractions), {"Fraction": Fraction})
+        return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
     except ZeroDivisionError:
         return None
 
@@ -42,26 +40,6 @@ def every_text(numbers, operators):
             yield f"{a}{o}({b}{q}{c})"
 
 
-def every_value(pool):
-    """Values of all binary trees over the numbers: combine any two until one is left."""
-    if len(pool) == 1:
-        return {pool[0]}
-    values = set()
-    for i, j in permutations(range(len(pool)), 2):
-        a, b = pool[i], pool[j]
-        rest = [pool[k] for k in range(len(pool)) if k not in (i, j)]
-        for value in (a + b, a - b, a * b, *([a / b] if b else [])):
-            values |= every_value([value, *rest])
-    return values
-
-
-def is_legal(grid):
-    rows = [grid[4 * i : 4 * i + 4] for i in range(4)]
-    boxes = [grid[i : i + 2] + grid[i + 4 : i + 6] for i in (0, 2, 8, 10)]
-    units = rows + boxes + [grid[i::4] for i in range(4)]
-    return all(sorted(unit) == list("1234") for unit in units)
-
-
 @pytest.mark.parametrize("operators", ["+-", "+-*/"])
 @pytest.mark.parametrize("numbers", [[12, 7, 3], [1, 1, 2], [6, 6, 6], [0, 5, 5], [99, 3, 33]])
 def test_solutions_are_exactly_the_enumerated_ones(numbers, operators):
@@ -70,56 +48,38 @@ def test_solutions_are_exactly_the_enumerated_ones(numbers, operators):
     for target in [*reachable, max(reachable) + 1]:
         want = sorted(text for text, value in texts.items() if value == target)
         assert countdown_solutions(numbers, target, operators) == want
-
-
-@pytest.mark.parametrize("numbers", [[3, 3, 8, 8], [2, 5, 7, 44]])
-def test_leaving_out_needless_brackets_loses_no_target(numbers):
-    values = every_value([Fraction(n) for n in numbers])
-    for target in range(1, 101, 3):
-        assert bool(countdown_solutions(numbers, target)) == (target in values), target
     assert countdown_solutions([3, 3, 8, 8], 24) == ["8/(3-8/3)"]  # needs a fraction on the way
 
 
-def test_sudoku_solutions_against_filling_every_blank():
-    halves = ["".join(rows) for rows in product(map("".join, permutations("1234")), repeat=2)]
-    halves = [half for half in halves if all(half[i] != half[4 + i] for i in range(4))]
-    assert [grid for grid in map("".join, product(halves, repeat=2)) if is_legal(grid)] == GRIDS
-    assert len(GRIDS) == 288 == len(sudoku_solutions("0" * 16))
-    counts = set()
+def test_sudoku_solutions_against_all_legal_grids():
+    units = [range(4 * i, 4 * i + 4) for i in range(4)] + [range(i, 16, 4) for i in range(4)]
+    units += [(i, i + 1, i + 4, i + 5) for i in (0, 2, 8, 10)]
+    grids = map("".join, product(map("".join, permutations("1234")), repeat=4))
+    is_legal = lambda grid: all(len({grid[i] for i in unit}) == 4 for unit in units[4:])
+    assert [*filter(is_legal, grids)] == GRIDS and len(GRIDS) == 288
     for number in range(30):
         grid = GRIDS[stable_hash("grid", number) % 288]
-        blanks = sorted(range(16), key=lambda i: stable_hash(number, i))[:6]
+        blanks = sorted(range(16), key=lambda i: stable_hash(number, i))[: 6 + number % 5]
         puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(grid))
         solutions = [grid for grid in GRIDS if re.fullmatch(puzzle.replace("0", "."), grid)]
         assert sudoku_solutions(puzzle) == solutions
-        counts.add(len(solutions))
-    assert counts > {1}, "boards with several solutions are among them"
     assert sudoku_solutions("11" + "0" * 14) == sudoku_solutions("5" + "0" * 15) == []
 
 
 def test_no_problem_is_in_two_splits_in_any_order():
     key = lambda row: (tuple(sorted(row["numbers"])), row["target"])
-    for preset, N in (("small", 1264), ("cd3", 3024)):
-        keys = [
-            {key(row) for row in countdown(preset, split, 6000 if preset == "small" else 2000)}
-            for split in ROWS
-        ]
+    for preset, limit, N in (("small", 6000, 1264), ("cd3", 2000, 3024)):
+        keys = [{*map(key, countdown(preset, split, limit))} for split in ROWS]
         assert sum(map(len, keys)) == len(set.union(*keys)) == N
     boards = [sudoku("sudoku4", split, 3000) for split in ROWS]
-    assert all(
-        sudoku_solutions(r["puzzle"]) == [r["solution"]] for part in boards for r in part[:512]
-    )
+    for row in [row for part in boards for row in part[:512]]:
+        assert sudoku_solutions(row["puzzle"]) == [row["solution"]]
     solutions = [{row["solution"] for row in part} for part in boards]
     assert [len(part) for part in solutions] == [232, 28, 28]
     assert set.union(*solutions) == set(GRIDS)
 
 
-GOLDEN = {
-    "small": "a8df4de69fd7",
-    "cd3": "ef4de84caadb",
-    "cd4": "02ef0465d92d",
-    "sudoku4": "e53bdd52aad2",
-}
+GOLDEN = "a8df4de69fd7 ef4de84caadb 02ef0465d92d e53bdd52aad2"  # small, cd3, cd4, sudoku4
 
 
 def test_rows_are_golden_whatever_the_hash_seed_of_the_interpreter():
@@ -133,8 +93,8 @@ for preset in ("small", "cd3", "cd4", "sudoku4"):
     print(hashlib.blake2b(json.dumps(rows).encode(), digest_size=6).hexdigest())
 """
     for seed in "12":
-        options = {"cwd": ROOT, "env": {"PYTHONHASHSEED": seed}, "capture_output": True}
-        out = subprocess.run([sys.executable, "-c", program], **options, check=True).stdout
-        assert out.decode().split() == list(GOLDEN.values())
+        options = {"cwd": ROOT, "env": {"PYTHONHASHSEED": seed}, "text": True}
+        out = subprocess.check_output([sys.executable, "-c", program], **options)
+        assert out.split() == GOLDEN.split()
     tags = sudoku("sudoku4-tags", "test", 5)
     assert tags == [row | {"style": "tags"} for row in sudoku("sudoku4", "test", 5)]

@@ -1,16 +1,14 @@
 """Preference pairs: every layout, what is dropped, held-out splits, gold pairs, paired samples."""
 
 import json
-import random
 from types import SimpleNamespace
 
 import datasets
 import pytest
-from test_sft_data import COUNTDOWN, EOS, TINY, ids, turns, write_jsonl
+from test_sft_data import COUNTDOWN, EOS, GOLDEN, TINY, ids, turns, write_jsonl
 
 from data import preferences
 from data.preferences import (
-    COLUMNS,
     encode_pairs,
     gold_pairs,
     held_out_pairs,
@@ -46,26 +44,13 @@ def counts(rows):
     return {reason: counted["rows"] for reason, counted in rows.dropped.items()}
 
 
-SIDES = {"chosen": turns("1+1", "2"), "rejected": turns("1+1", "3")}
-LAYOUTS = [
-    {"prompt": "1+1", "prompt_id": "x", **SIDES, "score_chosen": 9.0},  # ultrafeedback_binarized
-    SIDES,
-    {"prompt": "1+1", "chosen": "2", "rejected": "3"},
-    {"prompt": USER, "chosen": "2", "rejected": "3"},
-    {"prompt": USER, "chosen": SIDES["chosen"][1:], "rejected": SIDES["rejected"][1:]},
-]
-
-
 def test_every_layout_gives_the_same_pair(tmp_path):
-    path = write_jsonl(tmp_path / "pairs.jsonl", LAYOUTS)
+    path = write_jsonl(tmp_path / "pairs.jsonl", GOLDEN["pairs"])
     want = {"prompt": USER, "chosen": "2", "rejected": "3"}
-    assert list(training(path)) == [want] * len(LAYOUTS)
-
-
-def test_history_stays_in_the_prompt():
+    assert list(training(path)) == [want] * len(GOLDEN["pairs"])
     sides = {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")}
-    want = {"prompt": turns("a", "b", "c"), "chosen": "d", "rejected": "e"}
-    assert preference({"prompt": "c"} | sides) == want
+    history = {"prompt": turns("a", "b", "c"), "chosen": "d", "rejected": "e"}
+    assert preference({"prompt": "c"} | sides) == history
 
 
 def test_ids_of_both_sides_are_those_of_supervised_rows():
@@ -77,20 +62,8 @@ def test_ids_of_both_sides_are_those_of_supervised_rows():
 
 def test_pairs_are_dropped_as_a_whole_and_counted():
     """The longer side decides; exactly --max-length stays."""
-    pairs = [
-        pair(),
-        pair("22", "3"),
-        pair("2", "333"),
-        pair("333", "2"),
-        pair(" \n"),
-        pair("2", ""),
-    ]
-    pairs += [
-        pair("2", "2"),
-        pair(prompt="1<|MASK|>"),
-        pair("\ud800", "3"),
-        preference({"prompt": "1"}),
-    ]
+    texts = ("2", "3"), ("22", "3"), ("2", "333"), ("333", "2"), (" \n", "3"), ("2", ""), ("2", "2")
+    pairs = [pair(*sides) for sides in (*texts, ("2", "3", "1<|MASK|>"))]
     kept = encoded(pairs, 8)
     assert [(bytes(c[:-1]), bytes(r[:-1])) for _, c, r in kept] == [(b"2", b"3"), (b"22", b"3")]
     assert counts(kept) == {
@@ -98,8 +71,6 @@ def test_pairs_are_dropped_as_a_whole_and_counted():
         "have an empty answer": 2,
         "have two equal sides": 1,
         "hold a mask token": 1,
-        "hold half of a character (a surrogate)": 1,
-        f"cannot be read, needed are {COLUMNS}": 1,
     }
     first = kept.dropped["exceed --max-length 8"]["first"]
     assert first == "row 3, 9 tokens: '1+1' -> '2' rather than '333'"
@@ -113,28 +84,12 @@ def test_pairs_that_ask_a_held_out_question_are_not_trained_on(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", rows)
     kept = encoded(training(path, [turns("what is it?")]))
     assert len(kept) == 1 and counts(kept) == {"ask what the run is scored on": 1}
-    assert len(encoded(training(path))) == 2
 
 
-MISTAKES = [
-    ('{"prompt": "a", "response": "b"}', "1 cannot be read, needed are .*row 1, with prompt, res"),
-    ('{"chosen": "b", "rejected": "c"}', "cannot be read"),
-    ('{"prompt": "a", "chosen": [], "rejected": "c"}', "cannot be read"),
-    (json.dumps({"prompt": "p", "chosen": USER, "rejected": "c"}), "cannot be read"),
-    ('{"prompt": 3, "chosen": "b", "rejected": "c"}', "cannot be read"),
-    ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "cannot be read"),
-    (
-        json.dumps(SIDES | {"rejected": turns("A", "c")}),
-        "1 have sides that answer different prompts",
-    ),
-]
-
-
-@pytest.mark.parametrize("content, message", MISTAKES)
-def test_mistakes_are_named(tmp_path, content, message):
-    (tmp_path / "pairs.jsonl").write_text(content + "\n")
+@pytest.mark.parametrize("row, message", GOLDEN["mistakes"])
+def test_mistakes_are_named(row, message):
     with pytest.raises(SystemExit, match=f"^.*{message}.*$"):
-        encoded(training(str(tmp_path / "pairs.jsonl"))).at_least(1)
+        encoded([preference(row)]).at_least(1)
 
 
 # --- splits --------------------------------------------------------------------------------------
@@ -152,21 +107,15 @@ def chosen(pairs):
 def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
     """What is trained on is never scored as held out; a file given for it serves both splits."""
     folder, held = tmp_path / "folder", lambda *given: [chosen(held_out(s, *given)) for s in SPLITS]
-    train, data = folder / "train.jsonl", str(folder)
-    for split in ("train", *SPLITS):
-        write_pairs(folder / f"{split}.jsonl", f"{split} 0", f"{split} 1")
-    more = write_pairs(tmp_path / "more.jsonl", "a", "b", "c")
-    assert chosen(training(data)) == ["train 0", "train 1"]
-    assert held(data) == [["validation 0", "validation 1"], ["test 0", "test 1"]]
-    assert held(data, "", 1) == [["validation 0"], ["test 0"]]
-    assert held(data, more, 2) == [["a", "b"], ["a", "b"]]
+    data, more = str(folder), write_pairs(tmp_path / "more.jsonl", *"abc")
+    for split, names in {"train": "xy", "validation": "vw", "test": "01234"}.items():
+        write_pairs(folder / f"{split}.jsonl", *names)
+    assert chosen(training(data)) == ["x", "y"]
+    assert held(data) == [[*"vw"], [*"01234"]] and held(data, more, 2) == [["a", "b"]] * 2
     assert held(more) == [[], []] and held(more, data) == held(data)
     (folder / "validation.jsonl").unlink()
-    write_pairs(folder / "test.jsonl", *"01234")
-    assert held(data) == [["0", "2", "4"], ["1", "3"]]
-    (folder / "test.jsonl").unlink()
-    assert held(data) == [[], []]
-    train.unlink()
+    assert held(data) == [["0", "2", "4"], ["1", "3"]] and held(data, "", 1) == [["0"], ["1"]]
+    (folder / "train.jsonl").unlink()
     with pytest.raises(SystemExit, match="the folder has no train.jsonl and no train.parquet"):
         list(training(data))
 
@@ -174,10 +123,7 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
 HUB = [  # splits of a data set; split and rows of train, validation, test
     (["train_prefs", "train_sft", "test_prefs", "test_sft", "train"],
      ("train_prefs", "01234"), ("test_prefs", "024"), ("test_prefs", "13")),
-    (["train", "validation", "test"],
-     ("train", "01234"), ("validation", "01234"), ("test", "01234")),
     (["train", "validation"], ("train", "01234"), ("validation", "01234"), None),
-    (["train"], ("train", "01234"), None, None),
 ]  # fmt: skip
 
 
@@ -193,46 +139,39 @@ def test_splits_of_a_hub_data_set(monkeypatch, case):
     assert asked == [part[0] for part in want if part]
 
 
-# --- pairs of a task's gold answers --------------------------------------------------------------
+# --- pairs of a task's gold answers, and of a model's own ----------------------------------------
 
 
 def test_held_out_pairs_of_a_task_are_of_other_problems():
-    pairs = list(training("small"))
-    prompts = [json.dumps(row["prompt"]) for row in pairs]
-    assert len(pairs) > 5000
+    prompts = [json.dumps(row["prompt"]) for row in training("small")]
+    assert len(prompts) > 5000
     for split in SPLITS:
         held = held_out(split, "", "small", 50)
         assert len(held) == 50 and not any(json.dumps(row["prompt"]) in prompts for row in held)
 
 
 def test_gold_pairs_are_scored_in_batches():
-    """Each with the first of the next eight that scores less, by brute force; those left in one
-    call; problems without an answer make no pair."""
-    N, rng, calls = 30, random.Random(0), []
-    table = [rng.choices([0.0, 0.5, 1.0], [1, 9, 1], k=N) for _ in range(N)]
-    for i in range(N):
-        table[i][i] = 0.5  # the gold answers are only half right: another such one is not rejected
+    """Each with the first of the next eight that scores less; those left in one call; problems
+    without an answer make no pair."""
+    lower, calls = {0: 2, 1: 1, 2: 9, 3: 8}, []  # which of the next answers scores less
 
     def answer(i, draw):
-        if i == N:
+        if i == 30:
             raise ValueError("no solution")
         return str(i)
 
     def score_batch(answers, problems):
         calls.append(len(answers))
-        return [table[i][int(text)] for i, text in zip(problems, answers, strict=True)]
+        distance = [(int(text) - i) % 30 for i, text in zip(problems, answers, strict=True)]
+        return [0.5 - 0.5 * (lower.get(i, 3) == k) for i, k in zip(problems, distance, strict=True)]
 
-    load = lambda *_: [*range(9), N, *range(9, N)]
+    load = lambda *_: [*range(9), 30, *range(9, 30)]
     task = SimpleNamespace(load=load, answer=answer, prompt=turns, score_batch=score_batch)
-    lower = lambda i: (k for k in range(1, 9) if table[i][(i + k) % N] < 0.5)
-    found = [next(lower(i), None) for i in range(N)]
-    want = [(turns(i), str(i), str((i + k) % N)) for i, k in enumerate(found) if k]
     pairs = gold_pairs(task, "train", "", score_all)
-    assert [tuple(pair.values()) for pair in pairs] == want and {1, 8, None} <= set(found)
-    assert calls == [N, *(sum(k is None or k >= n for k in found) for n in range(1, 9))]
-
-
-# --- pairs of a model's own answers --------------------------------------------------------------
+    found = {i: str((i + lower.get(i, 3)) % 30) for i in range(30) if i != 2}
+    want = [(turns(i), str(i), text) for i, text in found.items()]
+    assert [tuple(pair.values()) for pair in pairs] == want
+    assert calls == [30, 30, 29, 28, 2, 2, 2, 2, 2]
 
 
 def samples(*answers):
@@ -243,19 +182,12 @@ def samples(*answers):
 
 
 def test_best_answers_meet_worst_and_none_is_used_twice():
-    texts = [
-        ("r1", 1.0),
-        ("w1", 0.0),
-        ("w1", 0.0),
-        ("r2", 1.0),
-        ("w2", 0.0),
-        (" ", 0.0),
-        ("w3", 0.0),
-    ]
-    rows = samples(*((1, *text) for text in texts), (0, "half", 0.5), (0, "none", 0.0))
-    rows += samples((0, "whole", 1.0), (2, "r", 1.0), (2, "R", 1.0), (3, "w", 0.0))
-    first, *others = pairs_of_samples(rows, 9)
-    found = [preference(row) for row in (first, *others)]
+    scores = {"r1": 1.0, "w1": 0.0, "r2": 1.0, "w2": 0.0, " ": 0.0, "w3": 0.0}
+    rows = samples(*((1, *text) for text in scores.items()), (1, "w1", 0.0), (0, "half", 0.5))
+    rows += samples(
+        (0, "none", 0.0), (0, "whole", 1.0), (2, "r", 1.0), (2, "R", 1.0), (3, "w", 0.0)
+    )
+    found = map(preference, pairs_of_samples(rows, 9))
     texts = [(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in found]
     assert texts == [("p0", "whole", "none"), ("p1", "r1", "w3"), ("p1", "r2", "w2")]
     assert [row["prompt"] for row in pairs_of_samples(rows, 1)] == ["p0", "p1"]
@@ -270,14 +202,12 @@ def test_samples_of_an_evaluation_become_a_file_of_pairs(tmp_path, capsys):
     assert list(training(str(tmp_path / "pairs"))) == [want]
 
 
+[GOOD] = samples((0, "a", 1.0))
 REFUSED = [
-    (samples((0, "a", 1.0)), "no prompt of 1 has two answers of different score"),
-    ([{"index": 0, "completion": "a"}], "samples.jsonl line 1: needs index .*, prompt"),
-    ([samples((0, "a", 1.0))[0] | {"completion": 3}], "line 1: needs .*completion .text."),
-    ([samples((0, "a", 1.0))[0] | {"prompt": [{}]}], "line 1: needs .*prompt .messages."),
-    ([*samples((0, "a", 1.0)), samples((0, "b", 0.0))[0] | {"prompt": turns("p1")}],
-     "line 2: index 0 had another prompt before"),
-]  # fmt: skip
+    ([GOOD], "no prompt of 1 has two answers of different score"),
+    ([GOOD | {"prompt": [{}]}], "samples.jsonl line 1: needs index .*, prompt .messages."),
+    ([GOOD, GOOD | {"prompt": turns("p1")}], "line 2: index 0 had another prompt before"),
+]
 
 
 @pytest.mark.parametrize("rows, words", REFUSED)

@@ -4,8 +4,8 @@ import json
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.axes import Axes
 
-from run import compare
 from run.compare import main, read_runs, table
 from run.report import MAX_BYTES, write_report
 
@@ -36,32 +36,26 @@ def test_page(tmp_path, count, repeats, shown):
     assert all(sample == want for sample in page["samples"])
 
 
-ODD = "null", '"x"', "0", "[]", "[[0]]", "[null]", "[NaN]", "[Infinity]", "[0, 0]", '{"0": 0}'
-
-
-@pytest.mark.parametrize("name", ["pieces", "blocks", "step_map", "logps"])
-@pytest.mark.parametrize("odd", ODD)
-def test_odd_tokens_of_a_sample_are_refused_with_their_line(tmp_path, name, odd):
-    row = {"pieces": ["x"], "blocks": [0], "step_map": [0], "logps": [-0.5]}
-    whole = json.dumps(row)
-    (tmp_path / "samples.jsonl").write_text(f'{whole}\n{whole[:-1]}, "{name}": {odd}}}\n')
-    with pytest.raises(SystemExit, match="samples.jsonl line 2 is damaged: pieces, blocks, step_m"):
-        write_report(tmp_path)
-
-
 def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
-    """Paired over the common seeds, 0 and 1; unpaired against a group with other seeds."""
-    step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
-    caps = {"a": None, "b": 2, "c": 3}
-    names, scores = [], {"a0": 1, "a1": 2, "a2": 6, "b0": 2, "b1": 5, "c8": 4, "c9": 6}
-    for (group, seed), score in scores.items():
-        folder = tmp_path / f"{group}{seed}"
-        folder.mkdir()
-        config = {"script": "d1", "args": {"seed": int(seed), "cap": caps[group]}}
-        (folder / "config.json").write_text(json.dumps(config))
-        rows = {"step": 1} | step, {"step": 2} | step, {"step": 2, "test/x": score}
+    """Paired over the common seeds, 0 and 1; unpaired against a group with other seeds. A run that
+    is cut off before a score hides nothing.
+    """
+
+    def run(name, args, *rows, **more):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text(json.dumps({"script": "d1", "args": args} | more))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        names.append(str(folder))
+        return str(folder)
+
+    step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
+    steps, caps = [{"step": 1} | step, {"step": 2} | step], {"a": None, "b": 2, "c": 3}
+    scores = {"a0": 1, "a1": 2, "a2": 6, "b0": 2, "b1": 5, "c8": 4, "c9": 6}
+    names = [
+        run(
+            name, {"seed": int(name[1]), "cap": caps[name[0]]}, *steps, {"step": 2, "test/x": score}
+        )
+        for name, score in scores.items()
+    ]
     runs = read_runs(names)
     found = table(runs, "test/x").reset_index().values.tolist()
     assert [row[0] for row in found] == ["cap None", "cap 2", "cap 3"]
@@ -70,41 +64,26 @@ def test_differences_and_their_errors(tmp_path, capsys, monkeypatch):
     runs.loc[runs.index.get_level_values("group") == "cap None", "test/x"] = None
     # it is still the first group
     assert table(runs, "test/x")["difference"].isna().all()
-    (tmp_path / "early").mkdir()
-    (tmp_path / "early/metrics.jsonl").write_text('{"step": 0, "test/x": 1}\n')
-    folder = tmp_path / "a7"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"script": "d1", "args": {"seed": 7, "cap": None}})
-    )
-    start, row = {"step": 0, "test/x": 0}, {"step": 1, "reward/mean": None} | step  # interrupted
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(row)}\n")
-    drawn, draw = [], compare.draw
+    early = run("early", {"seed": 0}, {"step": 0, "test/x": 1})
+    interrupted = {"step": 1, "reward/mean": None} | step
+    cut = run("a7", {"seed": 7, "cap": None}, {"step": 0, "test/x": 0}, interrupted)
+    plotted, plot = [], Axes.plot
     monkeypatch.setattr(
-        compare, "draw", lambda runs, *more: drawn.append(runs) or draw(runs, *more)
+        Axes, "plot", lambda *args, **more: plotted.append(len(args[1])) or plot(*args, **more)
     )
-    main((*names, f"{tmp_path}/early", str(folder)), out=str(tmp_path / "it.png"))
-    assert set(drawn[0].loc["cap None"].index.unique("seed")) == {0, 1, 2}  # 7 would hide the rest
-    first, early, *lines, lost, last = capsys.readouterr().out.splitlines()
-    assert early == f"{folder} ends at step 1, others at 2"
+    main((*names, early, cut), out=str(tmp_path / "it.png"))
+    assert plotted == [1] * 9
+    left_out, ends, *lines, last = capsys.readouterr().out.splitlines()
+    assert left_out == f"left out, as metrics.jsonl has no whole training step: {early}"
+    assert ends == f"{cut} ends at step 1, others at 2"
     assert lines[2].split()[:5] == ["cap", "None", "3", "3", "1.528"]  # 1, 2, 6: without seed 7
-    assert first == f"left out, as metrics.jsonl has no whole training step: {tmp_path}/early"
-    assert lost == "left out, as they have no test/x after step 0: cap None seed 7"
     assert last == f"curves: {tmp_path}/it.png"
     with pytest.raises(SystemExit, match="^no reward/mean; --metric may be rollouts, seconds, "):
-        main((str(folder),), out=str(tmp_path / "it.png"))  # it has no number of this name
-    for text in "{", '{"script": "d1", "args": {}}':
-        (folder / "config.json").write_text(text)
-        with pytest.raises(SystemExit, match=f"^{folder}/config.json is .*damaged: "):
-            read_runs([str(folder)])
-    with pytest.raises(
-        SystemExit, match=f"^{names[0]} and {names[0]}: .*of seed 0 in the group 'all"
-    ):
+        main((cut,), out=str(tmp_path / "it.png"))  # it has no number of this name
+    with pytest.raises(SystemExit, match="^two runs of seed 0 in the group 'all"):
         read_runs([names[0], names[0]])
-    for code, name in enumerate(names[:2]):  # the script was edited between seeds
-        path = tmp_path / name / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"code": {"d1.py": code}}))
-    assert len(read_runs(names[:2]).index.unique("group")) == 2
-    assert len(read_runs(names[1:3]).index.unique("group")) == 1  # an older run does not say
-    with pytest.raises(SystemExit, match="^typo: no such directory"):
+    edited = [run(f"code{i}", {"seed": i}, *steps, code=[i]) for i in range(2)]
+    groups = read_runs(edited).index.unique("group")  # the script was edited between seeds
+    assert [*groups] == ["code 1", "code 2"]
+    with pytest.raises(SystemExit, match="^typo/config.json is damaged: .*No such file"):
         read_runs(["typo"])

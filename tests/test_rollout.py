@@ -7,16 +7,17 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from test_samplers import SMALL, M, V, engine_of, model_of, prompts_of, same_draws, shared
+from test_samplers import M, V, engine_of, model_of, prompts_of, same_draws
 
 import rollout
 from evals.rewards import METRICS
-from models import export_weights, save_model
-from models.tiny import byte_tokenizer, random_model
+from models import export_weights
+from models.tiny import byte_tokenizer
 from rollout import Trace, make_engine
 from rollout.traces import concatenate, pieces, rollout_metrics
 
@@ -49,19 +50,11 @@ def test_everything_imports_and_samples_without_kernels():
     assert done.stdout.count("torch.Size") == 6, done.stderr[-2000:]
 
 
-def test_only_tests_of_the_fast_floor_may_import_it():
+def test_only_tests_marked_fast_may_import_the_upper_floor():
     """Every other CPU test runs while `ground` of conftest.py hides these modules."""
     for name in ("kernels", "kernels.block", "rollout.lmdeploy"):
         with pytest.raises(ModuleNotFoundError, match="No module named"):
             importlib.import_module(name)
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
-    marks = {name: text.count("@pytest.mark." + "fast") for name, text in tests.items()}
-    assert {name: n for name, n in marks.items() if n} == {
-        "test_samplers.py": 9,
-        "test_masked.py": 3,
-    }
-    whole = {name for name, text in tests.items() if "pytestmark = [pytest.mark." + "fast" in text}
-    assert whole == {"test_fused.py", "test_lmdeploy.py"}
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -70,35 +63,32 @@ def test_only_tests_of_the_fast_floor_may_import_it():
 def test_load_weights_copies_in_place():
     """Later changes of the source do not matter; the dtype of the engine stays."""
     other, engine = model_of(seed=7, dtype=torch.float32), make_engine(model_of())
-    place, before = engine.model.lm_head.weight.data_ptr(), engine.generate([[3, 4]], **OPTIONS)
+    weight, before = engine.model.lm_head.weight, engine.generate([[3, 4]], **OPTIONS)
     engine.load_weights(export_weights(other))
     after = engine.generate([[3, 4]], **OPTIONS)
     with torch.no_grad():
         other.lm_head.weight.zero_()
-    assert engine.model.lm_head.weight.data_ptr() == place
-    assert engine.model.lm_head.weight.dtype == torch.float64 and not same_draws(before, after)
+    assert engine.model.lm_head.weight is weight and weight.dtype == torch.float64
+    assert not same_draws(before, after)
     assert same_draws(engine.generate([[3, 4]], **OPTIONS), after, 0)
 
 
 def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
     """copy_ would broadcast a [1] into every norm weight."""
-    engine, name = make_engine(model_of()), "model.layers.1.mlp.up_proj.weight"
-    weights = dict(export_weights(model_of(seed=7)))
-    wrong = {"model.layers.9.x": weights | {"model.layers.9.x": torch.zeros(1)}}
-    wrong |= {"model.norm.weight": weights | {"model.norm.weight": torch.full((1,), 3.0)}}
-    wrong |= {name: {key: value for key, value in weights.items() if key != name}}
-    for words, given in wrong.items():
-        with pytest.raises(ValueError, match=words):
-            engine.load_weights(given.items())
+    engine, weights = make_engine(model_of()), dict(export_weights(model_of(seed=7)))
+    wrong = {"model.layers.9.x": torch.zeros(1), "model.norm.weight": torch.full((1,), 3.0)}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} .1. is no tensor of this model"):
+            engine.load_weights((weights | {name: value}).items())
+    name, _ = weights.popitem()
+    with pytest.raises(ValueError, match=f"weights did not come for {name}"):
+        engine.load_weights(weights.items())
 
 
 @pytest.mark.parametrize(
     "updates, caches, released",
     [
-        ([60, 60, 60], [20, 20, 20], [1, 0, 0]),  # of 100
-        ([75, 75, 75], [20, 20, 20], [1, 1, 1]),
-        ([60, 60, 75, 60, 60], [20, 20, 20, 20, 20], [1, 0, 0, 1, 1]),
-        ([60, 60, 60], [20, 20, 35], [1, 0, 1]),  # grown by an evaluation, which releases nothing
+        ([60, 60, 75, 60, 60], [20, 20, 20, 20, 20], [1, 0, 0, 1, 1]),  # of 100
         ([60, 60, 50, 40, 60], [20, 20, 29, 38, 38], [1, 0, 0, 1, 1]),  # small updates between
     ],
 )
@@ -118,29 +108,22 @@ def test_room_is_made_for_updates_that_need_it(monkeypatch, updates, caches, rel
     assert found == released
 
 
-def test_make_engine_loads_directories_and_models(tmp_path):
-    source = random_model(SMALL | {"vocab_size": 264, "mask_token_id": 257})
-    source.eos_token_ids, source.pad_token_id = [256], 256
-    save_model(source, tmp_path / "a", byte_tokenizer())
-    loaded, given = make_engine(str(tmp_path / "a"), backend="block"), make_engine(source)
-    assert loaded.model.lm_head.weight.dtype == torch.float32 and given.model is source
-    pair = [one.generate(prompts_of([5]), **OPTIONS) for one in (loaded, given)]
-    assert same_draws(*pair, 0)
-    for name in (tmp_path / "a", "tiny-dream"):
-        half = make_engine(name, dtype=torch.bfloat16)
-        trace = half.generate(prompts_of([5, 2]), **OPTIONS)
-        assert half.dtype == torch.bfloat16 and trace.logps.dtype == torch.float32
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-dream"])
+def test_an_engine_in_bf16_reports_fp32(name):
+    half = make_engine(name, dtype=torch.bfloat16)
+    trace = half.generate(prompts_of([5, 2]), **OPTIONS)
+    assert half.dtype == torch.bfloat16 and trace.logps.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada", "tiny-dream", "tiny-llada2"])
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada"])
 def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, name):
     good = {"gen_length": 16, "block_length": 0, "denoising_steps": 2, "cache": "none"}
-    assert make_engine(name, request=("steps", good)).plan("steps", **good)
+    assert make_engine(name, request=("steps", good)).validate("steps", **good)
     monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("read weights"))
     for wrong in ({"gen_length": 17}, {"denoising_steps": 0}, {"cache": "prefix"}):
         with pytest.raises(SystemExit, match="--"):
             make_engine(name, request=("steps", good | wrong))
-    with pytest.raises(SystemExit, match="--rollout-backend nonsense"):
+    with pytest.raises(SystemExit, match="--rollout-backend nonsense cannot serve a b"):
         make_engine(name, backend="nonsense")
     with pytest.raises(pytest.fail.Exception, match="read weights"):
         make_engine(name, request=("steps", good))
@@ -152,26 +135,15 @@ ASCENDING = {"schedule": "ascending", "gen_length": 20, "denoising_steps": 5}
 REFUSED = [
     ("sdar", {"block_length": 8}, "--block-length 8.*blocks of 4"),
     ("sdar", {"remasking": "low_confidence"}, "--remasking low_confidence: .*static.*random"),
-    ("sdar", {"remasking": "rcr"}, "--remasking rcr: "),
     ("sdar", {"alg_temp": 0.5}, "--alg-temp 0.5 must be 0 for the sampler of a block-causal model"),
     ("sdar", {"records": "states"}, "keeps no records of kind 'states'"),
     ("sdar", {"cache": "dual"}, "--cache dual.*block-causal.*none"),
-    ("sdar", {"schedule": "timesteps"}, "--schedule timesteps"),
-    ("sdar", {"eos_policy": "demote"}, "--eos-policy demote"),
     ("sdar", {"editing_threshold": 0.5}, "--editing-threshold 0.5: SDAR was not trained to edit"),
     ("llada2", {"editing_threshold": 0.5, "records": "steps"}, "threshold 0.5 revises tokens"),
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
-    ("llada", {"remasking": "rcr", "records": "draws"}, "--remasking rcr revises tokens"),
     ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
     ("llada", {"remasking": "sequential", "eos_policy": "demote"}, "demote changes confidences"),
-    (
-        "llada",
-        {"remasking": "origin", "eos_policy": "demote"},
-        "--remasking origin does not look at",
-    ),
-    ("llada", {"remasking": "best"}, "--remasking best: .* has .*origin, rcr"),
     ("llada", {"remasking": "entropy", "alg_temp": math.nan}, "--alg-temp nan must .* finite"),
-    ("llada", {"cache": "block"}, "--cache block: .* has none, prefix, dual"),
     (
         "llada",
         {"alg_temp": 0.5},
@@ -195,7 +167,7 @@ REFUSED += [
 @pytest.mark.parametrize("family, options, words", REFUSED, ids=str)
 def test_a_rollout_and_its_plan_refuse_what_they_cannot_do(family, options, words):
     engine = engine_of(family)
-    for ask in (engine.plan, lambda **how: engine.generate([[3, 4]], **how)):
+    for ask in (engine.validate, lambda **how: engine.generate([[3, 4]], **how)):
         with pytest.raises(SystemExit, match=words):
             ask(**{"gen_length": 8, "block_length": 0} | options)
 
@@ -215,17 +187,13 @@ def test_prompts_are_checked():
 
 
 def test_a_plan_tells_blocks_and_steps():
-    plan = engine_of().plan(gen_length=12, denoising_steps=2, remasking="random", seed=3)
+    how = {"gen_length": 12, "denoising_steps": 2, "remasking": "random"}
+    plan = engine_of().validate(**how)
     assert plan == "3 blocks of 4 tokens, 2 steps each: 6 steps, 2 tokens a step"
-    plan = engine_of().plan(gen_length=12, denoising_steps=4)
-    assert plan.endswith("12 steps, at least 1 tokens a step")
     with pytest.raises(SystemExit, match="--gen-length 13.*give 12 or 16"):
-        engine_of().plan(gen_length=13)
-    with pytest.raises(SystemExit, match="--cache prefix is approximate"):
-        engine_of("llada").plan("steps", gen_length=8, block_length=4, cache="prefix")
-    assert engine_of("dream").plan(**ASCENDING | {"denoising_steps": 4})
-    with pytest.raises(SystemExit, match="--rollout-backend block cannot serve a bidirectional"):
-        make_engine(shared("llada"), backend="block")
+        engine_of().validate(gen_length=13)
+    plan = engine_of("dream").validate(**ASCENDING | {"denoising_steps": 3})
+    assert plan == "blocks of 7, 13 tokens: 4 steps, at least 5 tokens a step"
 
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -260,7 +228,6 @@ def test_text_and_describe():
     )
     assert [trace.text(i, tokenizer) for i in range(2)] == ["ab", "a\nübb"]
     assert trace.completion(0) == [97, 98, 256] and trace.truncated.tolist() == [False, True]
-    assert trace.completions() == [trace.completion(0), trace.completion(1)]
     row = {"prompt": "<|user|>hi<|assistant|>", "completion": "ab", "gold": "4", "reward": 0.5}
     row |= {"completion_ids": [97, 98, 256], "pieces": ["a", "b", "<|endoftext|>"]}
     row |= {"blocks": [0, 0, 0], "step_map": [0, 1, 2], "logps": [-0.1235, -0.2469, -0.3704]}
@@ -279,11 +246,6 @@ def test_draw():
         r"tokens   a  | b <|endoftext|> \n d",
         "step     12   1 4             2  3",
     ]
-    trace = trace_of([[97 + j % 26 for j in range(41)]], [41], prompts=[[258, 104, 259]])
-    _, top, bottom = trace.draw(0, tokenizer).splitlines()
-    assert len(top) == len(bottom) == 101 and len(bottom.split()) == 1 + 37  # of 41 tokens
-    blocks = top.removeprefix("tokens   ").split("|")
-    assert [len(block.split()) for block in blocks] == [1] + [4] * 9
 
 
 def test_concatenate_pads_to_the_widest():
@@ -291,21 +253,20 @@ def test_concatenate_pads_to_the_widest():
     b = trace_of([[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6, 256]], [8, 4], prompts=[[7], [8, 9]])
     both = concatenate([a, b], 255)
     assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]]
-    assert both.canvas_length.tolist() == [4, 8, 4]
     assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255, 255, 255]
     assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 5
     assert both.step_map[0].tolist() == both.replay_map[0].tolist() == [0, 1, 2, 3] + [-1] * 4
     assert both.logps[0, 4:].tolist() == [0.0] * 4 and both.num_forwards.tolist() == [8, 16, 8]
-    assert torch.equal(both.completion_ids[1:], b.completion_ids) and both.settings == a.settings
+    assert torch.equal(both.completion_ids[1:], b.completion_ids)
 
 
 def test_rollout_metrics(monkeypatch):
     """Means over the sequences of all ranks, here two of two sequences each."""
-    sums = []
+    sums = Counter()
 
     def all_reduce(values):
-        sums.append({name: float(value) for name, value in values.items()})
-        return {name: sum(rank[name] for rank in sums) for name in values}
+        sums.update({name: float(value) for name, value in values.items()})
+        return dict(sums)
 
     monkeypatch.setattr("rollout.traces.all_reduce", all_reduce)
     rows = [[256, 9, 9, 9], [97, 98, 256, 9], [97, 98, 99, 100], [97, 98, 99, 100]]

@@ -1,18 +1,14 @@
-"""run/log.py: the files of a run, the lines on the screen."""
+"""run/log.py: the files of a run, the lines on the screen. run/flags.py: what is refused."""
 
 import csv
 import gc
-import io
 import json
 import math
-import os
 import re
 import sys
 import zlib
-from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -21,277 +17,159 @@ from golden_runs import rows_of
 from matplotlib.figure import Figure
 
 from algos import mdpo
-from distributed.disk import new_directory, write_atomically
-from run import flags as run_flags
+from distributed.disk import write_atomically
 from run import log as runlog
-from run.flags import check_numbers, check_sizes
+from run.flags import RolloutFlags, RunFlags, check_numbers
 from run.log import RunLog, Stop, Stopwatch
 
 NAN = float("nan")
 ARGS = {"model": "tiny-sdar", "task": "countdown", "seed": 42, "betas": (0.9, 0.99)}
-TIMES = {"time/rollout": 0.5, "time/update": 0.2, "time/step": 0.73}
-RL_ROW = {"reward/mean": 0.3, "reward/std": 0.4, "loss/total": -0.012, "policy/ratio": 1.0,
-          "completion/length": 6.1, "completion/truncated_frac": 0.5, **TIMES}  # fmt: skip
+RL_ROW = {"reward/mean": 0.3, "loss/total": -0.012, "policy/ratio": 1.0, "completion/length": 6.1,
+          "time/step": 0.73}  # fmt: skip
+SCORE = {"eval/countdown": 0.41}
 
 
-def open_log(out, **options):
-    return RunLog(out, "bgpo-tiny-sdar-countdown-s42", ARGS, 300, **options)
+@pytest.fixture
+def new_log(tmp_path):
+    """new_log(**options) -> a log, closed at the end of the test"""
+    logs = []
+
+    def make(**options):
+        logs.append(RunLog(tmp_path, "my-bgpo-tiny-sdar-countdown-s42", ARGS, 300, **options))
+        return logs[-1]
+
+    yield make
+    for log in logs:
+        log.close()
 
 
-def test_config_says_how_to_repeat_the_run(tmp_path):
-    with closing(open_log(tmp_path)) as log:
-        config = json.loads((log.run_dir / "config.json").read_text())
+def test_files_of_a_run(new_log, capsys):
+    """config.json tells how to repeat it; non-finite is null; the table has all keys of all rows;
+    a line has the score first, and an ELBO instead of a loss of 0. A second run of the same second
+    has another directory.
+    """
+    log, other = new_log(), new_log()
+    assert {log.run_dir.name + "-2", log.run_dir.name} >= {
+        other.run_dir.name[:-2],
+        log.run_dir.name,
+    }
+    config = json.loads((log.run_dir / "config.json").read_text())
     keys = "script args command git code torch python device world_size started"
-    assert list(config) == keys.split() and config["script"] == "bgpo"
+    assert list(config) == keys.split() and config["script"] == "my-bgpo"
     assert config["args"] == {**ARGS, "betas": [0.9, 0.99]} and config["world_size"] == 1
     checksum = zlib.crc32(Path(__file__).read_bytes())
-    want = {"script": checksum, "reward": checksum}
-    assert runlog.checksums(__file__, "countdown", f"{__file__}:pay") == want
-    assert runlog.checksums("-m", None, "countdown_partial") == {}
-    assert runlog.describe_run("my-bgpo-tiny-sdar-countdown-s42", ARGS)["script"] == "my-bgpo"
-
-
-def test_directories_of_one_name_are_numbered(tmp_path):
-    names = [new_directory(tmp_path / "d1").name for _ in range(3)]
-    assert names == ["d1", "d1-2", "d1-3"]
-
-
-def test_rows_are_flushed_non_finite_is_null_and_csv_has_the_union_of_keys(tmp_path):
-    with closing(open_log(tmp_path)) as log:
-        log.write(0, {"eval/countdown": 0.25})
-        log.write(1, {"loss/total": NAN, "reward/mean": torch.tensor(0.5)})
-        rows = rows_of(log.run_dir)
-    assert rows[1] == {"step": 1, "loss/total": None, "reward/mean": 0.5}
+    assert runlog.checksums(__file__, "countdown", f"{__file__}:pay", None) == [checksum] * 2
+    log.write(0, {"policy/elbo": -5.5, "loss/total": 1e-9, **SCORE})
+    log.write(12, RL_ROW | {"loss/total": NAN, "reward/mean": torch.tensor(0.5)})
+    assert capsys.readouterr().out.splitlines() == [
+        "step   0/300  eval 0.410  elbo   -5.500",
+        "step  12/300  reward  0.500  loss      nan  len    6.1    0.73 s",
+    ]
+    row = {"step": 12, **RL_ROW, "loss/total": None, "reward/mean": 0.5}
+    assert rows_of(log.run_dir)[1] == row
+    log.close()
     with open(log.run_dir / "metrics.csv", newline="") as file:
-        keys = ["step", "eval/countdown", "loss/total", "reward/mean"]
-        assert list(csv.reader(file)) == [keys, ["0", "0.25", "", ""], ["1", "", "", "0.5"]]
+        keys, first, second = csv.reader(file)
+    assert keys[:4] == ["step", "policy/elbo", "loss/total", "eval/countdown"]
+    assert first[:4] == ["0", "-5.5", "1e-09", "0.41"] and second[:3] == ["12", "", ""]
+    log.close()  # a second one changes nothing
 
 
-PROBE = {"probe/distinct_frac": 0.5, "probe/logp_gap_mean": 0.01, "probe/greedy_agreement": 0.95}
-BAD = {"probe/distinct_frac": 0.125, "probe/logp_gap_mean": 0.3, "probe/greedy_agreement": 0.5}
-WORDS = ["distinct samples 12%", "engine and learner differ by 3.0e-01 nats a token",
-         "50% of its greedy tokens are the learner's"]  # fmt: skip
-SUMMARIES = [
-    (RL_ROW, ["reward  0.300", "loss  -0.0120", "len    6.1", "  0.73 s"]),
-    ({"policy/elbo": -5.5, "loss/total": 0.5, "eval/x": 0.41}, ["eval 0.410", "loss   0.5000"]),
-    ({"policy/elbo": -5.5, "loss/total": 1e-9, **PROBE}, ["elbo   -5.500"]),
-    ({"loss/total": 0.0, **BAD}, ["loss   0.0000", *WORDS]),
-    ({"probe/logp_gap_mean": NAN}, ["engine and learner differ by nan nats a token"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row, words", SUMMARIES)
-def test_a_line_says_what_matters(row, words):
-    """The score first, an ELBO instead of a loss of 0, the check of the sampler if it is bad."""
-    assert list(runlog.summary(row).values()) == words
-
-
-SUMMARY = "  ".join(SUMMARIES[0][1])
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_plain_line_or_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys, is_terminal):
-    screen = io.StringIO()
-    screen.isatty = lambda: is_terminal
-    monkeypatch.setattr(sys, "stderr", screen)
-    with closing(open_log(tmp_path)) as log:
-        log.write(0, {"eval/countdown": 0.41})
-        for _ in range(2):  # compiling is told once
-            log.write(12, RL_ROW | {"speed/compile_s": 41.6})
-    lines = capsys.readouterr().out.splitlines()
-    compiled = "compiling took 42 s so far; later steps do not take this time"
-    if is_terminal:
-        assert lines == [compiled] and "12/300" in screen.getvalue() and log.bar.disable
-        assert log.bar.n == 12 and log.bar.postfix == f"eval 0.410  {SUMMARY}"
-    else:
-        step = f"step  12/300  {SUMMARY}"
-        assert lines == ["step   0/300  eval 0.410", compiled, step, step]
-        assert screen.getvalue() == ""
-
-
-def test_a_drawn_figure_leaves_the_memory(tmp_path):
+def test_a_drawn_figure_leaves_the_memory(new_log):
     """Without waiting for the collector: each holds several MB."""
     gc.collect()
     gc.disable()
     try:
-        with closing(open_log(tmp_path)) as log:
-            log.write(1, {"eval/countdown": 0.5, "optim/grad_norm": 1.0, "optim/lr": 1e-5})
+        new_log().write(1, SCORE | {"optim/grad_norm": 1.0, "optim/lr": 1e-5})
         assert not [thing for thing in gc.get_objects() if type(thing) is Figure]
     finally:
         gc.enable()
 
 
-def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
+def test_a_full_disk_ends_the_run_with_one_line(new_log):
     """Wherever it is met, at the end too."""
-    log = open_log(tmp_path)
-    (log.run_dir / "samples.jsonl").symlink_to("/dev/full")
-    (log.run_dir / "metrics.csv").symlink_to("/dev/full")
-    broken = pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left")
-    with broken:
-        log.samples(1, [{"completion": ""}])
-    with broken:
-        log.write(1, {"eval/countdown": 0.5})
-    log.metrics_file = open("/dev/full", "w", buffering=1)
-    for write in (lambda: log.write(2, {"loss/total": 0.5}), log.close):
-        with broken:
+    log, full = new_log(), "/dev/full"
+    (log.run_dir / "samples.jsonl").symlink_to(full)
+    (log.run_dir / "metrics.csv").symlink_to(full)
+    (log.run_dir / ".x.tmp").symlink_to(full)
+    writers = [
+        lambda: log.samples(1, [{"completion": ""}]),
+        lambda: log.write(1, SCORE),
+        lambda: write_atomically(log.run_dir / "x", "text"),
+        log.close,
+    ]
+    for write in writers:
+        with pytest.raises(SystemExit, match=f"could not write {log.run_dir}.*No space left"):
             write()
-    (log.run_dir / ".x.tmp").symlink_to("/dev/full")
-    with broken:
-        write_atomically(log.run_dir / "x", "text")
+    (log.run_dir / "metrics.csv").unlink()
+    (log.run_dir / "metrics.jsonl").unlink()
+    (log.run_dir / "metrics.jsonl").symlink_to(full)
+    with pytest.raises(SystemExit, match="could not write .*metrics.jsonl: No space left"):
+        log.write(2, RL_ROW)
+    (log.run_dir / "metrics.jsonl").unlink()
 
 
-SCORE = {"eval/countdown": 0.5, "time/eval": 3.0}
-OPTIM = {"loss/total": 1.0, "optim/lr": 1e-5, "optim/grad_norm": 1.0, "speed/tokens_per_s": 1e4}
-RL = ["Reward in training", "Loss", "Change of the policy", "Length of the answers"]
-PLOTS = [
-    ([(0, SCORE), (1, RL_ROW | OPTIM)],
-     ["Score on problems not trained on", *RL, "Seconds per step"]),
-    ([(0, {"test/countdown": 0.9})], ["Score on problems not trained on"]),
-    ([(1, OPTIM | {"loss/total": NAN})], ["Loss", "Gradient", "Speed"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("rows, titles", PLOTS)
-def test_panels_follow_the_keys_and_a_score_redraws_them(tmp_path, monkeypatch, rows, titles):
-    drawn = []
-    save = lambda figure, *_, **__: drawn.append([axes.get_title("left") for axes in figure.axes])
-    monkeypatch.setattr(Figure, "savefig", save)
-    with closing(open_log(tmp_path)) as log:
-        for step, row in rows:
-            log.write(step, row)
-    assert len(drawn) == 1 + any(map(runlog.is_score, rows[0][1]))
-    assert list(filter(None, drawn[-1])) == titles
-
-
-def test_the_figure_is_not_redrawn_at_once_but_at_the_end(tmp_path, monkeypatch):
+def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch):
+    """Its panels follow the keys. An error leaves it and the page too, and says where they are."""
     drawn, now = [], [100.0]
+    save = lambda figure, _: drawn.append([axes.get_title() for axes in figure.axes])
+    monkeypatch.setattr(Figure, "savefig", save)
     monkeypatch.setattr(runlog.time, "perf_counter", lambda: now[0])
-    with closing(open_log(tmp_path)) as log:
-
-        def plot():
-            now[0] += 2  # seconds
-            drawn.append(len(runlog.read_rows(log.run_dir)))
-
-        monkeypatch.setattr(log, "plot", plot)
-        for step, passed in enumerate((0, 37, 2), start=1):
-            now[0] += passed
-            log.write(step, {"eval/x": 0.5})
-        assert drawn == [1, 3]  # 39 s later
-        log.write(4, {"eval/x": 0.5})
-    assert drawn == [1, 3, 4]
+    log = new_log()
+    for step, passed in enumerate((0, 50, 20), start=1):
+        now[0] += passed
+        log.write(step, SCORE if step > 1 else SCORE | RL_ROW)
+    log.write(4, {"loss/total": 1.0})
+    titles = ["Score on problems not trained on", "Reward in training", "Loss",
+              "Change of the policy", "Length of the answers", "Seconds per step"]  # fmt: skip
+    assert drawn == [titles] * 2
 
 
-def test_an_error_leaves_table_and_plot(tmp_path, capsys):
-    for row in {}, RL_ROW:
-        log = open_log(tmp_path)
-        log.write(1, row)
-        for _ in range(2):  # a second close does nothing
-            log.close(failed=True)
-        assert (log.run_dir / "metrics.csv").read_text().startswith("step")
-        assert capsys.readouterr().err == f"run directory: {log.run_dir}\n"
-    assert (log.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+def test_an_error_leaves_table_figure_and_page(new_log, capsys):
+    log, empty = new_log(), new_log()
+    log.write(1, RL_ROW)
+    empty.close(1)
+    log.close(1)
+    places = [f"run directory: {one.run_dir}" for one in (empty, log)]
+    assert capsys.readouterr().err.splitlines() == places
+    files = {path.name for path in log.run_dir.iterdir()}
+    assert files >= {"metrics.csv", "curves.png", "report.html"}
 
 
-def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
     run = wandb.init.return_value
     run.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_DATA_DIR", "")  # restored afterwards
     monkeypatch.delenv("WANDB_DATA_DIR")
-    with closing(open_log(tmp_path, track=True)) as log:
-        log.write(1, RL_ROW)
-        sample = {"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}
-        log.samples(1, [sample, {"prompt": "3 4"}])
+    log = new_log(track=True)
+    log.write(1, RL_ROW)
+    sample = {"prompt": "1 2", "completion": "1+2", "gold": "3", "reward": 1.0}
+    log.samples(1, [sample, {"prompt": "3 4"}])
+    log.close()
     table = {"samples": wandb.Table.return_value}
     assert run.log.mock_calls == [call(RL_ROW, step=1), call(table, step=1)]
     rows = [[1, "1 2", "1+2", "3", 1.0], [1, "3 4", None, None, None]]
     wandb.Table.assert_called_with(runlog.COLUMNS, rows)
-    open_log("", track=True, resume=str(log.run_dir), step=1).close()
+    new_log(track=True, resume=str(log.run_dir), step=1)
     first, second = (made.kwargs for made in wandb.init.call_args_list)
     assert first["config"] == ARGS and second["resume"] == "allow"
     assert (first["id"], second["id"]) == (None, "x1")
-    assert os.environ["WANDB_DATA_DIR"] == str(log.run_dir / "wandb")  # not in the home
-
-
-GROUPS = ["the method's own", "task and data", "rollout", "length of the run and evaluation",
-          "memory and speed", "LoRA", "log and saves"]  # fmt: skip
-
-
-def test_help_is_in_groups(monkeypatch, capsys):
-    """Every flag once, with its default; a replaced field stays in its group, with its new help."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "argv", ["mdpo.py", "--lora-rank", "4", "--help"])
-    with pytest.raises(SystemExit):
-        run_flags.command_line(mdpo.Args, {})
-    text = capsys.readouterr().out
-    groups = re.split(r"(\w[\w' ]+) options\b", text)[1:]
-    assert groups[::2] == GROUPS and "rcr (Running" in groups[5]
-    assert (
-        len(re.findall(r"^\W* --\w", text, re.M))
-        == text.count("(default:")
-        == len(fields(mdpo.Args))
-    )
+    assert runlog.os.environ["WANDB_DATA_DIR"] == str(log.run_dir / "wandb")  # not in the home
 
 
 def test_the_stopwatch_adds_up_phases(monkeypatch):
-    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 0.0, 0.0])
+    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0, 0.0])
     monkeypatch.setattr(runlog.time, "perf_counter", lambda: next(ticks))
-    clock = Stopwatch(1)
+    clock = Stopwatch()
     for phase in ("rollout", "rollout", "update"):
         with clock(phase):
             pass
-    assert clock == {"time/rollout": 5.0, "time/update": 1.0}
-    for size, less in (1, ""), (5, "--micro-batch-size 2 or "):
-        words = f"^out of GPU memory in the update: try {less}--activation-checkpointing$"
-        with pytest.raises(SystemExit, match=words), Stopwatch(size)("update"):
-            raise torch.OutOfMemoryError()
-
-
-@dataclass
-class Numbers:
-    max_steps: int = 1
-    steps: int = 0  # part of a name that must be at least 1
-    track: bool = False
-    beta: float = 0.0
-    betas: tuple = (0.9, 0.95)
-    temperature: float = 1.0
-    max_grad_norm: float = float("inf")
-    margin: float = -1.0
-    cap: float = float("inf")
-    words: str = "as many as you like " * 20  # a text is no name of a file
-
-
-ABOVE = "above 0: [^\n]+"
-OUT_OF_RANGE = [
-    ("max_steps", 0, "at least 1"),
-    ("steps", -1, "at least 0 and finite"),
-    ("steps", 1 << 31, "below 2,147,483,648"),
-    ("beta", -0.1, "at least 0 and finite"),
-    ("beta", NAN, "at least 0 and finite"),
-    ("beta", float("inf"), "at least 0 and finite"),
-    ("temperature", 0.0, ABOVE),
-    ("temperature", NAN, "at least 0 and finite"),
-    ("max_grad_norm", 0.0, ABOVE),
-    ("betas", (0.9, 1.0), "at least 0 and below 1"),
-    ("margin", NAN, "finite"),
-    ("margin", float("-inf"), "finite"),
-]
-
-
-@pytest.mark.parametrize("name, value, words", OUT_OF_RANGE)
-def test_numbers_out_of_range_are_named(name, value, words):
-    fine = Numbers(margin=-2.0)
-    assert check_numbers(check_sizes(fine)) == fine
-    shown = " ".join(map(str, value)) if name == "betas" else value
-    flag = name.replace("_", "-")
-    with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be {words}$"):
-        check_numbers(check_sizes(replace(Numbers(), **{name: value})))
-
-
-def test_the_line_of_settings_keeps_what_was_emptied():
-    line = run_flags.flags_of(Numbers(betas=(), words=""))
-    assert "--betas --temperature 1.0" in line and line.endswith(" --words ''")
+    assert clock == {"time/rollout": 5.0, "time/update": 1.0, "time/step": 6.0}
+    words = "^out of GPU memory in the update: try a smaller --micro-batch-size, or --activation"
+    with pytest.raises(SystemExit, match=words), clock("update"):
+        raise torch.OutOfMemoryError()
 
 
 def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
@@ -316,40 +194,83 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1 and endless.status == 0
 
 
-def test_a_misspelt_default_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
+GROUPS = ["the method's own", "rollouts and rewards", "task and data", "sampler",
+          "length of the run and evaluation", "memory and speed", "LoRA", "log and saves",
+]  # fmt: skip
+
+
+def test_help_is_in_groups(monkeypatch, capsys):
+    """Every flag once, with the value that it would take."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["mdpo.py", "--lora-rank", "4", "--help"])
+    with pytest.raises(SystemExit):
+        mdpo.Args.parse(mdpo.BY_SIZE)
+    text = capsys.readouterr().out
+    groups = re.split(r"(\w[\w' ]+) options\b", text)[1:]
+    assert groups[::2] == GROUPS
+    flags = len(fields(mdpo.Args))
+    assert len(re.findall(r"^\W* --\w", text, re.M)) == text.count("(default:") == flags
+
+
+@dataclass
+class Numbers(RunFlags):
+    steps: int = 0  # part of a name that must be at least 1
+    betas: tuple = (0.9, 0.95)
+    cap: float = math.inf
+    beta_range: tuple = (0.0, 1.0)
+    margin: float = -1.0
+    prompt: str = "as many as you like " * 20  # a text is no name of a file
+    RANGES = {"cap": (0, math.inf)}
+
+
+OUT_OF_RANGE = [
+    ("max_steps", 0, "1 to 2147483648"), ("steps", -1, "0 to 2147483648"),
+    ("steps", 1 << 31, "0 to 2147483648"), ("cap", NAN, "0 to inf"),
+    ("lora_rank", math.inf, "0 to 2147483648"), ("betas", (0.9, 1.0), "0 to 0.999999"),
+    ("margin", NAN, "-2147483648 to 2147483648"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value, words", OUT_OF_RANGE)
+def test_numbers_out_of_range_are_named(name, value, words):
+    fine = Numbers(margin=-2.0)
+    assert check_numbers(fine) == fine
+    shown = " ".join(map(str, value)) if name == "betas" else value
+    flag = name.replace("_", "-")
+    with pytest.raises(SystemExit, match=f"^--{flag} {shown} must be from {words}$"):
+        check_numbers(replace(fine, **{name: value}))
+
+
+def test_ranges_ascend_and_names_fit_a_file_system():
+    for wrong in {"beta_range": (1.0, 0.0)}, {"data": "x" * 256}:
+        with pytest.raises(SystemExit, match="lower end comes first|more than 255 bytes"):
+            check_numbers(Numbers(**wrong))
+
+
+def given(monkeypatch, *flags, kind=Numbers, by_size=None):
+    monkeypatch.setattr(sys, "argv", ["bgpo.py", *flags])
+    return kind.parse(by_size or {})
+
+
+def test_the_line_of_settings_keeps_what_was_emptied_and_a_misspelt_default_is_named(
+    monkeypatch, capsys
+):
+    given(monkeypatch, "--betas", "--prompt", "")
+    assert "--betas --cap" in (line := capsys.readouterr().err) and "--prompt ''" in line
     with pytest.raises(SystemExit, match="^BY_SIZE sets betta, which Args does not have$"):
-        run_flags.command_line(Numbers, {"tiny": {"beta": 1.0}, "lora": {"betta": 1.0}})
+        given(monkeypatch, by_size={"tiny": {"steps": 1}, "full": {"betta": 1.0}})
 
 
 def test_resume_keeps_files_of_a_user_with_their_whole_path(tmp_path, monkeypatch):
-    @dataclass
-    class Args:
-        model: str = "tiny-sdar"
-        task: str = "countdown"
-        lora_rank: int = 0
-        reward: str = ""
-        dead_steps: int = 50
-        resume: str = ""
-
-    def given(*flags):
-        monkeypatch.setattr(sys, "argv", ["bgpo.py", *flags])
-        return run_flags.command_line(Args, {"tiny": {}})
-
     monkeypatch.chdir(tmp_path)
-    args = given("--task", "mine.py", "--reward", "mine.py:pay")
+    files, kind = ("--task", "mine.py", "--reward", "mine.py:pay"), RolloutFlags
+    args = given(monkeypatch, *files, kind=kind)
     assert (args.task, args.reward) == (f"{tmp_path}/mine.py", f"{tmp_path}/mine.py:pay")
     (tmp_path / "config.json").write_text(json.dumps({"script": "bgpo", "args": vars(args)}))
-    assert given("--task", "mine.py", "--resume", ".").reward == args.reward
+    resumed = given(monkeypatch, "--task", "mine.py", "--resume", ".", kind=kind)
+    assert resumed.reward == args.reward
     monkeypatch.chdir("/")
-    assert given("--resume", str(tmp_path), "--dead-steps", "0").task == args.task
+    resume = "--resume", str(tmp_path), "--dead-steps", "0"
+    assert given(monkeypatch, *resume, kind=kind).task == args.task
     with pytest.raises(SystemExit, match="the run had --task"):
-        given("--task", "mine.py", "--resume", str(tmp_path))
-
-
-def test_numbers_may_be_infinite_where_that_means_none():
-    sizes = {"epsilon": math.inf, "max_grad_norm": math.inf, "tasks": ",".join(["x" * 200] * 3)}
-    run_flags.check_sizes(SimpleNamespace(**sizes))
-    for wrong in {"beta": math.inf}, {"epsilon": math.nan}, {"data": "x" * 256}:
-        with pytest.raises(SystemExit):
-            run_flags.check_sizes(SimpleNamespace(**wrong))
+        given(monkeypatch, *files, *resume, kind=kind)

@@ -603,7 +603,7 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
         for task in decoding.SETTINGS[name]:
             sampling = decoding.settings(name, model_type, task)
             assert sampling.pop("repeats") and own_blocks == (sampling["block_length"] is None)
-            engine.plan(**sampling)
+            engine.validate(**sampling)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,8 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections import Counter, defaultdict, deque, namedtuple
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date, datetime
-from decimal import Decimal
-from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
 
@@ -55,344 +51,18 @@ def job(code, mode=PROXY, tests=TESTS, **changed):
     return Job(textwrap.dedent(code), tests, ("f",), mode=mode, **LIMITS | changed)
 
 
-def claims(expression):
-    """A program that is right if an attack works, and wrong if it does not."""
-    return f"def f(x):\n    import os, sys\n    return x + 1 if ({expression}) else 'held'\n"
-
-
-def tries(body):
-    """A program that is right if `body` runs to its end, and raises what stopped it if not."""
-    return "def f(x):\n" + textwrap.indent(textwrap.dedent(body), "    ") + "\n    return x + 1\n"
-
-
 # name: program, reasons in proxy mode, and in nonce mode where they differ
 ATTACKS = {
-    "right": (F, "passed"),
-    "wrong": ("def f(x): return x", "wrong"),
-    "not defined": ("g = 1", "error"),
-    "syntax error": ("def f(x) return x", "error"),
     "null byte": (F + "\0", "error"),
     "lone surrogate": (F + "s = '\ud800'", "error"),
     "very long line": ("x = '" + "a" * 900_000 + "'" + F, "passed"),
     "longer than is run": ("x = '" + "a" * 1_000_001 + "'" + F, "long"),
     "deeply nested source": ("x = " + "(" * 100_000 + F, "error exited"),
-    "sys.exit(0) at import": ("import sys; sys.exit(0)", "error"),
-    "os._exit(0) at import": ("import os; os._exit(0)", "exited"),
-    "SystemExit in the function": ("def f(x): raise SystemExit(0)", "error"),
-    "os._exit(0) in the function": ("import os\ndef f(x): os._exit(0)", "exited"),
-    "endless loop": ("def f(x):\n    while True: pass", "timeout exited"),
-    "endless loop at import": ("while True: pass", "timeout exited"),
-    "long sleep": ("import time\ndef f(x): time.sleep(1000)", "timeout"),
-    "SIGALRM, SIGTERM and SIGXCPU ignored": (
-        "import signal\nfor s in (14, 15, 24): signal.signal(s, signal.SIG_IGN)\ndef f(x):\n    "
-        "while True: pass",
-        "timeout exited",
-    ),
-    "list growth": ("def f(x):\n    l = []\n    while True: l.append('x' * 1000000)", "error"),
-    "one string of 100 GB": ("def f(x): return len('x' * 10**11)", "error"),
-    "memory of many processes": (
-        """
-        import os, time
-        def f(x):
-            for _ in range(8):
-                if not os.fork():
-                    if os.fork(): os._exit(0)  # the one that takes the memory is an orphan
-                    block = bytearray(120 << 20)
-                    time.sleep(100)
-                os.wait()
-            time.sleep(100)
-        """,
-        "memory",
-    ),
-    "System V shared memory": (
-        "import ctypes\n" + claims("ctypes.CDLL(None).shmget(0, 100 << 20, 0o1600) >= 0"),
-        "wrong",
-    ),
-    "shared memory of which one page stays mapped": (
-        """
-        import ctypes, mmap, time
-        libc = ctypes.CDLL(None)
-        libc.mmap.restype = ctypes.c_void_p
-        def f(x):
-            for _ in range(8 if x == 1 else 0):
-                block = libc.mmap(None, ctypes.c_size_t(100 << 20), 3, 0x21, -1, 0)
-                ctypes.memset(block, 1, 100 << 20)
-                libc.munmap(ctypes.c_void_p(block + 4096), ctypes.c_size_t((100 << 20) - 4096))
-            time.sleep(0.3)
-            return x + 1
-        """,
-        "exited",
-    ),
-    "memory in a file without a name": (
-        tries("import os\nos.write(os.memfd_create('x'), b'x')"),
-        "error",
-    ),
-    "memory of the tests": (
-        "import json, os, struct\ntext = json.dumps({'value': ['array', ['U400000000', ['list', "
-        "['x']]]]}).encode()\ndef f(x):\n    os.write(61, struct.pack('<Q', len(text)) + "
-        "text)\n    return 2",
-        "memory",
-        "exited",
-    ),
-    "fork loop": (
-        "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: "
-        "pass",
-        "timeout exited",
-    ),
-    "more forks than allowed": (
-        "import os, time\ndef f(x):\n    for _ in range(40):\n        if not os.fork(): "
-        "time.sleep(100)\n    return x + 1",
-        "error",
-    ),
-    "more threads than allowed": (
-        "import threading, time\ndef f(x):\n    for _ in range(40): "
-        "threading.Thread(target=time.sleep, args=(9,)).start()"
-        "\n    return x + 1",
-        "error",
-    ),
-    "endless output": ("def f(x):\n    while True: print('x' * 10000)", "timeout exited"),
-    "file of 256 MB": (
-        "import signal; signal.signal(25, signal.SIG_IGN)\n"
-        + tries(
-            "with open('big', 'wb') as file:\n    for _ in range(256): file.write(b'x' * (1 << 20))"
-        ),
-        "error",
-    ),
-    "secret of the environment": (claims("'SANDBOX_SECRET' in os.environ"), "wrong"),
-    "secret of the environment through /proc": (
-        tries("import os\nassert b'SANDBOX_SECRET' in open('/proc/self/environ', 'rb').read()"),
-        "error wrong",
-    ),
-    "outbound connection": (
-        tries("import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)"),
-        "error",
-    ),
-    "input()": ("def f(x): return input()", "error"),
-    "stdin is empty": (F + "import sys\nassert sys.stdin.read() == ''", "passed"),
-    "daemon that outlives its parent": (
-        """
-        import os, time
-        def f(x):
-            if not os.fork():
-                os.setsid()
-                if not os.fork():
-                    while True: time.sleep(1)
-                os._exit(0)
-            return x + 1
-        """,
-        "passed",
-    ),
-    "zeros on every descriptor": (
-        "import os\nfor fd in range(3, 200):\n    try: os.write(fd, bytes(64))\n    except "
-        "OSError: pass\nos._exit(0)",
-        "error exited",
-    ),
-    "a forged setup error": (
-        "import os, struct\nm = b'\"uid\"'\nos.write(61, struct.pack('<Q', len(m)) + "
-        "m)\nos._exit(0)",
-        "error",
-    ),
-    "a message without end": (
-        "import os\nos.write(61, b'\\xff' * 8)\nwhile True: os.write(61, b'x' * 60000)",
-        "error",
-    ),
-    "deep recursion": ("def f(x): return f(x)", "error"),
-    "deep recursion without limit": (
-        "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
-        "error exited timeout",
-    ),
-    "deeply nested result": (
-        "def f(x):\n    l = []\n    for _ in range(10**5): l = [l]\n    return l",
-        "error",
-        "error wrong",
-    ),
-    "huge result": ("def f(x): return 'x' * (40 << 20)", "error", "wrong"),
-    "huge integer": ("def f(x): return 1 << 10**7", "wrong"),
-    "result that contains itself": (
-        "def f(x):\n    l = []\n    l.append(l)\n    return l",
-        "error",
-        "wrong error",
-    ),
-    "object that equals everything": (
-        "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()",
-        "error",
-        "passed",
-    ),
-    "int that equals everything": (
-        "class E(int):\n    def __eq__(s, o): return True\ndef f(x): return E()",
-        "wrong",
-        "passed",
-    ),
-    "list that equals everything": (
-        "class E(list):\n    def __eq__(s, o): return True\n    def __iter__(s): return "
-        "iter([2])\ndef f(x): return E()",
-        "wrong",
-        "passed",
-    ),
-    "patched AssertionError": (
-        "import builtins\nclass E(Exception): pass\nbuiltins.AssertionError = E\ndef f(x): raise E",
-        "error",
-    ),
-    "frames walked for the nonce": (
-        """
-        import json, os, struct, sys
-        def f(x):
-            frame = sys._getframe()
-            while frame:
-                for value in list(frame.f_locals.values()):
-                    if isinstance(value, dict) and "nonce" in value:
-                        text = json.dumps({"nonce": value["nonce"]}).encode()
-                        os.write(61, struct.pack("<Q", len(text)) + text)
-                        os._exit(0)
-                frame = frame.f_back
-            return x
-        """,
-        "wrong",
-        "passed",
-    ),
-    "trace function": (
-        "import sys\nsys.settrace(lambda *a: None)\ndef f(x):\n    "
-        "sys._getframe().f_back.f_locals['reply'] = {'passed': True}",
-        "wrong",
-    ),
-    "signals to everybody": (
-        "import os\ndef f(x):\n    for s in (19, 9):\n        for p in (1, os.getppid(), -1):\n  "
-        "          try: os.kill(p, s)"
-        "\n            except OSError: pass\n    return x",
-        "wrong exited",
-    ),
-    "signals by a descriptor": (
-        """
-        import fcntl, os, socket, struct, time
-        def by_number(end, victim):
-            fcntl.fcntl(end, fcntl.F_SETOWN, victim)
-            fcntl.fcntl(end, 10, 9)  # F_SETSIG
-        def by_kind(end, victim): fcntl.fcntl(end, 15, struct.pack("ii", 1, victim))  # F_SETOWN_EX
-        def by_ioctl(end, victim): fcntl.ioctl(end, 0x8901, struct.pack("i", victim))  # FIOSETOWN
-        def by_group(end, victim): fcntl.ioctl(end, 0x8902, struct.pack("i", victim))  # SIOCSPGRP
-        def f(x):
-            for owned in (by_number, by_kind, by_ioctl, by_group):
-                try:
-                    end, other = socket.socketpair()
-                    owned(end, os.getppid())
-                    fcntl.fcntl(end, fcntl.F_SETFL, os.O_ASYNC)
-                    other.send(b"x")
-                except OSError: pass
-            time.sleep(0.1)
-            return x
-        """,
-        "wrong",
-    ),
-    "SIGSTOP to itself": ("import os\ndef f(x): os.kill(os.getpid(), 19)", "timeout"),
-    "ptrace of the tests": (
-        "import ctypes, os\n" + claims("ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0"),
-        "wrong",
-    ),
-    "memory of the tests through /proc": (
-        tries("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')"),
-        "error",
-    ),
-    "null pointer in ctypes": ("import ctypes\ndef f(x): ctypes.string_at(0)", "exited"),
-    "files of the caller read": (tries("open({secret!r}).read()"), "error"),
-    "files of the caller changed": (tries("open({secret!r}, 'a').write('x')"), "error"),
-    "files of the caller deleted": (tries("import os\nos.remove({secret!r})"), "error"),
-    "permissions of the caller's files": (tries("import os\nos.chmod({secret!r}, 0)"), "error"),
-    "permissions of Python's library by a descriptor": (
-        tries(
-            "import os\nfile = os.open(os.__file__, os.O_RDONLY)\n"
-            "os.fchmod(file, os.fstat(file).st_mode & 0o7777)"
-        ),
-        "error",
-    ),
-    "flags of Python's library": (  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
-        tries(
-            "import fcntl, os\nfile, flags = os.open(os.__file__, os.O_RDONLY), bytearray(8)\n"
-            "fcntl.ioctl(file, 0x80086601, flags)\nfcntl.ioctl(file, 0x40086602, flags)"
-        ),
-        "error",
-    ),
-    "the repository": (
-        tries("open({repository!r} + '/README.md').read()"),
-        "error",
-    ),  # its .venv may be the Python that runs
-    "Python's library changed": (
-        tries("import os\nopen(os.path.dirname(os.__file__) + '/new.py', 'w')"),
-        "error",
-    ),
-    "places that are not read-only": (
-        claims("not all(os.statvfs(place).f_flag & os.ST_RDONLY for place in ('/', '/usr'))"),
-        "wrong",
-    ),
-    "programs with the rights of their owner": (
-        claims("not all(os.statvfs(place).f_flag & os.ST_NOSUID for place in ('/', '/usr', '.'))"),
-        "wrong",
-    ),
-    "other processes through /proc": (
-        claims(
-            "any(b'pytest' in open(f'/proc/{p}/cmdline', 'rb').read() for p in "
-            "os.listdir('/proc') if p.isdigit())"
-        ),
-        "wrong error",
-    ),
-    "the tests on disk": (
-        """
-        import glob, os
-        def f(x):
-            for top in (".", "/dev/shm", "/sandbox", *glob.glob({folder!r} + "/sandbox-*")):
-                for folder, _, names in os.walk(top):
-                    for name in names:
-                        try:
-                            with open(os.path.join(folder, name), "rb") as file:
-                                if b"f(5) =" + b"= 6" in file.read(1 << 20): return x + 1
-                        except OSError: pass
-        """,
-        "wrong",
-    ),
-    "the clock": (
-        tries("import time\ntime.clock_settime(time.CLOCK_REALTIME, time.time())"),
-        "error",
-    ),
-    "another uid": (tries("import os\nos.setuid(0)"), "error"),
-    "rights of a new user namespace": (
-        "import ctypes\n" + claims("ctypes.CDLL(None).unshare(0x10020000) == 0"),
-        "wrong",
-    ),
-    "mount": (
-        "import ctypes\n"
-        + claims("ctypes.CDLL(None).mount(b'x', b'/sandbox', b'tmpfs', 0, None) == 0"),
-        "wrong",
-    ),
-    "limits raised": (
-        tries("import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"),
-        "error",
-    ),
-    "priority raised": (tries("import os\nos.nice(-5)"), "error"),
-    "file and directory without permissions left behind": (
-        "import os\nos.mkdir('d')\nopen('d/x', 'w').close()\nos.chmod('d', 0)" + F,
-        "passed",
-    ),
-    "files of its own": (
-        tries(
-            "import os, tempfile\nwith tempfile.NamedTemporaryFile('w') as file: "
-            "file.write('x')\nopen('y', 'w').close()"
-        ),
-        "passed",
-    ),
-    "a command": (
-        tries("import subprocess\nassert subprocess.run(['/bin/echo', 'x']).returncode == 0"),
-        "passed",
-    ),
-    "modules": (
-        tries("import collections, dataclasses, heapq, math, re, numpy\nnumpy.zeros(3)"),
-        "passed",
-    ),
-    "dataclass": (
-        "from __future__ import annotations\nfrom dataclasses import "
-        "dataclass\n@dataclass\nclass P:\n    x: int" + F,
-        "passed",
-    ),
-    "main block": (F + "if __name__ == '__main__': input()", "passed"),
 }
+for part in (ROOT / "tests/golden/attacks.txt").read_text().split("\n## ")[1:]:
+    heading, _, program = part.partition("\n")
+    name, *reasons = heading.split(" | ")
+    ATTACKS[name] = program, *reasons
 # the protections of which one is enough, where the kernel does not refuse the attack in any case
 HELD_BY = {
     "System V shared memory": {"system calls"},
@@ -436,6 +106,18 @@ def surroundings():
     assert SECRET.read_text() == "secret" and stat.S_IMODE(SECRET.stat().st_mode) == 0o666
     SECRET.unlink()
     del os.environ["SANDBOX_SECRET"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A folder that others may enter, with the sandbox and nothing that it does not need."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.makedirs(f"{place}/evals")
+        for name in ("sandbox.py", "sandbox_child.py"):
+            shutil.copy(ROOT / "evals" / name, f"{place}/evals")
+        Path(f"{place}/evals/__init__.py").touch()
+        os.chmod(place, 0o755)
+        yield place
 
 
 def attack(name, mode, surroundings):
@@ -612,16 +294,14 @@ def test_attacks_succeed_without_the_protection(name, surroundings):
     assert result.missing.keys() >= missing_here().keys() | HARMLESS[name] and result.passed, result
 
 
-@needs_root
-@pytest.mark.parametrize(
-    "name",
-    [
-        "signals by a descriptor",
-        "permissions of Python's library by a descriptor",
-        "flags of Python's library",
-        "memory of many processes",
-    ],
+BY_CALLS = (
+    "signals by a descriptor|permissions of Python's library by a descriptor|"
+    "flags of Python's library|memory of many processes"
 )
+
+
+@needs_root
+@pytest.mark.parametrize("name", BY_CALLS.split("|"))
 def test_rules_of_calls_take_the_place_of_namespaces(name, surroundings):
     result = run(attack(name, PROXY, surroundings), without=["disk", "processes", "uid"])
     if reason := not_held(name, result.missing):
@@ -665,11 +345,11 @@ def test_folders_a_thousand_deep():
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="makes a user namespace with unshare")
-def test_a_caller_in_a_user_namespace_of_one_user():
+def test_a_caller_in_a_user_namespace_of_one_user(alone):
     """Root there, as in bubblewrap and rootless containers, has no other uid to give."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import sandbox;"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from evals import sandbox;"
     code += "print(sandbox.run(sandbox.Job('', '')).passed)"
-    command = ["unshare", "-r", sys.executable, "-c", code, str(ROOT / "evals")]
+    command = ["unshare", "-r", sys.executable, "-c", code, alone]
     done = subprocess.run(command, capture_output=True, text=True)
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr)
@@ -677,14 +357,14 @@ def test_a_caller_in_a_user_namespace_of_one_user():
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of prctl there")
-def test_a_kernel_without_rules_for_calls():
+def test_a_kernel_without_rules_for_calls(alone):
     """The protection is missing then, as others are. A rule that answers EINVAL plays the
     kernel."""
     code = """
 import ctypes, json, sys
 sys.path.insert(0, sys.argv[1])
-import sandbox
-from sandbox_child import *
+from evals import sandbox
+from evals.sandbox_child import *
 prctl(NO_NEW_PRIVILEGES, 1)
 rules = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, 157), (LOAD, 0, 0, 16), (EQUAL, 2, 0, GET_SECCOMP)]
 rules += [(EQUAL, 1, 0, SECCOMP), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, 0x50000 + 22)]
@@ -692,35 +372,25 @@ refuse_calls(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
 result = sandbox.run(sandbox.Job("", ""))
 print(result.passed, result.missing.get("system calls"))
 """
-    command = [sys.executable, "-c", code, str(ROOT / "evals")]
+    command = [sys.executable, "-c", code, alone]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "True Invalid argument\n", done.stderr
 
 
 def test_survivors_without_a_pid_namespace(surroundings):
     """The uid and the subreaper take its place."""
-    jobs = ["daemon that outlives its parent", "more forks than allowed", "signals to everybody"]
-    for name in jobs:
-        result = run(attack(name, PROXY, surroundings), without=["processes"])
+    names = "daemon that outlives its parent", "more forks than allowed", "signals to everybody"
+    for name in (*names, "fork loop"):
+        result = run(replace(attack(name, PROXY, surroundings), timeout=2.0), ["processes"])
         assert result.missing == missing_here()  # nothing is lost
         assert result.reason in [*ATTACKS[name][1].split(), "exited"]
         check_nothing_is_left([result])
-    result = run(
-        job(
-            "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except "
-            "OSError: pass",
-            timeout=1.0,
-        ),
-        ["processes"],
-    )
-    assert result.reason == "timeout"
-    check_nothing_is_left([result])
 
 
 ORDINARY_USER = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-from sandbox import Job, run
+from evals.sandbox import Job, run
 programs, found = json.loads(sys.argv[2]), {}
 for name, code in programs.items():
     for without in ((),) if "changed" in name else ((), ("users",)):  # it would change the file
@@ -731,7 +401,7 @@ print(json.dumps([os.getuid(), found]))
 """
 
 
-def test_callers_that_are_not_root(surroundings):
+def test_callers_that_are_not_root(surroundings, alone):
     """With a user namespace the walls are the same; without one, rules for calls and files hold."""
     user = {"user": 12345, "group": 12345, "extra_groups": []} if os.getuid() == 0 else {}
 
@@ -743,27 +413,14 @@ def test_callers_that_are_not_root(surroundings):
     python = next(filter(starts, (sys._base_executable, "/usr/bin/python3")), None)
     if not python:
         pytest.skip("no Python that an ordinary user may start")
-    names = [
-        "right",
-        "daemon that outlives its parent",
-        "more forks than allowed",
-        "mount",
-        "rights of a new user namespace",
-    ]
-    names += [*HARMLESS, "files of the caller changed", "signals by a descriptor"]
+    names = "right|daemon that outlives its parent|more forks than allowed|mount|" + (
+        "rights of a new user namespace|files of the caller changed|signals by a descriptor"
+    )
+    names = [*names.split("|"), *HARMLESS]
     programs = {name: attack(name, PROXY, surroundings).code for name in names}
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # the checkout may be closed to others
-        os.chmod(place, 0o755)
-        for name in ("sandbox.py", "sandbox_child.py"):
-            shutil.copy(ROOT / "evals" / name, place)
-        done = subprocess.run(
-            [python, "-I", "-c", ORDINARY_USER, place, json.dumps(programs)],
-            **user,
-            env={"PATH": "/usr/bin:/bin"},
-            cwd="/",
-            capture_output=True,
-            text=True,
-        )
+    command = [python, "-I", "-c", ORDINARY_USER, alone, json.dumps(programs)]
+    options = user | {"env": {"PATH": "/usr/bin:/bin"}, "cwd": "/", "text": True}
+    done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, done.stderr
     uid, found = json.loads(done.stdout)
     assert uid != 0
@@ -797,17 +454,15 @@ def test_an_answer_to_the_caller_is_short():
 
 
 @pytest.mark.parametrize("without", [(), ("processes",), ("disk", "uid")])
-def test_programs_end_with_a_killed_caller(without, tmp_path):
+def test_programs_end_with_a_killed_caller(without, tmp_path, alone):
     """SIGKILL to the caller, and then to nothing else: its program ends too, and its files are
     removed."""
     code = "import os, time\nprint(os.getuid(), flush=True)\nos.fork()\ntime.sleep(600)"
-    caller = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import sandbox, os; print('started', "
-        "flush=True);"
-    )
+    caller = "import os, sys; sys.path.insert(0, sys.argv[1]); from evals import sandbox;"
+    caller += "print('started', flush=True);"
     caller += "sandbox.run(sandbox.Job(sys.argv[2], '', timeout=600), eval(sys.argv[3]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", caller, str(ROOT / "evals"), code, repr(without)],
+        [sys.executable, "-c", caller, alone, code, repr(without)],
         stdout=subprocess.PIPE,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
@@ -859,15 +514,15 @@ def test_batches_keep_their_order_and_workers():
     assert run_batch([]) == []
 
 
-def test_an_interrupt_ends_a_batch(tmp_path):
-    caller = "import sys, signal; sys.path.insert(0, sys.argv[1]); import sandbox;"
+def test_an_interrupt_ends_a_batch(tmp_path, alone):
+    caller = "import sys, signal; sys.path.insert(0, sys.argv[1]); from evals import sandbox;"
     # ignored where a shell's background job runs this
     caller += "signal.signal(signal.SIGINT, signal.default_int_handler);"
     caller += (
         "sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50, 2)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", caller, str(ROOT / "evals")], stderr=subprocess.DEVNULL, cwd=tmp_path
+        [sys.executable, "-c", caller, alone], stderr=subprocess.DEVNULL, cwd=tmp_path
     )
     wait_for(lambda: len(tree(process.pid)) >= 6)
     started = tree(process.pid)
@@ -879,26 +534,15 @@ def test_an_interrupt_ends_a_batch(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # the wire
 
-VALUES = [
-    None,
-    True,
-    -3,
-    1 << 70,
-    -(1 << 10000),
-    0.1,
-    float("inf"),
-    -0.0,
-    "a\ud800\0",
-    b"\xff",
-    bytearray(b"x"),
-    1 + 2j,
-    [],
-    [[1], (2, [3]), ()],
-    {1, "a", (2, 3)},
-    frozenset([1]),
-    {(1, 2): [3], "a": {}, None: 1.5},
-    range(1, 9, 2),
-]
+NAMES = {}
+for module in ("collections", "datetime", "decimal", "fractions"):
+    exec(f"import numpy; from {module} import *", NAMES)
+VALUES = """None, True, -3, 1 << 70, -(1 << 10000), 0.1, float("inf"), -0.0, "a\\ud800\\0",
+b"\\xff", bytearray(b"x"), 1 + 2j, [], [[1], (2, [3]), ()], {1, "a", (2, 3)}, frozenset([1]),
+range(1, 9, 2), {(1, 2): [3], "a": {}, None: 1.5}, Decimal("0.10"), Fraction(1, 3), deque([1]),
+date(2020, 1, 2), datetime(2020, 1, 2, 3, 4, 5, 6), datetime(2020, 1, 2).time()"""
+PLAIN = """Counter("aab"), {"a": 2, "b": 1}, defaultdict(int, a=1), {"a": 1}, {1: 2}.keys(), {1},
+namedtuple("P", "x y")(1, 2), (1, 2), numpy.float64(0.5), 0.5, numpy.int64(3), 3"""
 
 
 def through(value):
@@ -906,21 +550,16 @@ def through(value):
 
 
 def test_values_survive_the_wire():
-    for value in VALUES:
+    for value in eval(f"({VALUES})", NAMES):
         back = through(value)
         assert type(back) is type(value) and repr(back) == repr(value)
 
 
 def test_types_of_the_library_become_plain():
-    same = [Decimal("0.10"), Fraction(1, 3), deque([1, (2,)]), date(2020, 1, 2)]
-    same += [datetime(2020, 1, 2, 3, 4, 5, 6), datetime(2020, 1, 2).time()]
-    plain = [(value, value) for value in same]
-    plain += [(Counter("aab"), {"a": 2, "b": 1}), (defaultdict(int, a=1), {"a": 1})]
-    plain += [(namedtuple("P", "x y")(1, 2), (1, 2)), ({1: 2}.keys(), {1})]
-    plain += [(numpy.float64(0.5), 0.5), (numpy.int64(3), 3)]
-    for value, want in plain:
+    values = eval(f"({PLAIN})", NAMES)
+    for value, want in zip(values[::2], values[1::2], strict=True):
         assert type(through(value)) is type(want) and through(value) == want
-    assert list(through(x * x for x in range(3))) == [0, 1, 4] == [*through(iter([0, 1, 4]))]
+    assert list(through(x * x for x in range(3))) == [0, 1, 4]
     array = through(numpy.arange(4, dtype="int16").reshape(2, 2))
     assert array.dtype == "int16" and array.tolist() == [[0, 1], [2, 3]]
 
@@ -932,8 +571,7 @@ def test_other_values_do_not():
 
 
 def test_messages_of_another_form_raise_or_stay_plain():
-    forms = [["object", 1], ["list"], ["dict", [1]], ["int", "x"], ["set", [["list", []]]]]
-    for message in forms:
+    for message in ["object", 1], ["list"], ["dict", [1]], ["int", "x"], ["set", [["list", []]]]:
         with pytest.raises((CandidateError, ValueError, TypeError)):
             decode(message)
     assert decode(["array", ["O", ["list", [1]]]]).dtype != object

@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from test_models import exits_with_one_line, ragged
 
 from distributed import sequence as sequence_parallel
-from distributed.groups import all_reduce, group_share, rank_share
-from distributed.sequence import check_heads, form_groups, over_heads, place, total
+from distributed.groups import all_reduce, rank_share
+from distributed.sequence import (
+    check_heads,
+    data_rank,
+    form_groups,
+    over_heads,
+    sequence_rank,
+    total,
+)
 from models import load_model
 from models.tiny import TINY_CONFIGS, random_model
 
@@ -54,7 +61,9 @@ def test_heads_are_repeated_just_enough(run_ranks):
     """Six query heads over two, in a group of three; seven tokens do not divide."""
 
     def attend(layer, q, k, v):
-        assert layer == 5 and (q.shape[1], k.shape[1]) == ((2, 2) if place()[1] > 1 else (6, 2))
+        assert layer == 5 and (q.shape[1], k.shape[1]) == (
+            (2, 2) if sequence_rank()[1] > 1 else (6, 2)
+        )
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     def body(rank, world_size):
@@ -73,8 +82,10 @@ def test_ranks_that_share_rows_count_once(run_ranks):
     def body(rank, world_size):
         form_groups(2, 4)
         assert all_reduce({"a": rank // 2 + 1}) == {"a": 3.0}
-        assert group_share(6, "--batch-size") == range(rank // 2 * 3, rank // 2 * 3 + 3)
+        assert rank_share(6, "--batch-size", data_rank()) == range(rank // 2 * 3, rank // 2 * 3 + 3)
         assert rank_share(4, "--prompts-per-step") == range(rank, rank + 1)
+        with exits_with_one_line("--prompts-per-step 6 does not divide by 4"):
+            rank_share(6, "--prompts-per-step")
         x = torch.zeros(4, requires_grad=True)
         y = total(x + (torch.arange(4) == rank) * 7.0)
         assert y.tolist() == [7.0 * (i // 2 == rank // 2) for i in range(4)]
@@ -87,8 +98,8 @@ def test_ranks_that_share_rows_count_once(run_ranks):
 def test_numbers_that_do_not_divide_are_refused(monkeypatch):
     with exits_with_one_line("--sequence-parallel 3 .* ranks of a node, 4: use 1, 2, 4"):
         form_groups(3, 4)
-    monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 8))
+    monkeypatch.setattr(sequence_parallel, "sequence_rank", lambda: (0, 8))
     with exits_with_one_line("--sequence-parallel 8 .* query heads of the model, 4: use 1, 2, 4"):
         load_model("tiny-sdar")
-    monkeypatch.setattr(sequence_parallel, "place", lambda: (0, 4))
+    monkeypatch.setattr(sequence_parallel, "sequence_rank", lambda: (0, 4))
     check_heads(load_model("tiny-sdar").config)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken
 
 from data.sft import conversation, encode, training_rows
-from data.stream import ShuffledStream
+from data.stream import ShuffledStream, check_items
 from data.tokens import Dropped, TokenRows
 from evals import load_task
 from models import load_tokenizer, prompt_ids
@@ -45,49 +45,20 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-LAYOUTS = [{"prompt": "1+1", "response": "2<|MASK|>"}, {"messages": turns("1+1", "2<|MASK|>")},
-           {"prompt": turns("1+1"), "response": "2<|MASK|>"}]  # fmt: skip
+# layouts of rows and pairs; [row, why it is left out, what is shown of the first]
+GOLDEN = json.loads((Path(__file__).parent / "golden/rows.json").read_text())
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("columns", LAYOUTS)
-def test_every_layout_gives_prompt_and_answer_closed_once(tmp_path, columns, suffix):
+@pytest.mark.parametrize("columns", GOLDEN["rows"])
+def test_every_layout_gives_prompt_and_answer_closed_once(tmp_path, columns):
     """A mask token in an answer would have probability 0: what looks like one stays text."""
-    path = tmp_path / f"rows.{suffix}"
-    write_jsonl(path, [columns])
-    if suffix == "parquet":
-        pandas.DataFrame([columns]).to_parquet(path)
+    path = tmp_path / "rows.parquet"
+    pandas.DataFrame([columns]).to_parquet(path)
     rows = ids(training_rows(COUNTDOWN, str(path)))
     assert list(rows) == [([258, *b"1+1", 259], [*b"2<|MASK|>", EOS])]
 
 
-def test_history_stays_in_the_prompt():
-    ((prompt, answer),) = ids([conversation({"messages": turns("a", "b", "c", "d")})])
-    assert prompt == [258, *b"a", 259, *b"b", 256, 258, *b"c", 259] and answer == [*b"d", EOS]
-
-
-LEFT_OUT = [  # row, why, what is shown of the first
-    ({"prompt": "a"}, "cannot be read, needed are messages that end", "with prompt: {'prompt'"),
-    ({"prompt": 3, "response": None}, "cannot be read", "with prompt, response"),
-    ({"messages": []}, "cannot be read", "with messages"),
-    ({"messages": "hi"}, "cannot be read", "with messages"),
-    ({"messages": turns("a")}, "cannot be read", "with messages"),
-    ({"messages": turns("a", "b")[1:]}, "cannot be read", "with messages"),
-    ({"prompt": turns(None), "response": "a"}, "cannot be read", "with prompt"),
-    ({"prompt": turns([{"text": "a"}]), "response": "a"}, "cannot be read", "with"),
-    ({"prompt": "a", "response": " \n\t\u3000"}, "have an empty answer", "'a' -> "),
-    ({"prompt": "a <|MASK|> b", "response": "c"}, "hold a mask token", "'a <|MASK|> b' -> 'c'"),
-    ({"prompt": "a", "response": "b" * 30}, "exceed --max-length 20", "34 tokens: 'a' -> 'bbb"),
-    ({"prompt": "a" * 30, "response": "b"}, "exceed --max-length 20", "34 tokens: 'aaa"),
-    ({"prompt": "a", "response": "b\ud800"}, "hold half of a character", "surrogates not allowed"),
-    ({"prompt": turns("a", "b", " 5  7  1 =  11 "), "response": "c"},
-     "ask what the run is scored on", "' 5  7  1 =  11 ' -> 'c'"),
-    ({"prompt": [{"role": "system", "content": "s"}], "response": "c"},
-     "are refused by the chat template", "user first"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bad, reason, shown", LEFT_OUT)
+@pytest.mark.parametrize("bad, reason, shown", GOLDEN["left out"])
 def test_rows_are_left_out_counted_and_the_first_is_shown(tmp_path, bad, reason, shown):
     """Two bad rows among good ones: the good ones stay, in order; alone they end the run."""
     tokenizer = byte_tokenizer()
@@ -113,9 +84,8 @@ def test_rows_are_left_out_counted_and_the_first_is_shown(tmp_path, bad, reason,
         assert shown in message and "\n" not in message
 
 
-def test_a_run_never_starts_on_fewer_rows_than_a_batch(tmp_path):
+def test_a_run_never_starts_on_fewer_rows_than_a_batch():
     rows = [row("a", text) for text in ("x", "", "y" * 50, " ", "z", "<|MASK|>")]
-    assert len(ids(rows, 20, batch_size=3)) == 3
     words = "3 rows to train on, fewer than --batch-size 4: give a smaller one; "
     words += "3 were dropped: 2 have an empty answer"
     with pytest.raises(SystemExit, match=f"^--data holds {words}; the first: row 2, .*: 1 exceed"):
@@ -128,26 +98,21 @@ def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
     asked, found = [], datasets.Dataset.from_list([{"prompt": "a", "response": "b"}])
     load = lambda path, split, **_: asked.append((path, split)) or found
     monkeypatch.setattr(datasets, "load_dataset", load)
-    sources = (["train", "test"], "train"), (["train", "train_sft"], "train_sft"), ([], "train")
-    for names, split in sources:
-        monkeypatch.setattr(
-            datasets, "get_dataset_split_names", lambda path, revision, names=names: names
-        )
+    for names, split in (["train", "train_sft"], "train_sft"), ([], "train"):
+        names_of = lambda path, revision, names=names: names
+        monkeypatch.setattr(datasets, "get_dataset_split_names", names_of)
         assert list(training_rows(COUNTDOWN, "owner/name")) == [row("a", "b")]
         assert asked.pop() == ("owner/name", split)
 
 
-@pytest.mark.parametrize("data", ["", "small"])
-def test_a_task_gives_its_prompts_with_gold_answers(data):
-    held_out = COUNTDOWN.load("validation", data) + COUNTDOWN.load("test", data)
-    rows = list(training_rows(COUNTDOWN, data, held_out))  # its splits share no problem
+def test_a_task_gives_its_prompts_with_gold_answers(tmp_path, monkeypatch):
+    """Its own, those of a file of problems, and those of its hub id."""
+    held_out = COUNTDOWN.load("validation") + COUNTDOWN.load("test")
+    rows = list(training_rows(COUNTDOWN, "small", held_out))  # its splits share no problem
     problems = COUNTDOWN.load("train")
     assert len(rows) > len(problems) == 5052 and not any(isinstance(r, Dropped) for r in rows)
     answers = [r["response"] for r in rows if r["prompt"] == COUNTDOWN.prompt(problems[0])]
     assert {COUNTDOWN.score(text, problems[0]) for text in answers} == {1.0}
-
-
-def test_files_and_the_hub_id_of_a_task_are_its_problems(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "p.jsonl", [{"numbers": [1, 2], "target": n} for n in (9, 3)])
     rows = ids(training_rows(COUNTDOWN, path), 1000)
     first = "row 1, no expression over [1, 2] equals 9"
@@ -157,9 +122,6 @@ def test_files_and_the_hub_id_of_a_task_are_its_problems(tmp_path, monkeypatch):
     monkeypatch.setattr(GSM8K, "held_out", lambda rows, split, _: rows if split == "train" else [])
     (own,) = training_rows(GSM8K, "openai/gsm8k")
     assert [own] == list(training_rows(GSM8K, "")) and own["response"].startswith("Two.")
-
-
-def test_mistakes_are_named(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [{"question": "a"}])
     for task, message in (
         (COUNTDOWN, "row 1: cannot read a problem from question; .*or, "),
@@ -217,13 +179,11 @@ def test_real_problems_that_the_run_is_scored_on_are_left_out():
 
 
 def test_the_stream_gives_every_item_once_per_epoch_in_a_keyed_order():
-    items = list(range(7))
-    stream = [ShuffledStream(items, seed=3)[i] for i in range(21)]  # position is the only state
-    epochs = [tuple(stream[i : i + 7]) for i in (0, 7, 14)]
+    items, streams = list(range(7)), [ShuffledStream(list(range(7)), seed) for seed in (3, 3, 4)]
+    first, other = ([stream[i] for i in range(21)] for stream in streams[1:])
+    epochs = [tuple(first[i : i + 7]) for i in (0, 7, 14)]
     assert all(sorted(epoch) == items for epoch in epochs) and len(set(epochs)) == 3
-    again, other = ShuffledStream(items, seed=3), ShuffledStream(items, seed=4)
-    assert [again[i] for i in (20, 3, 11)] == [stream[i] for i in (20, 3, 11)]
-    assert [other[i] for i in range(21)] != stream
+    assert [streams[0][i] for i in (20, 3)] == [first[i] for i in (20, 3)] and first != other
 
 
 def token_rows(rows):
@@ -235,25 +195,20 @@ def token_rows(rows):
 def test_a_resumed_run_finds_the_rows_that_it_began_with(tmp_path, make):
     """Another row, another order, a row cut elsewhere, one row more: each is another stream."""
     rows, config = [[1, 2, 3], [4], [5, 6]], tmp_path / "config.json"
-    ShuffledStream(make(rows), 1, tmp_path)  # no run that could be resumed: nothing to note
-    assert not config.exists()
+    check_items(make(rows), config)  # no run that could be resumed: nothing to note
     config.write_text(json.dumps({"args": {"seed": 1}}))
     for _ in range(2):
-        assert ShuffledStream(make(rows), 1, tmp_path)[0] == ShuffledStream(make(rows), 1)[0]
+        check_items(make(rows), config)
         kept = json.loads(config.read_text())
         assert kept["args"] == {"seed": 1} and kept["rows"]["count"] == 3
     hashes = {list: "8c3a016bb7edb6fb", token_rows: "107373ad87760ac7"}  # old runs can be resumed
     assert kept["rows"]["hash"] == hashes[make]
     words = r"^--resume: the rows to train on .*'count': [34], .*the run began with .*'count': 3"
-    for other in (
-        [*rows[:2], [5, 7]],
-        [rows[1], rows[0], rows[2]],
-        [[1, 2], [3, 4], [5, 6]],
-        [*rows, [7]],
-    ):
+    cut, others = [[1, 2], [3, 4], [5, 6]], ([*rows[:2], [5, 7]], [rows[1], rows[0], rows[2]])
+    for other in (cut, *others, [*rows, [7]]):
         with pytest.raises(SystemExit, match=words):
-            ShuffledStream(make(other), 1, tmp_path)
-        assert json.loads(config.read_text()) == kept
+            check_items(make(other), config)
+    assert json.loads(config.read_text()) == kept
 
 
 def rank_reads(rank, world_size):

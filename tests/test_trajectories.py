@@ -31,10 +31,8 @@ def batch_of(module, model, how, records=None):
     return batch
 
 
-REPLAYED = [
-    (family, how) for family in ("sdar", "llada2", "llada", "dream") for how in (RAGGED, STATIC)
-]
-REPLAYED += [("llada", PAPERS), ("dream", PAPERS), ("llada-moe", STATIC)]
+REPLAYED = [("sdar", RAGGED), ("llada", RAGGED), ("dream", RAGGED), ("llada2", STATIC)]
+REPLAYED += [("llada-moe", STATIC), ("dream", PAPERS)]
 
 
 @pytest.mark.parametrize("family, how", REPLAYED, ids=str)
@@ -60,28 +58,24 @@ def test_cj_grpo_scores_every_token_once_where_it_was_revealed(family, how):
     (prepared,) = cj_grpo.prepare_rows(model, None, batch, args)
     assert prepared.masked.shape[:2] == (rows.weights.any(2).sum(), 1)
     for b in range(12):
-        steps, blocks = trace.step_map[b].tolist(), trace.blocks(b)
-        when = {j: (blocks[j], step) for j, step in enumerate(steps) if step >= 0}
-        tokens = Counter(when.values())  # of each transition
-        want = torch.zeros(len(steps))
-        for j, transition in when.items():
-            want[j] = 1 / (len(tokens) * tokens[transition])
-        torch.testing.assert_close(weights[b], want)
+        when = list(zip(trace.blocks(b), trace.step_map[b].tolist(), strict=True))
+        tokens = Counter(at for at in when if at[1] >= 0)  # of each transition
+        want = [1 / (len(tokens) * tokens[at]) if at in tokens else 0.0 for at in when]
+        assert weights[b].tolist() == pytest.approx(want)
     assert cj_grpo.sample_masks(batch, 1, args) is None
 
 
-@pytest.mark.parametrize("how", [RAGGED, STATIC, STATIC | {"remasking": "rcr"}, PAPERS], ids=str)
+@pytest.mark.parametrize("how", [RAGGED, STATIC | {"remasking": "rcr"}, PAPERS], ids=str)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_mdpo_replays_what_the_sampler_predicted(family, how):
     """exp of the estimates is the recorded confidence of every masked token, those after the
-    current block too. The last prediction of a row is its completion, and so is the last reward.
+    current block too.
     """
     model, args = model_of(SIZES[family], scale=9), mdpo.Args(num_generations=4, train_steps=100)
     batch, args.temperature = batch_of(mdpo, model, how, records="states"), 0.8
     trace = batch.trace
     made = trace.records["masked"].any(2)
-    assert made.shape == (12, trace.num_replays) and made[:, 0].all()
-    assert trace.records["masked"][:, 0].all()
+    assert made.shape == (12, trace.num_replays) and trace.records["masked"][:, 0].all()
     batch.advantages = torch.ones(made.shape)
     rows = mdpo.sample_masks(batch, 0, args)
     assert len(rows.input_ids) == made.sum()
@@ -92,13 +86,6 @@ def test_mdpo_replays_what_the_sampler_predicted(family, how):
         wrong = mdpo.draw_logps(model, changed(rows, masked=rows.masked.roll(1, 0)))[:, 0].exp()
     torch.testing.assert_close(p[state], q[state], atol=1e-5, rtol=1e-5)
     assert (wrong[state] - q[state]).abs().max() > 0.1  # control
-    decode = lambda ids, skip_special_tokens: "".join(chr(65 + token) for token in ids)
-    reward = lambda texts, examples: [{"x": float(sum(map(ord, text)))} for text in texts]
-    letters = SimpleNamespace(decode=decode)
-    texts = [letters.decode(trace.completion(i), True) for i in range(12)]
-    final = torch.tensor([parts["x"] for parts in reward(texts, [None] * 12)])
-    graded = mdpo.step_rewards(trace, reward, letters, [None] * 12)
-    assert torch.equal(graded[:, -1], final) and (graded[:, 0] != final).any()
 
 
 def test_mdpo_chooses_the_steps_with_the_largest_advantages():
