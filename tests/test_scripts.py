@@ -105,6 +105,22 @@ def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
     assert first_ids(one_rank(case)) == first_ids(two)
 
 
+def test_a_run_builds_its_model_twice(warm, tmp_path, monkeypatch):
+    """For the policy and for the sampler: whatever else asks, the answer is there."""
+    from models import checkpoint
+
+    build, built = checkpoint.build_model, tmp_path / "built"
+
+    def counted(*config):
+        with built.open("a") as file:
+            file.write(".")
+        return build(*config)
+
+    monkeypatch.setattr(checkpoint, "build_model", counted)
+    run_script("d1", flags_of("d1-dream") | {"max_steps": 1}, 1, tmp_path / "out")
+    assert built.read_text() == ".."
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("share", [1, 2])
 @pytest.mark.parametrize("model", ["tiny-sdar", "tiny-llada"])
@@ -112,12 +128,12 @@ def test_two_gpus_train_as_one(tmp_path, model, share):
     """NCCL in bf16, rows dealt out or shared"""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    flags = f"algos/sft.py --model {model} --max-steps 3 --eval-limit 0 --batch-size 16"
-    metrics = []
+    flags, metrics = f"--model {model} --max-steps 3 --eval-limit 0 --batch-size 16", []
     for ranks in 1, 2:
-        words = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {flags}"
-        words += f" --sequence-parallel {min(ranks, share)} --out {tmp_path}/{ranks}"
-        subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
+        words = f"--sequence-parallel {min(ranks, share)} --out {tmp_path}/{ranks}"
+        torchrun(
+            f"--standalone --nproc-per-node {ranks} algos/sft.py {flags} {words}"
+        ).communicate()
         (directory,) = (tmp_path / str(ranks)).iterdir()
         rows = [row for row in rows_of(directory) if "loss/total" in row]
         metrics.append([[row["loss/total"], row["optim/grad_norm"]] for row in rows])
@@ -125,19 +141,19 @@ def test_two_gpus_train_as_one(tmp_path, model, share):
     torch.testing.assert_close(*map(torch.tensor, metrics), rtol=0.02, atol=0)
 
 
+def torchrun(words):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    pipes |= {"umask": 0o022, "env": os.environ | {"HF_TOKEN": "hf_secret"}}
+    return subprocess.Popen(f"{sys.executable} -m torch.distributed.run {words}".split(), **pipes)
+
+
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_commands_of_a_user(warm, tmp_path, nodes):
     """torchrun, two ranks on each node, leaves a whole record, whose checkpoint is a --model."""
-    flags = "--max-steps 2 --eval-every 1 --eval-limit 8 --save-every 2 --prompts-per-step 4"
-    words = f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node 2 --master-addr "
-    words += f"localhost --master-port {free_port()} --node-rank"
-    rest = f"algos/bgpo.py --mc-num 2 {flags} --out {tmp_path}/runs".split()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    pipes |= {"umask": 0o022, "env": os.environ | {"HF_TOKEN": "hf_secret"}}
-    started = [
-        subprocess.Popen([sys.executable, *words.split(), str(node), *rest], **pipes)
-        for node in range(nodes)
-    ]
+    flags = "--mc-num 2 --max-steps 2 --eval-every 1 --eval-limit 8 --prompts-per-step 4"
+    words = f"--nnodes {nodes} --nproc-per-node 2 --master-addr localhost --master-port "
+    words += f"{free_port()} --node-rank %d algos/bgpo.py {flags} --out {tmp_path}/runs"
+    started = [torchrun(words % node) for node in range(nodes)]
     said = [process.communicate() for process in started]
     assert not any(process.returncode for process in started), said
     assert not any("UserWarning" in errors for _, errors in said), said
@@ -199,7 +215,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(warm, tmp_path):
     """A huge learning rate spoils the weights in the first of two updates; the run names the step
     and keeps its record.
     """
-    flags = "--learning-rate 1e30 --num-iterations 2 --eval-limit 2 --prompts-per-step 2 --out"
+    flags = "--learning-rate 1e9 --num-iterations 2 --eval-limit 2 --prompts-per-step 2 --out"
     run = Run(tmp_path / "said", 1, "algos/d1.py", *flags.split(), tmp_path / "runs")
     said, (directory,) = run.finish(1), (tmp_path / "runs").iterdir()
     assert "Traceback" not in said and "\nnot finite at step 1: loss " in said
