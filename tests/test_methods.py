@@ -132,7 +132,7 @@ def test_estimates_are_unbiased_on_rollouts(module):
 
 
 @families
-def test_coupled_scores_and_spg_bounds_have_the_mean_of_their_law(family):
+def test_coupled_scores_have_the_mean_of_their_law(family):
     """One completion of one block: all masks with their chances against 20,000 of the script's own
     draws.
     """
@@ -155,20 +155,6 @@ def test_coupled_scores_and_spg_bounds_have_the_mean_of_their_law(family):
     assert within(coupled_grpo.estimate_logps(table[code(rows)], rows, args), want).all()
     plain = changed(rows, weights=(rows.weights != 0).double() / 2)
     assert not within(coupled_grpo.estimate_logps(table[code(rows)], plain, args), want, 20).all()
-    # SPG at two draws: counts k and k + 2 modulo 4, the floor form; independent subsets
-    want = torch.zeros(2, dtype=torch.float64)
-    for first, second in itertools.product(range(1, 16), repeat=2):
-        k, other = sum(parts[first]), sum(parts[second])
-        if (k + 1) % 4 + 1 == other:
-            masks = torch.tensor([parts[first], parts[second]]).double()
-            pair = made_rows(spg, (masks * 4 / masks.sum(1, keepdim=True))[None], [1.0])
-            pair.completion_mask = torch.ones(1, 4, dtype=torch.bool)
-            bounds = spg.estimate_logps(table[[first, second]][None], pair, spg.Args())[0]
-            want += bounds / (4 * math.comb(4, k) * math.comb(4, other))
-    args = spg.Args(p_mask_context=0.0)
-    rows = spg.sample_masks(made_batch(spg, ids, c, mask=5), 0, args)
-    rows = changed(rows, weights=rows.weights.double())
-    assert within(spg.estimate_logps(table[code(rows)], rows, args), want).all()
 
 
 # --- the law of the masks -------------------------------------------------------------------------
