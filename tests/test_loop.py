@@ -195,7 +195,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(module, monkeypa
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
     for name in got.keys() & metrics.keys():
         weight = got.get(f"{name.split('/')[0]}/weight", 1.0)
-        assert metrics[name] == pytest.approx(float(got[name] / weight), rel=1e-6, abs=1e-9)
+        assert metrics[name] == pytest.approx((got[name] / weight).item(), rel=1e-6, abs=1e-9)
 
 
 SPOILED = {

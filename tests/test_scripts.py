@@ -16,7 +16,6 @@ from golden_runs import (
     CASES,
     GOLDEN,
     assert_same_metrics,
-    flags_of,
     free_port,
     record,
     rows_of,
@@ -39,7 +38,7 @@ AT_ONCE = "d1-dream bgpo-sdar-moe coupled_grpo-sdar tracerl-sdar vrpo-llada"
 def one_rank(warm, tmp_path_factory):
     out = lambda case: tmp_path_factory.mktemp(case) / "out"
     return functools.cache(
-        lambda case: run_script(case.split("-")[0], flags_of(case), 1, out(case))
+        lambda case: run_script(case.split("-")[0], CASES[case], 1, out(case))
     )
 
 
@@ -47,7 +46,7 @@ def one_rank(warm, tmp_path_factory):
 def test_golden_run(one_rank, case):
     got, want = record(one_rank(case)), RUNS[case]
     first = ["loss/total" in row for row in want["rows"]].index(True)
-    group = len(want["tokens"]) // flags_of(case)["max_steps"]
+    group = len(want["tokens"]) // CASES[case]["max_steps"]
     assert got["tokens"][:group] == want["tokens"][:group]
     for name in ("loss/total", "optim/grad_norm"):
         pair = got["rows"][first][name], want["rows"][first][name]
@@ -70,7 +69,7 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, monkeyp
     """
     script = case.split("-")[0]
     # bgpo: not all draws of a row together; vrpo: two pairs
-    flags = flags_of(case) | {"micro_batch_size": {"bgpo": 2, "vrpo": 16}.get(script, 5)}
+    flags = CASES[case] | {"micro_batch_size": {"bgpo": 2, "vrpo": 16}.get(script, 5)}
     nodes = 1 + (script == "sft")
     one = one_rank(case)
     monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: (case in AT_ONCE.split()) << 40)
@@ -98,7 +97,7 @@ SHARED = ("bgpo-llada2", "cj_grpo-llada", "dtreerpo-llada", "sft-sdar")
 )
 def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
     """--sequence-parallel 2: rollouts of both ranks, rows and metrics of one."""
-    script, flags = case.split("-")[0], flags_of(case) | {"sequence_parallel": 2}
+    script, flags = case.split("-")[0], CASES[case] | {"sequence_parallel": 2}
     nodes = 1 + (script == "sft")
     two = run_script(script, flags, 2 * nodes, tmp_path / "two", nodes)
     assert_same_metrics(rows_of(one_rank(case)), rows_of(two))
@@ -117,7 +116,7 @@ def test_a_run_builds_its_model_twice(warm, tmp_path, monkeypatch):
         return build(*config)
 
     monkeypatch.setattr(checkpoint, "build_model", counted)
-    run_script("d1", flags_of("d1-dream") | {"max_steps": 1}, 1, tmp_path / "out")
+    run_script("d1", CASES["d1-dream"] | {"max_steps": 1}, 1, tmp_path / "out")
     assert built.read_text() == ".."
 
 
