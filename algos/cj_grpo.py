@@ -11,7 +11,6 @@ torchrun --nproc-per-node 8 algos/cj_grpo.py --model sdar-8b  # GSM8K, LoRA, eig
 """
 
 # >>> shared: imports
-import math
 import os
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from distributed.groups import reduce_metrics, setup_distributed
+from distributed.groups import reduce_metrics, require_finite, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
 from rollout import make_engine, sync_engine
@@ -250,9 +249,7 @@ def update(model, optimizer, rows, step, args):
             sums[name] += value.detach() * counts
     metrics = reduce_metrics(sums)
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    if not math.isfinite(metrics["loss/total"] + norm):
-        loss = f"loss {float(sums['loss/total'])} on rank {dist.get_rank()}, gradient norm {norm}"
-        raise SystemExit(f"not finite at step {step + 1}: {loss}; the optimizer has not stepped")
+    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
@@ -307,10 +304,9 @@ def main(args):
             sync_engine(engine, model)
         speed = {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
         metrics |= learned | routing | speed
-        if args.eval_limit and args.eval_every and (step + 1) % args.eval_every == 0:
+        if args.evaluates(step + 1):
             with clock("eval"):
-                metrics |= problems.score(engine, "validation", "eval")
-                metrics |= problems.check(engine, model)
+                metrics |= problems.validate(engine, model)
         run.write(step + 1, metrics, clock)
         run.samples(step + 1, trace, rewards, examples, args.num_generations)
         if run.save(step + 1, metrics, batch.advantages):

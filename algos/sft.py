@@ -18,7 +18,6 @@ python   algos/sft.py                                     # the shipped tiny mod
 torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
 
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -31,7 +30,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
-from distributed.groups import all_reduce, rank_share, reduce_metrics, setup_distributed
+from distributed.groups import (
+    all_reduce,
+    rank_share,
+    reduce_metrics,
+    require_finite,
+    setup_distributed,
+)
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, compile_blocks, load_weights, meta_model, router_metrics
@@ -70,7 +75,7 @@ class Args(RunFlags):
     """pack the examples of a step into rows of this many tokens (SDAR: 20480); 0: one per row"""
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
-    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31)}
+    RANGES = {"batch_size": 1, "max_length": 1}
 
 
 # What differs on the tiny models, and with all weights of others.
@@ -192,9 +197,7 @@ def optimizer_step(optimizer, sums, step, args):
     """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
     metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    if not math.isfinite(metrics["loss/total"] + norm):
-        loss = f"loss {float(sums['loss/total'])} on rank {dist.get_rank()}, gradient norm {norm}"
-        raise SystemExit(f"not finite at step {step + 1}: {loss}; the optimizer has not stepped")
+    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
@@ -338,7 +341,7 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        if engine and args.eval_every and (step + 1) % args.eval_every == 0:
+        if args.evaluates(step + 1):
             with clock("eval"):
                 sync_engine(engine, model)
                 metrics |= held_out.score(engine, "validation", "eval")

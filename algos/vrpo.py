@@ -29,7 +29,13 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.preferences import encode_pairs, held_out_pairs, training_pairs
 from data.stream import ShuffledStream
-from distributed.groups import all_reduce, rank_share, reduce_metrics, setup_distributed
+from distributed.groups import (
+    all_reduce,
+    rank_share,
+    reduce_metrics,
+    require_finite,
+    setup_distributed,
+)
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import score_all
@@ -72,7 +78,7 @@ class Args(RunFlags):
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31), "beta": (1e-9, 1e9)}
+    RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
 
 
 # What differs on the tiny models, and with all weights of others.
@@ -199,9 +205,7 @@ def optimizer_step(optimizer, sums, step, args):
     """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
     metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
     norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    if not math.isfinite(metrics["loss/total"] + norm):
-        loss = f"loss {float(sums['loss/total'])} on rank {dist.get_rank()}, gradient norm {norm}"
-        raise SystemExit(f"not finite at step {step + 1}: {loss}; the optimizer has not stepped")
+    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
@@ -397,7 +401,7 @@ def main(args):
         with clock("update"), router_metrics(model) as routing:
             sums = backward(model, batch, masks, ref_elbos, args)
             metrics = optimizer_step(optimizer, sums, step, args)
-        if engine and args.eval_every and (step + 1) % args.eval_every == 0:
+        if args.evaluates(step + 1):
             with clock("eval"):
                 metrics |= score("validation", "eval")
         tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]

@@ -1,5 +1,6 @@
 """Ranks of a run. A plain `python` command is one rank of the same code that torchrun starts."""
 
+import math
 import os
 from datetime import timedelta
 
@@ -63,6 +64,15 @@ def reduce_metrics(sums):
     if "policy/weight" not in weights and any(name.startswith("policy/") for name in metrics):
         raise SystemExit("policy_loss returns sums under policy/ and no policy/weight to divide by")
     return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
+
+
+def require_finite(step, own_loss, loss, norm):
+    """SystemExit on all ranks if the loss or the gradient's norm of a step is not finite, before
+    the optimizer steps. own_loss: this rank's share
+    """
+    if not math.isfinite(loss + norm):
+        where = f"loss {float(own_loss)} on rank {dist.get_rank()}, gradient norm {norm}"
+        raise SystemExit(f"not finite at step {step}: {where}; the optimizer has not stepped")
 
 
 def maximum(number):

@@ -81,6 +81,10 @@ class Problems(HeldOut):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""
         return probe(engine, model, self.train[0][1], **self.probed)
 
+    def validate(self, engine, model):
+        """-> the score on the validation split, and `check`. Collective."""
+        return self.score(engine, "validation", "eval") | self.check(engine, model)
+
 
 def sampling_of(args):
     """-> the fields of a script's args that the sampler knows"""
