@@ -2,7 +2,7 @@
 
     python evals/sudoku.py --model tiny-sdar   preset "sudoku4"
     python evals/sudoku.py --model sdar-8b --data 4x4_test_sudoku.csv
-    python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv --reward sudoku_cells
+    python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv --reward sudoku_d1
 
 The metric is exact: 1.0 for 16 digits that keep the given cells and form a legal grid, else 0.0.
 Any legal grid counts: 124 of the 500 boards in the papers' test file have several. The papers
