@@ -82,7 +82,7 @@ class Args(RolloutFlags):
         "low_confidence_static", "low_confidence_dynamic", "random", "entropy", "sequential"
     ] = "low_confidence_static"
     """which masked tokens a step reveals; entropy, sequential: whatever tokens are drawn"""
-    RANGES = {"branches": (2, 1 << 31), "gamma": (1e-6, 100)}
+    RANGES = {"branches": 2, "gamma": (1e-6, 100)}
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.

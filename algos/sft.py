@@ -75,7 +75,7 @@ class Args(RunFlags):
     """pack the examples of a step into rows of this many tokens (SDAR: 20480); 0: one per row"""
     group_by_length: bool = True
     """sort the rows of a step by length, so that micro-batches need little padding"""
-    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31)}
+    RANGES = {"batch_size": 1, "max_length": 1}
 
 
 # What differs on the tiny models, and with all weights of others.

@@ -70,12 +70,8 @@ class Args(RolloutFlags):
     p_mask_context: float = 0.15
     """probability of masking tokens of the prompt and of earlier blocks (official: 0.15)"""
     RANGES = {
-        "beta": (0, 0),
-        "mc_num": (2, 1 << 31),
-        "omega": (0, 1),
-        "eubo_beta": (1, 1e6),
-        "p_mask_context": (0, 0.999),
-    }
+        "beta": (0, 0), "mc_num": 2, "omega": (0, 1), "eubo_beta": 1, "p_mask_context": (0, 0.999)
+    }  # fmt: skip
 
     def num_draws(self, replays):
         return self.mc_num

@@ -84,7 +84,7 @@ class Args(RolloutFlags):
     """discount of a denoising step (official rl_sdar_with_value.yaml: 1)"""
     lam: float = 1.0
     """GAE's lambda (official rl_sdar_with_value.yaml: 1)"""
-    RANGES = {"beta": (0, 0), "shrink": (1, 1 << 31), "lam": (0, 1)}
+    RANGES = {"beta": (0, 0), "shrink": 1, "lam": (0, 1)}
 
     def num_draws(self, replays):
         return math.ceil(replays / self.shrink)

@@ -78,7 +78,7 @@ class Args(RunFlags):
     """policy and reference see the same timesteps and masks (paper: yes; naive DPO: no)"""
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
-    RANGES = {"batch_size": (1, 1 << 31), "max_length": (1, 1 << 31), "beta": (1e-9, 1e9)}
+    RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
 
 
 # What differs on the tiny models, and with all weights of others.

@@ -57,7 +57,7 @@ class Args(RolloutFlags):
     """KL coefficient (paper: no KL, and there is none here)"""
     p_mask_prompt: float = 0.15
     """probability of masking a prompt token (official train.yaml: 0.15)"""
-    RANGES = {"psi": (1e-6, 1e6), "beta": (0, 0), "p_mask_prompt": (0, 1)}
+    RANGES = {"psi": 1e-6, "beta": (0, 0), "p_mask_prompt": (0, 1)}
 
 
 # What differs on the tiny models, and with all weights of others. Rates of the latter are ours.

@@ -92,16 +92,16 @@ class RunFlags:
     track: bool = False
     """mirror the log to wandb"""
 
-    # smallest and largest value of a field; a script adds those of its own. All others: from 0 on.
+    # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0.
     RANGES = {
-        "max_steps": (1, MAX),
-        "gen_length": (1, MAX),
-        "denoising_steps": (1, MAX),
-        "sequence_parallel": (1, MAX),
-        "lora_alpha": (1, MAX),
+        "max_steps": 1,
+        "gen_length": 1,
+        "denoising_steps": 1,
+        "sequence_parallel": 1,
+        "lora_alpha": 1,
         "max_grad_norm": (EPS, math.inf),
         "betas": (0, 1 - EPS),
-        "mc_num": (1, MAX),
+        "mc_num": 1,
     }
 
     @classmethod
@@ -155,10 +155,10 @@ class RolloutFlags(RunFlags):
     """merge the adapters into the sampler's bf16 weights (loses small updates)"""
 
     RANGES = {
-        "prompts_per_step": (1, MAX),
-        "num_iterations": (1, MAX),
-        "num_generations": (2, MAX),  # a group of one completion has nothing to compare it with
-        "temperature": (EPS, MAX),  # at 0 all completions of a group are the same
+        "prompts_per_step": 1,
+        "num_iterations": 1,
+        "num_generations": 2,  # a group of one completion has nothing to compare it with
+        "temperature": EPS,  # at 0 all completions of a group are the same
         "confidence_threshold": (0, 1),
         "epsilon": (0, math.inf),
     }
@@ -341,9 +341,11 @@ def check_numbers(args):
         numbers = [one for one in values if type(one) in (int, float)]
         default = getattr(type(args), name, 0)
         is_signed = type(default) in (int, float) and default < 0
-        low, high = ranges.get(name, (-MAX if is_signed else 0, MAX))
+        bounds = ranges.get(name, -MAX if is_signed else 0)
+        low, high = bounds if isinstance(bounds, tuple) else (bounds, MAX)
         if not all(low <= one <= high and (type(one) is float or one < MAX) for one in numbers):
-            raise SystemExit(f"{flag} must be from {low:.12g} to {high:.12g}")
+            wanted = f"from {low:.12g} to {high:.12g}" if low < high else f"{low}"
+            raise SystemExit(f"{flag} must be {wanted}")
         if name.endswith("_range") and numbers != sorted(numbers):
             raise SystemExit(f"{flag}: the lower end comes first")
         parts = re.split(r"[/,\s]", value) if isinstance(value, str) and name != "prompt" else ()
