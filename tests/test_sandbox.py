@@ -560,6 +560,8 @@ def test_types_of_the_library_become_plain():
     for value, want in zip(values[::2], values[1::2], strict=True):
         assert type(through(value)) is type(want) and through(value) == want
     assert list(through(x * x for x in range(3))) == [0, 1, 4]
+    liar = type("Liar", (list,), {"__iter__": lambda self: iter([2])})
+    assert through(liar([9])) == [9]
     array = through(numpy.arange(4, dtype="int16").reshape(2, 2))
     assert array.dtype == "int16" and array.tolist() == [[0, 1], [2, 3]]
 
