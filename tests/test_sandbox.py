@@ -59,29 +59,14 @@ ATTACKS = {
     "longer than is run": ("x = '" + "a" * 1_000_001 + "'" + F, "long"),
     "deeply nested source": ("x = " + "(" * 100_000 + F, "error exited"),
 }
+# the protections of which one is enough, where the kernel does not refuse the attack in any case
+HELD_BY = {}
 for part in (ROOT / "tests/golden/attacks.txt").read_text().split("\n## ")[1:]:
     heading, _, program = part.partition("\n")
+    heading, _, held = heading.partition(" @ ")
     name, *reasons = heading.split(" | ")
     ATTACKS[name] = program, *reasons
-# the protections of which one is enough, where the kernel does not refuse the attack in any case
-HELD_BY = {
-    "System V shared memory": {"system calls"},
-    "shared memory of which one page stays mapped": {"system calls"},
-    "memory in a file without a name": {"system calls"},
-    "signals by a descriptor": {"processes", "system calls", "uid"},
-    "outbound connection": {"network"},
-    "files of the caller read": {"files"},  # everybody may read and write it
-    "files of the caller changed": {"files"},
-    "files of the caller deleted": {"files", "uid"},
-    "permissions of the caller's files": {"files", "uid"},
-    "permissions of Python's library by a descriptor": {"disk", "system calls", "uid"},
-    "flags of Python's library": {"disk", "system calls", "uid"},
-    "the repository": {"files"},
-    "places that are not read-only": {"disk"},
-    "programs with the rights of their owner": {"disk"},
-    "Python's library changed": {"files", "uid"},
-    "other processes through /proc": {"files"},
-}
+    HELD_BY |= {name: {*held.split(", ")}} if held else {}
 QUICK = [
     name
     for name in ATTACKS
