@@ -10,7 +10,6 @@ from algos import bgpo
 from models import add_lora, load_model, load_weights, meta_model
 from models.attention import bidirectional, make_attend
 from run import plan
-from run.flags import command_line
 
 PROBLEMS = {split: [(None, range(24))] * 40 for split in ("train", "validation", "test")}
 FIELDS = {"compile": False, "prompts_per_step": 8, "gen_length": 16, "eval_limit": 0, "mc_num": 4}
@@ -58,9 +57,16 @@ def need(plan, size):
     return plan.memory(size)["sum"]
 
 
-def graph_bytes(output, besides):
-    """Bytes of all tensors that the nodes of a graph hold, but for some"""
-    nodes, seen, held = [output.grad_fn], {None}, {}
+def test_what_a_block_keeps_is_what_its_graph_holds():
+    """Counted without weights, against every tensor that the graph of a real block holds."""
+    model, empty = load_model("tiny-llada"), meta_model("tiny-llada")
+    for one in (model, empty):
+        add_lora(one, 4, 8)
+    x = torch.randn(1, 128, model.lm_head.in_features, requires_grad=True)
+    valid = torch.ones(1, 128, dtype=torch.bool)
+    cos, sin = model.rope(model.grid(valid)[0], x.dtype)
+    y = model.layers[-1](x, cos, sin, make_attend(bidirectional(valid)))
+    nodes, seen, held = [y.grad_fn], {None}, {}
     while nodes:
         if (node := nodes.pop()) in seen:
             continue
@@ -69,24 +75,11 @@ def graph_bytes(output, besides):
         values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         values = (value for value in values if isinstance(value, torch.Tensor))
         held |= {value.data_ptr(): value.untyped_storage().nbytes() for value in values}
-    return sum(held[at] for at in held.keys() - {value.data_ptr() for value in besides})
-
-
-@pytest.mark.parametrize("family, rank", [("llada", 0), ("llada", 4), ("dream", 4)])
-def test_what_a_block_keeps_is_what_its_graph_holds(family, rank):
-    """Counted without weights, against every tensor that the graph of a real block holds."""
-    model, empty = load_model(f"tiny-{family}"), meta_model(f"tiny-{family}")
-    for one in (model, empty) if rank else ():
-        add_lora(one, rank, 8)
-    x = torch.randn(1, 128, model.lm_head.in_features, requires_grad=True)
-    valid = torch.ones(1, 128, dtype=torch.bool)
-    cos, sin = model.rope(model.grid(valid)[0], x.dtype)
-    y = model.layers[-1](x, cos, sin, make_attend(bidirectional(valid)))
-    want = graph_bytes(y, [*model.parameters(), cos, sin]) / 128
+    own = {value.data_ptr() for value in (*model.parameters(), cos, sin)}
+    want = sum(held[at] for at in held.keys() - own) / 128
     got = plan.kept_per_token(empty, False, torch.float32)
     assert abs(got / want - 1) < 0.002  # the random state of attention's dropout
-    if (family, rank) == ("llada", 4):
-        assert plan.kept_per_token(empty, True, torch.float32) < 0.8 * got
+    assert plan.kept_per_token(empty, True, torch.float32) < 0.8 * got
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -147,10 +140,6 @@ def test_later_steps_hold_the_cache_of_the_sampler_where_it_fits(on_gpu):
         assert float(later) * 1e9 == pytest.approx(expected, rel=cache / held / 8)
     each.room = held
     assert "later steps" not in each.table()
-    wide = replace(each, held_out=3 * each.rollout, room=10e9)  # evaluations keep theirs too
-    later = float(wide.table().split("up to about ")[1].split()[0])
-    more = wide.memory(wide.size)["sum"] + wide.rows * wide.row_cache
-    assert wide.rows > each.rows and later * 1e9 == pytest.approx(more, rel=1e-2)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_flags_that_do(on_gpu):
@@ -174,7 +163,7 @@ def test_ranks_that_share_rows_divide_activations_not_parameters(on_gpu):
     assert on_gpu(0.02, ranks=4, sequence_parallel=2, **small).size
 
 
-def test_config_has_the_choice_and_resume_keeps_it(run_ranks, tmp_path, on_gpu, monkeypatch, capfd):
+def test_config_has_the_choice(run_ranks, tmp_path, on_gpu, capfd):
     size = on_gpu(0.05).size
 
     def body(rank, world_size):
@@ -186,11 +175,5 @@ def test_config_has_the_choice_and_resume_keeps_it(run_ranks, tmp_path, on_gpu, 
     table = capfd.readouterr().out.splitlines()
     assert table[0].startswith("plan for one of 1 x test H100, --micro-batch-size ")
     assert "sampler" in table[1] and "update" in table[2]
-    (directory,) = tmp_path.glob("bgpo*")
-    chosen = json.loads((directory / "config.json").read_text())["args"]["micro_batch_size"]
-    flags = ["bgpo.py", "--resume", str(directory), "--max-steps", "2"]
-    monkeypatch.setattr("sys.argv", flags)
-    assert 0 < chosen <= size < on_gpu(10).size
-    assert (
-        on_gpu(10, args=command_line(bgpo.Args, bgpo.BY_SIZE)).size == chosen
-    )  # where more would fit
+    (config,) = tmp_path.glob("bgpo*/config.json")
+    assert 0 < json.loads(config.read_text())["args"]["micro_batch_size"] <= size
