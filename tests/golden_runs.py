@@ -38,6 +38,7 @@ CASES = {
     for script, facts in METHODS.items()
     for family, flags in facts["runs"].items()
 }
+flags_of = CASES.get
 SHOWN = "loss/total optim/grad_norm reward/mean loss/kl router/entropy eval/countdown".split()
 SHOWN += ["test/countdown"]
 
@@ -94,10 +95,6 @@ def run_script(script, flags, ranks, out, nodes=1):
     mp.start_processes(_child, args=arguments, nprocs=ranks, start_method="fork")
     (directory,) = Path(out).iterdir()
     return directory
-
-
-def flags_of(case):
-    return CASES[case]
 
 
 def rows_of(directory, name="metrics"):
@@ -158,6 +155,6 @@ if __name__ == "__main__":
     found = {"torch": torch.__version__.split("+")[0]}
     for case in CASES:
         with tempfile.TemporaryDirectory() as out:
-            found[case] = record(run_script(case.split("-")[0], flags_of(case), 1, out))
+            found[case] = record(run_script(case.split("-")[0], CASES[case], 1, out))
     (GOLDEN / "runs.json").write_text(json.dumps(found).replace('"rows"', '\n"rows"') + "\n")
     (GOLDEN / "values.json").write_text(json.dumps(all_values()).replace("}, ", "},\n") + "\n")

@@ -42,7 +42,7 @@ METHODS = {
         "title": "SPG: policy gradient on a lower and an upper bound of the log-likelihood",
         "paper": "2510.09541",
         "families": ALL,
-        "own": 979,
+        "own": 970,
         "runs": {"llada-moe": {"num_iterations": 1, "block_length": 4}},
     },
     "bgpo": {
@@ -66,7 +66,7 @@ METHODS = {
         "title": "MDPO: every denoising step graded by its prediction, with its own advantage",
         "paper": "2508.13148",
         "families": BIDIRECTIONAL,
-        "own": 1235,
+        "own": 1229,
         "runs": {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}},
     },
     "espo": {
@@ -80,14 +80,14 @@ METHODS = {
         "title": "EBPO (LLaDA2.1): one ratio per completion, of the ELBO of all its blocks",
         "paper": "2602.08676",
         "families": BLOCK,
-        "own": 694,
+        "own": 696,
         "runs": {"sdar": TWO | {"mc_num": 3}},
     },
     "wd1": {
         "title": "wd1: weighted log-likelihood of good and bad completions, without a ratio",
         "paper": "2507.08838",
         "families": ALL,
-        "own": 469,
+        "own": 465,
         "runs": {"llada": LORA | TWO | {"psi": 0.5}},
     },
     "justgrpo": {
@@ -101,14 +101,14 @@ METHODS = {
         "title": "d-TreeRPO: trees of rollouts, each segment judged by its siblings",
         "paper": "2512.09675",
         "families": ALL,
-        "own": 1455,
+        "own": 1451,
         "runs": {"llada": LORA | TREES, "sdar": TREES},
     },
     "tracerl": {
         "title": "TraceRL: PPO on the states of the rollout, with or without a value model",
         "paper": "2509.06949",
         "families": ALL,
-        "own": 1330,
+        "own": 1326,
         "runs": {
             "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
             "sdar": TRACES | VALUES | {"denoising_steps": 3, "gamma": 0.9},
@@ -118,14 +118,14 @@ METHODS = {
         "title": "TPG: the sampler's exact policy gradient, from all tokens that it drew",
         "paper": None,
         "families": ALL,
-        "own": 774,
+        "own": 770,
         "runs": {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}},
     },
     "sft": {
         "title": "supervised fine-tuning: each family's own masked cross-entropy",
         "paper": "2510.06303",
         "families": ALL,
-        "own": 2122,
+        "own": 2108,
         "runs": {
             "dream": LORA | {"cart_p": 0.2},
             "sdar": {"pack_length": 128, "max_length": 100},
@@ -135,7 +135,7 @@ METHODS = {
         "title": "VRPO (LLaDA 1.5): DPO on ELBO estimates, variance reduced by shared draws",
         "paper": "2505.19223",
         "families": ALL,
-        "own": 2501,
+        "own": 2489,
         "runs": {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},

@@ -28,17 +28,12 @@ def grow(engine, prompts, **settings):
 
 
 def test_advantages():
-    """By hand; those of siblings add up to 0, and equal rewards give exactly 0."""
+    """By hand; equal rewards give exactly 0."""
     args = dtreerpo.Args(branches=(3, 2))
     want = [[2.25, 1], [2.25, -1], [-0.75, 1], [-0.75, -1], [-1.5, 0], [-1.5, 0]]
     got = dtreerpo.compute_advantages(torch.tensor(2 * [3.0, 2, 1, 0, 0, 0]), args)
     assert got.tolist() == 2 * want
-    args = dtreerpo.Args(branches=(3, 2, 2, 2))
-    got = dtreerpo.compute_advantages(torch.rand(48).double(), args)
-    for s, K in enumerate(args.branches):
-        sums = got[:: 2 ** (3 - s), s].view(-1, K).sum(1)
-        assert sums.abs().max() < 1e-12 < got[:, s].abs().min()
-    assert not dtreerpo.compute_advantages(torch.full((48,), 0.7), args).any()
+    assert not dtreerpo.compute_advantages(torch.full((12,), 0.7), args).any()
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada"])

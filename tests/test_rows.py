@@ -55,15 +55,12 @@ def test_whole_files_are_read(tmp_path, monkeypatch, name):
 DAMAGED = [
     ("r.jsonl", TEXT[:-9], "line 2000: not JSON", "is it cut off?"),
     ("r.jsonl", TEXT[:20] + b"\xe9" + TEXT[20:], "line 1: not UTF-8 (byte 21"),
-    ("r.jsonl", TEXT.decode().encode("utf-16"), "line 1: not UTF-8"),
-    ("r.jsonl", TEXT + b"\0\0\0\0\n", "line 2001: not JSON"),
     ("r.jsonl", TEXT + b"[" * 100_000, "line 2001: not JSON", "cut off"),
     ("r.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", "line 1: not JSON"),
     ("r.jsonl", TEXT + b"null\n", "line 2001: a JSON object is needed, not NoneType"),
     ("r.jsonl.gz", gzip.compress(TEXT[:-9]), "line 2000: not JSON", "is it cut off?"),
     ("r.jsonl.gz", PACKED[:HALF], "cut off or damaged"),
     ("r.jsonl.gz", TEXT, "cut off or damaged"),
-    ("r.jsonl.gz", PACKED[:HALF] + PACKED[HALF:][::-1], ""),
     ("r.jsonl.gz", PACKED[:-4], "cut off or damaged"),
     ("r.csv", b"prompt,response\na,b\ncaf\xe9,c\n", "utf-8"),
     ("r.csv", b"a,b\nc,d\n" + b"x" * 200_000 + b",c\n", "after line 2", "field larger"),
@@ -98,10 +95,7 @@ def test_a_damaged_parquet_is_refused(tmp_path):
     column = pyarrow.Array.from_buffers(pyarrow.string(), 1, latin)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), path)
     refused(path, "utf-8")
-
-
-def test_a_parquet_of_no_rows_is_whole(tmp_path):
-    pandas.DataFrame({"prompt": []}).to_parquet(path := tmp_path / "r.parquet")
+    pandas.DataFrame({"prompt": []}).to_parquet(path)
     assert read_rows(str(path), "train", ()) == []
 
 

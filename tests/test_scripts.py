@@ -16,7 +16,6 @@ from golden_runs import (
     CASES,
     GOLDEN,
     assert_same_metrics,
-    flags_of,
     free_port,
     record,
     rows_of,
@@ -39,7 +38,7 @@ AT_ONCE = "d1-dream bgpo-sdar-moe coupled_grpo-sdar tracerl-sdar vrpo-llada"
 def one_rank(warm, tmp_path_factory):
     out = lambda case: tmp_path_factory.mktemp(case) / "out"
     return functools.cache(
-        lambda case: run_script(case.split("-")[0], flags_of(case), 1, out(case))
+        lambda case: run_script(case.split("-")[0], CASES[case], 1, out(case))
     )
 
 
@@ -47,7 +46,7 @@ def one_rank(warm, tmp_path_factory):
 def test_golden_run(one_rank, case):
     got, want = record(one_rank(case)), RUNS[case]
     first = ["loss/total" in row for row in want["rows"]].index(True)
-    group = len(want["tokens"]) // flags_of(case)["max_steps"]
+    group = len(want["tokens"]) // CASES[case]["max_steps"]
     assert got["tokens"][:group] == want["tokens"][:group]
     for name in ("loss/total", "optim/grad_norm"):
         pair = got["rows"][first][name], want["rows"][first][name]
@@ -70,7 +69,7 @@ def test_ranks_with_other_micro_batches_are_one_rank(one_rank, tmp_path, monkeyp
     """
     script = case.split("-")[0]
     # bgpo: not all draws of a row together; vrpo: two pairs
-    flags = flags_of(case) | {"micro_batch_size": {"bgpo": 2, "vrpo": 16}.get(script, 5)}
+    flags = CASES[case] | {"micro_batch_size": {"bgpo": 2, "vrpo": 16}.get(script, 5)}
     nodes = 1 + (script == "sft")
     one = one_rank(case)
     monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: (case in AT_ONCE.split()) << 40)
@@ -98,11 +97,27 @@ SHARED = ("bgpo-llada2", "cj_grpo-llada", "dtreerpo-llada", "sft-sdar")
 )
 def test_ranks_that_share_rows_are_one_rank(one_rank, tmp_path, case):
     """--sequence-parallel 2: rollouts of both ranks, rows and metrics of one."""
-    script, flags = case.split("-")[0], flags_of(case) | {"sequence_parallel": 2}
+    script, flags = case.split("-")[0], CASES[case] | {"sequence_parallel": 2}
     nodes = 1 + (script == "sft")
     two = run_script(script, flags, 2 * nodes, tmp_path / "two", nodes)
     assert_same_metrics(rows_of(one_rank(case)), rows_of(two))
     assert first_ids(one_rank(case)) == first_ids(two)
+
+
+def test_a_run_builds_its_model_twice(warm, tmp_path, monkeypatch):
+    """For the policy and for the sampler: whatever else asks, the answer is there."""
+    from models import checkpoint
+
+    build, built = checkpoint.build_model, tmp_path / "built"
+
+    def counted(*config):
+        with built.open("a") as file:
+            file.write(".")
+        return build(*config)
+
+    monkeypatch.setattr(checkpoint, "build_model", counted)
+    run_script("d1", CASES["d1-dream"] | {"max_steps": 1}, 1, tmp_path / "out")
+    assert built.read_text() == ".."
 
 
 @pytest.mark.cuda
@@ -112,12 +127,12 @@ def test_two_gpus_train_as_one(tmp_path, model, share):
     """NCCL in bf16, rows dealt out or shared"""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    flags = f"algos/sft.py --model {model} --max-steps 3 --eval-limit 0 --batch-size 16"
-    metrics = []
+    flags, metrics = f"--model {model} --max-steps 3 --eval-limit 0 --batch-size 16", []
     for ranks in 1, 2:
-        words = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {flags}"
-        words += f" --sequence-parallel {min(ranks, share)} --out {tmp_path}/{ranks}"
-        subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
+        words = f"--sequence-parallel {min(ranks, share)} --out {tmp_path}/{ranks}"
+        torchrun(
+            f"--standalone --nproc-per-node {ranks} algos/sft.py {flags} {words}"
+        ).communicate()
         (directory,) = (tmp_path / str(ranks)).iterdir()
         rows = [row for row in rows_of(directory) if "loss/total" in row]
         metrics.append([[row["loss/total"], row["optim/grad_norm"]] for row in rows])
@@ -125,19 +140,19 @@ def test_two_gpus_train_as_one(tmp_path, model, share):
     torch.testing.assert_close(*map(torch.tensor, metrics), rtol=0.02, atol=0)
 
 
+def torchrun(words):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    pipes |= {"umask": 0o022, "env": os.environ | {"HF_TOKEN": "hf_secret"}}
+    return subprocess.Popen(f"{sys.executable} -m torch.distributed.run {words}".split(), **pipes)
+
+
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_commands_of_a_user(warm, tmp_path, nodes):
     """torchrun, two ranks on each node, leaves a whole record, whose checkpoint is a --model."""
-    flags = "--max-steps 2 --eval-every 1 --eval-limit 8 --save-every 2 --prompts-per-step 4"
-    words = f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node 2 --master-addr "
-    words += f"localhost --master-port {free_port()} --node-rank"
-    rest = f"algos/bgpo.py --mc-num 2 {flags} --out {tmp_path}/runs".split()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    pipes |= {"umask": 0o022, "env": os.environ | {"HF_TOKEN": "hf_secret"}}
-    started = [
-        subprocess.Popen([sys.executable, *words.split(), str(node), *rest], **pipes)
-        for node in range(nodes)
-    ]
+    flags = "--mc-num 2 --max-steps 2 --eval-every 1 --eval-limit 8 --prompts-per-step 4"
+    words = f"--nnodes {nodes} --nproc-per-node 2 --master-addr localhost --master-port "
+    words += f"{free_port()} --node-rank %d algos/bgpo.py {flags} --out {tmp_path}/runs"
+    started = [torchrun(words % node) for node in range(nodes)]
     said = [process.communicate() for process in started]
     assert not any(process.returncode for process in started), said
     assert not any("UserWarning" in errors for _, errors in said), said
@@ -199,7 +214,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(warm, tmp_path):
     """A huge learning rate spoils the weights in the first of two updates; the run names the step
     and keeps its record.
     """
-    flags = "--learning-rate 1e30 --num-iterations 2 --eval-limit 2 --prompts-per-step 2 --out"
+    flags = "--learning-rate 1e9 --num-iterations 2 --eval-limit 2 --prompts-per-step 2 --out"
     run = Run(tmp_path / "said", 1, "algos/d1.py", *flags.split(), tmp_path / "runs")
     said, (directory,) = run.finish(1), (tmp_path / "runs").iterdir()
     assert "Traceback" not in said and "\nnot finite at step 1: loss " in said
