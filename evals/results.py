@@ -92,12 +92,6 @@ def begin(name, folder, settings, resume):
     write_json(folder / "result.json", result)
 
 
-def finished(out):
-    """{task: its result} of the folders below `out`"""
-    found = {path.parent.name: read_json(path, {}) for path in out.glob("*/result.json")}
-    return {name: result for name, result in found.items() if "n" in result}
-
-
 def write_json(path, value):
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 

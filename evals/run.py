@@ -136,7 +136,7 @@ def evaluate(args, tasks, data, files):
         raise SystemExit(f"--resume {args.resume} continues a generation: {again}")
     results.refuse_overwriting(args)
     device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
-    examples, rewards, settings, read, lost = {}, {}, {}, {}, {}
+    examples, rewards, settings, read, made, lost = {}, {}, {}, {}, {}, {}
 
     @contextmanager
     def skipped_on_exit(name):
@@ -181,7 +181,6 @@ def evaluate(args, tasks, data, files):
         source = Path(args.model).name or "-".join(Path(file).stem for file in files.values())
         parts = ["runs/eval", *(tasks if alone else []), source, time.strftime("%Y%m%d-%H%M%S")]
         out = from_first_rank(partial(results.take_directory, args, "-".join(parts), held))
-        made = {} if alone else results.finished(out)  # of a resumed run
         for name, how in settings.items():
             folder = out if alone else out / name
             scoring, more = (tasks[name], examples[name], rewards[name]), {}

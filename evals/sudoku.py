@@ -2,12 +2,12 @@
 
     python evals/sudoku.py --model tiny-sdar   preset "sudoku4"
     python evals/sudoku.py --model sdar-8b --data 4x4_test_sudoku.csv
-    python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv --reward sudoku_cells
+    python evals/sudoku.py --completions FILE.jsonl --data 4x4_test_sudoku.csv
 
 The metric is exact: 1.0 for 16 digits that keep the given cells and form a legal grid, else 0.0.
 Any legal grid counts: 124 of the 500 boards in the papers' test file have several. The papers
 report the share of blank cells that equal the one stored solution, where sixteen 1s score 25 %;
-evals/rewards.py has a cell reward without that flaw.
+--reward sudoku_d1 pays it.
 """
 
 import re
@@ -84,24 +84,16 @@ def extract(completion, example):
     return tagged_answer(completion) or final_answer(completion)
 
 
-def cells(completion, example):
-    """The grid of a completion, if it has 16 digits, all from 1 to 4, and keeps the given cells.
+def score(completion, example):
+    """1.0 for any legal grid that keeps the given cells, else 0.0. Never raises.
 
-    "compact": nothing but white space may be between them; "tags": anything but digits.
+    "compact": nothing but white space may be between its cells; "tags": anything but digits.
     A grid may be repeated.
     """
     apart = r"\s" if example["style"] == "compact" else "[^0-9]"
     grid = re.sub(apart, "", extract(completion, example) or "")
-    if not (found := re.fullmatch(r"([1-4]{16})\1*", grid)):
-        return None
-    grid = found[1]
-    kept = all(given in ("0", cell) for given, cell in zip(example["puzzle"], grid, strict=True))
-    return grid if kept else None
-
-
-def score(completion, example):
-    """1.0 for any legal grid that keeps the given cells, else 0.0. Never raises."""
-    return float(cells(completion, example) in sudoku_solutions(example["puzzle"]))
+    found = re.fullmatch(r"([1-4]{16})\1*", grid)
+    return float(bool(found) and found[1] in sudoku_solutions(example["puzzle"]))
 
 
 def answer(example, draw=0):

@@ -19,8 +19,7 @@ def has_kernels(tensor):
 
 
 def speed_up_engine(model):
-    """Replace the forward of a sampler's own copy of a model by fused layers, in place. -> the
-    model
+    """Replace the forward of a sampler's own copy of a model by fused layers, in place.
 
     Adapters may be added before or after, and weights copied in place. A model on the CPU, or in
     fp32, stays as it is; so does every model, with one printed line, where Triton is missing.
@@ -31,7 +30,6 @@ def speed_up_engine(model):
         from kernels.layers import install  # machines without a GPU have no Triton
 
         install(model)
-    return model
 
 
 def speed_up_draws(engine):

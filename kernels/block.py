@@ -133,7 +133,7 @@ class FastBlockEngine(BlockEngine):
 
     def __init__(self, model, max_batch_size):
         super().__init__(model, max_batch_size)
-        self.slots = self.graphs = None
+        self.release()
         self.use_graphs = can_record(model)
         speed_up_draws(self)
         is_mixture = any(isinstance(module, Experts) for module in model.modules())
@@ -168,10 +168,10 @@ class FastBlockEngine(BlockEngine):
         # Behind the N samples are R finished ones: the contents of free slots.
         sizes = N + R, R, width, most_steps(settings) + 1 if settings["records"] else 0
         have = self.slots.sizes if self.slots else (0, 0, 0, 0)
-        if any(x < y for x, y in zip(have, sizes, strict=True)):
+        # also for calls like the last: rollouts and evaluations take turns
+        sizes = tuple(map(max, have, sizes))
+        if sizes != have:
             self.release()  # the old ones make room
-            # also for calls like the last: rollouts and evaluations take turns
-            sizes = tuple(map(max, have, sizes))
             self.slots = Slots(self.model, *sizes, self.device, self.dtype)
         self.graphs = (self.graphs or Graphs(self.device)) if self.use_graphs else None
         return self.slots

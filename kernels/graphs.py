@@ -15,8 +15,10 @@ def can_record(model):
     together = has_triton() or runs_grouped(weight.device)
     if not weight.is_cuda or all(together and e.is_grouped(weight.dtype) for e in experts):
         return weight.is_cuda
-    alone = f"experts in {weight.dtype} run one by one on this GPU"
-    print(f"rollout without CUDA graphs: {alone}", flush=True)
+    print(
+        f"rollout without CUDA graphs: experts in {weight.dtype} run one by one on this GPU",
+        flush=True,
+    )
     return False
 
 

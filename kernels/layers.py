@@ -12,8 +12,8 @@ The kernels round where the plain layers round. Sums of squares in another order
 of a few values in a thousand.
 """
 
+from collections import namedtuple
 from types import MethodType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,10 @@ from kernels.fused_triton import add_rms_norm, norm_rotate, silu_mul
 from kernels.moe_triton import MOST, experts_fused, route_fused
 from models.experts import runs_grouped
 
-
-class Names(NamedTuple):
-    """Where a layer of a family keeps its parts."""
-
-    before: str  # norm before the attention
-    after: str  # norm after it
-    qkv: str
-    out: str
-    head_norms: str = ""
-    mlp: str = "mlp.gate_proj mlp.up_proj mlp.down_proj"
-
-
+# Where a layer of a family keeps its parts: norms before and after the attention, its projections,
+# the norms of its heads, the MLP.
+MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"
+Names = namedtuple("Names", "before after qkv out head_norms mlp", defaults=("", MLP))
 NORMS = "input_layernorm", "post_attention_layernorm"
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 QWEN = Names(*NORMS, QKV, "self_attn.o_proj")

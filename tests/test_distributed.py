@@ -12,6 +12,8 @@ from algos import d1
 from distributed.groups import all_reduce, maximum, reduce_metrics
 from distributed.sharding import reduce_gradients
 from evals import mean_score
+from models import add_lora
+from models.lora import adapter_tensors
 
 ROOT = Path(__file__).parents[1]
 EXPERTS = {"model_type": "sdar_moe", "num_experts": 4, "num_experts_per_tok": 2}
@@ -41,27 +43,44 @@ def test_sums_without_a_weight_are_refused(monkeypatch):
         reduce_metrics(sums)
 
 
-@pytest.mark.parametrize("nodes, gpu_bytes", [(1, 0), (2, 0), (1, 1 << 40)])
+def adapted(lora_rank, **config):
+    """-> a model, with adapters of this rank that matter, if any"""
+    model = tiny_model(**config)
+    if lora_rank:
+        add_lora(model, lora_rank, 8, dtype=torch.float64)
+        for value in adapter_tensors(model).values():
+            value.add_(0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "nodes, gpu_bytes, lora_rank",
+    [(1, 0, 0), (2, 0, 0), (1, 1 << 40, 0), (1, 0, 4), (2, 1 << 40, 4)],
+)
 def test_ranks_with_checkpointing_give_the_gradient_of_one(
-    run_ranks, monkeypatch, nodes, gpu_bytes
+    run_ranks, monkeypatch, nodes, gpu_bytes, lora_rank
 ):
     """Ragged masks, and a rank whose first micro-batch scores nothing: 1e-10 in fp64. Two ranks, or
-    two nodes of two ranks, which hold a copy each; blocks gathered one by one, or all at once.
+    two nodes of two ranks, which hold a copy each; blocks gathered one by one, or all at once; a
+    base under adapters sharded, or whole on every rank.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: gpu_bytes)
 
     def body(rank, world_size):
-        whole, batch, share = tiny_model(), batch_of(), 8 // world_size
+        whole, batch, share = adapted(lora_rank), batch_of(), 8 // world_size
         batch[2][4:7:2] = False
         accumulate(whole, batch)
         for every in (False, True):
-            sharded = sharded_model(activation_checkpointing=True)
+            sharded = sharded_model(lora_rank, activation_checkpointing=True)
             mine = [tensor[rank * share : rank * share + share] for tensor in batch]
             accumulate(sharded, mine, world_size, every)
             for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
-                assert p.device_mesh.shape == ((2,) if nodes == 1 else (nodes, 2))
-                torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8)
+                assert hasattr(p, "device_mesh") == (p.requires_grad or not gpu_bytes)
+                assert (q.grad is not None) == p.requires_grad
+                if p.requires_grad:
+                    assert p.device_mesh.shape == ((2,) if nodes == 1 else (nodes, 2))
+                    torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-10, rtol=1e-8)
 
     run_ranks(2 * nodes, body)
 
@@ -85,10 +104,9 @@ def test_how_often_an_optimizer_step_gathers(run_ranks, monkeypatch, gpu_bytes, 
     run_ranks(2, body)
 
 
-def sharded_model(activation_checkpointing=False, **config):
-    model = tiny_model(**config)
+def sharded_model(lora_rank=0, activation_checkpointing=False, **config):
     args = d1.Args(activation_checkpointing=activation_checkpointing)
-    return d1.parallelize(model, args)
+    return d1.parallelize(adapted(lora_rank, **config), args)
 
 
 @pytest.mark.parametrize("gpu_bytes", [0, 1 << 40])

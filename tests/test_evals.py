@@ -228,30 +228,31 @@ MATH_PARTS = (
     "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
     "precalculus"
 ).split()
-HUB = {  # task: data set, config, hub's name of the test split
-    "arc_c": ("allenai/ai2_arc", "ARC-Challenge", "test"),
-    "gpqa": ("Idavidrein/gpqa", "gpqa_diamond", "train"),
-    "gsm8k": ("openai/gsm8k", "main", "test"),
-    "hellaswag": ("Rowan/hellaswag", None, "validation"),
-    "math500": ("HuggingFaceH4/MATH-500", None, "test"),
-    "aime24": ("HuggingFaceH4/aime_2024", None, "train"),
-    "aime25": ("math-ai/aime25", None, "test"),
-    "olympiad": ("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
-    "mmlu_pro": ("TIGER-Lab/MMLU-Pro", None, "test"),
-    "humaneval": ("openai/openai_humaneval", None, "test"),
-    "humaneval_plus": ("evalplus/humanevalplus", None, "test"),
-    "mbpp": ("google-research-datasets/mbpp", "full", "test"),
-}
+# task, data set, config, hub's name of the test split
+HUB = """
+arc_c           allenai/ai2_arc                     ARC-Challenge       test
+gpqa            Idavidrein/gpqa                     gpqa_diamond        train
+gsm8k           openai/gsm8k                        main                test
+hellaswag       Rowan/hellaswag                     -                   validation
+math500         HuggingFaceH4/MATH-500              -                   test
+aime24          HuggingFaceH4/aime_2024             -                   train
+aime25          math-ai/aime25                      -                   test
+olympiad        Hothan/OlympiadBench                OE_TO_maths_en_COMP train
+mmlu_pro        TIGER-Lab/MMLU-Pro                  -                   test
+humaneval       openai/openai_humaneval             -                   test
+humaneval_plus  evalplus/humanevalplus              -                   test
+mbpp            google-research-datasets/mbpp       full                test
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("task", HUB)
-def test_hub_rows(task, hub):
-    module, (name, config, split) = load_task(task), HUB[task]
+@pytest.mark.parametrize("line", HUB)
+def test_hub_rows(line, hub):
+    task, name, *config, split = line.split()
+    module, config = load_task(task), None if config == ["-"] else config[0]
     row = row_of(task, answer="5") if task.startswith("aime") else row_of(task)
-    hub({(name, config, split): [row] * 3})
+    hub({(name, config, split): [row] * 3, (f"{name}@v1.0", config, split): [row] * 2})
     assert len(module.load("test")) == 3 and len(module.load("test", name, 2)) == 2
-    hub({(f"{name}@v1.0", config, split): [row] * 3})
-    assert len(module.load("test", f"{name}@v1.0")) == 3
+    assert len(module.load("test", f"{name}@v1.0")) == 2
     hub({})
     message = one_line(module.load, "test")
     assert message.startswith(f"--data {name}: no file, and the hub says: no {config} {split} in")
@@ -545,34 +546,35 @@ def test_load_problems(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # the real files
 
-REAL = [  # task, file, rows, correct constant answer: how many it gets right
-    ("countdown", "d1/countdown_cd3_test.jsonl", 256, "<answer></answer>", 0),
-    ("countdown", "dream/cd4_test.jsonl", 1000, "", 0),
-    ("sudoku", "d1/4x4_test_sudoku.csv", 500, f"<answer>{'1' * 16}</answer>", 0),
-    ("sudoku", "spg/test_sudoku_split_new.csv", 256, "", 0),
-    ("sudoku", "dream/sudoku_4x4_8.jsonl", 108, "", 0),
-    ("gsm8k", "gsm8k/test.jsonl", 1319, r"\boxed{x}", 0),
-    ("math500", "dare/test_math500_1.parquet", 500, r"\boxed{2}", 18),
-    ("math500", "dare/train_math_1.parquet", 7470, "", 0),
-    ("aime24", "dare/test_aime2024.parquet", 30, "", 0),
-    ("aime25", "dare/test_aime2025.parquet", 30, "", 0),
-    ("mmlu", "mmlu/mmlu.zip", 14042, "A", 3222),
-    ("ceval", "ceval/ceval.zip", 1346, "D", 354),
-]
+# task, file, rows, how many the constant answer gets right, constant answer
+REAL = r"""
+countdown d1/countdown_cd3_test.jsonl      256    0 <answer></answer>
+countdown dream/cd4_test.jsonl            1000    0
+sudoku    d1/4x4_test_sudoku.csv           500    0 <answer>1111111111111111</answer>
+sudoku    spg/test_sudoku_split_new.csv    256    0
+sudoku    dream/sudoku_4x4_8.jsonl         108    0
+gsm8k     gsm8k/test.jsonl                1319    0 \boxed{x}
+math500   dare/test_math500_1.parquet      500   18 \boxed{2}
+math500   dare/train_math_1.parquet       7470    0
+aime24    dare/test_aime2024.parquet        30    0
+aime25    dare/test_aime2025.parquet        30    0
+mmlu      mmlu/mmlu.zip                  14042 3222 A
+ceval     ceval/ceval.zip                 1346  354 D
+""".strip().splitlines()
 
 
 @needs_files
-@pytest.mark.parametrize(("task", "file", "rows", "constant", "right"), REAL)
-def test_gold_and_constant_answers_of_real_files(task, file, rows, constant, right):
+@pytest.mark.parametrize("line", REAL)
+def test_gold_and_constant_answers_of_real_files(line):
+    task, file, rows, right, *constant = line.split()
     module = load_task(task)
     examples = module.load("test", f"{DATA}/{file}")
     boxed = lambda example: f"No \\boxed{{0}}.\nSo $\\boxed{{{example['gold']}}}$."
     known = lambda example: "solution" not in example or example["solution"]
     gold = [module.answer(e) if known(e) else boxed(e) for e in examples if "cd4" not in file]
-    assert len(examples) == rows and score_all(module, gold, examples[: len(gold)]) == [1.0] * len(
-        gold
-    )
-    assert sum(score_all(module, [constant] * rows, examples)) == right
+    assert len(examples) == int(rows) and {*score_all(module, gold, examples[: len(gold)])} <= {1.0}
+    constants = [*constant, ""][:1] * len(examples)
+    assert sum(score_all(module, constants, examples)) == int(right)
     if "style" not in examples[0]:
         assert len(module.prompt(examples[0])) == (11 if "shots" in examples[0] else 1)
 

@@ -1,11 +1,10 @@
 """Preference pairs: every layout, what is dropped, held-out splits, gold pairs, paired samples."""
 
-import json
 from types import SimpleNamespace
 
 import datasets
 import pytest
-from test_sft_data import COUNTDOWN, EOS, GOLDEN, TINY, ids, turns, write_jsonl
+from test_sft_data import COUNTDOWN, EOS, GOLDEN, TINY, turns, write_jsonl
 
 from data import preferences
 from data.preferences import (
@@ -16,7 +15,6 @@ from data.preferences import (
     preference,
     training_pairs,
 )
-from data.sft import conversation
 from evals import score_all
 from models.tiny import byte_tokenizer
 
@@ -32,16 +30,8 @@ def held_out(split, data, eval_pairs="", limit=9):
     return held_out_pairs(COUNTDOWN, split, data, eval_pairs, limit, score_all)
 
 
-def pair(chosen="2", rejected="3", prompt="1+1"):
-    return preference({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-
-
-def encoded(pairs, max_length=100, model=TINY):
-    return encode_pairs(pairs, byte_tokenizer(), model, max_length)
-
-
-def counts(rows):
-    return {reason: counted["rows"] for reason, counted in rows.dropped.items()}
+def encoded(pairs, max_length=100):
+    return encode_pairs(pairs, byte_tokenizer(), TINY, max_length)
 
 
 def test_every_layout_gives_the_same_pair(tmp_path):
@@ -53,37 +43,27 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     assert preference({"prompt": "c"} | sides) == history
 
 
-def test_ids_of_both_sides_are_those_of_supervised_rows():
-    rows = [conversation({"prompt": "1+1", "response": text}) for text in ("2<|MASK|>", "3")]
-    (prompt, chosen), (same_prompt, rejected) = ids(rows)
-    assert list(encoded([pair("2<|MASK|>", "3")])) == [(prompt, chosen, rejected)]
-    assert prompt == same_prompt and chosen == [*b"2<|MASK|>", EOS]
-
-
-def test_pairs_are_dropped_as_a_whole_and_counted():
+def test_pairs_are_dropped_as_a_whole_and_counted(tmp_path):
     """The longer side decides; exactly --max-length stays."""
     texts = ("2", "3"), ("22", "3"), ("2", "333"), ("333", "2"), (" \n", "3"), ("2", ""), ("2", "2")
-    pairs = [pair(*sides) for sides in (*texts, ("2", "3", "1<|MASK|>"))]
-    kept = encoded(pairs, 8)
-    assert [(bytes(c[:-1]), bytes(r[:-1])) for _, c, r in kept] == [(b"2", b"3"), (b"22", b"3")]
-    assert counts(kept) == {
+    pairs = [{"prompt": "1+1", "chosen": good, "rejected": bad} for good, bad in texts]
+    pairs += [pairs[0] | {"prompt": text} for text in ("1<|MASK|>", "What  is\nIT?")]
+    path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    kept = encoded(training(path, [turns("what is it?")]), 8)
+    prompt = [258, *b"1+1", 259]
+    assert list(kept) == [
+        (prompt, [*b"2", EOS], [*b"3", EOS]),
+        (prompt, [*b"22", EOS], [*b"3", EOS]),
+    ]
+    assert {reason: counted["rows"] for reason, counted in kept.dropped.items()} == {
         "exceed --max-length 8": 2,
         "have an empty answer": 2,
         "have two equal sides": 1,
         "hold a mask token": 1,
+        "ask what the run is scored on": 1,
     }
     first = kept.dropped["exceed --max-length 8"]["first"]
     assert first == "row 3, 9 tokens: '1+1' -> '2' rather than '333'"
-    plain = SimpleNamespace(eos_token_ids=[EOS], mask_token_id=ord("z"))  # not a special token
-    kept = encoded([pair(), pair("z", "2"), pair("2", "z")], model=plain)
-    assert len(kept) == 1 and counts(kept) == {"hold a mask token": 2}
-
-
-def test_pairs_that_ask_a_held_out_question_are_not_trained_on(tmp_path):
-    rows = [{"prompt": text, "chosen": "c", "rejected": "x"} for text in ("1+1", "What  is\nIT?")]
-    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    kept = encoded(training(path, [turns("what is it?")]))
-    assert len(kept) == 1 and counts(kept) == {"ask what the run is scored on": 1}
 
 
 @pytest.mark.parametrize("row, message", GOLDEN["mistakes"])
@@ -140,14 +120,6 @@ def test_splits_of_a_hub_data_set(monkeypatch, case):
 
 
 # --- pairs of a task's gold answers, and of a model's own ----------------------------------------
-
-
-def test_held_out_pairs_of_a_task_are_of_other_problems():
-    prompts = [json.dumps(row["prompt"]) for row in training("small")]
-    assert len(prompts) > 5000
-    for split in SPLITS:
-        held = held_out(split, "", "small", 50)
-        assert len(held) == 50 and not any(json.dumps(row["prompt"]) in prompts for row in held)
 
 
 def test_gold_pairs_are_scored_in_batches():

@@ -67,7 +67,7 @@ def saves_of(directory, pair, keep=0, scores=()):
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
-    monkeypatch.setattr(runlog, "draw_curves", lambda run_dir: None)
+    monkeypatch.setattr(runlog, "draw_curves", lambda *_: None)
 
 
 def refused(*words):

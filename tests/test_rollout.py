@@ -143,7 +143,6 @@ REFUSED = [
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
     ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
     ("llada", {"remasking": "sequential", "eos_policy": "demote"}, "demote changes confidences"),
-    ("llada", {"remasking": "entropy", "alg_temp": math.nan}, "--alg-temp nan must .* finite"),
     (
         "llada",
         {"alg_temp": 0.5},
@@ -156,9 +155,8 @@ REFUSED = [
     ),
     ("llada", ASCENDING | {"denoising_steps": 4, "block_length": 3}, "give --block-length 0"),
 ]
-WRONG = dict(denoising_steps=0, gen_length=0, top_k=-1, top_p=0.0, factor=0.0, eb_threshold=-0.1)
-WRONG |= dict(confidence_threshold=1.01, editing_threshold=1.5, max_post_steps=-1, block_length=-4)
-WRONG |= dict(temperature=math.inf)
+WRONG = dict(denoising_steps=0, top_k=-1, top_p=0.0, factor=0.0, temperature=math.inf)
+WRONG |= dict(confidence_threshold=1.01, block_length=-4)
 REFUSED += [
     ("llada", {k: v}, f"--{k.replace('_', '-')} {v} (must|is no)") for k, v in WRONG.items()
 ]

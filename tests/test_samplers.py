@@ -616,13 +616,10 @@ def test_cuda_samples_as_the_cpu_does(family):
 MID = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64}
 MID |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
 MID |= {"mask_token_id": 4095, "eos_token_id": 1, "pad_token_id": 0}
-WIDE = {"d_model": 512, "mlp_hidden_size": 1536, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8}
-WIDE |= {"vocab_size": 4096, "embedding_size": 4096, "mask_token_id": 4095}
-AGREE = [TINY_SDAR, TINY_LLADA, TINY_DREAM, TINY_SDAR | MID, TINY_LLADA | WIDE]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("config", AGREE)
+@pytest.mark.parametrize("config", [TINY_SDAR, TINY_LLADA, TINY_DREAM, TINY_SDAR | MID])
 def test_fast_engines_agree_with_plain_layers_in_bf16(config):
     """Log-probabilities of what they draw, within 0.1 nats. Control: another model."""
     build = lambda seed=0: random_model(config, seed, dtype=torch.bfloat16).cuda()

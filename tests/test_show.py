@@ -13,8 +13,8 @@ from evals.show import CLEAR, frames, play
 from models import load_tokenizer, prompt_ids
 from rollout import Trace, make_engine
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+SPELL = "abcdefghijklmnopqrstuvwxy."
+CODES = r"\x1b\[[0-9;]*[A-Za-z]"
 
 
 class Letters:
@@ -53,26 +53,6 @@ def hand_made(attention, ids, steps, prompt=(0,), p=None):
     )
 
 
-def block_causal():
-    """A prompt of 6 leaves two places in its last block; a replay forwards a step of all blocks,
-    frames go block by block.
-    """
-    ids, steps, p = [7, 4, 11, 11, 14, 25], [1, 0, 0, 1, 1, 0], [0.55, 1.0, 0.9, 0.25, 0.9, 0.9]
-    return hand_made("block-causal", ids, steps, prompt=[0] * 6, p=p)
-
-
-SPELL = LETTERS[:25] + "."
-
-
-def test_frames_of_a_block_causal_trace():
-    assert list(frames(block_causal(), 0, SPELL.__getitem__, 24)) == [
-        ("step 1/4  tokens 1/6  1 new, probability 1.00 to 1.00", "│░[e]│░░░░"),
-        ("step 2/4  tokens 2/6  1 new, probability 0.55 to 0.55", "│[h]e│░░░░"),
-        ("step 3/4  tokens 4/6  2 new, probability 0.90 to 0.90", "│he│[l]░░[.]"),
-        ("step 4/4  tokens 6/6  2 new, probability 0.25 to 0.90", "│he│l[l][o]."),
-    ]
-
-
 def test_tokens_that_are_masked_again_or_replaced_are_shown():
     """Every change of the event log: written, masked again, written anew, replaced; positions that
     are never revealed stay masked. Other samples' events are not read.
@@ -90,11 +70,23 @@ def test_tokens_that_are_masked_again_or_replaced_are_shown():
     ]
 
 
-def test_a_terminal_is_redrawn_and_gets_no_codes_of_the_model(monkeypatch, capsys):
+def test_frames_of_a_block_causal_trace(monkeypatch, capsys):
+    """A terminal is redrawn and gets no codes of the model. A prompt of 6 leaves two places in its
+    last block; a replay forwards a step of all blocks, frames go block by block.
+    """
+    ids, steps, p = [7, 4, 11, 11, 14, 25], [1, 0, 0, 1, 1, 0], [0.55, 1.0, 0.9, 0.25, 0.9, 0.9]
+    trace = hand_made("block-causal", ids, steps, prompt=[0] * 6, p=p)
+    assert list(frames(trace, 0, SPELL.__getitem__, 24)) == [
+        ("step 1/4  tokens 1/6  1 new, probability 1.00 to 1.00", "│░[e]│░░░░"),
+        ("step 2/4  tokens 2/6  1 new, probability 0.55 to 0.55", "│[h]e│░░░░"),
+        ("step 3/4  tokens 4/6  2 new, probability 0.90 to 0.90", "│he│[l]░░[.]"),
+        ("step 4/4  tokens 6/6  2 new, probability 0.25 to 0.90", "│he│l[l][o]."),
+    ]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    play(block_causal(), Letters([*LETTERS[:11], "\n\x1b[2J", *LETTERS[12:25], "."]), 24)
+    play(trace, Letters([*SPELL[:11], "\n\x1b[2J", *SPELL[12:]]), 24)
     out = capsys.readouterr().out
-    assert CODES.findall(out) == re.findall(CODES, CLEAR) * 4 and "│he│[\\n\\x1b[2J]░░[.]" in out
+    assert re.findall(CODES, out) == re.findall(CODES, CLEAR) * 4
+    assert "│he│[\\n\\x1b[2J]░░[.]" in out
     assert out.endswith(
         "\n6 tokens in 4 forwards: 1.50 tokens per forward\nhe\n\\x1b[2J\n\\x1b[2Jo\n"
     )
