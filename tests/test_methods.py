@@ -214,10 +214,6 @@ def test_counts_are_uniform_and_stratified(module, mc_num):
         assert (masked | c).all() and not rows.masked[..., :-L].any()  # after the EOS all is masked
         drawn.append(masked & c)
         assert torch.equal(weights != 0, drawn[-1])
-        for b, columns in blocks:
-            chosen = drawn[-1][:, b, columns]
-            share = chosen * (len(columns) / chosen.sum(1)[:, None])
-            assert (weights[:, b, columns] - share).abs().max() < 1e-5
     drawn = torch.stack(drawn)  # [iterations, draws, B, L]
     for n in (1, 2, 3, 4):
         m = torch.stack([drawn[:, :, b, cols].sum(2) for b, cols in blocks if len(cols) == n])
