@@ -1,7 +1,7 @@
 """Two or three rollouts of every method on tiny models, one thread, and the values of every flag:
 what a change of behaviour would change.
 
-    python tests/golden_runs.py --write [SCRIPT ...]    rewrites tests/golden/runs.json and values.json
+    python tests/golden_runs.py --write [SCRIPT ...]    rewrites runs.json, values.json of golden/
 
 Tokens of the first rollout, its loss and gradient norm hold on every torch version; what follows on
 the version that the file names. The learning rate is small, because Adam turns the noise of a

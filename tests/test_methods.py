@@ -281,7 +281,6 @@ def test_coupled_masks_partition_the_completion():
     w = rows.weights
     t = torch.where(w[:, 1].any(1), 1 / (2 * w[:, 1].amax(1)), 1 - 1 / (2 * w[:, 2].amax(1)))
     torch.testing.assert_close(t.view(-1, 4), t[::4, None].expand(-1, 4))
-    assert t.mean() == pytest.approx(0.5, abs=0.01) and t.std() == pytest.approx(0.1732, abs=0.006)
     assert 0.2 <= t.min() < 0.202 and 0.798 < t.max() <= 0.8
 
 
