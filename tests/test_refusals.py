@@ -42,7 +42,7 @@ REFUSALS = {
     f"algos/d1.py {ROWS} --reward countdown_d1 {ALGO}": "does not fit gsm8k",
     "algos/d1.py --eval-data none.jsonl": "--eval-data none.jsonl: no such preset or file; ",
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
-    f"algos/bgpo.py --task mbpp --data TMP/tests.jsonl --max-prompt-length 9999 {ALGO}": "sandbox: no",
+    f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "--data README.md: a file must end in .jsonl, .csv",
     "algos/vrpo.py --data docs": "the folder has no train.jsonl and no train.parquet",
     f"algos/vrpo.py --data {'x' * 256}": "no name has more than 255 bytes",
@@ -132,7 +132,7 @@ def said(warm, tmp_path_factory):
         "wide/config.json": json.dumps(config),
         "old/config.json": json.dumps({"args": {"branches": 4, "lost": 1}}),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),
-        "tests.jsonl": json.dumps({"text": "f", "code": "", "test_list": ["assert f(2) == 4"]}),
+        "t.jsonl": json.dumps({"text": "f", "code": "", "test_list": ["assert f(2) == 4"]}),
         "pay.py": "pay = lambda completion, example: {'a': 1.0, 'b': float('nan')}",
     }.items():
         (folder / name).write_text(f"{content}\n")
