@@ -174,28 +174,23 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
     """Whichever rank meets the full disk: all exit with one line, nothing hangs; then there is room
     again.
     """
-    writer = dcp.filesystem.FileSystemWriter
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
 
     def body(rank, world_size):
-        pair = build()
-        train(*pair, [0])
-        saves = saves_of(tmp_path, pair, keep=1)
+        saves = saves_of(tmp_path, build(), keep=1)
         saves.save_state(1)
-
-        def broken(*args, **kwargs):
-            raise OSError(28, "No space left on device")
-
         for failing in range(2):
             words = "could not save", "step-000002", "GB free", "No space left", f"rank {failing}"
             with monkeypatch.context() as patch, refused(*words):
                 if rank == failing:
-                    patch.setattr(writer, "write_data", broken)
+                    patch.setattr(dcp.filesystem.FileSystemWriter, "write_data", full)
                 saves.save_state(2)
             dist.barrier()
             assert [path.name for path in tmp_path.glob("resume/*step*")] == ["step-000001"]
+            assert newest_state(tmp_path / "resume").name == "step-000001"
             dist.barrier()
-        fresh = build(seed=3)
-        assert Saves.load(tmp_path, *fresh) == 1 and equal(fresh[0], pair[0])
         saves.save_state(2)
         assert newest_state(tmp_path / "resume").name == "step-000002"
 
@@ -206,24 +201,21 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
 def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, moment):
     """And the next save of that step takes the place of the remains."""
 
+    def save(*_):
+        saves_of(tmp_path, build(), keep=2).save_state(2)
+
     def killed(*_):
-        saves = saves_of(tmp_path, build(), keep=1)
-        saves.save_state(1)
+        saves_of(tmp_path, build(), keep=1).save_state(1)
         where = {"dcp.save": dcp, "seal": run_saves, "os.rename": os}[moment]
         monkeypatch.setattr(where, moment.split(".")[-1], lambda *_, **__: os._exit(9))
-        saves.save_state(2)
-
-    def again(*_):
-        assert newest_state(tmp_path / "resume").name == "step-000001"
-        assert (tmp_path / "resume/.step-000002.tmp").is_dir()
-        saves_of(tmp_path, build()).save_state(2)
-        names = sorted(path.name for path in tmp_path.glob("resume/*step*"))
-        assert names == ["step-000001", "step-000002"]
+        saves_of(tmp_path, build(), keep=1).save_state(2)
 
     with pytest.raises(Exception, match="exit code 9"):
         run_ranks(1, killed)
-    monkeypatch.undo()
-    run_ranks(1, again)
+    states = tmp_path / "resume"
+    assert newest_state(states).name == "step-000001" and (states / ".step-000002.tmp").is_dir()
+    run_ranks(1, save)
+    assert sorted(path.name for path in states.iterdir()) == ["step-000001", "step-000002"]
 
 
 def listing(directory):
@@ -305,13 +297,12 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
-    """At every eighth byte of the last row, and in the middle of a character of several bytes."""
+    """At every fourth byte of the last row, in the middle of characters too."""
     monkeypatch.setattr(RunLog, "plot", lambda log: None)
     directory = run_directory(tmp_path, rows=2)
     whole = (directory / name).read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
-    inside = [cut for cut in range(last, len(whole)) if 0x80 <= whole[cut] < 0xC0]
-    for cut in [*range(last, len(whole), 8), *inside, len(whole) - 1]:
+    for cut in [*range(last, len(whole), 4), len(whole) - 1]:
         (directory / name).write_bytes(whole[:cut])
         RunLog("", "", {}, 9, resume=str(directory), step=9).close()
         assert (directory / name).read_bytes() == whole[:last]
@@ -321,9 +312,7 @@ CHANGED = {
     "--seed 8": ["--seed", "7", "8"],
     "--seed 42": ["--seed", "7", "42"],  # the default of the script is a change too
     "--learning-rate 1": ["--learning-rate", "0.0005", "1"],
-    "--no-compile": ["--compile", "True", "False"],
     "--betas 0.9 0.95": ["--betas", "0.8", "0.9"],
-    "--lora-targets q_proj v_proj": ["--lora-targets", "q_proj", "v_proj"],
 }
 
 
