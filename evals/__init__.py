@@ -70,11 +70,9 @@ def load_file(path, functions):
     sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     for name, count in functions.items():
-        if not hasattr(module, name):
-            raise SystemExit(f"{path}: needs a function {name} of {count} arguments, and has none")
         try:
             signature(getattr(module, name)).bind(*range(count))
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             needed = f"needs a function {name} of {count} arguments"
             raise SystemExit(f"{path}: {needed} ({error})") from error
     return module
@@ -88,12 +86,11 @@ def main(task):
 def load_examples(task, split, data, limit=None, divided=False):
     """`load` of a task; SystemExit if there are no examples. divided: the problems of `split` among
     those to train on, a tenth each for validation and test. Equal prompts are in one split."""
-    examples = found = task.load("train" if divided else split, data, None if divided else limit)
+    examples = task.load("train" if divided else split, data, None if divided else limit)
     if divided:
-        examples = [one for one in found if split_of(task.prompt(one)) == split][:limit]
+        examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
     if not examples:
-        other = f" for {split}: name some with --eval-data, or give --eval-limit 0" if found else ""
-        raise SystemExit(f"--data {data}: no problems in it{other}")
+        raise SystemExit(f"--data {data}: no problems in it")
     return examples
 
 
@@ -101,32 +98,28 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
     """-> [(example, prompt ids)] of load_examples, number of problems dropped because their prompt
     is too long.
 
-    SystemExit if no problem is left, if a prompt contains the mask token, which samplers refuse, or
-    if prompts without words are for a model that is not tiny.
+    SystemExit if no problem is left, if a prompt is no list of messages or contains the mask token,
+    which samplers refuse, or if prompts without words are for a model that is not tiny.
     """
-    examples = load_examples(task, split, data, limit, divided)
+    examples, problems = load_examples(task, split, data, limit, divided), []
     if examples[0].get("style") == "compact" and not is_tiny(tokenizer.name_or_path):
         raise SystemExit(
-            f"--data {data or 'default'}: prompts without words, for tiny models ({split}); "
-            "for others countdown has cd3, sudoku sudoku4-tags: name one with --data, --eval-data"
+            f"--data {data or 'default'}: prompts without words, for tiny models; "
+            "for others countdown has cd3, sudoku sudoku4-tags"
         )
-    prompts = [task.prompt(example) for example in examples]
-    if odd := [prompt for prompt in prompts if not isinstance(prompt, list | tuple)]:
-        what = f"prompt(example) gives {odd[0]!r:.60}, not a list of messages"
-        raise SystemExit(f"--task {task.NAME}: {what}")
-    ids = (prompt_ids(tokenizer, prompt) for prompt in prompts)
-    problems = list(zip(examples, ids, strict=True))
+    # every model family has "mask" in the name of its mask token
+    masks = {i for name, i in tokenizer.get_added_vocab().items() if "mask" in name.lower()}
+    for number, example in enumerate(examples):
+        if not isinstance(prompt := task.prompt(example), list | tuple):
+            raise SystemExit(f"prompt(example) gives {prompt!r:.60}, not a list of messages")
+        ids = prompt_ids(tokenizer, prompt)
+        if masks.intersection(ids):
+            raise SystemExit(f"--data {data}: prompt {number} contains the mask token: remove it")
+        problems.append((example, ids))
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
-        shortest = min(len(ids) for _, ids in problems)
         flag = f"--max-prompt-length (or --max-length) {max_prompt_length}"
-        raise SystemExit(f"{flag}: the shortest {split} prompt has {shortest} tokens")
-    # every model family has "mask" in the name of its mask token
-    masks = {i: name for name, i in tokenizer.get_added_vocab().items() if "mask" in name.lower()}
-    for number, (_, ids) in enumerate(problems):
-        if found := masks.keys() & ids:
-            where = f"--data {data}: {split} prompt {number}"
-            raise SystemExit(f"{where} contains the mask token {masks[found.pop()]}: remove it")
+        raise SystemExit(f"{flag}: the shortest prompt has {min(len(ids) for _, ids in problems)}")
     return kept, len(problems) - len(kept)
 
 
@@ -140,18 +133,17 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
     problems, dropped, own = {}, {}, data or ""
     divided = bool(eval_limit and not eval_data and Path(own.partition("@")[0]).is_file())
     for split, source in {"train": data, "validation": eval_data, "test": eval_data}.items():
-        limit = None if split == "train" else eval_limit
-        if limit != 0 and source is not None:
-            where = source or own, tokenizer, max_prompt_length, limit, divided
-            try:
-                problems[split], dropped[split] = load_problems(task, split, *where)
-            except SystemExit as error:
-                if split == "train" or divided:
-                    raise
-                flag = "--data" if own and not eval_data else "--eval-data"
-                why = str(error).replace("--data", flag, 1)
-                others = "--eval-data names others, --eval-limit 0 needs none"
-                raise SystemExit(f"{split} problems: {why}; {others}") from error
+        is_train = split == "train"
+        if source is None or not (is_train or eval_limit):
+            continue
+        limit = None if is_train else eval_limit
+        try:
+            problems[split], dropped[split] = load_problems(
+                task, split, source or own, tokenizer, max_prompt_length, limit, divided
+            )
+        except SystemExit as error:
+            others = "" if is_train else "; --eval-data names others, --eval-limit 0 needs none"
+            raise SystemExit(f"{split} problems: {error}{others}") from error
     return problems, dropped
 
 
@@ -164,11 +156,9 @@ def score_all(task, completions, examples):
     else:
         scores = in_threads(task.score, completions, examples)
     is_good = lambda score: isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6
-    if odd := [score for score in scores if not is_good(score)]:
-        raise SystemExit(f"--task {task.NAME}: a score of {odd[0]!r} is no number in [0, 1]")
-    if len(scores) != len(completions):
-        few = f"score_batch gives {len(scores)} scores for {len(completions)} completions"
-        raise SystemExit(f"--task {task.NAME}: {few}")
+    if len(scores) != len(completions) or not all(map(is_good, scores)):
+        needed = f"{len(completions)} numbers in [0, 1] are needed as scores"
+        raise SystemExit(f"--task {task.NAME}: {needed}, not {scores!r:.200}")
     return scores
 
 

@@ -9,7 +9,10 @@ this is the plain one, without a rule for the end of text. Examples and prompts 
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from models.config import architecture
 from models.names import pinned
+
+MAX = 1 << 31  # of numbers: a seed times 2^32 has 63 bits
 
 
 @dataclass
@@ -53,6 +56,13 @@ class SamplerFlags:
     """sample from the fewest tokens whose probabilities add up to this"""
     seed: int = 0
     """sampling seed; sample i draws from (seed, i)"""
+
+    def __post_init__(self):
+        """SystemExit names a number that no flag takes; `Engine.validate` knows closer ranges."""
+        for name, value in vars(self).items():
+            low = int(name in ("batch_size", "limit", "repeats"))
+            if isinstance(value, int | float) and not low <= value < MAX:
+                raise SystemExit(f"--{name.replace('_', '-')} {value} must be from {low} to {MAX}")
 
 
 SAMPLING = tuple(field.name for field in fields(SamplerFlags))
@@ -133,11 +143,8 @@ def read(table):
         if line.startswith("#"):
             continue
         models, tasks, length, block, steps, *others = line.split()
-        row = {
-            "gen_length": int(length),
-            "block_length": None if block == "own" else int(block),
-            "denoising_steps": int(steps),
-        }
+        row = {"gen_length": int(length), "denoising_steps": int(steps)}
+        row["block_length"] = None if block == "own" else int(block)
         for name, value in (other.split("=") for other in others):
             row[name] = type(BASE[name])(value)
         for model in models.split(","):
@@ -149,10 +156,13 @@ def read(table):
 SETTINGS = read(TABLE)
 
 
-def chosen(flags, known):
-    """SamplerFlags with their None filled in from `settings`. -> arguments of engine.generate"""
-    given = {name: getattr(flags, name) for name in SAMPLING}
-    return {name: known.get(name) if flag is None else flag for name, flag in given.items()}
+def chosen(flags, model, task, style):
+    """SamplerFlags of an engine's model, their None filled in from `settings`. -> arguments of
+    engine.generate, repeats"""
+    known = settings(flags.model, architecture(model.checkpoint_config), task, style)
+    given = {name: getattr(flags, name, None) for name in (*SAMPLING, "repeats")}
+    given = {name: known.get(name) if flag is None else flag for name, flag in given.items()}
+    return given, given.pop("repeats")
 
 
 def settings(model, model_type, task, style=""):

@@ -22,26 +22,28 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from distributed.disk import from_first_rank, is_first_rank, write_atomically
+from data.rows import read_json
+from distributed.disk import from_first_rank, is_first_rank, lock, write_atomically
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
 from evals.rewards import load_reward
 from models import load_tokenizer
-from models.config import architecture
 from rollout import make_engine
-from run.flags import MAX
 from run.report import write_report
 
 
@@ -78,7 +80,19 @@ class Args(decoding.SamplerFlags):
     """continue in this directory of an earlier run: its flags are the defaults, finished samples
     are kept"""
 
-    RANGES = dict.fromkeys(("batch_size", "limit", "repeats"), (1, MAX))  # of numbers
+
+@dataclass
+class Work:
+    """A task, ready to be evaluated. A place is a (repeat, index)."""
+
+    task: ModuleType
+    examples: list
+    reward: Callable | None
+    settings: dict  # all that decides completions and verdicts, for result.json
+    places: list  # that can be answered
+    rows: Callable  # calls -> the rows of each, see samples.py
+    most: int  # examples of a call
+    counts: dict = field(default_factory=dict)  # of the lines of a file of completions
 
 
 # completions of a file that are scored together: then rows are written and the bar moves
@@ -90,16 +104,16 @@ def main(name=""):
     """Command line of evals/run.py, or of evals/<name>.py, whose --tasks is `name`. Unusable input
     ends in SystemExit with one line that says what to change. Of several tasks one with missing
     data is skipped; the exit status is then non-zero."""
-    args = results.command_line(Args, name)
+    args = command_line(name)
     names = args.tasks.replace(",", " ").split()
-    if not names:
-        flags = "--model (or --completions) and --tasks, such as --tasks gsm8k,math500"
-        raise SystemExit(f"give {flags}")
+    if not names or bool(args.model) == bool(args.completions):
+        what = "either --model (generate and score) or --completions (only score)"
+        raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, and {what}")
+    if args.out and not args.resume and any(Path(args.out).glob("*")):
+        another = "name another one, continue with --resume, or remove the old results"
+        raise SystemExit(f"--out {args.out} is not empty: {another}")
     tasks = {task.NAME: task for task in map(load_task, names)}
-    data, files = (by_task(args, flag, tasks) for flag in ("data", "completions"))
-    if files and tasks.keys() - files.keys():
-        raise SystemExit(f"--completions: no file for {', '.join(tasks.keys() - files.keys())}")
-    made, lost = evaluate(args, tasks, data, files)
+    made, lost = evaluate(args, tasks)
     if lost:
         said = f"{len(lost)} of {len(tasks)} tasks not evaluated: {', '.join(lost)}"
         raise SystemExit(said if is_first_rank() else 1)
@@ -107,128 +121,118 @@ def main(name=""):
         print(json.dumps(*made.values()), flush=True)
 
 
-def by_task(args, flag, tasks):
+def command_line(task):
+    """The flags; tasks are those of evals/<task>.py if there is a `task`, and with --resume DIR the
+    flags of that run are the defaults."""
+    about = f"Evaluate a model, or score completions, on {task or 'benchmarks'}."
+    args = tyro.cli(Args, default=Args(tasks=task), description=about)
+    if not args.resume:
+        return args
+    path = Path(args.resume) / "config.json"
+    saved = read_json(path)
+    saved.pop("command", "")
+    try:
+        return tyro.cli(Args, default=Args(**saved), description=about)
+    except TypeError as error:
+        raise SystemExit(f"{path} has no flags of an evaluation: {error}") from error
+
+
+def by_task(flag, values, tasks):
     """-> {task: SOURCE} of the values of --data or --completions"""
     found = {}
-    for given in getattr(args, flag):
-        name, _, source = given.partition("=")
-        if name in tasks:
-            found[name] = source
-        elif len(tasks) == 1:
-            found |= dict.fromkeys(tasks, given)
-        else:
-            known = f"give TASK=SOURCE, where TASK is one of {', '.join(tasks)}"
-            raise SystemExit(f"--{flag} {given}: {known}")
+    for value in values:
+        name, _, source = value.partition("=")
+        if name not in tasks:
+            if len(tasks) > 1:
+                known = f"give TASK=SOURCE, where TASK is one of {', '.join(tasks)}"
+                raise SystemExit(f"--{flag} {value}: {known}")
+            [name], source = tasks, value
+        found[name] = source
     return found
 
 
-def evaluate(args, tasks, data, files):
-    """Score the `tasks` {name: module} on `data` {name: --data}, on all ranks, or their `files` of
-    completions. -> {task: result} on rank 0, {task: why it was skipped}
+def evaluate(args, tasks):
+    """Evaluate the `tasks` {name: module} on all ranks, or score files of completions. -> {task:
+    result} on rank 0, {task: why it was skipped}
 
     The files of a single task lie in the output directory itself, and its errors are raised.
     """
-    alone = len(tasks) == 1
-    if bool(args.model) == bool(files):
-        raise SystemExit("give either --model (generate and score) or --completions (only score)")
-    if args.resume and files:
-        again = f"score {', '.join(files.values())} again, with a new --out"
-        raise SystemExit(f"--resume {args.resume} continues a generation: {again}")
-    results.refuse_overwriting(args)
+    data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
     device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
-    examples, rewards, settings, read, made, lost = {}, {}, {}, {}, {}, {}
-
-    @contextmanager
-    def skipped_on_exit(name):
-        """A task that ends in SystemExit is skipped, unless it is the only one."""
-        try:
-            yield
-        except SystemExit as error:
-            if alone:
-                raise
-            lost[name] = str(error).replace("--data FILE", f"--data {name}=FILE")
-            if not rank:
-                print(f"{name} is not evaluated: {lost[name]}", file=sys.stderr)
-
+    tokenizer = load_tokenizer(args.model) if args.model else None
+    size = {"max_batch_size": args.batch_size}
+    make = partial(make_engine, args.model, device=device, backend=args.rollout_backend, **size)
+    engine = cache(make)  # weights are read once the problems of a task are found
+    ready, made, lost = {}, {}, {}
     for name, task in tasks.items():
-        with skipped_on_exit(name):
+        try:
             reward = load_reward(args.reward, task) if args.reward else None
-            load = partial(load_examples, task, args.split, data.get(name, ""), args.limit)
-            rows = from_first_rank(load)
+            source = data.get(name, "")
+            load = partial(load_examples, task, args.split, source, args.limit)
+            work = task, from_first_rank(load), reward
             if reward:  # SystemExit if the examples do not suit it
-                reward([TRIAL], rows[:1])
-            examples[name], rewards[name] = rows, reward
-    if args.model and examples:
-        tokenizer = load_tokenizer(args.model)
-        backend = {"backend": args.rollout_backend, "max_batch_size": args.batch_size}
-        engine = make_engine(args.model, device=device, **backend)
-    for name, rows in examples.items():
-        how = {key: getattr(args, key) for key in ("split", "limit", "reward")}
-        how |= {"data": data.get(name, ""), "ranks": ranks, "repeats": args.repeats or 1}
-        how |= {"torch": version("torch"), "evals_hash": hash_of_evals(tasks[name])}
-        with skipped_on_exit(name):
+                reward([TRIAL], work[1][:1])
+            how = {key: getattr(args, key) for key in ("split", "limit", "reward")}
+            how |= {"data": source, "ranks": ranks, "torch": version("torch")}
+            how["evals_hash"] = hash_of_evals(task)
             if files:
-                how["completions"] = files[name]
-                read[name] = samples.given(tasks[name], rows, files[name], how["repeats"])
+                ready[name] = scoring(args, how, files.get(name, ""), *work)
             else:
-                how |= task_settings(args, engine, name, tasks[name], rows, alone)
-            settings[name] = how
-    if not settings:
-        raise SystemExit(f"none of {', '.join(tasks)} can be evaluated")
+                ready[name] = asking(args, how, engine(), tokenizer, len(tasks) > 1, *work)
+        except SystemExit as error:
+            lost[name] = error
+            if not rank and len(tasks) > 1:
+                print(f"{name} is not evaluated: {error}", file=sys.stderr)
+    if not ready:
+        raise SystemExit("; ".join(map(str, lost.values())))
 
     # only now: a wrong --model or file of completions leaves no directory behind
-    with ExitStack() as held:  # on rank 0 the lock of the directory
-        source = Path(args.model).name or "-".join(Path(file).stem for file in files.values())
-        parts = ["runs/eval", *(tasks if alone else []), source, time.strftime("%Y%m%d-%H%M%S")]
-        out = from_first_rank(partial(results.take_directory, args, "-".join(parts), held))
-        for name, how in settings.items():
-            folder = out if alone else out / name
-            scoring, more = (tasks[name], examples[name], rewards[name]), {}
-            from_first_rank(partial(results.begin, name, folder, how, args.resume))
-            if files:
-                rows, more = read[name]
-                parts = (rows[first : first + PART] for first in range(0, len(rows), PART))
-                samples.write_scored(folder / "samples.jsonl", parts, *scoring, len(rows), name)
-            else:
-                rows = answer(folder, name, *scoring, how, engine, tokenizer, rank, ranks)
+    source = Path(args.model).name or "-".join(Path(file).stem for file in files.values())
+    parts = [
+        "runs/eval",
+        *([] if len(tasks) > 1 else tasks),
+        source,
+        time.strftime("%Y%m%d-%H%M%S"),
+    ]
+    out = from_first_rank(partial(results.directory, args, "-".join(parts)))
+    with open(out / "config.json", "r+") as config:
+        from_first_rank(partial(lock, config, out, "evaluation"))
+        for name, work in ready.items():
+            folder = out / name if len(tasks) > 1 else out
+            rows = answer(work, folder, rank, ranks)
             if not rank:
-                result = results.summary(name, rows, examples[name], how["repeats"], args.reward)
-                made[name] = result | more | {"settings": how}
+                made[name] = results.summary(work, rows, args.reward)
                 results.write_json(folder / "result.json", made[name])
                 write_report(folder)
-                if not alone:
-                    write_atomically(out / "table.md", results.table(made, lost))
+                write_atomically(out / "table.md", results.table(made, lost))
         if not rank:
-            shown = "" if alone else results.table(made, lost) + "\n"
-            print(f"{shown}directory: {out}", flush=True)
+            print(f"{results.table(made, lost)}\ndirectory: {out}", flush=True)
     return made, lost
 
 
-def answer(folder, name, task, examples, reward, settings, engine, tokenizer, rank, ranks):
-    """Answer and score this rank's share of the problems that have no row in `folder` yet.
+def answer(work, folder, rank, ranks):
+    """Answer and score this rank's share of the places that have no row in `folder` yet.
 
     -> on rank 0 the rows of all ranks, which are then in samples.jsonl; elsewhere None
     """
-    repeats, prompts = settings["repeats"], [task.prompt(example) for example in examples]
-    done = from_first_rank(lambda: {*map(samples.key, samples.gather(folder))})
-    # continuous batching: a call gets more prompts than fit into a batch
-    together = settings["batch_size"] * (4 if engine.refills else 1)
-    calls = samples.shares(done, len(examples), repeats, together, ranks)[rank::ranks]
+    name = work.task.NAME
+    done = from_first_rank(partial(results.begin, folder, work.settings))
+    left = [place for place in work.places if place not in done]
+    calls = samples.shares(left, work.most, ranks)[rank::ranks]
     if calls:  # a sandbox that does not work stops the run before anything is generated
-        samples.scored(task, [{"index": 0, "completion": TRIAL}], examples)
-    batches = samples.generated(engine, tokenizer, prompts, calls, **generation(settings))
+        samples.scored(work.task, [{"index": 0, "completion": TRIAL}], work.examples)
     if rank == 0 and done:
         print(f"{name}: {len(done)} finished samples are kept", file=sys.stderr)
     path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
     total = sum(end - first for _, first, end in calls)
-    samples.write_scored(path, batches, task, examples, reward, total, name)
+    samples.write_scored(path, work.rows(calls), work.task, work.examples, work.reward, total)
     if ranks > 1:
         dist.barrier()
     if rank:
         return None
-    rows, asked = samples.gather(folder), len(examples) * repeats
-    if len(rows) != asked:
-        lacking = f"{folder} has {len(rows)} of {asked} samples of {name}"
+    rows = samples.gather(folder)
+    if len(rows) != len(work.places):
+        lacking = f"{folder} has {len(rows)} of {len(work.places)} samples of {name}"
         raise SystemExit(f"{lacking}: do all ranks see the same directory?")
     return rows
 
@@ -241,57 +245,60 @@ def device_and_rank():
     if "RANK" in os.environ and not dist.is_initialized():
         # a rank may finish a long task much earlier than another
         dist.init_process_group("gloo", timeout=timedelta(days=2))
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return device, *ranks
+    return device, *((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
 
 
-def task_settings(args, engine, name, task, examples, alone):
-    """Everything that decides the completions of a task: flags, or else evals/decoding.py. -> part
-    of result.json
+def scoring(args, settings, path, task, examples, reward):
+    """-> Work on a file of completions"""
+    repeats = args.repeats or 1
+    rows, counts = samples.given(task, examples, path, repeats)
+    settings |= {"completions": path, "repeats": repeats}
+    taken = lambda calls: ([rows[r, i] for i in range(first, end)] for r, first, end in calls)
+    return Work(task, examples, reward, settings, sorted(rows), taken, PART, counts)
+
+
+def asking(args, settings, engine, tokenizer, several, task, examples, reward):
+    """-> Work for an engine. Its settings are flags, or else those of evals/decoding.py.
 
     SystemExit for settings that the engine cannot use, and for repeats that would all be the same.
     """
-    model, style = engine.model, examples[0].get("style", "")
-    prompts = [task.prompt(example) for example in examples]
-    known = decoding.settings(args.model, architecture(model.checkpoint_config), name, style)
-    sampling = decoding.chosen(args, known)
-    repeats = (args.repeats if alone or name in REPEATED else None) or known["repeats"]
+    model, style, name = engine.model, examples[0].get("style", ""), task.NAME
+    flags = replace(args, repeats=None) if several and name not in REPEATED else args
+    sampling, repeats = decoding.chosen(flags, model, name, style)
     random = sampling["temperature"] or sampling["alg_temp"] or sampling["remasking"] == "random"
     if repeats > 1 and not random:
         same = f"--repeats {repeats}: all repeats are the same without randomness"
         raise SystemExit(f"{same}; set --temperature above 0")
-    own_blocks = sampling["schedule"] == "ascending" and not sampling["block_length"]
-    block_length = None if own_blocks else engine.block_length(sampling["block_length"])
-    prompt = getattr(task, "VERSION", name)  # one name, or one for each style of examples
+    if sampling["block_length"] or sampling["schedule"] != "ascending":  # which has its own
+        sampling["block_length"] = engine.block_length(sampling["block_length"])
+    checked = engine.validate(**sampling)  # SystemExit for what the engine cannot do
+    if is_first_rank():
+        print(f"{name}: {checked}", file=sys.stderr)
+    prompts = [*map(task.prompt, examples)]
+    version = getattr(task, "VERSION", name)  # one name, or one for each style of examples
     folders = [Path(folder) for folder in (model.sources[0], *model.sources[1]) if folder]
     files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    on_gpu = torch.device(engine.device).type == "cuda"
-    settings = {
+    settings |= {
         "model": args.model,
         "weights": digest(weights) if weights else "",  # "": random weights
         "rollout_backend": args.rollout_backend,
         "engine": f"{type(engine).__name__} {getattr(engine, 'version', '')}".strip(),
-        "device": torch.cuda.get_device_name(engine.device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "prompt": prompt[style] if isinstance(prompt, dict) else prompt,
+        "prompt": version[style] if isinstance(version, dict) else version,
         "prompts_hash": digest(prompts),
         "examples_hash": digest(examples),
         "repeats": repeats,
         **sampling,
-        "block_length": block_length,
         "eos_token_ids": list(model.eos_token_ids),
         "batch_size": args.batch_size,
     }
-    checked = engine.validate(**generation(settings))  # SystemExit for what the engine cannot do
-    if is_first_rank():
-        print(f"{name}: {checked}", file=sys.stderr)
-    return settings
-
-
-def generation(settings):
-    """The settings that engine.generate takes."""
-    return {key: settings[key] for key in decoding.SAMPLING}
+    places = [*product(range(repeats), range(len(examples)))]
+    rows = partial(samples.generated, engine, tokenizer, prompts, **sampling)
+    # continuous batching: a call gets more prompts than fit into a batch
+    most = args.batch_size * (4 if engine.refills else 1)
+    return Work(task, examples, reward, settings, places, rows, most)
 
 
 def hash_of_evals(task):

@@ -13,91 +13,90 @@ batch, shared equally). About DETAILED rows of repeat 0, evenly spaced, also hav
 
 import json
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from time import perf_counter
 
-from data.rows import json_object
+from data.rows import json_object, read_lines
 from data.tokens import is_dialogue
 from distributed.disk import progress, write_atomically
-from evals import math_grader, results, score_all
+from evals import math_grader, score_all
 from evals.examples import QUESTION
 from models import prompt_ids
 from rollout.traces import gold
-from run.report import read_lines
 
+SAID = "question", "problem", "prompt"  # keys that tell what a row is about
+ASKED = *QUESTION, "puzzle", "numbers"  # and of an example
 QUOTES = str.maketrans("‘’“”", "''\"\"")
+SHOWN = 20  # faults that are listed on stderr; result.json has their number
 DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows
 
 
 def given(task, examples, path, repeats=1):
-    """Rows {"index", "repeat", "completion"} of a .jsonl, in file order; other keys
-    are dropped, so that a samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if
-    it is left out.
+    """Rows of a .jsonl: {"index", "repeat", "completion"}; other keys are dropped, so that a
+    samples.jsonl can be scored again. "repeat" is one of 0..repeats-1, 0 if it is left out.
 
-    -> rows, {"unused": number of lines that cannot be used, "missing": number of problems (with
-    repeats: answers) without a completion}; both are listed on stderr.
+    -> {(repeat, index): row}, {"unused": number of lines that cannot be used, "missing": number of
+    problems (with repeats: answers) without a completion}; both are listed on stderr.
     SystemExit if no line can be used. A line cannot be used if it is no such row, asks another
     problem than the example of its index, or has the index of a line before.
     """
     if not Path(path).is_file():
-        raise SystemExit(f"{path}: no such file")
-    rows, faults = {}, []
-    name = lambda repeat, index: f"{index} of repeat {repeat}" if repeats > 1 else str(index)
+        raise SystemExit(f"--completions {path}: no such file")
+    rows, faults, n = {}, [], len(examples)
     for line, raw in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
+        if not raw.strip():
+            continue
         try:
-            if raw.strip():
-                row = _row(json_object(raw), task, examples, repeats)
-                if key(row) in rows:
-                    raise ValueError(f"index {name(*key(row))} is in a line before")
-                rows[key(row)] = row
+            row = {"repeat": 0} | json_object(raw)
+            row = {name: row.get(name) for name in ("index", "repeat", "completion", *SAID)}
+            repeat, index = key(row)
+            if type(index) is not int or not isinstance(row["completion"], str):
+                raise ValueError('needs {"index": integer, "completion": text}')
+            if index not in range(n) or repeat not in range(repeats):
+                where = f"index {index} of repeat {repeat!a:.20}: there are {n}, {repeats} each"
+                raise ValueError(f"{where}; check --data, --split, --repeats")
+            if not same_problem(task, examples[index], *map(row.pop, SAID)):
+                raise ValueError("about another problem; check --data and --split")
+            if key(row) in rows:
+                raise ValueError(f"index {index} is in a line before")
+            rows[key(row)] = row
         except ValueError as error:
             faults.append(f"line {line}: {error}")
     if not rows:
-        raise SystemExit("; ".join([f"{path}: no completions", *faults[: results.SHOWN]]))
-    asked = product(range(repeats), range(len(examples)))
-    missing = [name(*place) for place in asked if place not in rows]
-    results.print_faults(path, faults, "rows not used")
-    unanswered = "problems without a completion, not in the mean: index"
-    results.print_faults(path, missing, unanswered)
-    return [*rows.values()], {"unused": len(faults), "missing": len(missing)}
+        raise SystemExit("; ".join([f"{path}: no completions", *faults[:SHOWN]]))
+    missing = [place for place in product(range(repeats), range(n)) if place not in rows]
+    print_faults(path, faults, "rows not used")
+    print_faults(path, missing, "answers lack, not in the mean: (repeat, index)")
+    return rows, {"unused": len(faults), "missing": len(missing)}
 
 
-def same_problem(task, example, row):
-    """Whether a row, by what it says of its question or prompt, can be about an example."""
-    said = row.get("question") or row.get("problem") or row.get("prompt")
+def print_faults(source, faults, what):
+    """One line on stderr with the number of faults and the first SHOWN of them; nothing if there
+    are none."""
+    if faults:
+        listed = "; ".join(map(str, faults[:SHOWN]))
+        print(f"{source}: {len(faults)} {what}: {listed}", file=sys.stderr)
+
+
+def same_problem(task, example, *said):
+    """Whether a row whose question or prompt is one of `said` can be about an example."""
+    said = next(filter(None, said), None)
     said = said[-1]["content"] if is_dialogue(said) else said
     if not isinstance(said, str):
         return True
-    asked = task.prompt(example)[-1]["content"]
-    names = (name for name in (*QUESTION, "puzzle", "numbers") if name in example)
-    own = str(example.get(next(names, ""), asked))
-    words = lambda text: " ".join(text.translate(QUOTES).split())
-    said, asked, own = words(said), words(asked), words(own)
-    return own in said or said in asked and 2 * len(said) > len(own)  # not its first words alone
+    words = lambda text: " ".join(str(text).translate(QUOTES).split())
+    asked = words(task.prompt(example)[-1]["content"])
+    own = next((words(example[name]) for name in ASKED if name in example), asked)
+    return own in words(said) or words(said) in asked and 2 * len(said) > len(own)
 
 
-def _row(row, task, examples, repeats):
-    """The keys of a row that are used. ValueError says what is wrong with it."""
-    index, completion, repeat = row.get("index"), row.get("completion"), row.get("repeat", 0)
-    if type(index) is not int or not isinstance(completion, str):
-        raise ValueError('needs {"index": integer, "completion": text}')
-    check = "check --data and --split"
-    if index not in range(len(examples)):
-        raise ValueError(f"index {index} is outside 0..{len(examples) - 1}; {check}")
-    if repeat not in range(repeats):
-        raise ValueError(f"repeat {repeat!a:.20} is outside 0..{repeats - 1}; check --repeats")
-    if not same_problem(task, examples[index], row):
-        raise ValueError(f"about another problem; {check}")
-    return {"index": index, "repeat": repeat, "completion": completion}
-
-
-def shares(done, num_examples, repeats, most, ranks):
-    """(repeat, first, end) of the engine calls that answer everything but `done`, a set of (repeat,
-    index): at most `most` examples per call, and at least one call for every rank if possible.
-    Ranks take them in turn."""
-    left = [key for key in product(range(repeats), range(num_examples)) if key not in done]
+def shares(left, most, ranks):
+    """(repeat, first, end) of the calls that answer the places `left`, [(repeat, index)] in order:
+    at most `most` examples per call, and at least one call for every rank if possible. Ranks take
+    them in turn."""
     most, calls = min(most, math.ceil(len(left) / ranks)), []
     for repeat, i in left:
         if calls and calls[-1][0] == repeat and calls[-1][2] == i < calls[-1][1] + most:
@@ -115,11 +114,11 @@ def generated(engine, tokenizer, prompts, calls, seed, **sampling):
     for repeat, first, end in calls:
         began = perf_counter()
         ids = [prompt_ids(tokenizer, messages) for messages in prompts[first:end]]
-        seeds = {"num_samples": 1, "sample_offset": first, "seed": seed + repeat}
-        trace, rows = engine.generate(ids, **sampling, **seeds), []
+        trace = engine.generate(ids, **sampling, sample_offset=first, seed=seed + repeat)
         truncated, forwards = trace.truncated.tolist(), trace.num_forwards
         forwards = len(ids) * [None] if forwards is None else forwards.tolist()
         seconds = (perf_counter() - began) / len(ids)
+        rows = []
         for i, kept in enumerate(trace.completions()):
             row = {
                 "index": first + i,
@@ -165,28 +164,26 @@ def scored(task, rows, examples, reward=None):
     return rows
 
 
-def write_scored(path, batches, task, examples, reward, total, name):
+def write_scored(path, batches, task, examples, reward, total):
     """Append the rows of batches to a .jsonl. A thread scores a batch while the engine generates
-    the next one. total, name: of the progress bar. SystemExit if the sandbox does not work."""
-    waiting = None
+    the next one. total: of the progress bar. SystemExit if the sandbox does not work."""
+
+    def write(rows):
+        file.writelines(json.dumps(row) + "\n" for row in scored(task, rows, examples, reward))
+        file.flush()
+        bar.update(len(rows))
+
     with (
         open(path, "a", encoding="utf-8") as file,
+        progress(None, task.NAME, total=total) as bar,
+        # it ends what it began also if the engine fails
         ThreadPoolExecutor(1) as scorer,
-        progress(None, name, total=total) as shown,
     ):
-
-        def write(batch):
-            if batch:
-                file.writelines(json.dumps(row) + "\n" for row in batch.result())
-                file.flush()
-                shown.update(len(batch.result()))
-
-        try:
-            for rows in batches:
-                before, waiting = waiting, scorer.submit(scored, task, rows, examples, reward)
-                write(before)
-        finally:  # keep what was generated, also if the engine fails
-            write(waiting)
+        last = scorer.submit(int)
+        for rows in batches:
+            last.result()
+            last = scorer.submit(write, rows)
+        last.result()
 
 
 def key(row):

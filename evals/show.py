@@ -19,12 +19,10 @@ import torch
 import tyro
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import decoding, load_task
+from evals import decoding, load_examples, load_task
 from evals.examples import user
 from models import load_tokenizer, prompt_ids
-from models.config import architecture
 from rollout import make_engine
-from run.flags import check_numbers
 
 CLEAR = "\x1b[2J\x1b[H"  # an empty terminal
 DELAY = 0.4  # seconds between frames, on a terminal only
@@ -82,31 +80,29 @@ def play(trace, tokenizer, mask_token_id):
     print(prompt, end="\n\n")
     for frame in frames(trace, 0, spell, mask_token_id):
         if in_place:
+            time.sleep(DELAY)
             print(CLEAR + prompt, end="\n\n")
         print(*frame, sep="\n", end="\n\n", flush=True)
-        time.sleep(DELAY * in_place)
     scored, forwards = int(trace.completion_mask[0].sum()), int(trace.num_forwards[0])
     print(f"{scored} tokens in {forwards} forwards: {scored / forwards:.2f} tokens per forward")
     print(printable(trace.text(0, tokenizer), keep="\n\t"))
 
 
 def main(args):
-    check_numbers(args)
     if bool(args.prompt) == bool(args.task):
         raise SystemExit("give either --prompt or --task")
     example, messages = {}, user(args.prompt)
     if args.task:
         task = load_task(args.task)
-        examples = task.load("test")
-        if not 0 <= args.index < len(examples):
+        examples = load_examples(task, "test", "")
+        if args.index >= len(examples):
             raise SystemExit(f"--index {args.index}: {args.task} has {len(examples)}, from 0")
         example = examples[args.index]
         messages = task.prompt(example)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
-    model_type, style = architecture(engine.model.checkpoint_config), example.get("style", "")
-    known = decoding.settings(args.model, model_type, args.task, style)
-    settings = decoding.chosen(args, known)
+    style = example.get("style", "")
+    settings, _ = decoding.chosen(args, engine.model, args.task, style)
     print(engine.validate(**settings), end="\n\n")
     trace = engine.generate([prompt_ids(tokenizer, messages)], records="events", **settings)
     play(trace, tokenizer, engine.model.mask_token_id)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from data.rows import read_lines
 from distributed.disk import (
     check_letters,
     from_first_rank,
@@ -39,7 +40,7 @@ from distributed.disk import (
     writing,
 )
 from distributed.groups import all_reduce
-from run.report import PANELS, is_score, read_lines, read_rows, write_report
+from run.report import PANELS, is_score, read_rows, write_report
 
 # What the line of a step shows of a row, behind its scores (docs/metrics.md).
 SHOWN = {

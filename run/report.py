@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import json_object
+from data.rows import complete_lines, read_json, read_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_BYTES = 1_900_000  # of the page
@@ -38,33 +38,6 @@ PANELS = [
 
 def is_score(key):
     return key.startswith(("eval/", "test/"))
-
-
-def read_json(path):
-    """The object that a JSON file holds. SystemExit if it is damaged or missing."""
-    try:
-        return json_object(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} is damaged: {error}") from error
-
-
-def complete_lines(path):
-    """The lines of a .jsonl as bytes, one after the other, none without the file. A last line
-    without its end is dropped: it is being written, or its process was killed in the middle, even
-    of a character."""
-    if path.exists():
-        with open(path, "rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
-
-
-def read_lines(path):
-    """Yield (line, its object) of the complete lines of a .jsonl. SystemExit names one that is
-    damaged."""
-    for number, line in enumerate(complete_lines(path), 1):
-        try:
-            yield line, json_object(line)
-        except ValueError as error:
-            raise SystemExit(f"{path} line {number} is damaged: {error}") from error
 
 
 def read_rows(run_dir):

@@ -491,7 +491,7 @@ def test_files_of_a_user(tmp_path):
     assert "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0" in said
     scored = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
     assert score_all(scored(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
-    for scores, said in ((1.5,), "1.5 is no number in"), ((None,), "None is no"), ((), "gives 0"):
+    for scores, said in ((1.5,), "not [1.5]"), ((None,), "not [None]"), ((), "not []"):
         assert said in one_line(score_all, scored(*scores), ["a"], [{}])
     path.write_text(TASK.replace('[{"role": "user", "content": example["word"]}]', "7"))
     where = "train", "", load_tokenizer("tiny-sdar"), 99
@@ -524,10 +524,10 @@ def test_the_problem_that_a_row_of_completions_is_about():
         asked: True, asked.replace("’", "'"): True, f"Q: {asked}\nA:": True, asked[:40]: True,
         "Janet’s": False, asked.replace("16", "17"): False,
     }.items():  # fmt: skip
-        assert same_problem(task, example, {"question": said}) == fits, said
-        assert same_problem(task, example, {"prompt": user(said)}) == fits
-    assert same_problem(task, example, {"prompt": task.prompt(example)})
-    assert same_problem(task, example, {"completion": "5"})
+        assert same_problem(task, example, None, said) == fits, said
+        assert same_problem(task, example, user(said)) == fits
+    assert same_problem(task, example, task.prompt(example))
+    assert same_problem(task, example, None)
 
 
 def test_load_problems(tmp_path):
@@ -536,7 +536,7 @@ def test_load_problems(tmp_path):
     load = lambda rows, length: load_problems(
         gsm8k, "train", write(tmp_path / "train.jsonl", rows), tokenizer, length
     )
-    assert "train prompt 2 contains the mask token <|MASK|>" in one_line(load, rows, 9999)
+    assert "prompt 2 contains the mask token" in one_line(load, rows, 9999)
     kept, dropped = load(rows[:2], 300)
     assert [example["question"] for example, _ in kept] == ["How many?"] and dropped == 1
     assert kept[0][1] == list(kept[0][1]) and len(kept[0][1]) <= 300

@@ -103,8 +103,8 @@ def test_completions_are_scored_end_to_end(tmp_path, cli):
 GOOD = [json.dumps({"index": i, "completion": "12"}) for i in range(4)]
 UNUSABLE = {
     '{"index": 0, "completion": "1"}': "index 0 is in a line before",
-    '{"index": 6, "completion": "1"}': "index 6 is outside 0..5; check --data and --split",
-    '{"index": -1, "completion": "1"}': "index -1 is outside 0..5",
+    '{"index": 6, "completion": "1"}': "index 6 of repeat 0: there are 6, 1 each; check",
+    '{"index": -1, "completion": "1"}': "index -1 of repeat 0: there are 6",
     '{"index": 4, "completion": "1", "prompt": "Other?"}': "about another problem",
     '{"index": true, "completion": "1"}': 'needs {"index": integer, "completion": text}',
     '{"index": 5, "completion": "1"': "not JSON (Expecting ',' delimiter)",
@@ -122,12 +122,12 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, capsys):
         assert (len(rows), counts) == (4, {"unused": 1, "missing": 2}), line[:40]
         said = capsys.readouterr().err
         assert f"{path}: 1 rows not used: line 3: " in said and problem in said
-        assert said.endswith("not in the mean: index: 4; 5\n")
+        assert said.endswith("(repeat, index): (0, 4); (0, 5)\n")
     path.write_bytes(f"\ufeff{GOOD[0]}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200)
     rows, counts = samples.given(countdown, problems, path)
     shown = capsys.readouterr().err.splitlines()[0]
     assert len(rows) == 1 and counts["unused"] == 201
-    assert shown.count("line ") == 20 and shown.endswith("; and 181 more")
+    assert shown.count("line ") == 20 and ": 201 rows not used: " in shown
     path.write_text("{")
     assert "no completions; line 1: not JSON" in one_line(samples.given, countdown, problems, path)
 
@@ -227,7 +227,7 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
         run_ranks(ranks, on_ranks, flags.split(), out)
         assert not list(out.glob("*/samples-*"))
     table = (one / "table.md").read_text()
-    assert len({len(row) for row in table.splitlines()[:5]}) == 1 and "| 3 x 2 |" in table
+    assert len({len(row) for row in table.splitlines()[:5]}) == 1 and "| 3 | 2 " in table
     assert "\naime24: not evaluated: --data no.jsonl: no such" in table
     for name, repeats in {"countdown": 1, "gsm8k": 1, "aime25": 2}.items():
         rows = timeless(one / name / "samples.jsonl")
@@ -264,7 +264,6 @@ def test_an_interrupted_run_continues(tmp_path, monkeypatch, cli, recorder):
     with monkeypatch.context() as patch:
         patch.setattr(run, "hash_of_evals", lambda task: "other")
         assert "evals_hash" in one_line(cli, "--resume", cut)
-    assert "is no evaluation of sudoku" in one_line(lambda: cli("--resume", cut, task="sudoku"))
 
 
 CHANGED = {
@@ -287,7 +286,7 @@ def test_directories(tmp_path, monkeypatch, cli, recorder):
     for _ in range(2):
         cli("--completions", path, "--limit", 1)
     names = [f"eval-countdown-c-20260102-030405{number}" for number in ("", "-2")]
-    assert "cannot be created" in one_line(cli, "--completions", path, "--out", path)
+    assert "File exists" in one_line(cli, "--completions", path, "--out", path)
     assert "nothing" in one_line(cli, "--model", "nothing")
     assert sorted(file.name for file in Path("runs").iterdir()) == names
     said, generate = [], Recorder.generate
@@ -335,17 +334,17 @@ def test_the_next_batch_is_generated_while_one_is_scored(tmp_path, monkeypatch, 
 
 
 REFUSED = {  # flags of evals/run.py
-    "--model m": "give --model (or --completions) and --tasks",
+    "--model m": "give --tasks, such as",
     "--model m --tasks countdown,nothing": "unknown task 'nothing': use one of aime24",
     "--model m --tasks countdown,sudoku --data cd3": "--data cd3: give TASK=SOURCE",
-    "--model m --tasks qa,countdown --data qa=no.csv countdown=no.csv": "none of qa, countdown",
-    "--model tiny-sdar --tasks countdown,sudoku --gen-length 10": "none of countdown, sudoku",
-    "--tasks countdown": "give either --model (generate and score) or --completions (only score)",
-    "--tasks countdown --model m --completions c": "give either --model",
-    "--tasks countdown --model m --reward gsm8k_d1": "does not fit countdown",
-    "--tasks countdown --model m --data cd9": "presets: small, cd3, cd4",
-    "--tasks countdown --model m --data empty.jsonl": "empty.jsonl: no problems",
-    "--tasks gsm8k --model m --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
+    "--model tiny-sdar --tasks qa,countdown --data qa=no.csv countdown=no.csv": "no.csv: no such",
+    "--model tiny-sdar --tasks countdown,sudoku --gen-length 10": "no multiple of the block",
+    "--tasks countdown": "either --model (generate and score) or --completions (only score)",
+    "--tasks countdown --model m --completions c": "either --model",
+    "--tasks countdown --model tiny-sdar --reward gsm8k_d1": "does not fit countdown",
+    "--tasks countdown --model tiny-sdar --data cd9": "presets: small, cd3, cd4",
+    "--tasks countdown --model tiny-sdar --data empty.jsonl": "empty.jsonl: no problems",
+    "--tasks gsm8k --model tiny-sdar --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
     "--tasks countdown --model m --repeats 0": "--repeats 0 must be",
     "--tasks countdown --model m --batch-size 0": "--batch-size 0 must be",
     "--tasks countdown --model m --limit 0": "--limit 0 must be",

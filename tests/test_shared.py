@@ -20,7 +20,7 @@ from models.tiny import TINY_CONFIGS
 from run.flags import values_for
 
 ROOMS = ["distributed", "models", "rollout", "data", "evals", "run", "algos"]  # none imports later
-UPWARDS = {("evals", "run.flags"), ("evals", "run.report"), ("rollout/__init__.py", "kernels")}
+UPWARDS = {("evals/run.py", "run"), ("rollout/__init__.py", "kernels")}
 TREES = {
     path.relative_to(ROOT): ast.parse(path.read_text())
     for room in (*ROOMS, "kernels", "bench")
@@ -155,9 +155,7 @@ def test_a_by_size_of_unknown_fields_is_refused():
 
 
 def test_rooms_import_downwards():
-    """Programs of evals/ share flags and the report's page; only make_engine takes kernels/. No
-    script is imported.
-    """
+    """An evaluation writes the page of run/, make_engine takes kernels/. No script is imported."""
     for path, tree in TREES.items():
         room = path.parts[0]
         wholes = [module for _, module, _ in imports_of(tree) if module != "run"]
