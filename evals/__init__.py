@@ -90,7 +90,8 @@ def load_examples(task, split, data, limit=None, divided=False):
     if divided:
         examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
     if not examples:
-        raise SystemExit(f"--data {data}: no problems in it")
+        hint = "; --eval-data names others, --eval-limit 0 needs none" if divided else ""
+        raise SystemExit(f"--data {data}: no problems in it for {split}{hint}")
     return examples
 
 
@@ -137,13 +138,8 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
         if source is None or not (is_train or eval_limit):
             continue
         limit = None if is_train else eval_limit
-        try:
-            problems[split], dropped[split] = load_problems(
-                task, split, source or own, tokenizer, max_prompt_length, limit, divided
-            )
-        except SystemExit as error:
-            others = "" if is_train else "; --eval-data names others, --eval-limit 0 needs none"
-            raise SystemExit(f"{split} problems: {error}{others}") from error
+        where = source or own, tokenizer, max_prompt_length, limit, divided
+        problems[split], dropped[split] = load_problems(task, split, *where)
     return problems, dropped
 
 
@@ -172,10 +168,10 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
     first = dist.get_rank() * share
     score = torch.zeros((), dtype=torch.float64, device=engine.device)
     if mine := problems[first : first + share]:
-        trace = engine.generate([ids for _, ids in mine], sample_offset=first, **settings)
+        examples, prompts = zip(*mine, strict=True)
+        trace = engine.generate(list(prompts), sample_offset=first, **settings)
         if engine.held is None:  # otherwise the next rollout makes room before the next update
             engine.release()
-        examples = [example for example, _ in mine]
         score += sum(score_all(task, trace.texts(tokenizer), examples))
     dist.all_reduce(score)
     return {f"{name}/{task.NAME}": score.item() / len(problems)}

@@ -1,5 +1,6 @@
 """Examples of a task, read from the rows of a file or a hub data set, and their splits."""
 
+from itertools import chain, cycle
 from pathlib import Path
 
 from data.rows import describe_columns, is_of, read_rows
@@ -71,22 +72,20 @@ def worked(task, example, where):
 
 def user(content, shots=()):
     """A prompt of one user message, after `shots`: pairs of a question and its answer."""
-    turns = [turn for shot in shots for turn in zip(("user", "assistant"), shot, strict=True)]
-    return [{"role": role, "content": text} for role, text in [*turns, ("user", content)]]
+    turns = zip(cycle(("user", "assistant")), chain(*shots, [content]), strict=False)
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 def chat_row(row):
     """(last message, ground truth) of a row in DARE's layout; None for other layouts."""
-    if not isinstance(row.get("reward_model"), dict):
-        return None
-    return row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
+    if isinstance(row.get("reward_model"), dict):
+        return row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
 
 
 def planning_row(row, question, answer):
     """The columns `question` and `answer` of a row, or what DARE or Dream have in their place."""
-    extra, truth = row.get("extra_info"), row.get("reward_model")
-    if isinstance(extra, dict) and isinstance(truth, dict):  # DARE
-        return extra[question], truth["ground_truth"]
+    if isinstance(row.get("reward_model"), dict):  # DARE
+        return row["extra_info"][question], row["reward_model"]["ground_truth"]
     dream = "input" in row and "output" in row
     return (row["input"], row["output"]) if dream else (row[question], row[answer])
 

@@ -160,25 +160,27 @@ def evaluate(args, tasks):
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
     device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
     tokenizer = load_tokenizer(args.model) if args.model else None
-    size = {"max_batch_size": args.batch_size}
-    make = partial(make_engine, args.model, device=device, backend=args.rollout_backend, **size)
-    engine = cache(make)  # weights are read once the problems of a task are found
+    how = {"device": device, "backend": args.rollout_backend, "max_batch_size": args.batch_size}
+    # weights are read once the problems of a task are found
+    engine = cache(lambda: make_engine(args.model, **how))
     ready, made, lost = {}, {}, {}
     for name, task in tasks.items():
         try:
             reward = load_reward(args.reward, task) if args.reward else None
             source = data.get(name, "")
             load = partial(load_examples, task, args.split, source, args.limit)
-            work = task, from_first_rank(load), reward
+            examples = from_first_rank(load)
             if reward:  # SystemExit if the examples do not suit it
-                reward([TRIAL], work[1][:1])
-            how = {key: getattr(args, key) for key in ("split", "limit", "reward")}
-            how |= {"data": source, "ranks": ranks, "torch": version("torch")}
-            how["evals_hash"] = hash_of_evals(task)
+                reward([TRIAL], examples[:1])
+            settings = {key: getattr(args, key) for key in ("split", "limit", "reward")}
+            settings |= {"data": source, "ranks": ranks, "torch": version("torch")}
+            settings["evals_hash"] = hash_of_evals(task)
+            work = task, examples, reward, settings
             if files:
-                ready[name] = scoring(args, how, files.get(name, ""), *work)
+                ready[name] = scoring(files.get(name, ""), args.repeats or 1, *work)
             else:
-                ready[name] = asking(args, how, engine(), tokenizer, len(tasks) > 1, *work)
+                flags = args if len(tasks) == 1 or name in REPEATED else replace(args, repeats=None)
+                ready[name] = asking(flags, engine(), tokenizer, *work)
         except SystemExit as error:
             lost[name] = error
             if not rank and len(tasks) > 1:
@@ -187,14 +189,9 @@ def evaluate(args, tasks):
         raise SystemExit("; ".join(map(str, lost.values())))
 
     # only now: a wrong --model or file of completions leaves no directory behind
-    source = Path(args.model).name or "-".join(Path(file).stem for file in files.values())
-    parts = [
-        "runs/eval",
-        *([] if len(tasks) > 1 else tasks),
-        source,
-        time.strftime("%Y%m%d-%H%M%S"),
-    ]
-    out = from_first_rank(partial(results.directory, args, "-".join(parts)))
+    source = Path(args.model or args.completions[0]).name.removesuffix(".jsonl")
+    default = f"runs/eval-{'-'.join(tasks):.60}-{source}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = from_first_rank(partial(results.directory, args, default))
     with open(out / "config.json", "r+") as config:
         from_first_rank(partial(lock, config, out, "evaluation"))
         for name, work in ready.items():
@@ -215,14 +212,11 @@ def answer(work, folder, rank, ranks):
 
     -> on rank 0 the rows of all ranks, which are then in samples.jsonl; elsewhere None
     """
-    name = work.task.NAME
     done = from_first_rank(partial(results.begin, folder, work.settings))
     left = [place for place in work.places if place not in done]
     calls = samples.shares(left, work.most, ranks)[rank::ranks]
     if calls:  # a sandbox that does not work stops the run before anything is generated
         samples.scored(work.task, [{"index": 0, "completion": TRIAL}], work.examples)
-    if rank == 0 and done:
-        print(f"{name}: {len(done)} finished samples are kept", file=sys.stderr)
     path = folder / (f"samples-{rank}.jsonl" if rank else "samples.jsonl")
     total = sum(end - first for _, first, end in calls)
     samples.write_scored(path, work.rows(calls), work.task, work.examples, work.reward, total)
@@ -232,7 +226,7 @@ def answer(work, folder, rank, ranks):
         return None
     rows = samples.gather(folder)
     if len(rows) != len(work.places):
-        lacking = f"{folder} has {len(rows)} of {len(work.places)} samples of {name}"
+        lacking = f"{folder} has {len(rows)} of {len(work.places)} samples"
         raise SystemExit(f"{lacking}: do all ranks see the same directory?")
     return rows
 
@@ -248,22 +242,20 @@ def device_and_rank():
     return device, *((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
 
 
-def scoring(args, settings, path, task, examples, reward):
+def scoring(path, repeats, task, examples, reward, settings):
     """-> Work on a file of completions"""
-    repeats = args.repeats or 1
     rows, counts = samples.given(task, examples, path, repeats)
     settings |= {"completions": path, "repeats": repeats}
     taken = lambda calls: ([rows[r, i] for i in range(first, end)] for r, first, end in calls)
     return Work(task, examples, reward, settings, sorted(rows), taken, PART, counts)
 
 
-def asking(args, settings, engine, tokenizer, several, task, examples, reward):
-    """-> Work for an engine. Its settings are flags, or else those of evals/decoding.py.
+def asking(flags, engine, tokenizer, task, examples, reward, settings):
+    """-> Work for an engine. Its settings are the flags, or else those of evals/decoding.py.
 
     SystemExit for settings that the engine cannot use, and for repeats that would all be the same.
     """
     model, style, name = engine.model, examples[0].get("style", ""), task.NAME
-    flags = replace(args, repeats=None) if several and name not in REPEATED else args
     sampling, repeats = decoding.chosen(flags, model, name, style)
     random = sampling["temperature"] or sampling["alg_temp"] or sampling["remasking"] == "random"
     if repeats > 1 and not random:
@@ -275,29 +267,29 @@ def asking(args, settings, engine, tokenizer, several, task, examples, reward):
     if is_first_rank():
         print(f"{name}: {checked}", file=sys.stderr)
     prompts = [*map(task.prompt, examples)]
-    version = getattr(task, "VERSION", name)  # one name, or one for each style of examples
+    wording = getattr(task, "VERSION", name)  # one name, or one for each style of examples
     folders = [Path(folder) for folder in (model.sources[0], *model.sources[1]) if folder]
     files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings |= {
-        "model": args.model,
+        "model": flags.model,
         "weights": digest(weights) if weights else "",  # "": random weights
-        "rollout_backend": args.rollout_backend,
+        "rollout_backend": flags.rollout_backend,
         "engine": f"{type(engine).__name__} {getattr(engine, 'version', '')}".strip(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "prompt": version[style] if isinstance(version, dict) else version,
+        "prompt": wording[style] if isinstance(wording, dict) else wording,
         "prompts_hash": digest(prompts),
         "examples_hash": digest(examples),
         "repeats": repeats,
         **sampling,
         "eos_token_ids": list(model.eos_token_ids),
-        "batch_size": args.batch_size,
+        "batch_size": flags.batch_size,
     }
     places = [*product(range(repeats), range(len(examples)))]
     rows = partial(samples.generated, engine, tokenizer, prompts, **sampling)
     # continuous batching: a call gets more prompts than fit into a batch
-    most = args.batch_size * (4 if engine.refills else 1)
+    most = flags.batch_size * (4 if engine.refills else 1)
     return Work(task, examples, reward, settings, places, rows, most)
 
 

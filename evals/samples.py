@@ -20,16 +20,11 @@ from pathlib import Path
 from time import perf_counter
 
 from data.rows import json_object, read_lines
-from data.tokens import is_dialogue
 from distributed.disk import progress, write_atomically
 from evals import math_grader, score_all
-from evals.examples import QUESTION
 from models import prompt_ids
 from rollout.traces import gold
 
-SAID = "question", "problem", "prompt"  # keys that tell what a row is about
-ASKED = *QUESTION, "puzzle", "numbers"  # and of an example
-QUOTES = str.maketrans("‘’“”", "''\"\"")
 SHOWN = 20  # faults that are listed on stderr; result.json has their number
 DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows
 
@@ -40,29 +35,28 @@ def given(task, examples, path, repeats=1):
 
     -> {(repeat, index): row}, {"unused": number of lines that cannot be used, "missing": number of
     problems (with repeats: answers) without a completion}; both are listed on stderr.
-    SystemExit if no line can be used. A line cannot be used if it is no such row, asks another
-    problem than the example of its index, or has the index of a line before.
+    SystemExit if no line can be used. A line cannot be used if it is no such row, answers another
+    prompt than that of its index (a samples.jsonl tells), or has the index of a line before.
     """
     if not Path(path).is_file():
         raise SystemExit(f"--completions {path}: no such file")
     rows, faults, n = {}, [], len(examples)
+    needed = (
+        f"an index of 0 to {n - 1}, once for each repeat of 0 to {repeats - 1}, and a completion"
+    )
     for line, raw in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
         if not raw.strip():
             continue
         try:
             row = {"repeat": 0} | json_object(raw)
-            row = {name: row.get(name) for name in ("index", "repeat", "completion", *SAID)}
-            repeat, index = key(row)
-            if type(index) is not int or not isinstance(row["completion"], str):
-                raise ValueError('needs {"index": integer, "completion": text}')
-            if index not in range(n) or repeat not in range(repeats):
-                where = f"index {index} of repeat {repeat!a:.20}: there are {n}, {repeats} each"
-                raise ValueError(f"{where}; check --data, --split, --repeats")
-            if not same_problem(task, examples[index], *map(row.pop, SAID)):
-                raise ValueError("about another problem; check --data and --split")
-            if key(row) in rows:
-                raise ValueError(f"index {index} is in a line before")
-            rows[key(row)] = row
+            index, repeat, text = (row.get(name) for name in ("index", "repeat", "completion"))
+            is_new = type(index) is int and index in range(n) and repeat in range(repeats)
+            if not is_new or (repeat, index) in rows or not isinstance(text, str):
+                raise ValueError(f"needs {needed}; check --data, --split and --repeats")
+            asked = row.get("prompt")
+            if isinstance(asked, list) and asked != task.prompt(examples[index]):
+                raise ValueError("the answer to another prompt; check --data and --split")
+            rows[repeat, index] = {"index": index, "repeat": repeat, "completion": text}
         except ValueError as error:
             faults.append(f"line {line}: {error}")
     if not rows:
@@ -79,18 +73,6 @@ def print_faults(source, faults, what):
     if faults:
         listed = "; ".join(map(str, faults[:SHOWN]))
         print(f"{source}: {len(faults)} {what}: {listed}", file=sys.stderr)
-
-
-def same_problem(task, example, *said):
-    """Whether a row whose question or prompt is one of `said` can be about an example."""
-    said = next(filter(None, said), None)
-    said = said[-1]["content"] if is_dialogue(said) else said
-    if not isinstance(said, str):
-        return True
-    words = lambda text: " ".join(str(text).translate(QUOTES).split())
-    asked = words(task.prompt(example)[-1]["content"])
-    own = next((words(example[name]) for name in ASKED if name in example), asked)
-    return own in words(said) or words(said) in asked and 2 * len(said) > len(own)
 
 
 def shares(left, most, ranks):
@@ -147,17 +129,16 @@ def scored(task, rows, examples, reward=None):
     try:
         scores = score_all(task, [row["completion"] for row in rows], asked)
     except Exception:
-        scores = None
-    for i, (row, example) in enumerate(zip(rows, asked, strict=True)):
+        scores = [None] * len(rows)
+    for row, example, score in zip(rows, asked, scores, strict=True):
         text = row["completion"]
-        row["gold"] = gold(example)
+        row |= {"gold": gold(example), "score": 0.0, "answer": None}
         try:
-            row["score"] = scores[i] if scores else score_all(task, [text], [example])[0]
-            row["answer"] = task.extract(text, example)
-            if reward:
-                row["reward"] = reward([text], [example])[0]
+            answer = task.extract(text, example)
+            paid = {"reward": reward([text], [example])[0]} if reward else {}
+            score = score_all(task, [text], [example])[0] if score is None else score
+            row |= {"score": score, "answer": answer} | paid
         except Exception as error:
-            row |= {"score": 0.0, "answer": None}
             row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
         if row["answer"] and not row["score"] and math_grader.lacks_verdict(task, text, example):
             row["failed"] = "the math grader gave no verdict"

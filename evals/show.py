@@ -52,13 +52,13 @@ def frames(trace, i, spell, mask_token_id):
 
     spell(token id) -> printable text
     """
-    block, events, changes = trace.blocks(i), trace.records["events"], {}
-    mine = events[:, 0] == trace.sample_index[i]
-    rows = zip(events[mine, 1:].tolist(), trace.records["logps"][mine].tolist(), strict=True)
-    for (step, j, token_id), logp in rows:
+    block, changes, known = trace.blocks(i), {}, {}  # position: (token id, its probability)
+    mine = trace.records["events"][:, 0] == trace.sample_index[i]
+    events, logps = (trace.records[name][mine].tolist() for name in ("events", "logps"))
+    for (_, step, j, token_id), logp in zip(events, logps, strict=True):
         # blocks are decoded in turn; a replay of a block model has a step of all of them
         changes.setdefault((block[j], step), {})[j] = token_id, min(math.exp(logp), 1.0)
-    length, known = int(trace.canvas_length[i]), {}  # position: (token id, its probability)
+    length = int(trace.canvas_length[i])
     for now, moment in enumerate(sorted(changes), 1):
         changed, line = changes[moment], ""
         known = {j: new for j, new in (known | changed).items() if new[0] != mask_token_id}

@@ -31,10 +31,8 @@ from evals import (
     programs,
     score_all,
 )
-from evals.examples import user
 from evals.math_grader import number
 from evals.rewards import REWARDS, load_reward
-from evals.samples import same_problem
 from evals.sandbox import in_threads
 from models import load_tokenizer
 
@@ -515,19 +513,6 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     assert all(fewer[split] <= found[split] for split in found)
     assert len(load(3, paths[0])["test"]) == 3
     assert len(load(0, paths[0])["train"]) == 300 == len(load(9, *paths)["train"])
-
-
-def test_the_problem_that_a_row_of_completions_is_about():
-    task, asked = load_task("gsm8k"), "Janet’s ducks lay 16 eggs a day. How many in a week?"
-    example = {"question": asked, "style": "boxed"}
-    for said, fits in {
-        asked: True, asked.replace("’", "'"): True, f"Q: {asked}\nA:": True, asked[:40]: True,
-        "Janet’s": False, asked.replace("16", "17"): False,
-    }.items():  # fmt: skip
-        assert same_problem(task, example, None, said) == fits, said
-        assert same_problem(task, example, user(said)) == fits
-    assert same_problem(task, example, task.prompt(example))
-    assert same_problem(task, example, None)
 
 
 def test_load_problems(tmp_path):

@@ -101,12 +101,13 @@ def test_completions_are_scored_end_to_end(tmp_path, cli):
 
 
 GOOD = [json.dumps({"index": i, "completion": "12"}) for i in range(4)]
+USABLE = "needs an index of 0 to 5, once for each repeat of 0 to 0, and a completion; check"
 UNUSABLE = {
-    '{"index": 0, "completion": "1"}': "index 0 is in a line before",
-    '{"index": 6, "completion": "1"}': "index 6 of repeat 0: there are 6, 1 each; check",
-    '{"index": -1, "completion": "1"}': "index -1 of repeat 0: there are 6",
-    '{"index": 4, "completion": "1", "prompt": "Other?"}': "about another problem",
-    '{"index": true, "completion": "1"}': 'needs {"index": integer, "completion": text}',
+    '{"index": 0, "completion": "1"}': USABLE,
+    '{"index": 6, "completion": "1"}': USABLE,
+    '{"index": -1, "completion": "1"}': USABLE,
+    '{"index": 4, "completion": "1", "prompt": [{"content": "?"}]}': "answer to another prompt",
+    '{"index": true, "completion": "1"}': USABLE,
     '{"index": 5, "completion": "1"': "not JSON (Expecting ',' delimiter)",
     "[" * 100_000: "not JSON (maximum recursion depth exceeded",
     '{"index": ' + "9" * 5000 + "}": "not JSON (Exceeds the limit",
