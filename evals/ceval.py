@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_rows
 from evals import main
-from evals.choices import Choices, Form, read_zip
+from evals.choices import Choices, Form
 from evals.examples import as_text
 
 SUBJECTS = dict(
@@ -79,7 +79,7 @@ veterinary_medicine 兽医学
 
 
 class CEval(Choices):
-    HUB, splits, topics = "ceval/ceval-exam", {"test": "val"}, SUBJECTS
+    HUB, splits, topics, zip_columns = "ceval/ceval-exam", {"test": "val"}, SUBJECTS, ()
     needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
     forms = {
         "": Form(
@@ -93,7 +93,7 @@ class CEval(Choices):
     def rows(self, path, part, style):
         """Of a zip, or of a hub data set with one config per subject."""
         if path.endswith(".zip") or Path(path).exists():
-            return list(read_zip(path, part))
+            return super().rows(path, part, style)
         rows = lambda subject: read_rows(path, part, (), config=subject)
         return [{"subject": subject} | row for subject in SUBJECTS for row in rows(subject)]
 

@@ -113,12 +113,13 @@ class Choices:
 
     HUB, config: its rows. splits: {split: the hub's name of it}. needs: what a row must have.
     forms: {style: Form}, the default first. styles: {name behind --data FILE@: style}, names that
-    are also data of their own. topics: {subject: its words}. `read` makes an example of a row:
-    question, options (a list, or a dict by letter), gold (a letter), and subject if there are
+    are also data of their own. topics: {subject: its words}. zip_columns: of the original csv files
+    in a zip, () if these have a header; None: there are no such files. `read` makes an example of a
+    row: question, options (a list, or a dict by letter), gold (a letter), and subject if there are
     several.
     """
 
-    PRESETS, config, styles, topics = (), None, {}, {}
+    PRESETS, config, styles, topics, zip_columns = (), None, {}, {}, None
     splits = {"test": "test", "validation": "validation"}
 
     @property
@@ -151,6 +152,8 @@ class Choices:
 
     def rows(self, path, part, style):
         """Rows of a split; part "dev": those of the worked examples."""
+        if self.zip_columns is not None and (path.endswith(".zip") or Path(path).exists()):
+            return list(read_zip(path, part, self.zip_columns))
         return read_rows(path, part, self.PRESETS, config=self.config)
 
     def prompt(self, example):
@@ -172,7 +175,7 @@ class Choices:
 
     def extract(self, completion, example):
         """The letter of the completion, one of the options; None if there is none."""
-        return letter(completion, [*labelled(example["options"])])
+        return letter(completion, labelled(example["options"]))
 
     def score(self, completion, example):
         """1.0 if the letter is the gold one, else 0.0. Never raises."""
@@ -188,11 +191,11 @@ def labelled(options):
     return options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
 
 
-def read_zip(path, split, columns=None):
+def read_zip(path, split, columns):
     """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its
     "subject". Values are text. Of a part "validation" the files say val.
 
-    columns: for files without a header. SystemExit if the file is no such zip.
+    columns: for files without a header; otherwise (). SystemExit if the file is no such zip.
     """
     if not zipfile.is_zipfile(path):
         raise SystemExit(
@@ -200,6 +203,7 @@ def read_zip(path, split, columns=None):
             "the worked examples"
         )
     with zipfile.ZipFile(path) as archive:
+        split = split.replace("validation", "val")
         suffix = f"_{split}.csv"
         names = filter(re.compile(rf"(.*/)?{split}/.*{suffix}").fullmatch, archive.namelist())
         if not (names := sorted(names)):
@@ -207,5 +211,5 @@ def read_zip(path, split, columns=None):
         for name in names:
             subject = Path(name).name.removesuffix(suffix)
             with io.TextIOWrapper(archive.open(name), encoding="utf-8-sig", newline="") as file:
-                for row in csv.DictReader(file, columns):
+                for row in csv.DictReader(file, columns or None):
                     yield {"subject": subject} | row

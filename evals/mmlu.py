@@ -16,11 +16,10 @@ always D 26.89 %.
 """
 
 import sys
-from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import main
-from evals.choices import Choices, Form, read_zip
+from evals.choices import Choices, Form
 from evals.examples import as_text
 
 HINT = (
@@ -35,6 +34,7 @@ COT = (
 
 class Mmlu(Choices):
     HUB, config = "cais/mmlu", "all"
+    zip_columns = ["question", *"ABCD", "answer"]
     needs = "question, subject, four choices (or A-D) and answer (index or letter)"
     styles = PRESETS = {"cot": "cot"}
     forms = {
@@ -51,12 +51,6 @@ class Mmlu(Choices):
             answer="ANSWER: {gold}",
         ),
     }
-
-    def rows(self, path, part, style):
-        if path.endswith(".zip") or Path(path).exists():
-            columns, part = ["question", *"ABCD", "answer"], part.replace("validation", "val")
-            return list(read_zip(path, part, columns))
-        return super().rows(path, part, style)
 
     def read(self, row):
         """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
