@@ -262,13 +262,18 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
 
 def run_directory(out, rows=6, **args):
     """A run's directory as RunLog leaves it."""
-    with closing(RunLog(out, "x", args, rows)) as log:
+    flags = SimpleNamespace(**vars(RunFlags(out=str(out), max_steps=rows)) | args)
+    with closing(RunLog("x.py", flags, "t")) as log:
         log.write(0, {"loss/total": 2.0, "test/t": 0.5})
         for step in range(1, rows + 1):
             log.write(step, {"loss/total": 1 / step})
             texts = f"größe {step}", "a\u2028b\x85c\r\n漢字"
             log.samples(step, [{"completion": text} for text in texts])
     return log.run_dir
+
+
+def resumed_log(directory, last, step):
+    return RunLog("x.py", RunFlags(max_steps=last, resume=str(directory), out="no"), "t", step)
 
 
 def test_a_resumed_log_goes_on_after_the_step(tmp_path):
@@ -279,7 +284,7 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     with refused(str(directory), "another process works there"):
         Saves.load(directory, None, None)
     config = (directory / "config.json").read_bytes()
-    log = RunLog("elsewhere", "y", {"seed": 2}, 6, resume=str(directory), step=4)
+    log = resumed_log(directory, 6, 4)
     with closing(log):
         assert log.run_dir == directory and log.history("loss/total")[-1] == (4, 0.25)
         assert [row["step"] for row in rows_of(directory)] == [0, 1, 2, 3, 4]
@@ -287,12 +292,12 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
         assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3, 4, 4]
         log.write(5, {"loss/total": 0.5})
     assert (directory / "metrics.csv").read_text().splitlines()[-1] == "5,0.5,"
-    assert (directory / "config.json").read_bytes() == config and not Path("elsewhere").exists()
+    assert (directory / "config.json").read_bytes() == config and not Path("no").exists()
     with refused("the run is at step 5 already, beyond --max-steps 4"):
-        RunLog("", "x", {}, 4, resume=str(directory), step=5)
+        resumed_log(directory, 4, 5)
     (directory / "metrics.jsonl").write_text('{"x": 1}\n')
     with refused("metrics.jsonl", "damaged"):
-        RunLog("", "x", {}, 4, resume=str(directory), step=4)
+        resumed_log(directory, 4, 4)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
@@ -304,7 +309,7 @@ def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
     last = whole[:-1].rfind(b"\n") + 1
     for cut in [*range(last, len(whole), 4), len(whole) - 1]:
         (directory / name).write_bytes(whole[:cut])
-        RunLog("", "", {}, 9, resume=str(directory), step=9).close()
+        resumed_log(directory, 9, 9).close()
         assert (directory / name).read_bytes() == whole[:last]
 
 
