@@ -24,6 +24,7 @@ from golden_runs import free_port, load_few_problems, rows_of
 from oracles import MASK, tiny_model
 
 from algos import d1
+from distributed import disk
 from models import add_lora, load_tokenizer
 from run import log as runlog
 from run import saves as run_saves
@@ -197,7 +198,7 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("moment", ["dcp.save", "seal", "os.rename"])
+@pytest.mark.parametrize("moment", ["save", "seal", "sync_to_disk"])
 def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, moment):
     """And the next save of that step takes the place of the remains."""
 
@@ -206,8 +207,8 @@ def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, mo
 
     def killed(*_):
         saves_of(tmp_path, build(), keep=1).save_state(1)
-        where = {"dcp.save": dcp, "seal": run_saves, "os.rename": os}[moment]
-        monkeypatch.setattr(where, moment.split(".")[-1], lambda *_, **__: os._exit(9))
+        where = {"save": dcp, "seal": run_saves, "sync_to_disk": disk}[moment]
+        monkeypatch.setattr(where, moment, lambda *_, **__: os._exit(9))
         saves_of(tmp_path, build(), keep=1).save_state(2)
 
     with pytest.raises(Exception, match="exit code 9"):
