@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from data.rows import read_lines
 from distributed.disk import (
-    check_letters,
     from_first_rank,
     hold,
     is_first_rank,
@@ -283,7 +282,7 @@ def machine_metrics():
 def make_run_dir(out, name):
     """Create out/name-<MMDD-HHMMSS>, with -2, -3 ... if that exists."""
     try:
-        return new_directory(check_letters(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}"))
+        return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
     except OSError as error:
         problem = f"the run directory cannot be made ({error.strerror})"
         raise SystemExit(f"--out {out}: {problem}") from error

@@ -39,7 +39,7 @@ REFUSALS = {
     "algos/d1.py --reward evals/qa.py:pay": "evals/qa.py: needs a function pay of 2 arguments",
     "algos/d1.py --reward evals/qa.py:prompt": "prompt of 2 arguments (too many positional",
     f"algos/d1.py {ROWS} --reward gsm8k_d1 {ALGO}": "gsm8k_d1 pays for a layout",
-    f"algos/d1.py {ROWS} --reward countdown_d1 {ALGO}": "does not fit gsm8k",
+    "algos/d1.py --task gsm8k --reward countdown_d1": "does not fit gsm8k",
     "algos/d1.py --eval-data none.jsonl": "--data none.jsonl: no such preset or file; ",
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",

@@ -24,6 +24,7 @@ from golden_runs import free_port, load_few_problems, rows_of
 from oracles import MASK, tiny_model
 
 from algos import d1
+from distributed import disk
 from models import add_lora, load_tokenizer
 from run import log as runlog
 from run import saves as run_saves
@@ -197,7 +198,7 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("moment", ["dcp.save", "seal", "os.rename"])
+@pytest.mark.parametrize("moment", ["save", "seal", "sync_to_disk"])
 def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, moment):
     """And the next save of that step takes the place of the remains."""
 
@@ -206,8 +207,8 @@ def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, mo
 
     def killed(*_):
         saves_of(tmp_path, build(), keep=1).save_state(1)
-        where = {"dcp.save": dcp, "seal": run_saves, "os.rename": os}[moment]
-        monkeypatch.setattr(where, moment.split(".")[-1], lambda *_, **__: os._exit(9))
+        where = {"save": dcp, "seal": run_saves, "sync_to_disk": disk}[moment]
+        monkeypatch.setattr(where, moment, lambda *_, **__: os._exit(9))
         saves_of(tmp_path, build(), keep=1).save_state(2)
 
     with pytest.raises(Exception, match="exit code 9"):
@@ -260,9 +261,13 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
 # --- the log and the flags ------------------------------------------------------------------------
 
 
-def run_directory(out, rows=6, **args):
+def log_of(step=0, **flags):
+    return RunLog("algos/x.py", RunFlags(**flags), "t", step)
+
+
+def run_directory(out, rows):
     """A run's directory as RunLog leaves it."""
-    with closing(RunLog(out, "x", args, rows)) as log:
+    with closing(log_of(out=str(out), max_steps=rows)) as log:
         log.write(0, {"loss/total": 2.0, "test/t": 0.5})
         for step in range(1, rows + 1):
             log.write(step, {"loss/total": 1 / step})
@@ -275,12 +280,11 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     """Rows of later steps are dropped, config.json stays, the table follows; no run is resumed to a
     step behind it, and no second process works there.
     """
-    directory = run_directory(tmp_path)
+    directory = run_directory(tmp_path, rows=6)
     with refused(str(directory), "another process works there"):
         Saves.load(directory, None, None)
     config = (directory / "config.json").read_bytes()
-    log = RunLog("elsewhere", "y", {"seed": 2}, 6, resume=str(directory), step=4)
-    with closing(log):
+    with closing(log_of(4, out="elsewhere", seed=2, resume=str(directory))) as log:
         assert log.run_dir == directory and log.history("loss/total")[-1] == (4, 0.25)
         assert [row["step"] for row in rows_of(directory)] == [0, 1, 2, 3, 4]
         lines = (directory / "samples.jsonl").read_bytes().decode().split("\n")[:-1]
@@ -289,10 +293,10 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     assert (directory / "metrics.csv").read_text().splitlines()[-1] == "5,0.5,"
     assert (directory / "config.json").read_bytes() == config and not Path("elsewhere").exists()
     with refused("the run is at step 5 already, beyond --max-steps 4"):
-        RunLog("", "x", {}, 4, resume=str(directory), step=5)
+        log_of(5, max_steps=4, resume=str(directory))
     (directory / "metrics.jsonl").write_text('{"x": 1}\n')
     with refused("metrics.jsonl", "damaged"):
-        RunLog("", "x", {}, 4, resume=str(directory), step=4)
+        log_of(4, resume=str(directory))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
@@ -304,7 +308,7 @@ def test_a_line_cut_by_the_kill_is_dropped(tmp_path, monkeypatch, name):
     last = whole[:-1].rfind(b"\n") + 1
     for cut in [*range(last, len(whole), 4), len(whole) - 1]:
         (directory / name).write_bytes(whole[:cut])
-        RunLog("", "", {}, 9, resume=str(directory), step=9).close()
+        log_of(9, resume=str(directory)).close()
         assert (directory / name).read_bytes() == whole[:last]
 
 
@@ -354,9 +358,7 @@ EXEMPT = ("time/", "speed/", "memory/")
 
 def script_main(rank, ranks, port, out, flags):
     """A forked process is the script from here on."""
-    descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1), os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout = sys.stderr = open(out, "a", buffering=1)
     os.chdir(ROOT)
     atexit._clear()
     if ranks > 1:
