@@ -12,16 +12,23 @@ from distributed.sequence import form_groups, sequence_rank
 TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends with an error
 
 
+def own_device():
+    """-> device of this rank, which becomes the current one"""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    torch.cuda.set_device(device)
+    return device
+
+
 def setup_distributed(sequence_parallel=1):
     """Start the process group, gloo on CPU, NCCL for CUDA tensors, and in it the groups of ranks
     that share rows (distributed/sequence.py). -> device of this rank
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = own_device()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
+    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
     form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
 

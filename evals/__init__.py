@@ -27,6 +27,7 @@ FUNCTIONS = {"load": 3, "prompt": 1, "extract": 2, "score": 2}
 # work is done
 TRIAL = "```python\npass\n```"
 
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
 # a label in front of an answer, colour and size
 DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL]arge\b)")
@@ -179,11 +180,8 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
 
 def tagged_answer(completion):
     """Stripped content of the last complete <answer>...</answer>; None if there is none."""
-    start = completion.rfind("<answer>", 0, max(completion.rfind("</answer>"), 0))
-    if start < 0:
-        return None
-    # if several closing tags follow, the first one ends the answer
-    return completion[start + len("<answer>") : completion.index("</answer>", start)].strip()
+    found = TAGGED.findall(completion)
+    return found[-1].strip() if found else None
 
 
 def final_answer(completion):

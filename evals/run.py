@@ -40,6 +40,7 @@ import tyro
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import read_json
 from distributed.disk import from_first_rank, is_first_rank, lock, write_atomically
+from distributed.groups import own_device
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
 from evals.rewards import load_reward
 from models import load_tokenizer
@@ -116,7 +117,7 @@ def main(name=""):
     made, lost = evaluate(args, tasks)
     if lost:
         said = f"{len(lost)} of {len(tasks)} tasks not evaluated: {', '.join(lost)}"
-        raise SystemExit(said if is_first_rank() else 1)
+        raise SystemExit(said)
     if made and len(tasks) == 1:  # on rank 0
         print(json.dumps(*made.values()), flush=True)
 
@@ -158,11 +159,11 @@ def evaluate(args, tasks):
     The files of a single task lie in the output directory itself, and its errors are raised.
     """
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
-    device, rank, ranks = ("cpu", 0, 1) if files else device_and_rank()
+    rank, ranks = (0, 1) if files else own_rank()
     tokenizer = load_tokenizer(args.model) if args.model else None
-    how = {"device": device, "backend": args.rollout_backend, "max_batch_size": args.batch_size}
+    how = {"backend": args.rollout_backend, "max_batch_size": args.batch_size}
     # weights are read once the problems of a task are found
-    engine = cache(lambda: make_engine(args.model, **how))
+    engine = cache(lambda: make_engine(args.model, device=own_device(), **how))
     ready, made, lost = {}, {}, {}
     for name, task in tasks.items():
         try:
@@ -231,15 +232,12 @@ def answer(work, folder, rank, ranks):
     return rows
 
 
-def device_and_rank():
-    """-> device, rank, number of ranks. Ranks exchange samples through files that all must see."""
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    if device != "cpu":
-        torch.cuda.set_device(device)
+def own_rank():
+    """-> rank, number of ranks. Ranks exchange samples through files that all must see."""
     if "RANK" in os.environ and not dist.is_initialized():
         # a rank may finish a long task much earlier than another
         dist.init_process_group("gloo", timeout=timedelta(days=2))
-    return device, *((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1))
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def scoring(path, repeats, task, examples, reward, settings):
@@ -268,8 +266,8 @@ def asking(flags, engine, tokenizer, task, examples, reward, settings):
         print(f"{name}: {checked}", file=sys.stderr)
     prompts = [*map(task.prompt, examples)]
     wording = getattr(task, "VERSION", name)  # one name, or one for each style of examples
-    folders = [Path(folder) for folder in (model.sources[0], *model.sources[1]) if folder]
-    files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+    folders = filter(None, (model.sources[0], *model.sources[1]))
+    files = [path for place in folders for path in sorted(Path(place).glob("*.safetensors"))]
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     settings |= {
         "model": flags.model,

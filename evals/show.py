@@ -15,10 +15,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-import torch
 import tyro
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
+from distributed.groups import own_device
 from evals import decoding, load_examples, load_task
 from evals.examples import user
 from models import load_tokenizer, prompt_ids
@@ -99,8 +99,7 @@ def main(args):
             raise SystemExit(f"--index {args.index}: {args.task} has {len(examples)}, from 0")
         example = examples[args.index]
         messages = task.prompt(example)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=device)
+    tokenizer, engine = load_tokenizer(args.model), make_engine(args.model, device=own_device())
     style = example.get("style", "")
     settings, _ = decoding.chosen(args, engine.model, args.task, style)
     print(engine.validate(**settings), end="\n\n")
