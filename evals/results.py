@@ -60,10 +60,10 @@ def begin(folder, settings):
     SystemExit if a resumed run used other settings: samples of two settings, or of two models, do
     not make one number.
     """
-    path, result = folder / "result.json", {"settings": settings}
-    if path.is_file():
-        result = read_json(path)
-    old = result["settings"]
+    folder.mkdir(exist_ok=True)
+    if not (path := folder / "result.json").is_file():
+        write_json(path, {"settings": settings})
+    old = read_json(path)["settings"]
     differ = [
         f"{key} {old.get(key)!r}, now {value!r}"
         for key, value in settings.items()
@@ -73,8 +73,6 @@ def begin(folder, settings):
     if differ:
         take = "take the old value, or a new --out"
         raise SystemExit(f"--resume: {folder} was begun with {', '.join(differ)}; {take}")
-    folder.mkdir(exist_ok=True)
-    write_json(path, result)
     return {*map(samples.key, samples.gather(folder))}
 
 
