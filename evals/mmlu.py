@@ -16,12 +16,10 @@ always D 26.89 %.
 """
 
 import sys
-from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import main
-from evals.choices import Choices, Form, read_zip
-from evals.examples import as_text
+from evals.choices import Choices, Form
 
 HINT = (
     "There is a single choice question about {topic}. Answer the question by replying A, B, C or D."
@@ -35,14 +33,14 @@ COT = (
 
 class Mmlu(Choices):
     HUB, config = "cais/mmlu", "all"
+    columns = ["question", *"ABCD", "answer"]
     needs = "question, subject, four choices (or A-D) and answer (index or letter)"
     styles = PRESETS = {"cot": "cot"}
     forms = {
         "direct": Form(
             "OpenCompass mmlu_gen_a484b3",
             HINT + "\nQ: {question}\n{options}\nA: ",
-            shot=HINT + "\nQuestion: {question}\n{options}\nAnswer: ",
-            reply="{gold}\n",
+            shot=(HINT + "\nQuestion: {question}\n{options}\nAnswer: ", "{gold}\n"),
         ),
         "cot": Form(
             "simple-evals",
@@ -52,20 +50,14 @@ class Mmlu(Choices):
         ),
     }
 
-    def rows(self, path, part, style):
-        if path.endswith(".zip") or Path(path).exists():
-            columns, part = ["question", *"ABCD", "answer"], part.replace("validation", "val")
-            return list(read_zip(path, part, columns))
-        return super().rows(path, part, style)
-
     def read(self, row):
         """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
-        options = row["choices"] if "choices" in row else [row[label] for label in "ABCD"]
-        gold = dict(enumerate("ABCD")).get(row["answer"], row["answer"])
-        subject, *options = map(as_text, (row["subject"], *options))
-        if len(options) != 4 or gold not in list("ABCD"):
-            raise ValueError("not four options and one of them")
-        return {"question": row["question"], "options": options, "gold": gold, "subject": subject}
+        return {
+            "question": row["question"],
+            "options": row["choices"] if "choices" in row else [row[label] for label in "ABCD"],
+            "gold": dict(enumerate("ABCD")).get(row["answer"], row["answer"]),
+            "subject": row["subject"],
+        }
 
 
 task = Mmlu()

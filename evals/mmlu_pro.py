@@ -17,13 +17,13 @@ import sys
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from evals import main
 from evals.choices import LETTERS, Choices, Form
-from evals.examples import as_text
 
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
     "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
 )
+ASK = "Question:\n{question}\nOptions:\n{stripped_options}"
 STEPS = "Let's think step by step."
 
 
@@ -39,9 +39,9 @@ class MmluPro(Choices):
         ),
         "reasons": Form(
             "OpenCompass mmlu_pro_gen_cdbebf",
-            "Question:\n{question}\nOptions:\n{stripped_options}",
+            ASK,
             "ANSWER: {gold}",
-            reply="Answer: " + STEPS + " {reason}",
+            shot=(ASK, "Answer: " + STEPS + " {reason}"),
         ),
     }
 
@@ -52,13 +52,14 @@ class MmluPro(Choices):
 
     def read(self, row):
         """Options "N/A" are left out; the others keep their letters."""
-        labelled = zip(LETTERS[:16], row["options"], strict=False)
-        options = {label: as_text(text) for label, text in labelled if text != "N/A"}
-        if row["answer"] not in options or len(row["options"]) > 16:
-            raise ValueError("not an option")
-        example = {"question": row["question"], "options": options, "gold": row["answer"]}
-        example["subject"] = as_text(row["category"])
-        reason = as_text(row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
+        labelled = zip(LETTERS, row["options"], strict=False)
+        example = {
+            "question": row["question"],
+            "options": {label: text for label, text in labelled if text != "N/A"},
+            "gold": row["answer"],
+            "subject": row["category"],
+        }
+        reason = (row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
         return example | ({"reason": reason} if reason else {})
 
 
