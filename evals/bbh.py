@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_rows
+from data.rows import is_hub_id, read_rows
 from evals import main, tagged_answer
-from evals.choices import SPECIAL, letter
+from evals.choices import SPECIAL, letter, read_parts
 from evals.examples import as_text, one_split, parse_rows, user
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, last_box
 
@@ -57,11 +57,10 @@ def load(split, path=None, limit=None):
     path, split = path or HUB, one_split("bbh", split, {"test": "test"})
     if Path(path).is_dir():
         rows = [row for task in TASKS for row in _clone_rows(Path(path), task)]
-    elif Path(path).is_file() or "/" not in path:
-        rows = read_rows(path, split, (), limit)
+    elif is_hub_id(path):
+        rows = read_parts(path, split, TASKS)
     else:
-        read = lambda task: read_rows(path, split, (), config=task)
-        rows = [{"task": task} | row for task in TASKS for row in read(task)]
+        rows = read_rows(path, split, ())
     return parse_rows(_problem, "input and target", path, rows[:limit])
 
 
@@ -113,7 +112,7 @@ def answer(example, draw=0):
 def _problem(row):
     shots = row.get("shots", "")
     example = {"question": row["input"], "gold": as_text(row["target"])}
-    example["subject"] = row.get("task", "bbh")
+    example["subject"] = row.get("subject", row.get("task", "bbh"))
     return example | {"shots": shots, "style": "shown" if shots else "alone"}
 
 
@@ -129,7 +128,7 @@ def _clone_rows(folder, task):
             f"github.com/suzgunmirac/BIG-Bench-Hard ({type(error).__name__})"
         ) from error
     shots = shots.rpartition("\n-----\n")[2].strip()
-    return [{"task": task, "shots": shots} | row for row in rows]
+    return [{"subject": task, "shots": shots} | row for row in rows]
 
 
 if __name__ == "__main__":

@@ -141,9 +141,15 @@ In total, the fourth basket has 20+12=32 fruits.
 The four baskets together have 32+114=146 fruits.
 The answer is 146
 """
-ASK = "Question: {}\nLet's think step by step\nAnswer:"
+ASK = "Question: QUESTION\nLet's think step by step\nAnswer:"
 SHOTS = re.findall(r"(.*)\n\n((?:.+\n)+)", SHOWN)
-SHOTS = [(ASK.format(question), worked) for question, worked in SHOTS]
+SHOTS = [(ASK.replace("QUESTION", question), worked) for question, worked in SHOTS]
+PROMPTS = {
+    "boxed": f"QUESTION\n{INSTRUCTION}",
+    "tags": f"{TAGS}QUESTION",
+    "boxed-tags": f"{EVALUATION.format(' ')}\n\nQUESTION",
+    "shown": ASK,
+}
 COLUMNS = (
     "question and answer (a number, or a solution that ends in #### and a number), "
     "or prompt and reward_model.ground_truth (DARE)"
@@ -194,29 +200,21 @@ def load(split, path=None, limit=None):
     the same rows for every split.
     """
     path, style = source_and_style(path, HUB, PRESETS)
-    if is_of(path, HUB):
-        rows = read_rows(path, "test" if split == "test" else "train", PRESETS, config="main")
-        if split != "test":
-            rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
-    else:
-        rows = read_rows(path, split, PRESETS, limit)
-    return [
-        {"style": "boxed"} | row | style
-        for row in parse_rows(_problem, COLUMNS, path, rows[:limit])
-    ]
+    own, held = is_of(path, HUB), split != "test"
+    part, config = ("train" if held else split, "main") if own else (split, None)
+    rows = read_rows(path, part, PRESETS, config=config)
+    if own and held:
+        rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
+    examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
+    return [{"style": "boxed"} | example | style for example in examples]
 
 
 def prompt(example):
     """One user message, after four worked examples in the style "shown". "tags" and "boxed-tags"
     are d1's prompts to the byte."""
-    question, style = example["question"], example["style"]
-    content = {
-        "boxed": f"{question}\n{INSTRUCTION}",
-        "tags": TAGS + question,
-        "boxed-tags": f"{EVALUATION.format(' ')}\n\n{question}",
-        "shown": ASK.format(question),
-    }
-    return user(content[style], SHOTS if style == "shown" else ())
+    style = example["style"]
+    content = PROMPTS[style].replace("QUESTION", example["question"])
+    return user(content, SHOTS if style == "shown" else ())
 
 
 def extract(completion, example):
@@ -288,10 +286,8 @@ def final_numbers(text):
 
 
 def _problem(row):
-    if chat := chat_row(row):
-        question, solution, gold = chat[0], "", str(chat[1])
-    else:
-        question, (solution, _, gold) = row["question"], str(row["answer"]).rpartition("####")
+    question, gold = chat_row(row) or (row["question"], row["answer"])
+    solution, _, gold = str(gold).rpartition("####")
     for instruction in (INSTRUCTION, VERL):
         question = question.strip().removesuffix(instruction).strip()
     written, gold = gold.strip(), normalised(gold)

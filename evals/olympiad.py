@@ -61,7 +61,7 @@ def prompt(example):
         note = r", note that the unit of the answer should not be included in \boxed{}"
     return user(
         f"The following is an open-ended problem from an International {example['field']} "
-        f"competition. {_type_sentence(example)}Please calculate the answer according to the given "
+        f"competition. {type_sentence(example)}Please calculate the answer according to the given "
         "requirements and the information provided. Please use LaTeX format to represent the "
         "variables and formulas used in the solution process and results. Please end your solution "
         f'with "So the final answer is \\boxed{{{content}}}{unit}." and give the result '
@@ -71,15 +71,12 @@ def prompt(example):
 
 def score(completion, example):
     """1.0 if the answers in the final answer are the gold ones, else 0.0. Never raises."""
-    if (found := extract(completion, example)) is None:
-        return 0.0
+    found = extract(completion, example) or ""
     answers, golds = (answers_in(text, example["multiple"]) for text in (found, example["gold"]))
-    # one tolerance for all answers, or one each; \pm means two answers with the same tolerance
+    # one tolerance for all answers, or one each
     errors = example["error"]
     errors = errors if len(errors) == len(golds) else errors[:1] * len(golds)
-    pairs = zip(golds, errors, strict=True)
-    golds = [(text, error) for gold, error in pairs for text in both_signs(gold)]
-    return float(matched([text for answer in answers for text in both_signs(answer)], golds))
+    return float(matched(answers, [*zip(golds, errors, strict=True)]))
 
 
 def bare(text):
@@ -104,17 +101,15 @@ def split_outside(text, separator=","):
 
 
 def answers_in(text, multiple):
-    """The answers of a box. A single answer may have commas between its thousands."""
+    r"""The answers of a box, 2\pm x as 2+x and 2-x. A single answer may have commas between its
+    thousands."""
     text = bare(text)
     if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
         text = text[2:-2]
-    return [text] if not multiple and number(text) is not None else split_outside(text)
-
-
-def both_signs(answer):
-    r"""2\pm x as 2+x and 2-x; other answers as they are."""
-    upper = answer.replace(r"\pm", "+").replace(r"\mp", "-")
-    return list(dict.fromkeys([upper, answer.replace(r"\pm", "-").replace(r"\mp", "+")]))
+    parts = split_outside(text) if multiple or number(text) is None else [text]
+    signs = lambda part, plus, minus: part.replace(r"\pm", plus).replace(r"\mp", minus)
+    both = [{signs(part, "+", "-"): 0, signs(part, "-", "+"): 0} for part in parts]
+    return [answer for pair in both for answer in pair]
 
 
 def matched(answers, golds):
@@ -152,38 +147,35 @@ def members(text):
     return split_outside(text[1:-1]) if inside else []
 
 
-def _type_sentence(example):
-    """What the prompt says about the answer's type, ending in a space; "" if it says nothing."""
+def type_sentence(example):
+    """What the prompt says about the answer's type, ending in a space; "" if it says nothing.
+    KeyError for an unknown type."""
     if any(name in example["type"] for name in FREE):
         return ""
+    kinds = [TYPES[name] for name in example["type"].split(",")]
     if not example["multiple"]:
-        return f"The answer of The problem should be {_kind(example['type'])}. "
-    kinds = [_kind(name) for name in example["type"].split(",")]
-    if len(set(kinds)) == 1:
+        return f"The answer of The problem should be {kinds[0]}. "
+    if len({*kinds}) == 1:
         return f"The problem has multiple answers, each of them should be {kinds[0]}. "
     return f"The problem has multiple answers, with the answers in order being {', '.join(kinds)}. "
 
 
-def _kind(name):
-    """ "a numerical value" of "Numerical"; None for an unknown type."""
-    return next((text for kind, text in TYPES.items() if kind in name.partition("-")[0]), None)
-
-
 def _problem(row):
-    final, kind = row["final_answer"], row["answer_type"]
-    known = any(name in kind for name in FREE) or all(map(_kind, kind.split(",")))
-    good = known and isinstance(final, list) and final and all(final)
-    if not good or row.get("language", "English") != "English":
-        raise ValueError("an unknown answer, type or language")
-    return {
+    final = row["final_answer"]
+    is_list = isinstance(final, list) and final and all(final)
+    if not is_list or row.get("language", "English") != "English":
+        raise ValueError("no list of answers in English")
+    example = {
         "question": row["question"],
         "gold": ", ".join(map(bare, final)),
-        "error": [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")],
+        "error": [float(part or 0) for part in str(row.get("error") or 0).split(",")],
         "multiple": row["is_multiple_answer"],
-        "type": kind,
+        "type": row["answer_type"],
         "unit": bool(row.get("unit")),
-        "field": "Math" if row.get("subject", "Math") == "Math" else "Physics",
+        "field": row.get("subject", "Math"),
     }
+    type_sentence(example)
+    return example
 
 
 if __name__ == "__main__":
