@@ -71,7 +71,7 @@ def load(split, path=None, limit=None):
     """
     path, style = source_and_style(path, HUB)
     held = split != "test"
-    path = "full" if held and is_of(path, HUB) else path
+    path = "full" if held and path == HUB else path
     if whole := is_of(path, "full"):
         path = path.replace("full", FULL, 1)
         rows = read_parts(path, "train" if held else "test", PARTS)

@@ -94,39 +94,41 @@ def number(answer):
     return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
-# rewriting rules of the string matcher, in this order
-HENDRYCKS = [
-    (r"(?s)^\{(.*)\}$", r"\1"),  # \boxed{{5}}
-    (r"\n|\\!|\\ |\.+$", ""),
-    (r"\\\\", r"\\"),
-    (r"\\[td]frac", r"\\frac"),
-    (r"\\left|\\right", ""),
-    (r"(?<=.)\\text\{[^{}]*\}$", ""),  # a unit behind something
-    (r"\^\{?\\circ\}?|°|\\?[$%]", ""),
-    (r"\\(?:text|textbf|mathbf|mathrm|overline)\{([^{}]*)\}", r"\1"),
-    (r"\\mbox\{[^{}]*\}|\\text|x\\in|\\cdot|and", ""),
-    (r"\\?infinity|(?<!\\)\binf\b", r"\\infty"),
-    (r"(\d)\.0+(?!\d)", r"\1"),
-    (r"(?<![\d}])\.(?=\d)", "0."),
-    (r"^.{0,2}=([^=]*)$", r"\1"),  # k = 5
-    (r"\\sqrt\s*(\w+)", r"\\sqrt{\1}"),
-    (r"\s", ""),
-    (r"\\frac([^{}\\])([^{}\\])", r"\\frac{\1}{\2}"),
-    (r"\\frac([^{}\\])\{", r"\\frac{\1}{"),
-    (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
-]
+def rules(table):
+    """Lines "pattern => replacement" -> [(pattern, replacement)]"""
+    lines = (line.partition("=>") for line in table.strip().splitlines())
+    return [(pattern.strip(), replacement.strip()) for pattern, _, replacement in lines]
+
+
+# rewriting rules of the string matcher, in this order: {5} is 5, \text behind something is a unit,
+# k = 5 is 5
+HENDRYCKS = rules(r"""
+(?s)^\{(.*)\}$ => \1
+\n|\\!|\\[ ]|\.+$ =>
+\\\\ => \\
+\\[td]frac => \\frac
+\\left|\\right =>
+(?<=.)\\text\{[^{}]*\}$ =>
+\^\{?\\circ\}?|°|\\?[$%] =>
+\\(?:text|textbf|mathbf|mathrm|overline)\{([^{}]*)\} => \1
+\\mbox\{[^{}]*\}|\\text|x\\in|\\cdot|and =>
+\\?infinity|(?<!\\)\binf\b => \\infty
+(\d)\.0+(?!\d) => \1
+(?<![\d}])\.(?=\d) => 0.
+^.{0,2}=([^=]*)$ => \1
+\\sqrt\s*(\w+) => \\sqrt{\1}
+\s =>
+\\frac([^{}\\])([^{}\\]) => \\frac{\1}{\2}
+\\frac([^{}\\])\{ => \\frac{\1}{
+^(-?\d+)/(-?\d+)$ => \\frac{\1}{\2}
+""")
 # Minerva's: without the words that it takes for units, and commas in numbers
-UNITS = (
-    r"\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes"
-    r"|digits|cents|degrees|cm|gm|pounds|meters|meals|edges|students|childrentickets|multiples"
-    r"|sec|dollar|miles|yards|ft|units?|squared?)s?\b"
-)
-MINERVA = [
-    (r"\\text\{\(([^{}]*)\)\}", r"\1"),
-    (UNITS, ""),
-    *HENDRYCKS,
-    (r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", "")),
-]
+MINERVA = rules(r"""
+\\text\{\(([^{}]*)\)\} => \1
+\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|meters|meals|edges|students|childrentickets|multiples|sec|dollar|miles|yards|ft|units?|squared?)s?\b =>
+""")  # noqa: E501
+IN_NUMBERS = r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", "")
+MINERVA = [*MINERVA, *HENDRYCKS, IN_NUMBERS]
 
 
 def rewritten(text, rules):

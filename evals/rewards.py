@@ -13,7 +13,7 @@ from contextlib import suppress
 from numbers import Real
 
 from evals import load_file, mbpp, score_all
-from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes, hendrycks, last_box, rewritten
+from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes, hendrycks, last_box, rewritten, rules
 from evals.programs import first_program, pass_or_fail
 from evals.sandbox import in_threads
 
@@ -28,6 +28,10 @@ def d1_answer(completion, example):
     return found[-1].strip() if found else None
 
 
+# d1's characters; 2(3) is no product
+LEGAL = re.compile(r"(?!(?s:.*)[\d)]\s*\()[\d+\-*/().\s]+")
+
+
 def countdown_d1(completion, example):
     """1.0 solved; 0.1 for any other answer tag, also an empty one; else 0: the released code of d1,
     SPG and CJ-GRPO, which their numbers come from.
@@ -39,7 +43,7 @@ def countdown_d1(completion, example):
     short = text if text and len(text) <= MAX_LENGTH else ""
     is_given = sorted(map(int, re.findall(r"\d+", short))) == sorted(example["numbers"])
     # a tower like 93**100**30 never ends
-    if is_given and re.fullmatch(r"[\d+\-*/().\s]+", short) and short.count("**") < 2:
+    if is_given and LEGAL.fullmatch(short) and short.count("**") < 2:
         with suppress(SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
             solved = abs(eval(short) - example["target"]) < 1e-5
     return {"solved": float(solved), "answered": 0.0 if solved or text is None else 0.1}
@@ -67,20 +71,20 @@ def needs_tags(reward, example):
 
 
 # rewriting rules of MATH's authors, in this order
-MATHD = [
-    (r"\n|\\!", ""),
-    (r"\\\\", r"\\"),
-    (r"[td]frac", "frac"),
-    (r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\text\{ [^\0]*|\\%", ""),
-    (r"(?<=[ {])\.|^\.", "0."),
-    (r"^([^=]{0,2})=([^=]*)$", r"\2"),
-    (r"\\sqrt([^{])", r"\\sqrt{\1}"),
-    (r" ", ""),
-    (r"\\frac([^{])([^{])", r"\\frac{\1}{\2}"),
-    (r"\\frac([^{])(?=\{)", r"\\frac{\1}"),
-    (r"^0\.5$", r"\\frac{1}{2}"),
-    (r"^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$", r"\\frac{\1}{\2}"),
-]
+MATHD = rules(r"""
+\n|\\! =>
+\\\\ => \\
+[td]frac => frac
+\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\text\{ [^\0]*|\\% =>
+(?<=[ {])\.|^\. => 0.
+^([^=]{0,2})=([^=]*)$ => \2
+\\sqrt([^{]) => \\sqrt{\1}
+[ ] =>
+\\frac([^{])([^{]) => \\frac{\1}{\2}
+\\frac([^{])(?=\{) => \\frac{\1}
+^0\.5$ => \\frac{1}{2}
+^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$ => \\frac{\1}{\2}
+""")
 
 
 def math500_d1(completion, example):

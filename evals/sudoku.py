@@ -100,8 +100,6 @@ def answer(example, draw=0):
     """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash
     of (example, draw)."""
     solutions = sudoku_solutions(example["puzzle"])
-    if not solutions:
-        raise ValueError(f"board {example['puzzle']} has no solution")
     grid = solutions[stable_hash("sudoku", example["puzzle"], draw) % len(solutions)]
     return grid if example["style"] == "compact" else f"<answer>\n{grid}\n</answer>"
 

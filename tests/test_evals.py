@@ -287,7 +287,7 @@ def test_held_out_rows_are_fixed(hub):
     assert ids == sorted(ids)
     d1 = [row | {"style": "tags"} for row in train]
     assert load("train", "d1") == d1 and len(load("test", "full")) == 7
-    with pytest.raises(SystemExit, match="has test rows alone: use full@REVISION"):
+    with pytest.raises(SystemExit, match="HuggingFaceH4/MATH-500@v1"):
         load("train", "HuggingFaceH4/MATH-500@v1")
 
 
