@@ -11,10 +11,11 @@ Dream-7B-Instruct 81.36, SDAR-8B-Chat 86.78, LLaDA2.0-mini 85.76. lm-eval compar
 of the options on test and gets 45 to 60 % for the same models: a different quantity.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("arc_c")
+
 from evals.choices import LETTERS, Choices, Form
 
 
@@ -38,6 +39,3 @@ class ArcC(Choices):
 
 
 task = ArcC()
-
-if __name__ == "__main__":
-    main("arc_c")

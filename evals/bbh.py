@@ -14,12 +14,15 @@ plain mean of the 27 tasks: LLaDA-8B-Base 49.7 (length 1,024), Dream-7B-Base 57.
 one counts, and yes is Yes.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("bbh")
+
 import json
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import is_hub_id, read_rows
 from evals import main, tagged_answer
 from evals.choices import SPECIAL, letter, read_parts
@@ -92,7 +95,7 @@ def extract(completion, example):
     text = last_box(text or completion) or text or alone
     text = text[: MAX_LENGTH + 1].strip().split(line)[0]
     bold = re.findall(r"(?<!\w)(?<!not )\*\*(.+?)\*\*(?!\s+or\b)", text)
-    text = " ".join(bold if line == "\n\n" else bold[:1]) or text
+    text = " ".join(bold) or text
     text = text.strip().removesuffix(".").strip()
     return text if 0 < len(text) <= MAX_LENGTH else None
 
@@ -129,7 +132,3 @@ def _clone_rows(folder, task):
         ) from error
     shots = shots.rpartition("\n-----\n")[2].strip()
     return [{"subject": task, "shots": shots} | row for row in rows]
-
-
-if __name__ == "__main__":
-    main("bbh")

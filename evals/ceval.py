@@ -10,10 +10,11 @@ because test has no labels.
   (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, a different quantity.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("ceval")
+
 from evals.choices import Choices, Form
 
 SUBJECTS = dict(
@@ -90,6 +91,3 @@ class CEval(Choices):
 
 
 task = CEval()
-
-if __name__ == "__main__":
-    main("ceval")

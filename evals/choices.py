@@ -214,7 +214,7 @@ def read_zip(path, split, columns):
     archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
     names = [name for name in archive.namelist() if name.endswith(suffix)] if archive else ()
     if not names:
-        raise SystemExit(f"--data {path}: no zip with <subject>{suffix}; takes one, or a hub id")
+        raise SystemExit(f"--data {path}: no <subject>{suffix} in it; takes a .zip or a hub id")
     for name in sorted(names):
         subject = Path(name).name.removesuffix(suffix)
         with io.TextIOWrapper(archive.open(name), encoding="utf-8-sig", newline="") as file:

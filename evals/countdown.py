@@ -12,14 +12,16 @@ d1's rule, eval() after a character filter, accepts 100//30 = 3, hangs on 93**10
 30.100 as the two numbers 30 and 100.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("countdown")
+
+import re
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import WORDS, final_answer, main
+from evals import WORDS, final_answer
 from evals.examples import planning_row, read_examples, source_and_style, user
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
@@ -157,7 +159,3 @@ def _problem(row):
     if min(numbers) < 0:
         raise ValueError("a negative number")
     return {"numbers": numbers, "target": target, "style": "tags"}
-
-
-if __name__ == "__main__":
-    main("countdown")

@@ -14,13 +14,15 @@ five are read from the file that has them, opencompass/configs/datasets/gpqa/gpq
 ML-GSAI/LLaDA and yjyddq/DARE. One question is half a point; the standard error is 3.3 points.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("gpqa")
+
 import re
-import sys
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
 from evals.choices import LETTERS, Choices, Form
 
 COLUMNS = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
@@ -79,6 +81,3 @@ def worked(path):
 
 
 task = Gpqa()
-
-if __name__ == "__main__":
-    main("gpqa")

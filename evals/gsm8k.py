@@ -10,15 +10,17 @@ reads its last run of digits, 000. Units are not interpreted: 50\% is 50, and 2 
 million is no number.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("gsm8k")
+
+import re
 from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
-from evals import WORDS, final_answer, main
+from evals import WORDS, final_answer
 from evals.examples import (
     STYLES,
     chat_row,
@@ -257,7 +259,7 @@ def answer(example, draw=0):
 def plain(text):
     r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2,
     \text{eggs} -> eggs."""
-    text = text.replace("{,}", ",").replace("~", " ").replace("–", "-").replace("−", "-")
+    text = text.replace("{,}", ",").replace("–", "-").replace("−", "-")
     text = WORDS.sub(r"\1", FULL_HOUR.sub("", DROPPED.sub("", text)))
     return FRACTION.sub(OVER, MONEY.sub(r" \1", text))
 
@@ -295,7 +297,3 @@ def _problem(row):
         raise ValueError("the answer is no number")
     example = {"question": question, "gold": gold, "solution": solution.strip()}
     return example if written == gold else example | {"written": written}
-
-
-if __name__ == "__main__":
-    main("gsm8k")

@@ -12,13 +12,15 @@ because test has no labels.
   different quantity.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("hellaswag")
+
+import re
+
 from data.planning import stable_hash
 from data.rows import is_of
-from evals import main
 from evals.choices import LETTERS, Choices, Form
 from evals.examples import held_out
 
@@ -56,6 +58,3 @@ def cleaned(text):
 
 
 task = HellaSwag()
-
-if __name__ == "__main__":
-    main("hellaswag")

@@ -11,12 +11,16 @@ with MATH-500. DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a 
 --data full, and math500_hendrycks.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("math500")
+
 import sys
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
-from evals import final_answer, main
+from evals import final_answer
 from evals.choices import read_parts
 from evals.examples import (
     STYLES,
@@ -120,7 +124,3 @@ def problem(row):
     gold = str(gold) if type(gold) in (int, float) else as_text(gold).strip()
     question = question.strip().removesuffix(INSTRUCTION).strip()
     return {"question": question, "gold": last_box(gold) or gold, "solution": solution}
-
-
-if __name__ == "__main__":
-    main("math500")

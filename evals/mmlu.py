@@ -15,10 +15,11 @@ Dream-7B-Instruct 66.83, SDAR-8B-Chat 77.23, LLaDA2.0-mini 72.54. Always answeri
 always D 26.89 %.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("mmlu")
+
 from evals.choices import Choices, Form
 
 HINT = (
@@ -61,6 +62,3 @@ class Mmlu(Choices):
 
 
 task = Mmlu()
-
-if __name__ == "__main__":
-    main("mmlu")

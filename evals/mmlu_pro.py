@@ -12,10 +12,11 @@ reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). O
 @5-shot behind it the rows with cot_content are the examples.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("mmlu_pro")
+
 from evals.choices import LETTERS, Choices, Form
 
 INSTRUCTION = (
@@ -64,6 +65,3 @@ class MmluPro(Choices):
 
 
 task = MmluPro()
-
-if __name__ == "__main__":
-    main("mmlu_pro")

@@ -14,12 +14,14 @@ comparable: it covers five sets, three of them Chinese and two of physics, and i
 `error`. There is no train split.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("olympiad")
+
+import re
+
 from data.rows import is_of
-from evals import main
 from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import extract
@@ -55,10 +57,8 @@ def load(split, path=None, limit=None):
 def prompt(example):
     """One user message, no examples: the task, what the answer is, its form, the problem."""
     content = "multiple answers connected with commas" if example["multiple"] else "answer"
-    unit = note = ""
-    if example["unit"]:
-        unit = "(unit)"
-        note = r", note that the unit of the answer should not be included in \boxed{}"
+    note = r", note that the unit of the answer should not be included in \boxed{}"
+    unit, note = ("(unit)", note) if example["unit"] else ("", "")
     return user(
         f"The following is an open-ended problem from an International {example['field']} "
         f"competition. {type_sentence(example)}Please calculate the answer according to the given "
@@ -89,12 +89,12 @@ def depth(text):
     return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
 
-def split_outside(text, separator=","):
-    """Parts between separators outside all brackets."""
+def split_outside(text):
+    """Parts between commas outside all brackets."""
     parts = [""]
-    for piece in text.split(separator):
+    for piece in text.split(","):
         if depth(parts[-1]):
-            parts[-1] += separator + piece
+            parts[-1] += f",{piece}"
         else:
             parts.append(piece)
     return [part.strip() for part in parts if part.strip()]
@@ -107,9 +107,10 @@ def answers_in(text, multiple):
     if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
         text = text[2:-2]
     parts = split_outside(text) if multiple or number(text) is None else [text]
-    signs = lambda part, plus, minus: part.replace(r"\pm", plus).replace(r"\mp", minus)
-    both = [{signs(part, "+", "-"): 0, signs(part, "-", "+"): 0} for part in parts]
-    return [answer for pair in both for answer in pair]
+    signs = lambda part: (
+        part.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")
+    )
+    return [answer for part in parts for answer in dict.fromkeys(signs(part))]
 
 
 def matched(answers, golds):
@@ -124,13 +125,9 @@ def matched(answers, golds):
 
 
 def same(answer, gold, error):
-    """One answer against one gold: unions of intervals, tuples and intervals part by part, all else
-    by Math-Verify."""
+    """One answer against one gold: tuples and intervals part by part, all else by Math-Verify."""
     # x \in (0, 1) is (0, 1), and (x, y) = (1, 2) is (1, 2)
     answer, gold = (NAMED.sub("", text).strip() for text in (answer, gold))
-    ours, theirs = (split_outside(text, r"\cup") for text in (answer, gold))
-    if len(theirs) > 1:
-        return matched(ours, [(part, error) for part in theirs])
     ours, theirs = members(answer), members(gold)
     if len(theirs) < 2 and len(ours) < 2:
         return math_verify(answer, gold, error)
@@ -142,7 +139,7 @@ def same(answer, gold, error):
 def members(text):
     """a and b of (a, b), [a, b) and so on; otherwise nothing."""
     # one pair of brackets around everything: not (1, 2) + (3, 4)
-    around = re.fullmatch(r"[(\[].*[)\]]", text, re.DOTALL) and not depth(text)
+    around = text.startswith(("(", "[")) and not depth(text)
     inside = around and all(depth(text[:end]) for end in range(1, len(text)))
     return split_outside(text[1:-1]) if inside else []
 
@@ -176,7 +173,3 @@ def _problem(row):
     }
     type_sentence(example)
     return example
-
-
-if __name__ == "__main__":
-    main("olympiad")

@@ -220,6 +220,6 @@ def load_reward(name, task):
         else:
             paid = [{"score": score} for score in score_all(task, texts, once.values())]
         found = dict(zip(once, map(checked, texts, paid), strict=True))
-        return [found[key] for key in keys]
+        return [dict(found[key]) for key in keys]
 
     return rewards
