@@ -83,17 +83,6 @@ def lock(file, directory, kind):
         print(said, file=sys.stderr)
 
 
-def check_letters(path):
-    """-> the path. SystemExit where Python reads its letters otherwise than safetensors and
-    tokenizers, which take UTF-8: they would not find it.
-    """
-    encoding = sys.getfilesystemencoding()
-    if encoding != "utf-8" and not str(path).isascii():
-        problem = f"this locale has {encoding}, its letters need UTF-8"
-        raise SystemExit(f"{path}: {problem}: set PYTHONUTF8=1, or rename it")
-    return path
-
-
 def new_directory(path):
     """Make directory `path`, or path-2, path-3, ... if it exists. -> Path; raises OSError."""
     for number in count(1):

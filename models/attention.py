@@ -71,9 +71,8 @@ def bidirectional(valid, document=None):
     return Visibility(pattern, torch.zeros_like(valid).long(), valid, document)
 
 
-def block_causal(block, valid, document=None):
-    """block, valid, document [B, S] -> a block sees itself and the blocks before it."""
-    return Visibility("block-causal", block, valid, document)
+# block, valid, document [B, S] -> a block sees itself and the blocks before it
+block_causal = partial(Visibility, "block-causal")
 
 
 def noisy_columns(score, block, valid):

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.experts import Experts
-from models.logps import at_least_fp32
 
 
 def memory_budget(model):
@@ -21,7 +20,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean x^2 + eps) * weight, computed in fp32.
 
     round_first: the quotient is rounded to the dtype of x before it is multiplied with the weight.
-    Official codes differ in this. On CUDA torch's own kernel rounds alike.
+    Official codes differ in this.
     """
 
     def __init__(self, size, eps, round_first=True):
@@ -30,12 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         weight = None if self.round_first else self.weight
-        if not x.is_cpu:
-            y = F.rms_norm(x, self.weight.shape, weight, self.eps)
-        else:
-            y = x.to(at_least_fp32(x))
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-            y = (y if self.round_first else y * weight).to(x.dtype)
+        y = F.rms_norm(x, self.weight.shape, weight, self.eps)
         return self.weight * y if self.round_first else y
 
 

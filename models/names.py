@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-from distributed.disk import check_letters
 from models.config import architecture
 from models.tensors import open_weights, read_json
 from models.tiny import HERE, TINY_CONFIGS
@@ -100,7 +99,7 @@ def resolve(name_or_dir):
     """
     source = source_of(name_or_dir)
     if Path(source).is_dir():
-        return check_letters(Path(source))
+        return Path(source)
     hub_id, revision = pinned(source)
     if hub_id not in MODELS.values():
         choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"

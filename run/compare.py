@@ -29,7 +29,7 @@ def read_runs(folders):
     index group, seed, row
 
     A group is called by the flags in which the runs differ, and by a number where the checksums of
-    their files do. Prints which directories are left out, and runs that end early.
+    their files do. Prints which directories are left out.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
     runs, told = {}, []
@@ -44,10 +44,6 @@ def read_runs(folders):
             print(f"left out, as metrics.jsonl has no whole training step: {folder}")
     if not runs:
         raise SystemExit("no run to compare")
-    last = max(rows["step"].max() for rows in runs.values())
-    for folder, rows in runs.items():
-        if (end := rows["step"].max()) < last:
-            print(f"{folder} ends at step {end:.0f}, others at {last:.0f}")
     told = pd.DataFrame(told)
     told["code"] = told.groupby("script")["code"].transform(lambda code: code.factorize()[0] + 1)
     flags = told.drop(columns=FREE, errors="ignore")
@@ -100,17 +96,18 @@ def draw(runs, metric, path):
     from matplotlib.figure import Figure
 
     figure = Figure((12, 4.2), layout="constrained")
+    figure.suptitle(metric)
     panels = figure.subplots(1, len(UNITS), sharey=True)
     runs = runs.dropna(subset=metric)
     runs = runs[runs.groupby(["group", "seed"])["step"].transform("max") > 0]
     for name, rows in runs.groupby("group", sort=False):
         steps = rows.groupby("step")
-        common = steps.size() == rows.index.unique("seed").size
-        mean, low, high = (frame[common] for frame in (steps.mean(), steps.min(), steps.max()))
+        means = steps.mean()[steps.size() == rows.index.unique("seed").size]
+        values = steps[metric].agg(["min", "max"]).loc[means.index]
         for axes, unit in zip(panels, UNITS, strict=True):
-            axes.plot(mean[unit], mean[metric], ".-", label=name)
-            axes.fill_between(mean[unit], low[metric], high[metric], alpha=0.15, linewidth=0)
-            axes.set(xlabel=unit, ylabel=metric)
+            means.plot(unit, metric, ax=axes, style=".-", label=name, legend=False)
+            axes.fill_between(means[unit], values["min"], values["max"], alpha=0.15)
+            axes.locator_params("x", nbins=5)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
     figure.savefig(path)
 

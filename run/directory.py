@@ -1,7 +1,5 @@
 """The directory of a run: its log, its saves, and when it stops."""
 
-from pathlib import Path
-
 from data.stream import check_items
 from distributed.groups import close_distributed
 from run.log import RunLog, Stop, Stopwatch, machine_metrics
@@ -17,10 +15,7 @@ class Run:
         """
         task = problems.task.NAME
         self.start = Saves.load(args.resume, model, optimizer)
-        name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
-        self.log = RunLog(
-            args.out, name, vars(args), args.max_steps, args.track, args.resume, self.start
-        )
+        self.log = RunLog(script, args, task, self.start)
         scores = self.log.history(f"eval/{task}")
         self.saves = Saves(self.log.run_dir, model, optimizer, problems.tokenizer, args, scores)
         check_items(items, self.log.run_dir / "config.json")

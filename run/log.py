@@ -1,8 +1,7 @@
 """The record of a run: config.json, metrics.jsonl, metrics.csv, samples.jsonl, curves.png and
 report.html.
 
-    name = f"bgpo-{model}-{task}-s{args.seed}"
-    log = RunLog(args.out, name, vars(args), args.max_steps, args.track)
+    log = RunLog(__file__, args, task)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
     log.end(weights)
 
@@ -31,7 +30,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from distributed.disk import (
-    check_letters,
     from_first_rank,
     hold,
     is_first_rank,
@@ -64,33 +62,36 @@ DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 class RunLog:
     """All ranks construct it and know `run_dir`; only rank 0 writes, others do nothing."""
 
-    def __init__(self, out, name, config, max_steps, track=False, resume="", step=0):
-        """config: dict that JSON can hold. max_steps: length of the bar. track: copy rows to wandb.
+    def __init__(self, script, args, task, step=0):
+        """script: its file. args: flags of a run. task: its name.
 
-        resume: run directory to go on in; rows of steps after `step` are dropped from its files,
-        config.json stays. SystemExit if the run is beyond max_steps already.
+        With --resume rows of steps after `step` are dropped from the files, config.json stays.
+        SystemExit if the run is beyond --max-steps already.
         """
-        if step > max_steps:
-            beyond = f"at step {step} already, beyond --max-steps {max_steps}"
-            raise SystemExit(f"--resume {resume}: the run is {beyond}")
-        self.is_writer, self.max_steps = is_first_rank(), max_steps
+        if step > args.max_steps:
+            beyond = f"at step {step} already, beyond --max-steps {args.max_steps}"
+            raise SystemExit(f"--resume {args.resume}: the run is {beyond}")
+        self.is_writer, self.max_steps, self.wandb_run = is_first_rank(), args.max_steps, None
         self.started = self.next_plot = time.perf_counter()
-        self.run_dir = Path(resume) if resume else from_first_rank(lambda: make_run_dir(out, name))
+        name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
+        made = lambda: make_run_dir(args.out, name)
+        self.run_dir = Path(args.resume) if args.resume else from_first_rank(made)
         if not self.is_writer:
             return
-        if resume:
+        if args.resume:
             read_rows(self.run_dir)  # SystemExit if it is damaged
             for file in ("metrics.jsonl", "samples.jsonl"):
                 truncate_rows(self.run_dir / file, step)
         else:
             hold(self.run_dir)
-            config_text = json.dumps(describe_run(name, config), indent=2) + "\n"
+            config_text = json.dumps(describe_run(script, args), indent=2) + "\n"
             write_atomically(self.run_dir / "config.json", config_text)
-        self.wandb_run = follow(self.run_dir, config) if track else None
+        if args.track:
+            self.wandb_run = follow(self.run_dir, vars(args))
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
         # own handler, which ends its run: the last one is called first.
         atexit.register(self.close, 1)
-        self.bar = tqdm(total=max_steps, initial=step, disable=None)  # only on a terminal
+        self.bar = tqdm(total=args.max_steps, initial=step, disable=None)  # only on a terminal
 
     def write(self, step, metrics):
         """One row. step: training steps finished, 0 before training. metrics: numbers, 0-d tensors.
@@ -280,20 +281,20 @@ def machine_metrics():
 def make_run_dir(out, name):
     """Create out/name-<MMDD-HHMMSS>, with -2, -3 ... if that exists."""
     try:
-        return new_directory(check_letters(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}"))
+        return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
     except OSError as error:
         problem = f"the run directory cannot be made ({error.strerror})"
         raise SystemExit(f"--out {out}: {problem}") from error
 
 
-def describe_run(name, config):
+def describe_run(script, args):
     """-> what one needs to repeat the run"""
     return {
-        "script": name.partition(f"-{Path(config.get('model', '')).name}-")[0],
-        "args": config,
+        "script": Path(script).stem,
+        "args": vars(args),
         "command": shlex.join(sys.orig_argv),
         "git": describe_git(),
-        "code": checksums(sys.argv[0], config.get("task"), config.get("reward")),
+        "code": checksums(script, args.task, getattr(args, "reward", "")),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": describe_device(),
@@ -304,7 +305,7 @@ def describe_run(name, config):
 
 def checksums(*names):
     """-> CRC-32 of the files among them, each path.py or path.py:function"""
-    files = [Path(name.partition(":")[0]) for name in names if name]
+    files = [Path(name.partition(":")[0]) for name in names]
     return [zlib.crc32(file.read_bytes()) for file in files if file.is_file()]
 
 

@@ -21,6 +21,8 @@ class HeldOut:
     def __init__(self, args, max_length, train=None):
         """train: --data of a split to train on, with `splits` of the same; None: there is none"""
         self.task, self.tokenizer = load_task(args.task), load_tokenizer(args.model)
+        # of rollouts; refused here, before problems are fetched
+        self.grade = load_reward(getattr(args, "reward", ""), self.task)
         is_preset = args.data.partition("@")[0] in self.task.PRESETS
         eval_data = args.eval_data or ("" if train is not None or not is_preset else args.data)
         self.splits, dropped = load_splits(
@@ -47,7 +49,6 @@ class Problems(HeldOut):
     def __init__(self, args):
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
         super().__init__(args, args.max_prompt_length, args.data)
-        self.grade = load_reward(args.reward, self.task)
         self.train, self.per_step = self.splits["train"], args.prompts_per_step
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)

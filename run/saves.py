@@ -136,10 +136,9 @@ def checksums(state):
 
     A core takes half a second for a GB. A CRC misses one damage in 4 billion, never a single byte.
     """
-    files = [path for path in sorted(state.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(state)): path for path in state.rglob("*") if path.is_file()}
     with ThreadPoolExecutor() as pool:
-        names = (str(path.relative_to(state)) for path in files)
-        return dict(zip(names, pool.map(crc32, files), strict=True))
+        return dict(zip(files, pool.map(crc32, files.values()), strict=True))
 
 
 def crc32(path):
@@ -204,9 +203,14 @@ def load_pair(state, model, optimizer, number):
     try:
         dcp.load(parts, checkpoint_id=state / "state")
         if optimizer:
-            names = "model_state_dict", "optim_state_dict"
-            loaded = dict(zip(names, parts.values(), strict=True))
-            set_state_dict(model, optimizer, **loaded, options=OPTIONS)
+            parameters, moments = parts.values()
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=parameters,
+                optim_state_dict=moments,
+                options=OPTIONS,
+            )
     except CheckpointException as error:
         raise SystemExit(f"--resume: {state} is of another model: {first_cause(error)}") from error
 

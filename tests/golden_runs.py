@@ -1,7 +1,7 @@
 """Two or three rollouts of every method on tiny models, one thread, and the values of every flag:
 what a change of behaviour would change.
 
-    python tests/golden_runs.py --write    rewrites tests/golden/runs.json and values.json
+    python tests/golden_runs.py --write [SCRIPT ...]    rewrites runs.json, values.json of golden/
 
 Tokens of the first rollout, its loss and gradient norm hold on every torch version; what follows on
 the version that the file names. The learning rate is small, because Adam turns the noise of a
@@ -149,12 +149,17 @@ def assert_same_metrics(one, two):
             assert is_close and math.isfinite(a[name]), (a["step"], name, a[name], b[name])
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        raise SystemExit(__doc__)
-    found = {"torch": torch.__version__.split("+")[0]}
-    for case in CASES:
+def write(scripts):
+    runs = json.loads((GOLDEN / "runs.json").read_text())
+    for case in (case for case in CASES if case.split("-")[0] in scripts):
         with tempfile.TemporaryDirectory() as out:
-            found[case] = record(run_script(case.split("-")[0], CASES[case], 1, out))
-    (GOLDEN / "runs.json").write_text(json.dumps(found).replace('"rows"', '\n"rows"') + "\n")
+            runs[case] = record(run_script(case.split("-")[0], CASES[case], 1, out))
+    runs["torch"] = torch.__version__.split("+")[0]
+    (GOLDEN / "runs.json").write_text(json.dumps(runs).replace('"rows"', '\n"rows"') + "\n")
     (GOLDEN / "values.json").write_text(json.dumps(all_values()).replace("}, ", "},\n") + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["--write"]:
+        raise SystemExit(__doc__)
+    write(sys.argv[2:] or METHODS)

@@ -27,6 +27,11 @@ def grow(engine, prompts, **settings):
     return args, batch, dtreerpo.sample_masks(batch, 0, args)
 
 
+def test_segments_have_equally_many_steps():
+    args = dtreerpo.Args(branches=(2, 3, 2), num_generations=12, gen_length=12, denoising_steps=4)
+    assert dtreerpo.tree_forks(args, 4) == [4, 8]
+
+
 def test_advantages():
     """By hand; equal rewards give exactly 0."""
     args = dtreerpo.Args(branches=(3, 2))
@@ -34,22 +39,6 @@ def test_advantages():
     got = dtreerpo.compute_advantages(torch.tensor(2 * [3.0, 2, 1, 0, 0, 0]), args)
     assert got.tolist() == 2 * want
     assert not dtreerpo.compute_advantages(torch.full((12,), 0.7), args).any()
-
-
-@pytest.mark.parametrize("family", ["sdar", "llada"])
-def test_trees_are_made_in_parts(family):
-    """Two nodes, which step 6 of 12 forks into three leaves each; numbered over all ranks."""
-    engine, prompts = make_engine(tiny_model(family)), [[3, 4, 0], [1, 2, 3, 4, 0]]
-    shape = {"gen_length": 12, "block_length": 4, "denoising_steps": 4}
-    args = dtreerpo.Args(branches=(2, 3), num_generations=6, **shape)
-    assert dtreerpo.tree_forks(args, 4) == [6]
-    tree = dtreerpo.sample_trees(engine, args, prompts, 6, 24, seed=3, **shape)
-    node = {"num_samples": 2, "sample_offset": 8, "until": 6}
-    canvas = engine.generate(prompts, seed=3, **node, **shape)
-    leaf = {"num_samples": 6, "sample_offset": 24, "canvas": canvas}
-    leaves = engine.generate(prompts, seed=3, **leaf, **shape)
-    assert torch.equal(tree.completion_ids, leaves.completion_ids)
-    assert torch.equal(tree.logps, leaves.logps) and torch.equal(tree.step_map, leaves.step_map)
 
 
 def along_paths(args, values):

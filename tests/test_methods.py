@@ -110,25 +110,66 @@ def test_one_block_by_enumeration(family):
         assert (gaps > -1e-6).all() and (gaps > 1e-4).double().mean() > 0.8
 
 
-@pytest.mark.parametrize("module", [bgpo, espo, spg])
-def test_estimates_are_unbiased_on_rollouts(module):
-    """Mean of many draws = ELBO over all orders: ragged prompts, several blocks, an EOS in the
-    middle of a block.
+PROMPT, COMPLETION = [4, 1, 2, 3, 0, 1], [2, 0, 3, 1, 4, 0, 2, 2, 5]
+BLOCKS = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3])  # the EOS ends the third one early
+
+
+def drawn(module, u, noise):
+    """-> rows of one completion for each level u [n], with noise [n, 4] in every block; the sampler
+    went on behind the EOS
+    """
+    n = len(u)
+    ids = torch.tensor(PROMPT + COMPLETION + [0] * 3).expand(n, -1)
+    c = (torch.arange(12) < 9).expand(n, -1)
+    batch = made_batch(module, ids, c, BLOCKS.expand(n, -1))
+    parts = {0: noise, 1: noise.flip(1)}
+    uniform = lambda key: (
+        parts[key].repeat(1, 5)[:, :18] if key in parts else u[:, None].repeat(1, 18)
+    )
+    batch.uniform = lambda iteration, key: uniform(key)
+    return module.sample_masks(batch, 0, module.Args(mc_num=2))
+
+
+@pytest.mark.parametrize("module", [bgpo, ebpo, espo])
+def test_each_block_is_unbiased(module):
+    """All levels and orders of noise, for each block of each draw: prompt tokens in the first, a
+    last one cut by the EOS. The mean is the ELBO over all orders.
     """
     model = tiny_model()
-    args = small_args(module, gen_length=9, p_mask_context=0.0)
-    batch, draws = rollout_batch(module, model, args), []
-    trace, sizes = batch.trace, [len(columns) for _, columns in blocks_of(batch)]
-    assert {1, 2, 3, 4} == set(sizes) and not trace.truncated.all()
-    want = [exact_elbo(model, p, trace.completion(i)) for i, p in enumerate(trace.prompt_ids)]
-    for iteration in range(150):
-        rows = module.sample_masks(batch, iteration, args)
-        assert (rows.masked[..., batch.P :] | batch.completion_mask[:, None]).all()
-        got = estimates_of(module, model, changed(rows, weights=rows.weights.double()), args)
-        lengths = batch.completion_mask.sum(1)
-        draws += [got[:, 0] * lengths] if module is spg else got.view(len(got), -1).unbind(1)
-    assert within(torch.stack(draws), torch.tensor(want)).all()
-    assert (~within(torch.stack(draws) / 1.1, torch.tensor(want), 6)).sum() >= 8  # 10 % would show
+    orders = torch.tensor(list(itertools.permutations([0.2, 0.4, 0.6, 0.8])))
+    u = ((torch.arange(60) + 0.5) / 60).double().repeat_interleave(24)
+    rows = drawn(module, u, orders.repeat(60, 1))
+    assert not rows.masked[..., :6].any() and rows.masked[..., 15:].all()
+    with torch.no_grad():
+        logps = module.draw_logps(model, rows)
+    terms = rows.weights.double() * logps  # [1440, K, 12]
+    if module is espo:  # a pair of masks is a draw
+        terms = terms.unflatten(1, (2, 2)).mean(2)
+    ends = [0.0] + [exact_elbo(model, PROMPT, COMPLETION[:end]) for end in (2, 6, 9)]
+    for block, want in enumerate(torch.tensor(ends).double().diff()):
+        got = terms[..., BLOCKS == block].sum(2)
+        assert (got.std(0) > 0.01).all()
+        torch.testing.assert_close(got.mean(0), want.expand(2), atol=1e-6, rtol=0)
+    whole = module.estimate_logps(logps, rows, None)
+    assert whole.mean().item() == pytest.approx(ends[-1], abs=1e-5)
+
+
+def test_counts_of_ebpos_released_code():
+    """_forward_process_ebpo of yjyddq/DARE 83ae8a3 for 6 + 9 tokens, two draws, offset 0.35."""
+    noise = torch.tensor([[0.4, 0.1, 0.3, 0.2]])
+    chosen = drawn(ebpo, torch.tensor([0.35]).double(), noise).weights[0] != 0
+    counts = [[int(draw[BLOCKS == b].sum()) for b in range(3)] for draw in chosen]
+    assert counts == [[1, 3, 3], [2, 1, 1]]
+    # tokens of least noise: of .4 .1 .3 .2 three, then of .2 .3 .1 .4 one
+    assert chosen[:, 2:6].tolist() == [[False, True, True, True], [False, False, True, False]]
+
+
+def test_pairs_of_espo_are_stratified():
+    """t differs by 1 / M of pairs."""
+    c = torch.ones(4, 4000, dtype=torch.bool)
+    masked = espo.sample_masks(made_batch(espo, c.long(), c), 0, espo.Args()).masked
+    apart = (masked[:, 0].double().mean(1) - masked[:, 2].double().mean(1)).abs()
+    assert ((apart - 0.5).abs() < 0.06).all()
 
 
 @families
@@ -173,10 +214,6 @@ def test_counts_are_uniform_and_stratified(module, mc_num):
         assert (masked | c).all() and not rows.masked[..., :-L].any()  # after the EOS all is masked
         drawn.append(masked & c)
         assert torch.equal(weights != 0, drawn[-1])
-        for b, columns in blocks:
-            chosen = drawn[-1][:, b, columns]
-            share = chosen * (len(columns) / chosen.sum(1)[:, None])
-            assert (weights[:, b, columns] - share).abs().max() < 1e-5
     drawn = torch.stack(drawn)  # [iterations, draws, B, L]
     for n in (1, 2, 3, 4):
         m = torch.stack([drawn[:, :, b, cols].sum(2) for b, cols in blocks if len(cols) == n])
@@ -221,8 +258,6 @@ def test_spg_picks_blocks_of_the_rollout():
         assert (times.amax(1) - times.amin(1)).max() <= 1
         parts = masked.view(n, mc_num, 4, 4)
         assert parts.all(3)[torch.arange(4) > picked[..., None]].all()
-        count = (parts & c.view(4, 4)).sum(3).gather(2, picked[..., None])[..., 0]
-        assert all(is_uniform(count[(picked == 2) == (k == 3)], k) for k in (3, 4))
         scored = masked & c
         want = scored * (11 / scored.sum(2, keepdim=True))
         torch.testing.assert_close(rows.weights, want.float())
@@ -246,7 +281,6 @@ def test_coupled_masks_partition_the_completion():
     w = rows.weights
     t = torch.where(w[:, 1].any(1), 1 / (2 * w[:, 1].amax(1)), 1 - 1 / (2 * w[:, 2].amax(1)))
     torch.testing.assert_close(t.view(-1, 4), t[::4, None].expand(-1, 4))
-    assert t.mean() == pytest.approx(0.5, abs=0.01) and t.std() == pytest.approx(0.1732, abs=0.006)
     assert 0.2 <= t.min() < 0.202 and 0.798 < t.max() <= 0.8
 
 

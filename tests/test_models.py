@@ -457,7 +457,6 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), [NORM, r"\(1,\)", r"\(32,\)"]),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
     "cut off": (cut(-1), ["safetensors", "truncated"]),
-    "config no JSON": (write("config.json", b'{"a": '), ["config.json is not JSON", "copy it"]),
     "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
@@ -473,10 +472,13 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         load_model(saved)
 
 
-def test_a_damaged_tokenizer_is_refused_in_one_line(saved):
+def test_damaged_text_is_refused_in_one_line(saved):
     write("chat_template.jinja", b"{% if")(saved)
     with exits_with_one_line("its tokenizer cannot be loaded .TemplateSyntaxError", "copy "):
         load_tokenizer(saved)
+    write("config.json", b'{"a": ')(saved)
+    with exits_with_one_line("config.json is not JSON", "copy it"):
+        load_model(saved)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -502,16 +504,12 @@ def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
     """Below 10 million parameters, whatever the width; known names are answered without a file."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     assert [models.is_tiny(name) for name in ("tiny-dream", "sdar-8b", "sdar-8b@v1")] == [1, 0, 0]
-    models.save_adapter(
-        models.add_lora(load_model(saved), 2, 4), tmp_path / "a", str(saved), byte_tokenizer()
-    )
-    large = SMALLS["llada"] | {"mlp_hidden_size": 110_000, "torch_dtype": "bfloat16"}
+    adapted = models.add_lora(load_model(saved), 2, 4)
+    models.save_adapter(adapted, tmp_path / "a", str(saved), byte_tokenizer())
+    assert models.sampling_facts(tmp_path / "a") == {"gen_length": 12, "denoising_steps": 2}
+    large = SMALLS["llada"] | {"mlp_hidden_size": 20_000, "torch_dtype": "bfloat16"}
     save_model(random_model(large), tmp_path / "large", None)
-    facts = [models.sampling_facts(path) for path in (saved, tmp_path / "a", tmp_path / "large")]
-    assert facts[0] == facts[1] == {"gen_length": 12, "denoising_steps": 2}
-    assert facts[2]["cache"] == "dual" and not models.is_tiny(tmp_path / "large")
-    (saved / "model.safetensors").unlink()
-    assert not models.is_tiny(saved)
+    assert models.sampling_facts(tmp_path / "large")["cache"] == "dual"
 
 
 def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
@@ -539,18 +537,12 @@ def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     assert len(asked) == 4 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
 
 
-def test_locales_without_utf8(tmp_path, monkeypatch):
-    """What a terminal cannot show is printed as its code; a path that safetensors would not find is
-    refused.
-    """
+def test_terminals_without_utf8(monkeypatch):
+    """What a terminal cannot show is printed as its code."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "iso8859-1"))
     load_tokenizer("tiny-sdar")
     print("ü\u2591", flush=True)
     assert sys.stdout.buffer.getvalue() == b"\xfc\\u2591\n"
-    (tmp_path / "ü").mkdir()
-    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
-    with exits_with_one_line("iso8859-1", "set PYTHONUTF8=1"):
-        load_model(tmp_path / "ü")
 
 
 # --- config files --------------------------------------------------------------------------------
@@ -561,16 +553,13 @@ REFUSALS = {
         ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
         ({"rope_parameters": YARN}, "rope_scaling.*yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
-        ({"rope_parameters": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
         ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
         ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
         ({"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
-        ({"mask_token_id": "1"}, "mask_token_id = '1'; it must be of type int, from 0"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps = nan; it must be of type float"),
         ({"rope_parameters": "yarn"}, "describes no .* model"),
         ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
-        ({"head_dim": None}, "lacks head_dim"),
     ],
     "sdar_moe": [
         ({"num_experts": None}, "num_experts"),
@@ -582,7 +571,6 @@ REFUSALS = {
     "llada": [
         ({"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
         ({"rope": None}, "lacks rope"),
-        ({"weight_tying": None}, "lacks weight_tying"),
     ],
     "llada_moe": [
         ({"moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
@@ -591,7 +579,6 @@ REFUSALS = {
     ],
     "dream": [
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"head_dim": 128}, "head_dim.*128"),
     ],
 }
 CASES = [(f, *case) for f in SMALLS for case in REFUSALS[f]]

@@ -3,43 +3,33 @@
 import math
 from copy import copy
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from algos import sft
-from distributed.sharding import reduce_gradients
-from models import add_lora
 from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
 from rollout.sampling import keyed_uniform
 
 FAMILIES = list(TINY_CONFIGS)
-PARALLEL = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 
 
 @pytest.fixture(autouse=True)
-def alone(request, monkeypatch):
+def alone(monkeypatch):
     """One process without a process group."""
-    if "run_ranks" not in request.fixturenames:
-        monkeypatch.setattr(sft, "all_reduce", as_floats)
+    floats = lambda values: {name: float(value) for name, value in values.items()}
+    monkeypatch.setattr(sft, "all_reduce", floats)
 
 
-def as_floats(values):
-    return {name: float(value) for name, value in values.items()}
-
-
-def model_of(family, lora=False):
-    """A peaked random model in fp64 with random biases, norms and adapters."""
+def model_of(family):
+    """A peaked random model in fp64 with random biases and norms."""
     model = random_model(TINY_CONFIGS[family])
     model.eos_token_ids, model.pad_token_id = [256], 256
-    if lora:
-        add_lora(model, 4, 8, seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
-        for name, value in model.state_dict().items():
-            if value.dim() == 1 or "lora_B" in name:
+        for value in model.state_dict().values():
+            if value.dim() == 1:
                 value.add_(torch.randn(value.shape, generator=generator) * 0.1)
     return model.double()
 
@@ -57,30 +47,20 @@ def args_of(**changes):
     return sft.Args(**(defaults | {"group_by_length": False} | changes))
 
 
-def batch_of(examples, args, model, step=0, rank=0, world_size=1):
-    return sft.make_batch(examples, args, model, step, rank, world_size, torch.device("cpu"))
+def batch_of(examples, args, model, step=0):
+    return sft.make_batch(examples, args, model, step, 0, 1, torch.device("cpu"))
 
 
-def step_of(model, args, examples, rank=0, world_size=1):
-    """A step's loss and gradient on one rank, as `main` makes them. -> share of the loss, grads"""
+def step_of(model, args, examples):
+    """-> a step's loss and gradients, as `main` makes them"""
     model.zero_grad()
-    batch = batch_of(examples, args, model, 0, rank, world_size)
+    batch = batch_of(examples, args, model)
     noise, loss = sft.sample_masks(batch, args, model.objective), 0.0
     for i in range(0, len(batch.input_ids), args.micro_batch_size):
-        rows = slice(i, i + args.micro_batch_size)
-        reduce_gradients(model, rows.stop >= len(batch.input_ids), False)
-        share = sft.micro_loss(model, batch, *noise, rows, args)
-        (share * world_size).backward()
+        share = sft.micro_loss(model, batch, *noise, slice(i, i + args.micro_batch_size), args)
+        share.backward()
         loss += share.item()
-    grads = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
-    return loss, [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
-
-
-def assert_same_step(got, want, loss=None):
-    assert math.isclose(got[0] if loss is None else loss, want[0], rel_tol=1e-10)
-    largest = max(grad.abs().max() for grad in want[1])
-    for x, y in zip(got[1], want[1], strict=True):
-        assert (x - y).abs().max() < 1e-10 * largest
+    return loss, [p.grad.clone() for p in model.parameters()]
 
 
 LAYOUTS = {
@@ -91,35 +71,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family, lora", [*((f, False) for f in FAMILIES), ("tiny-sdar", True)])
-def test_packed_documents_are_the_documents_alone(family, lora):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_the_documents_alone(family):
     """Loss and gradients of a step in fp64, whatever the layout of its examples."""
-    model, examples = model_of(family, lora), examples_of()
-    want = step_of(model, args_of(), examples)
-    assert len(want[1]) == sum(p.requires_grad for p in model.parameters())
+    model, examples = model_of(family), examples_of()
+    loss, gradients = step_of(model, args_of(), examples)
+    largest = max(gradient.abs().max() for gradient in gradients)
     for layout in LAYOUTS.values():
-        assert_same_step(step_of(model, args_of(**layout), examples), want)
+        other, others = step_of(model, args_of(**layout), examples)
+        assert math.isclose(other, loss, rel_tol=1e-10)
+        for x, y in zip(others, gradients, strict=True):
+            assert (x - y).abs().max() < 1e-10 * largest
     assert len(batch_of(examples, args_of(pack_length=400), model).input_ids) == 1
-
-
-def test_ranks_give_the_loss_and_gradient_of_one(run_ranks, monkeypatch):
-    """Rows that do not divide get fillers; a rank may have nothing else."""
-    layouts, cases = [("tiny-llada", "packed"), ("tiny-llada2", "grouped")], []
-    examples = examples_of(8)
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "all_reduce", as_floats)
-        for family, layout in [*layouts, ("tiny-llada2", "packed")]:
-            args = args_of(batch_size=8, **LAYOUTS[layout])
-            cases.append((family, args, step_of(model_of(family), args, examples)))
-
-    def body(rank, world_size):
-        for family, args, want in cases[:2] if world_size == 2 else cases[2:]:
-            model = sft.parallelize(model_of(family), PARALLEL)
-            got = step_of(model, args, examples, rank, world_size)
-            assert_same_step(got, want, sft.all_reduce({"loss": got[0]})["loss"])
-
-    run_ranks(2, body)
-    run_ranks(4, body)
 
 
 @pytest.mark.parametrize("pack_length", [0, 48])

@@ -66,5 +66,5 @@ def test_scorer(name):
 def test_every_task_is_covered():
     """livecodebench has its own file format and tests."""
     files = Path(__file__).parents[1].glob("evals/*.py")
-    tasks = {path.stem for path in files if "\ndef load(" in path.read_text(encoding="utf-8")}
+    tasks = {path.stem for path in files if f'main("{path.stem}")' in path.read_text("utf-8")}
     assert tasks - {"livecodebench"} == set(CASES)

@@ -39,10 +39,10 @@ REFUSALS = {
     "algos/d1.py --reward evals/qa.py:pay": "evals/qa.py: needs a function pay of 2 arguments",
     "algos/d1.py --reward evals/qa.py:prompt": "prompt of 2 arguments (too many positional",
     f"algos/d1.py {ROWS} --reward gsm8k_d1 {ALGO}": "gsm8k_d1 pays for a layout",
-    f"algos/d1.py {ROWS} --reward countdown_d1 {ALGO}": "does not fit gsm8k",
+    "algos/d1.py --task gsm8k --reward countdown_d1": "does not fit gsm8k",
     "algos/d1.py --eval-data none.jsonl": "--eval-data none.jsonl: no such preset or file; ",
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
-    f"algos/bgpo.py --task mbpp --data TMP/tests.jsonl --max-prompt-length 9999 {ALGO}": "sandbox: no",
+    f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "--data README.md: a file must end in .jsonl, .csv",
     "algos/vrpo.py --data docs": "the folder has no train.jsonl and no train.parquet",
     f"algos/vrpo.py --data {'x' * 256}": "no name has more than 255 bytes",
@@ -53,8 +53,8 @@ REFUSALS = {
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483648",
-    "algos/bgpo.py --beta 0.1": "--beta 0.1 must be from 0 to 0",
-    "algos/wd1.py --beta 0.1": "--beta 0.1 must be from 0 to 0",
+    "algos/bgpo.py --beta 0.1": "--beta 0.1 must be 0",
+    "algos/wd1.py --beta 0.1": "--beta 0.1 must be 0",
     "algos/bgpo.py --confidence-threshold 90": "--confidence-threshold 90.0 must be from 0 to 1",
     "algos/spg.py --mc-num 1": "--mc-num 1 must be from 2",
     "algos/spg.py --omega 1.5": "--omega 1.5 must be from 0 to 1",
@@ -132,7 +132,7 @@ def said(warm, tmp_path_factory):
         "wide/config.json": json.dumps(config),
         "old/config.json": json.dumps({"args": {"branches": 4, "lost": 1}}),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),
-        "tests.jsonl": json.dumps({"text": "f", "code": "", "test_list": ["assert f(2) == 4"]}),
+        "t.jsonl": json.dumps({"text": "f", "code": "", "test_list": ["assert f(2) == 4"]}),
         "pay.py": "pay = lambda completion, example: {'a': 1.0, 'b': float('nan')}",
     }.items():
         (folder / name).write_text(f"{content}\n")

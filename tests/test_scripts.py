@@ -37,9 +37,7 @@ AT_ONCE = "d1-dream bgpo-sdar-moe coupled_grpo-sdar tracerl-sdar vrpo-llada"
 @pytest.fixture(scope="module")
 def one_rank(warm, tmp_path_factory):
     out = lambda case: tmp_path_factory.mktemp(case) / "out"
-    return functools.cache(
-        lambda case: run_script(case.split("-")[0], CASES[case], 1, out(case))
-    )
+    return functools.cache(lambda case: run_script(case.split("-")[0], CASES[case], 1, out(case)))
 
 
 @pytest.mark.parametrize("case", CASES)
