@@ -21,14 +21,20 @@ import re
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import WORDS, final_answer
+from evals import final_answer
 from evals.examples import planning_row, read_examples, source_and_style, user
+from evals.math_grader import rewritten, rules
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
-SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", "→": "="}  # \frac{8}{2} is read too
-DROPPED = re.compile(r"\\left|\\right|\\(?= )|✓")
+LATEX = rules(r"""
+\\text(?:bf)?\{([^{}]*)\}|\\(?:mathrm|mathbf|mbox)\{([^{}]*)\} => \1\2
+\\left|\\right|\\(?= )|✓ =>
+\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\} => ((\1)/(\2))
+\\times|\\cdot => *
+\\div => /
+→ => =
+""")
 NUMBER_SIDE = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")  # of an equation
-FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
 # other characters, // and **, a sign +, 07
 ILLEGAL = re.compile(r"[^-+*/() 0-9]|//|\*\*|(?:^|[-+*/(]) *\+|(?<![0-9])0[0-9]")
@@ -109,10 +115,7 @@ def extract(completion, example):
     """
     if example["style"] == "compact":
         return completion.strip() or None
-    text = WORDS.sub(r"\1", final_answer(completion) or "").rstrip(". \\")
-    text = FRACTION.sub(r"((\1)/(\2))", DROPPED.sub("", text))
-    for latex, plain in SIGNS.items():
-        text = text.replace(latex, plain)
+    text = rewritten((final_answer(completion) or "").rstrip(". \\"), LATEX)
     sides = [side for side in text.split("=") if not NUMBER_SIDE.fullmatch(side)]
     return (sides[0] if len(sides) == 1 else text).strip() or None
 

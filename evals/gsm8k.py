@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
-from evals import WORDS, final_answer
+from evals import final_answer
 from evals.examples import (
     STYLES,
     chat_row,
@@ -30,7 +30,7 @@ from evals.examples import (
     user,
     worked,
 )
-from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER
+from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER, rewritten, rules
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -157,10 +157,16 @@ COLUMNS = (
     "or prompt and reward_model.ground_truth (DARE)"
 )
 
-# LaTeX around numbers
-DROPPED = re.compile(r"\\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|°")
-FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
-MONEY = re.compile(r"((?<![\w)])-)?[$€£] *")
+# LaTeX around numbers: \$1{,}450 -> 1,450, \text{eggs} -> eggs, \frac{1}{2} -> 1/2; 2:00 pm -> 2 pm
+PLAIN = rules(r"""
+\{,\} => ,
+[–−] => -
+\\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
+(?<=[0-9]):00\b(?!:) =>
+\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\} => \1
+((?<![\w)])-)?[$€£] * =>  \1
+""")
+PLAIN.append((FRACTION, OVER))
 
 SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.
@@ -232,8 +238,8 @@ def extract(completion, example):
     """
     last = final_answer(completion)
     if last is None and "tags" not in example["style"]:
-        last = ([None] + final_numbers(plain(completion[-MAX_TEXT:])))[-1]
-    elif last and not normalised(last) and SENTENCE.fullmatch(sentence := plain(last)):
+        last = ([None] + final_numbers(rewritten(completion[-MAX_TEXT:], PLAIN)))[-1]
+    elif last and not normalised(last) and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
         numbers = {*final_numbers(sentence)}
         last = numbers.pop() if len(numbers) == 1 else last
     return last and normalised(last) or last if len(last or "") <= MAX_LENGTH else None
@@ -256,18 +262,10 @@ def answer(example, draw=0):
     return f"{steps}\nThe answer is {gold}."
 
 
-def plain(text):
-    r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2,
-    \text{eggs} -> eggs."""
-    text = text.replace("{,}", ",").replace("–", "-").replace("−", "-")
-    text = WORDS.sub(r"\1", FULL_HOUR.sub("", DROPPED.sub("", text)))
-    return FRACTION.sub(OVER, MONEY.sub(r" \1", text))
-
-
 def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
     "-1/2"; None for anything else."""
-    left, _, text = plain(answer).rpartition("=")
+    left, _, text = rewritten(answer, PLAIN).rpartition("=")
     match = WHOLE.fullmatch(text.strip(" \t\r\n{}()"))
     is_equal = match and not left.endswith(("!", "<", ">"))
     return match[1] + match[2].replace(",", "") if is_equal else None

@@ -25,7 +25,7 @@ MAX_TEXT = 100_000  # characters at the end of a completion that are read
 TIMEOUT = 5.0  # seconds for a question: a pair of answers, or some programs
 MEMORY = 4 * 2**30  # bytes of address space of a process
 
-BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
+BRACES = re.compile(r"\\[{}]|(\\boxed\s*)?([{}])")
 UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 # what Math-Verify 0.9 does not see: the base of 52_8, and words of size
 IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
@@ -48,9 +48,9 @@ def boxes(text, unclosed=False):
     """
     found, opened = [], []  # opened: where each open brace's content starts, and if it is a box
     for brace in BRACES.finditer(text):
-        if brace[1] or brace[0] == "{":
+        if brace[2] == "{":
             opened.append((brace.end(), bool(brace[1])))
-        elif brace[0] == "}" and opened:
+        elif brace[2] and opened:
             start, is_box = opened.pop()
             if is_box and brace.start() - start <= MAX_LENGTH:
                 found.append((start, text[start : brace.start()]))
@@ -96,8 +96,8 @@ def number(answer):
 
 def rules(table):
     """Lines "pattern => replacement" -> [(pattern, replacement)]"""
-    lines = (line.partition("=>") for line in table.strip().splitlines())
-    return [(pattern.strip(), replacement.strip()) for pattern, _, replacement in lines]
+    lines = (line.partition(" =>") for line in table.strip().splitlines())
+    return [(pattern, replacement[1:]) for pattern, _, replacement in lines]
 
 
 # rewriting rules of the string matcher, in this order: {5} is 5, \text behind something is a unit,

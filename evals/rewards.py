@@ -148,10 +148,9 @@ def code_format(completion, example):
     have, pays for an empty block, and fails on code whose parsing raises anything but a
     SyntaxError.
     """
-    before, *rest = re.split(r"^```", completion.rstrip(), flags=re.MULTILINE)
-    whole = len(rest) == 2 and rest[0].startswith("python\n") and not rest[1]
-    whole = whole and "```" not in before + rest[0]
-    code = rest[0].removeprefix("python\n").strip() if whole else ""
+    found = re.fullmatch(r"(?s)(?:.*\n)?```python\n(.*\n)?```\s*", completion)
+    whole = bool(found) and completion.count("```") == 2
+    code = (found[1] or "").strip() if whole else ""
     return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and first_program([code]))}
 
 
