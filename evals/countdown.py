@@ -21,19 +21,19 @@ import re
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import final_answer
+from evals import WORDS, final_answer
 from evals.examples import planning_row, read_examples, source_and_style, user
 from evals.math_grader import rewritten, rules
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
 LATEX = rules(r"""
-\\text(?:bf)?\{([^{}]*)\}|\\(?:mathrm|mathbf|mbox)\{([^{}]*)\} => \1\2
 \\left|\\right|\\(?= )|✓ =>
 \\[dt]?frac\{([^{}]*)\}\{([^{}]*)\} => ((\1)/(\2))
 \\times|\\cdot => *
 \\div => /
 → => =
 """)
+LATEX.insert(0, (WORDS, r"\1"))
 NUMBER_SIDE = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")  # of an equation
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
 # other characters, // and **, a sign +, 07

@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
-from evals import final_answer
+from evals import WORDS, final_answer
 from evals.examples import (
     STYLES,
     chat_row,
@@ -163,10 +163,9 @@ PLAIN = rules(r"""
 [–−] => -
 \\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
 (?<=[0-9]):00\b(?!:) =>
-\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\} => \1
 ((?<![\w)])-)?[$€£] * =>  \1
 """)
-PLAIN.append((FRACTION, OVER))
+PLAIN = [(WORDS, r"\1"), *PLAIN, (FRACTION, OVER)]
 
 SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.

@@ -31,12 +31,30 @@ UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
-# thin spaces and degrees anywhere, a dollar in front of a number
-NOT_COUNTED = re.compile(r"\\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.])")
 FRACTION = re.compile(  # in running text - is a sign unless it subtracts
     r"((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
 )
 OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
+
+
+def rules(table):
+    """Lines "pattern => replacement" -> [(pattern, replacement)]"""
+    lines = (line.partition(" =>") for line in table.strip().splitlines())
+    return [(pattern, replacement[1:]) for pattern, _, replacement in lines]
+
+
+def rewritten(text, rules):
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text.strip())
+    return text.strip()
+
+
+COUNTED = rules(r"""
+\{,\} => ,
+\\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
+[ .%$\\]+$ =>
+""")
+COUNTED.append((FRACTION, OVER))
 
 
 def boxes(text, unclosed=False):
@@ -88,16 +106,8 @@ def math_verify(answer, gold, tolerance=0.0):
 def number(answer):
     r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2";
     None for anything else."""
-    text = NOT_COUNTED.sub("", answer.replace("{,}", ",")).strip().rstrip(" .%$\\")
-    if fraction := FRACTION.fullmatch(text):
-        text = fraction.expand(OVER).strip()
+    text = rewritten(answer, COUNTED)
     return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
-
-
-def rules(table):
-    """Lines "pattern => replacement" -> [(pattern, replacement)]"""
-    lines = (line.partition(" =>") for line in table.strip().splitlines())
-    return [(pattern, replacement[1:]) for pattern, _, replacement in lines]
 
 
 # rewriting rules of the string matcher, in this order: {5} is 5, \text behind something is a unit,
@@ -129,12 +139,6 @@ MINERVA = rules(r"""
 """)  # noqa: E501
 IN_NUMBERS = r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", "")
 MINERVA = [*MINERVA, *HENDRYCKS, IN_NUMBERS]
-
-
-def rewritten(text, rules):
-    for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text.strip())
-    return text
 
 
 def hendrycks(answer, gold):

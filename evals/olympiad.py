@@ -25,7 +25,7 @@ from data.rows import is_of
 from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import extract
-from evals.math_grader import math_verify, number
+from evals.math_grader import math_verify, number, rewritten, rules
 
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
@@ -39,6 +39,11 @@ TYPES = {
     "Equation": "an equation",
     "Interval": "an interval",
 }
+BARE = rules(r"""
+\\?\$|\\(?:left|right)(?![A-Za-z]) =>
+\.+$ =>
+""")
+SET = r"^\\\{((?:(?!\\\{).)*)\\\}$", r"\1"
 NAMED = re.compile(r"^.*\\in |^\([^()=]*\)\s*=\s*(?=\()", re.DOTALL)
 FREE = ("Need_human_evaluate", "Tuple")  # answer types that the prompt does not name
 
@@ -79,11 +84,6 @@ def score(completion, example):
     return float(matched(answers, [*zip(golds, errors, strict=True)]))
 
 
-def bare(text):
-    r"""Without $, \left, \right, a final full stop and spaces around it."""
-    return re.sub(r"\\?\$|\\(?:left|right)(?![A-Za-z])", "", text).strip().rstrip(".").strip()
-
-
 def depth(text):
     """Number of open brackets at its end; "(0, 1]" has one bracket of each direction."""
     return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
@@ -103,9 +103,7 @@ def split_outside(text):
 def answers_in(text, multiple):
     r"""The answers of a box, 2\pm x as 2+x and 2-x. A single answer may have commas between its
     thousands."""
-    text = bare(text)
-    if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
-        text = text[2:-2]
+    text = rewritten(text, [*BARE, SET])
     parts = split_outside(text) if multiple or number(text) is None else [text]
     signs = lambda part: (
         part.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")
@@ -164,7 +162,7 @@ def _problem(row):
         raise ValueError("no list of answers in English")
     example = {
         "question": row["question"],
-        "gold": ", ".join(map(bare, final)),
+        "gold": ", ".join(rewritten(text, BARE) for text in final),
         "error": [float(part or 0) for part in str(row.get("error") or 0).split(",")],
         "multiple": row["is_multiple_answer"],
         "type": row["answer_type"],
