@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, hub_splits, is_own, open_rows, read_jsonl
+from data.rows import describe_columns, hub_splits, is_own, open_rows, read_file
 from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_questions
 from distributed.disk import writing
 
@@ -159,7 +159,7 @@ def read_samples(path):
     """-> rows of samples.jsonl. SystemExit names the first line that can make no pair."""
     rows, prompts = [], {}
     needed = "index (integer), prompt (messages), completion (text) and score (number)"
-    for line, row in read_jsonl(path):
+    for line, row in read_file(path):
         index, prompt, text, score = map(row.get, ("index", "prompt", "completion", "score"))
         is_scored = isinstance(text, str) and isinstance(score, int | float)
         problem = ""
