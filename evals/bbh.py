@@ -85,7 +85,7 @@ def extract(completion, example):
     """
     if re.fullmatch(r"\([A-Z]\)", example["gold"]):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
-        found = letter(completion, "".join(options) or "ABCDEFGHIJKLMNOPQR")
+        found = letter(completion, options)
         return found and f"({found})"
     completion = SPECIAL.sub("\n", (tagged_answer(completion) or completion)[-MAX_TEXT:])
     line = "\n\n" if " " in example["gold"] else "\n"

@@ -127,7 +127,7 @@ def same(answer, gold, error):
     # x \in (0, 1) is (0, 1), and (x, y) = (1, 2) is (1, 2)
     answer, gold = (NAMED.sub("", text).strip() for text in (answer, gold))
     ours, theirs = members(answer), members(gold)
-    if len(theirs) < 2 and len(ours) < 2:
+    if len(theirs) < 2:
         return math_verify(answer, gold, error)
     if len(ours) != len(theirs) or (answer[0], answer[-1]) != (gold[0], gold[-1]):
         return False
