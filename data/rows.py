@@ -129,14 +129,14 @@ def read_file(path):
     JSON object or not UTF-8, has surplus cells or an open quote, and where a file is cut off."""
     line = 0
     try:
-        for line, row in READERS.get(Path(path).suffix, jsonl_rows)(path):
+        for line, row in READERS.get(Path(path).suffix, read_jsonl)(path):
             yield line, row
     except Exception as error:  # gzip, zlib, csv and pyarrow have errors of their own
         where = f"{path} cannot be read after line {line}, it is cut off or damaged"
         raise SystemExit(f"{where}: {one_line(error)}") from error
 
 
-def jsonl_rows(path):
+def read_jsonl(path):
     """Of every line that is not empty; text is UTF-8, .gz unpacked."""
     with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
         for line, raw in enumerate(file, 1):
@@ -163,8 +163,8 @@ def json_object(raw):
     return row
 
 
-def csv_rows(path):
-    """Of a csv with a header, as text."""
+def read_csv(path):
+    """Rows of a csv with a header, as text. SystemExit on surplus cells or an open quote."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         for row in (reader := csv.DictReader(file, strict=True)):
             if None in row:  # otherwise an answer would be cut at its first comma
@@ -173,7 +173,7 @@ def csv_rows(path):
             yield reader.line_num, row
 
 
-def parquet_rows(path):
+def read_parquet(path):
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -182,10 +182,10 @@ def parquet_rows(path):
 
 
 READERS = {
-    ".jsonl": jsonl_rows,
-    ".csv": csv_rows,
-    ".parquet": parquet_rows,
-    ".gz": jsonl_rows,
+    ".jsonl": read_jsonl,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+    ".gz": read_jsonl,
 }
 
 
