@@ -197,13 +197,17 @@ def load_reward(name, task):
     def checked(completion, paid):
         paid = paid if isinstance(paid, dict) else {"reward": paid}
         parts.extend(paid if not parts else ())
-        is_good = lambda part: isinstance(part, Real) and math.isfinite(part)
-        same = bool(parts) and paid.keys() == {*parts} and not METRICS.intersection(parts)
-        if not same or not all(map(is_good, paid.values())):
+        problem = ""
+        if not paid or paid.keys() != {*parts}:
+            problem = f"the first has the parts {parts}: give 0 for what is not earned"
+        elif METRICS.intersection(parts):
+            problem = "that is a metric: rename the part"
+        elif not all(isinstance(part, Real) and math.isfinite(part) for part in paid.values()):
+            problem = "not a finite number"
+        if problem:
             where = f"--reward {name or 'none: the score'} of {task.NAME}"
             paid = f"completion {completion[:60]!a} is paid {paid!r:.200}"
-            needed = f"finite numbers for the parts of the first, {parts}, none of {METRICS}"
-            raise SystemExit(f"{where}: {paid}: needed are {needed}")
+            raise SystemExit(f"{where}: {paid}: {problem}")
         return {part: float(paid[part]) for part in parts}
 
     def rewards(completions, examples):
