@@ -4,6 +4,7 @@ import csv
 import errno
 import gzip
 import json
+import os
 import tempfile
 from functools import cache
 from itertools import islice
@@ -127,6 +128,8 @@ def _python_rows(dataset):
 def read_file(path):
     """(line or number from 1, row) of every row of a file; SystemExit names the line that is no
     JSON object or not UTF-8, has surplus cells or an open quote, and where a file is cut off."""
+    if not os.path.isfile(path):
+        raise SystemExit(f"{path}: no such file")
     line = 0
     try:
         for line, row in READERS.get(Path(path).suffix, read_jsonl)(path):
