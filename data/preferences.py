@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, hub_splits, is_own, open_rows, read_jsonl
+from data.rows import describe_columns, hub_splits, is_own, open_rows, read_file
 from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_questions
 from distributed.disk import writing
 
@@ -114,21 +114,17 @@ def preference(row):
     If a side is messages, its last turn is the answer, and the turns before it are the prompt,
     which must be the same on both sides.
     """
-    prompt, answers, contexts = row.get("prompt"), [], []
+    prompt, contexts, answers = as_messages(row.get("prompt")), [], []
     for side in map(row.get, SIDES):
-        if is_dialogue(side):
-            *context, last = side
-            contexts.append(context)
-            side = last["content"] if last["role"] == "assistant" else None
-        answers.append(side)
-    if any(context != contexts[0] for context in contexts):
+        turns = side if is_dialogue(side) else [{"role": "assistant", "content": side}]
+        # its own turns may hold a system turn or history, more than the prompt column
+        contexts.append(turns[:-1] or prompt)
+        answers.append(turns[-1]["content"] if turns[-1]["role"] == "assistant" else None)
+    if contexts[0] != contexts[1]:
         return unreadable(row, "have sides that answer different prompts")
-    if contexts and contexts[0]:  # may hold a system turn or history, more than the prompt column
-        prompt = contexts[0]
-    prompt = as_messages(prompt)
-    if not is_dialogue(prompt) or not all(isinstance(answer, str) for answer in answers):
+    if not is_dialogue(contexts[0]) or not all(isinstance(answer, str) for answer in answers):
         return unreadable(row, f"cannot be read, needed are {COLUMNS}")
-    return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+    return {"prompt": contexts[0]} | dict(zip(SIDES, answers, strict=True))
 
 
 def encode_pairs(pairs, tokenizer, model, max_length):
@@ -149,16 +145,13 @@ def pairs_of_samples(rows, per_prompt):
             answers.setdefault(row["index"], {}).setdefault(row["completion"], row["score"])
             prompts[row["index"]] = row["prompt"]
     for index, scored in sorted(answers.items()):
-        prompt = prompts[index]
         # The sort is stable: equal scores stay in the order of sampling.
-        best = sorted(scored, key=scored.get, reverse=True)
+        best, prompt = sorted(scored, key=scored.get, reverse=True), prompts[index]
         for sides in [*zip(best, best[::-1], strict=True)][:per_prompt]:
-            scores = [scored[text] for text in sides]
-            if scores[0] > scores[1]:
-                pair = {"prompt": prompt[-1]["content"]}
-                for side, text in zip(SIDES, sides, strict=True):
-                    pair[side] = [*prompt, {"role": "assistant", "content": text}]
-                pairs.append(pair)
+            if scored[sides[0]] > scored[sides[1]]:
+                turns = ([*prompt, {"role": "assistant", "content": text}] for text in sides)
+                pair = dict(zip(SIDES, turns, strict=True))
+                pairs.append({"prompt": prompt[-1]["content"]} | pair)
     return pairs
 
 
@@ -166,14 +159,15 @@ def read_samples(path):
     """-> rows of samples.jsonl. SystemExit names the first line that can make no pair."""
     rows, prompts = [], {}
     needed = "index (integer), prompt (messages), completion (text) and score (number)"
-    for line, row in read_jsonl(path):
+    for line, row in read_file(path):
         index, prompt, text, score = map(row.get, ("index", "prompt", "completion", "score"))
         is_scored = isinstance(text, str) and isinstance(score, int | float)
+        problem = ""
         if not (is_scored and type(index) is int and is_dialogue(prompt)):
             problem = f"needs {needed}, has {describe_columns(row)}"
-            raise SystemExit(f"{path} line {line}: {problem}")
-        if prompts.setdefault(row["index"], row["prompt"]) != row["prompt"]:
-            problem = f"index {row['index']} had another prompt before; are these two evaluations?"
+        elif prompts.setdefault(index, prompt) != prompt:
+            problem = f"index {index} had another prompt before; are these two evaluations?"
+        if problem:
             raise SystemExit(f"{path} line {line}: {problem}")
         rows.append(row)
     return rows

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import tempfile
-import zlib
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -29,7 +28,7 @@ def open_rows(path, split, presets, config=None):
         )
     file = Path(path)
     if file.is_file() and file.suffix in READERS:
-        return READERS[file.suffix](file)
+        return (row for _, row in read_file(file))
     if is_hub_id(path):
         try:
             return _python_rows(_load_hub(path, config, split))
@@ -126,24 +125,29 @@ def _python_rows(dataset):
     return (row for batch in batches for row in batch.to_pylist())
 
 
-def read_jsonl(path):
-    """(line number from 1, object) of every line that is not empty; text is UTF-8, .gz unpacked.
-
-    SystemExit names the line that is no JSON object or not UTF-8, and a file that is cut off.
-    """
+def read_file(path):
+    """(line or number from 1, row) of every row of a file; SystemExit names the line that is no
+    JSON object or not UTF-8, has surplus cells or an open quote, and where a file is cut off."""
     if not os.path.isfile(path):
         raise SystemExit(f"{path}: no such file")
     line = 0
     try:
-        with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-            for line, raw in enumerate(file, 1):
-                if raw.strip():
-                    yield line, json_object(raw)
-    except ValueError as error:
-        raise SystemExit(f"{path} line {line}: {error}") from error
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors among them
+        for line, row in READERS.get(Path(path).suffix, read_jsonl)(path):
+            yield line, row
+    except Exception as error:  # gzip, zlib, csv and pyarrow have errors of their own
         where = f"{path} cannot be read after line {line}, it is cut off or damaged"
         raise SystemExit(f"{where}: {one_line(error)}") from error
+
+
+def read_jsonl(path):
+    """Of every line that is not empty; text is UTF-8, .gz unpacked."""
+    with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
+        for line, raw in enumerate(file, 1):
+            try:
+                if raw.strip():
+                    yield line, json_object(raw)
+            except ValueError as error:
+                raise SystemExit(f"{path} line {line}: {error}") from error
 
 
 def json_object(raw):
@@ -191,38 +195,28 @@ def read_lines(path):
 
 def read_csv(path):
     """Rows of a csv with a header, as text. SystemExit on surplus cells or an open quote."""
-    line = 0
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            for row in (reader := csv.DictReader(file, strict=True)):
-                if None in row:  # otherwise an answer would be cut at its first comma
-                    more = "the next row has more cells than the header"
-                    raise csv.Error(f"{more}: text with a comma needs quotes")
-                yield row
-                line = reader.line_num
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SystemExit(f"{path} cannot be read after line {line}: {one_line(error)}") from error
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        for row in (reader := csv.DictReader(file, strict=True)):
+            if None in row:  # otherwise an answer would be cut at its first comma
+                more = "the next row has more cells than the header"
+                raise csv.Error(f"{more}: text with a comma needs quotes")
+            yield reader.line_num, row
 
 
 def read_parquet(path):
-    """Rows of a parquet file."""
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH):
-                yield from batch.to_pylist()
-    except Exception as error:  # several kinds, of pyarrow
-        problem = "is no parquet file, or a truncated or damaged one"
-        raise SystemExit(f"{path} {problem}: {one_line(error)}") from error
+    with pyarrow.parquet.ParquetFile(path) as file:
+        batches = file.iter_batches(BATCH)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
 READERS = {
-    ".jsonl": lambda path: (row for _, row in read_jsonl(path)),
+    ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".parquet": read_parquet,
+    ".gz": read_jsonl,
 }
-READERS[".gz"] = READERS[".jsonl"]
 
 
 def describe_columns(row):

@@ -63,12 +63,11 @@ class TokenRows(Sequence):
 
     def at_least(self, batch_size):
         """-> self; SystemExit if there is no row, or not enough for one step, with the reasons."""
-        if len(self) >= max(batch_size, 1):
-            return self
-        few = f", fewer than --batch-size {batch_size}: give a smaller one" if len(self) else ""
-        lost = ": ".join([f"; {self.num_dropped} were dropped", *self.reasons])
-        lost *= self.num_dropped > 0
-        raise SystemExit(f"--data holds {len(self) or 'no'} rows to train on{few}{lost}")
+        if len(self) < max(batch_size, 1):
+            few = f", fewer than --batch-size {batch_size}: give a smaller one" if len(self) else ""
+            lost = ": ".join([f"; {self.num_dropped} were dropped", *self.reasons])
+            raise SystemExit(f"--data holds {len(self) or 'no'} rows to train on{few}{lost}")
+        return self
 
 
 def token_rows(rows, tokenizer, model, max_length, sides):

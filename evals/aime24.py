@@ -9,11 +9,13 @@ temperature above 0; at 0 all eight are the same. There is no train split. evals
 problems of 2025, with another prompt, as in DARE.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
+
+    main("aime24")
+
 from dataclasses import dataclass
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
 from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import COLUMNS, extract, problem
@@ -64,6 +66,3 @@ aime25 = Aime(
     "OpenCompass aime2025, DARE",
     r"Remember to put your final answer within \boxed{}.",
 )
-
-if __name__ == "__main__":
-    main("aime24")

@@ -4,11 +4,9 @@ python evals/aime25.py --model sdar-8b --temperature 1.0 --repeats 8
 python evals/aime25.py --completions FILE.jsonl --data test_aime2025.parquet
 """
 
-import sys
-
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
-from evals.aime24 import aime25 as task  # noqa: F401
-
 if __name__ == "__main__":
+    from command import main
+
     main("aime25")
+
+from evals.aime24 import aime25 as task  # noqa: F401

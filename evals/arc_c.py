@@ -11,10 +11,11 @@ Dream-7B-Instruct 81.36, SDAR-8B-Chat 86.78, LLaDA2.0-mini 85.76. lm-eval compar
 of the options on test and gets 45 to 60 % for the same models: a different quantity.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("arc_c")
+
 from evals.choices import LETTERS, Choices, Form
 
 
@@ -26,21 +27,15 @@ class ArcC(Choices):
 
     def load(self, split, path=None, limit=None):
         """As Choices.load. "dare": the validation rows with four options."""
-        if path not in self.PRESETS:
-            return super().load(split, path, limit)
-        examples = super().load("validation")
-        return [example for example in examples if len(example["options"]) == 4][:limit]
+        if path == "dare":
+            examples = super().load("validation")
+            return [example for example in examples if len(example["options"]) == 4][:limit]
+        return super().load(split, path, limit)
 
     def read(self, row):
-        options, labels = row["choices"]["text"], row["choices"]["label"]
-        if not 2 <= len(options) == len(labels) <= 5:
-            raise ValueError("not two to five labelled options")
         # some rows label their options 1 to 4: only the position counts
-        gold = LETTERS[labels.index(row["answerKey"])]
-        return {"question": row["question"], "options": options, "gold": gold}
+        gold = LETTERS[row["choices"]["label"].index(row["answerKey"])]
+        return {"question": row["question"], "options": row["choices"]["text"], "gold": gold}
 
 
 task = ArcC()
-
-if __name__ == "__main__":
-    main("arc_c")

@@ -14,15 +14,18 @@ plain mean of the 27 tasks: LLaDA-8B-Base 49.7 (length 1,024), Dream-7B-Base 57.
 one counts, and yes is Yes.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("bbh")
+
 import json
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_rows
+from data.rows import is_hub_id, read_rows
 from evals import main, tagged_answer
-from evals.choices import SPECIAL, letter
+from evals.choices import SPECIAL, letter, read_parts
 from evals.examples import as_text, one_split, parse_rows, user
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, last_box
 
@@ -57,11 +60,10 @@ def load(split, path=None, limit=None):
     path, split = path or HUB, one_split("bbh", split, {"test": "test"})
     if Path(path).is_dir():
         rows = [row for task in TASKS for row in _clone_rows(Path(path), task)]
-    elif Path(path).is_file() or "/" not in path:
-        rows = read_rows(path, split, (), limit)
+    elif is_hub_id(path):
+        rows = read_parts(path, split, TASKS)
     else:
-        read = lambda task: read_rows(path, split, (), config=task)
-        rows = [{"task": task} | row for task in TASKS for row in read(task)]
+        rows = read_rows(path, split, ())
     return parse_rows(_problem, "input and target", path, rows[:limit])
 
 
@@ -83,7 +85,7 @@ def extract(completion, example):
     """
     if re.fullmatch(r"\([A-Z]\)", example["gold"]):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
-        found = letter(completion, "".join(options) or "ABCDEFGHIJKLMNOPQR")
+        found = letter(completion, options)
         return found and f"({found})"
     completion = SPECIAL.sub("\n", (tagged_answer(completion) or completion)[-MAX_TEXT:])
     line = "\n\n" if " " in example["gold"] else "\n"
@@ -93,7 +95,7 @@ def extract(completion, example):
     text = last_box(text or completion) or text or alone
     text = text[: MAX_LENGTH + 1].strip().split(line)[0]
     bold = re.findall(r"(?<!\w)(?<!not )\*\*(.+?)\*\*(?!\s+or\b)", text)
-    text = " ".join(bold if line == "\n\n" else bold[:1]) or text
+    text = " ".join(bold) or text
     text = text.strip().removesuffix(".").strip()
     return text if 0 < len(text) <= MAX_LENGTH else None
 
@@ -113,7 +115,7 @@ def answer(example, draw=0):
 def _problem(row):
     shots = row.get("shots", "")
     example = {"question": row["input"], "gold": as_text(row["target"])}
-    example["subject"] = row.get("task", "bbh")
+    example["subject"] = row.get("subject", row.get("task", "bbh"))
     return example | {"shots": shots, "style": "shown" if shots else "alone"}
 
 
@@ -129,8 +131,4 @@ def _clone_rows(folder, task):
             f"github.com/suzgunmirac/BIG-Bench-Hard ({type(error).__name__})"
         ) from error
     shots = shots.rpartition("\n-----\n")[2].strip()
-    return [{"task": task, "shots": shots} | row for row in rows]
-
-
-if __name__ == "__main__":
-    main("bbh")
+    return [{"subject": task, "shots": shots} | row for row in rows]

@@ -10,14 +10,12 @@ because test has no labels.
   (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, a different quantity.
 """
 
-import sys
-from pathlib import Path
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_rows
-from evals import main
+    main("ceval")
+
 from evals.choices import Choices, Form
-from evals.examples import as_text
 
 SUBJECTS = dict(
     line.split()
@@ -78,34 +76,18 @@ veterinary_medicine 兽医学
 )
 
 
-class CEval(Choices):
-    HUB, splits, topics, zip_columns = "ceval/ceval-exam", {"test": "val"}, SUBJECTS, ()
-    needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
-    forms = {
-        "": Form(
-            "OpenCompass ceval_gen_5f30c7",
-            "以下是中国关于{topic}考试的单项选择题，请选出其中的正确答案。\n{question}\n{options}\n"
-            "答案: ",
-            reply="{gold}",
-        )
-    }
+ASK = "以下是中国关于{topic}考试的单项选择题，请选出其中的正确答案。\n{question}\n{options}\n答案: "
 
-    def rows(self, path, part, style):
-        """Of a zip, or of a hub data set with one config per subject."""
-        if path.endswith(".zip") or Path(path).exists():
-            return super().rows(path, part, style)
-        rows = lambda subject: read_rows(path, part, (), config=subject)
-        return [{"subject": subject} | row for subject in SUBJECTS for row in rows(subject)]
+
+class CEval(Choices):
+    HUB, splits, columns = "ceval/ceval-exam", {"test": "val"}, None
+    parts = topics = SUBJECTS
+    needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
+    forms = {"": Form("OpenCompass ceval_gen_5f30c7", ASK, shot=(ASK, "{gold}"))}
 
     def read(self, row):
-        options = [as_text(row[label]) for label in "ABCD"]
-        if row["answer"] not in list("ABCD") or row["subject"] not in SUBJECTS:
-            raise ValueError(f"answer {row['answer']!r}, subject {row['subject']!r}")
-        example = {"question": row["question"], "options": options, "gold": row["answer"]}
-        return example | {"subject": row["subject"]}
+        options, example = [row[label] for label in "ABCD"], {"question": row["question"]}
+        return example | {"options": options, "gold": row["answer"], "subject": row["subject"]}
 
 
 task = CEval()
-
-if __name__ == "__main__":
-    main("ceval")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.rows import read_rows
-from evals.examples import one_split, parse_rows, source_and_style, user
+from evals.examples import as_text, one_split, parse_rows, source_and_style, user
 from evals.math_grader import MAX_TEXT
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -103,23 +103,22 @@ class Form(NamedTuple):
     ask: str
     answer: str = "{gold}"
     option: str = "{}. {}"
-    # a worked example in front, as two chat turns; without `reply` there is none
-    shot: str = ""
-    reply: str = ""
+    # a worked example in front, if there are any: a question and its answer, as two chat turns
+    shot: tuple = ()
 
 
 class Choices:
     """A benchmark whose answers are letters.
 
-    HUB, config: its rows. splits: {split: the hub's name of it}. needs: what a row must have.
-    forms: {style: Form}, the default first. styles: {name behind --data FILE@: style}, names that
-    are also data of their own. topics: {subject: its words}. zip_columns: of the original csv files
-    in a zip, () if these have a header; None: there are no such files. `read` makes an example of a
-    row: question, options (a list, or a dict by letter), gold (a letter), and subject if there are
-    several.
+    HUB, config: its rows; parts: configs instead, one for each subject. splits: {split: the hub's
+    name of it}. columns: of the files in the original zip; None if they have a header, () if there
+    is no zip. needs: what a row must have. forms: {style: Form}, the default first. styles: {name
+    behind --data FILE@: style}, names that are also data of their own. topics: {subject: its
+    words}. `read` makes an example of a row: question, options (a list, or a dict by letter), gold
+    (a letter), and subject if there are several.
     """
 
-    PRESETS, config, styles, topics, zip_columns = (), None, {}, {}, None
+    PRESETS, config, parts, columns, styles, topics = (), None, (), (), {}, {}
     splits = {"test": "test", "validation": "validation"}
 
     @property
@@ -135,42 +134,52 @@ class Choices:
         """
         path, style = source_and_style(path, self.HUB, self.styles)
         part = one_split(self.NAME, split, self.splits)
-        parse = lambda rows: parse_rows(self.read, self.needs, path, rows)
         default = next(iter(self.forms))
         style = style or ({"style": default} if default else {})
+        parse = lambda rows: parse_rows(self.problem, self.needs, path, rows)
         examples = parse(self.rows(path, part, style)[:limit])
-        if any(self.forms[name].reply for name in {default, *style.values()}):
-            by_subject = {}
-            for shot in parse(self.rows(path, "dev", style)):
-                by_subject.setdefault(shot["subject"], []).append(shot)
+        if self.form(style).shot:
+            shots = parse(self.rows(path, "dev", style))
             for example in examples:
-                example["shots"] = by_subject.get(example["subject"], [])[:SHOTS]
-                if len(example["shots"]) < SHOTS:
+                own = [shot for shot in shots if shot["subject"] == example["subject"]]
+                example["shots"] = own[:SHOTS]
+                if len(own) < SHOTS:
                     few = f"fewer than {SHOTS} dev rows of {example['subject']!r}"
                     raise SystemExit(f"{path}: {few}")
         return [example | style for example in examples]
 
     def rows(self, path, part, style):
         """Rows of a split; part "dev": those of the worked examples."""
-        if self.zip_columns is not None and (path.endswith(".zip") or Path(path).exists()):
-            return list(read_zip(path, part, self.zip_columns))
+        if self.columns != () and Path(path).exists():
+            return list(read_zip(path, part, self.columns))
+        if self.parts:
+            return read_parts(path, part, self.parts)
         return read_rows(path, part, self.PRESETS, config=self.config)
+
+    def problem(self, row):
+        example = self.read(row)
+        options = labelled(example["options"])
+        for text in (*options.values(), example.get("subject", "")):
+            as_text(text)
+        if example["gold"] not in options:
+            raise ValueError("the answer is no option")
+        return example
 
     def prompt(self, example):
         """Worked examples as chat turns, then the question."""
         form = self.form(example)
-        texts, shown = (form.shot or form.ask, form.reply), example["shots"] if form.reply else ()
-        shots = [[self.filled(text, shot, form) for text in texts] for shot in shown]
+        shots = example["shots"] if form.shot else ()
+        shots = [[self.filled(text, shot, form) for text in form.shot] for shot in shots]
         return user(self.filled(form.ask, example, form), shots)
 
     def form(self, example):
         return self.forms.get(example.get("style")) or next(iter(self.forms.values()))
 
     def filled(self, text, example, form):
-        options, subject = example["options"], example.get("subject", "")
-        lines = "\n".join(form.option.format(*pair) for pair in labelled(options).items())
-        more = {"options": lines, "stripped_options": lines.strip()}
-        more["topic"] = self.topics.get(subject, subject.replace("_", " "))
+        options, subject = labelled(example["options"]), example.get("subject", "")
+        lines = "\n".join(form.option.format(*pair) for pair in options.items())
+        topic = self.topics.get(subject, subject.replace("_", " "))
+        more = {"options": lines, "stripped_options": lines.strip(), "topic": topic}
         return text.format(**example | more)
 
     def extract(self, completion, example):
@@ -191,25 +200,22 @@ def labelled(options):
     return options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
 
 
+def read_parts(path, split, parts):
+    """Rows of a hub data set with one config for each subject, each row with its "subject"."""
+    read = lambda part: read_rows(path, split, (), config=part)
+    return [{"subject": part} | row for part in parts for row in read(part)]
+
+
 def read_zip(path, split, columns):
     """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its
-    "subject". Values are text. Of a part "validation" the files say val.
-
-    columns: for files without a header; otherwise (). SystemExit if the file is no such zip.
-    """
-    if not zipfile.is_zipfile(path):
-        raise SystemExit(
-            f"--data {path}: no such zip; takes a .zip or a hub id, which have the dev split of "
-            "the worked examples"
-        )
-    with zipfile.ZipFile(path) as archive:
-        split = split.replace("validation", "val")
-        suffix = f"_{split}.csv"
-        names = filter(re.compile(rf"(.*/)?{split}/.*{suffix}").fullmatch, archive.namelist())
-        if not (names := sorted(names)):
-            raise SystemExit(f"--data {path}: no {split}/<subject>{suffix} in it")
-        for name in names:
-            subject = Path(name).name.removesuffix(suffix)
-            with io.TextIOWrapper(archive.open(name), encoding="utf-8-sig", newline="") as file:
-                for row in csv.DictReader(file, columns or None):
-                    yield {"subject": subject} | row
+    "subject". Values are text. Of a part "validation" the files say val. SystemExit if the file is
+    no such zip."""
+    suffix = f"_{split.replace('validation', 'val')}.csv"
+    archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
+    names = [name for name in archive.namelist() if name.endswith(suffix)] if archive else ()
+    if not names:
+        raise SystemExit(f"--data {path}: no <subject>{suffix} in it; takes a .zip or a hub id")
+    for name in sorted(names):
+        subject = Path(name).name.removesuffix(suffix)
+        with io.TextIOWrapper(archive.open(name), encoding="utf-8-sig", newline="") as file:
+            yield from ({"subject": subject} | row for row in csv.DictReader(file, columns))

@@ -12,32 +12,33 @@ d1's rule, eval() after a character filter, accepts 100//30 = 3, hangs on 93**10
 30.100 as the two numbers 30 and 100.
 """
 
-import ast
-import operator
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("countdown")
+
+import re
 from fractions import Fraction
 
 from data.planning import COUNTDOWN, countdown, countdown_solutions, stable_hash
-from evals import WORDS, final_answer, main
+from evals import WORDS, final_answer
 from evals.examples import planning_row, read_examples, source_and_style, user
+from evals.math_grader import rewritten, rules
 
 PRESETS = COUNTDOWN  # names that `load` takes besides files and hub ids; "small" is the default
-OPERATIONS = {
-    ast.USub: operator.neg,
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-SIGNS = {r"\times": "*", r"\cdot": "*", r"\div": "/", "→": "="}  # \frac{8}{2} is read too
-DROPPED = re.compile(r"\\left|\\right|\\(?= )|✓")
+LATEX = rules(r"""
+\\left|\\right|\\(?= )|✓ =>
+\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\} => ((\1)/(\2))
+\\times|\\cdot => *
+\\div => /
+→ => =
+""")
+LATEX.insert(0, (WORDS, r"\1"))
 NUMBER_SIDE = re.compile(r"\s*(-?[0-9]+(\.[0-9]+)?\s*)?")  # of an equation
-FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 MAX_DEPTH = 64  # operators and opening brackets of an answer: limits the depth of its tree
-LEGAL, LEADING_ZERO = re.compile(r"[-+*/() 0-9]+"), re.compile(r"(?<![0-9])0[0-9]")
+# other characters, // and **, a sign +, 07
+ILLEGAL = re.compile(r"[^-+*/() 0-9]|//|\*\*|(?:^|[-+*/(]) *\+|(?<![0-9])0[0-9]")
+DIGITS = re.compile("[0-9]+")
 
 # name of the prompt, by style
 VERSION = {"compact": "compact", "tags": "d1, training", "boxed-tags": "d1, evaluation"}
@@ -100,12 +101,10 @@ def prompt(example):
     """Messages. "compact" is fixed width (`12  7  3 =   8`, 14 characters for three numbers)."""
     numbers, target = example["numbers"], example["target"]
     if example["style"] == "compact":
-        content = f"{' '.join(f'{n:2d}' for n in numbers)} = {target:3d}"
-    elif example["style"] == "boxed-tags":
-        content = f"{EVALUATION}Numbers: {numbers}\nTarget: {target}"
-    else:
-        content = PROMPT.format(numbers=numbers, target=target)
-    return user(content)
+        return user(f"{' '.join(f'{n:2d}' for n in numbers)} = {target:3d}")
+    if example["style"] == "boxed-tags":
+        return user(f"{EVALUATION}Numbers: {numbers}\nTarget: {target}")
+    return user(PROMPT.format(numbers=numbers, target=target))
 
 
 def extract(completion, example):
@@ -116,10 +115,7 @@ def extract(completion, example):
     """
     if example["style"] == "compact":
         return completion.strip() or None
-    text = WORDS.sub(r"\1", final_answer(completion) or "").rstrip(". \\")
-    text = FRACTION.sub(r"((\1)/(\2))", DROPPED.sub("", text))
-    for latex, plain in SIGNS.items():
-        text = text.replace(latex, plain)
+    text = rewritten((final_answer(completion) or "").rstrip(". \\"), LATEX)
     sides = [side for side in text.split("=") if not NUMBER_SIDE.fullmatch(side)]
     return (sides[0] if len(sides) == 1 else text).strip() or None
 
@@ -149,47 +145,20 @@ def answer(example, draw=0):
 def evaluate(text):
     """(value, sorted literals) of a legal expression; None for anything else, and for division by
     zero. Never raises."""
-    if not LEGAL.fullmatch(text) or LEADING_ZERO.search(text):
+    if ILLEGAL.search(text) or len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH:
         return None
-    if len(re.findall(r"[-+*/(]", text)) > MAX_DEPTH:
+    try:  # the filter leaves nothing else to Python's parser than numbers in fractions
+        value = eval(DIGITS.sub(r"Fraction(\g<0>)", text.strip()), {"Fraction": Fraction})
+    except (SyntaxError, TypeError, ArithmeticError):
         return None
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-        literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        return calculated(tree.body, OPERATIONS, Fraction), sorted(literals)
-    except (SyntaxError, ZeroDivisionError):
-        return None
-
-
-def calculated(node, operations, number):
-    """The value of a syntax tree; number: of a literal. SyntaxError for what `operations` lack, and
-    for calls like 2(3) and ()."""
-    match node:
-        case ast.Constant(value=literal):
-            return number(literal)
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in operations:
-            return operations[type(op)](calculated(operand, operations, number))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in operations:
-            sides = (calculated(side, operations, number) for side in (left, right))
-            return operations[type(op)](*sides)
-    raise SyntaxError("not legal")
+    return value, sorted(map(int, DIGITS.findall(text)))
 
 
 def _problem(row):
     numbers, target = planning_row(row, "nums" if "nums" in row else "numbers", "target")
-    numbers = _integers(numbers)
+    numbers = [int(number) for number in str(numbers).strip("[] ").split(",")]
     # Dream: the input ends with the target, the output has solution steps
-    [target] = [numbers.pop()] if "=" in str(target) else _integers(target)
-    return {"numbers": numbers, "target": target, "style": "tags"}
-
-
-def _integers(value):
-    """Integers of 7, "7", [1, 2], "[1, 2]" or "1,2", none of them negative."""
-    numbers = [int(n) for n in str(value).strip("[] ").split(",")]
+    target = numbers.pop() if "=" in str(target) else int(str(target).strip("[] "))
     if min(numbers) < 0:
-        raise ValueError(f"{value!r:.40} has a negative number")
-    return numbers
-
-
-if __name__ == "__main__":
-    main("countdown")
+        raise ValueError("a negative number")
+    return {"numbers": numbers, "target": target, "style": "tags"}

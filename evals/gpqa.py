@@ -14,15 +14,16 @@ five are read from the file that has them, opencompass/configs/datasets/gpqa/gpq
 ML-GSAI/LLaDA and yjyddq/DARE. One question is half a point; the standard error is 3.3 points.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("gpqa")
+
 import re
-import sys
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
 from evals.choices import LETTERS, Choices, Form
-from evals.examples import as_text
 
 COLUMNS = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
 ANSWER = "The correct answer is ({gold})"
@@ -52,21 +53,21 @@ class Gpqa(Choices):
         """As Choices.load. With @FILE.py behind the path DARE's prompt, in the style "shown", whose
         five worked questions are read from that file."""
         path, _, file = path.rpartition("@") if (path or "").endswith(".py") else (path, "", "")
-        more, shuffle = {"style": "shown", "shots": worked(file)} if file else {}, Random(0).shuffle
-        examples = super().load(split, path, limit)
+        examples, shuffle = super().load(split, path, limit), Random(0).shuffle
         for number, example in enumerate(examples, 1):
-            options = example["options"]
-            right, first = options[0], number % 4
+            options, first = example["options"], number % 4
+            right = options[0]
             if file:
                 shuffle(options)
+                example |= {"style": "shown", "shots": worked(file)}
             else:  # the options rotate: B C D A in row 1, then C D A B
                 options[:] = options[first:] + options[:first]
-            example |= {"gold": LETTERS[options.index(right)]} | more
+            example["gold"] = LETTERS[options.index(right)]
         return examples
 
     def read(self, row):
-        question, *options = (as_text(row[name]) for name in COLUMNS)
-        return {"question": question, "options": options}
+        question, *options = map(row.get, COLUMNS)
+        return {"question": question, "options": options, "gold": "A"}
 
 
 def worked(path):
@@ -80,6 +81,3 @@ def worked(path):
 
 
 task = Gpqa()
-
-if __name__ == "__main__":
-    main("gpqa")

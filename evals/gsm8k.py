@@ -10,15 +10,17 @@ reads its last run of digits, 000. Units are not interpreted: 50\% is 50, and 2 
 million is no number.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("gsm8k")
+
+import re
 from fractions import Fraction
 
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
-from evals import WORDS, final_answer, main
+from evals import WORDS, final_answer
 from evals.examples import (
     STYLES,
     chat_row,
@@ -28,7 +30,7 @@ from evals.examples import (
     user,
     worked,
 )
-from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER
+from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER, rewritten, rules
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -141,18 +143,29 @@ In total, the fourth basket has 20+12=32 fruits.
 The four baskets together have 32+114=146 fruits.
 The answer is 146
 """
-ASK = "Question: {}\nLet's think step by step\nAnswer:"
+ASK = "Question: QUESTION\nLet's think step by step\nAnswer:"
 SHOTS = re.findall(r"(.*)\n\n((?:.+\n)+)", SHOWN)
-SHOTS = [(ASK.format(question), worked) for question, worked in SHOTS]
+SHOTS = [(ASK.replace("QUESTION", question), worked) for question, worked in SHOTS]
+PROMPTS = {
+    "boxed": f"QUESTION\n{INSTRUCTION}",
+    "tags": f"{TAGS}QUESTION",
+    "boxed-tags": f"{EVALUATION.format(' ')}\n\nQUESTION",
+    "shown": ASK,
+}
 COLUMNS = (
     "question and answer (a number, or a solution that ends in #### and a number), "
     "or prompt and reward_model.ground_truth (DARE)"
 )
 
-# LaTeX around numbers
-DROPPED = re.compile(r"\\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|°")
-FULL_HOUR = re.compile(r"(?<=[0-9]):00\b(?!:)")  # 2:00 pm
-MONEY = re.compile(r"((?<![\w)])-)?[$€£] *")
+# LaTeX around numbers: \$1{,}450 -> 1,450, \text{eggs} -> eggs, \frac{1}{2} -> 1/2; 2:00 pm -> 2 pm
+PLAIN = rules(r"""
+\{,\} => ,
+[–−] => -
+\\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
+(?<=[0-9]):00\b(?!:) =>
+((?<![\w)])-)?[$€£] * =>  \1
+""")
+PLAIN = [(WORDS, r"\1"), *PLAIN, (FRACTION, OVER)]
 
 SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.
@@ -194,29 +207,21 @@ def load(split, path=None, limit=None):
     the same rows for every split.
     """
     path, style = source_and_style(path, HUB, PRESETS)
-    if is_of(path, HUB):
-        rows = read_rows(path, "test" if split == "test" else "train", PRESETS, config="main")
-        if split != "test":
-            rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
-    else:
-        rows = read_rows(path, split, PRESETS, limit)
-    return [
-        {"style": "boxed"} | row | style
-        for row in parse_rows(_problem, COLUMNS, path, rows[:limit])
-    ]
+    own, held = is_of(path, HUB), split != "test"
+    part, config = ("train" if held else split, "main") if own else (split, None)
+    rows = read_rows(path, part, PRESETS, config=config)
+    if own and held:
+        rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
+    examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
+    return [{"style": "boxed"} | example | style for example in examples]
 
 
 def prompt(example):
     """One user message, after four worked examples in the style "shown". "tags" and "boxed-tags"
     are d1's prompts to the byte."""
-    question, style = example["question"], example["style"]
-    content = {
-        "boxed": f"{question}\n{INSTRUCTION}",
-        "tags": TAGS + question,
-        "boxed-tags": f"{EVALUATION.format(' ')}\n\n{question}",
-        "shown": ASK.format(question),
-    }
-    return user(content[style], SHOTS if style == "shown" else ())
+    style = example["style"]
+    content = PROMPTS[style].replace("QUESTION", example["question"])
+    return user(content, SHOTS if style == "shown" else ())
 
 
 def extract(completion, example):
@@ -232,8 +237,8 @@ def extract(completion, example):
     """
     last = final_answer(completion)
     if last is None and "tags" not in example["style"]:
-        last = ([None] + final_numbers(plain(completion[-MAX_TEXT:])))[-1]
-    elif last and not normalised(last) and SENTENCE.fullmatch(sentence := plain(last)):
+        last = ([None] + final_numbers(rewritten(completion[-MAX_TEXT:], PLAIN)))[-1]
+    elif last and not normalised(last) and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
         numbers = {*final_numbers(sentence)}
         last = numbers.pop() if len(numbers) == 1 else last
     return last and normalised(last) or last if len(last or "") <= MAX_LENGTH else None
@@ -256,18 +261,10 @@ def answer(example, draw=0):
     return f"{steps}\nThe answer is {gold}."
 
 
-def plain(text):
-    r"""Text without the LaTeX around its numbers: \$1{,}450 -> 1,450, \frac{1}{2} -> 1/2,
-    \text{eggs} -> eggs."""
-    text = text.replace("{,}", ",").replace("~", " ").replace("–", "-").replace("−", "-")
-    text = WORDS.sub(r"\1", FULL_HOUR.sub("", DROPPED.sub("", text)))
-    return FRACTION.sub(OVER, MONEY.sub(r" \1", text))
-
-
 def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
     "-1/2"; None for anything else."""
-    left, _, text = plain(answer).rpartition("=")
+    left, _, text = rewritten(answer, PLAIN).rpartition("=")
     match = WHOLE.fullmatch(text.strip(" \t\r\n{}()"))
     is_equal = match and not left.endswith(("!", "<", ">"))
     return match[1] + match[2].replace(",", "") if is_equal else None
@@ -288,10 +285,8 @@ def final_numbers(text):
 
 
 def _problem(row):
-    if chat := chat_row(row):
-        question, solution, gold = chat[0], "", str(chat[1])
-    else:
-        question, (solution, _, gold) = row["question"], str(row["answer"]).rpartition("####")
+    question, gold = chat_row(row) or (row["question"], row["answer"])
+    solution, _, gold = str(gold).rpartition("####")
     for instruction in (INSTRUCTION, VERL):
         question = question.strip().removesuffix(instruction).strip()
     written, gold = gold.strip(), normalised(gold)
@@ -299,7 +294,3 @@ def _problem(row):
         raise ValueError("the answer is no number")
     example = {"question": question, "gold": gold, "solution": solution.strip()}
     return example if written == gold else example | {"written": written}
-
-
-if __name__ == "__main__":
-    main("gsm8k")

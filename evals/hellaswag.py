@@ -12,14 +12,16 @@ because test has no labels.
   different quantity.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("hellaswag")
+
+import re
+
 from data.planning import stable_hash
 from data.rows import is_of
-from evals import main
-from evals.choices import Choices, Form
+from evals.choices import LETTERS, Choices, Form
 from evals.examples import held_out
 
 
@@ -36,18 +38,17 @@ class HellaSwag(Choices):
     }
 
     def load(self, split, path=None, limit=None):
-        if split == "test" or not is_of(path or self.HUB, self.HUB):
-            return super().load(split, path, limit)
+        """As Choices.load; of the hub's train rows those of `split`."""
         examples = super().load(split, path)
-        key = lambda i: stable_hash("hellaswag", examples[i]["text"], i)
-        return held_out(examples, split, key)[:limit]
+        if split != "test" and is_of(path or self.HUB, self.HUB):
+            key = lambda i: stable_hash("hellaswag", examples[i]["text"], i)
+            examples = held_out(examples, split, key)
+        return examples[:limit]
 
     def read(self, row):
         text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")
-        gold = dict(zip("0123", "ABCD", strict=True))[str(row["label"])]
-        if len(row["endings"]) != 4:
-            raise ValueError("not four endings")
-        return {"text": text, "options": [*map(cleaned, row["endings"])], "gold": gold}
+        options, gold = [*map(cleaned, row["endings"])], LETTERS[int(row["label"])]
+        return {"text": text, "options": options, "gold": gold}
 
 
 def cleaned(text):
@@ -57,6 +58,3 @@ def cleaned(text):
 
 
 task = HellaSwag()
-
-if __name__ == "__main__":
-    main("hellaswag")

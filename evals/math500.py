@@ -11,12 +11,17 @@ with MATH-500. DARE's rows for LLaDA, Dream and LLaDA2 use 5,000 problems and a 
 --data full, and math500_hendrycks.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("math500")
+
 import sys
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.planning import stable_hash
 from data.rows import is_of, read_rows
-from evals import final_answer, main
+from evals import final_answer
+from evals.choices import read_parts
 from evals.examples import (
     STYLES,
     as_text,
@@ -47,6 +52,11 @@ D1 = (  # d1's prompt, to the byte
     f"{TAGS}You are a math expert. You will be given a question to solve. Solve it step by step. "
     "Wrap the final answer in a \\boxed{}. \n\n"
 )
+PROMPTS = {
+    "": f"QUESTION\n{INSTRUCTION}",
+    "tags": f"{D1}QUESTION",
+    "boxed-tags": EVALUATION.format("") + '" \n\n\nQUESTION',
+}
 COLUMNS = (
     "problem and answer, or problem and solution with a box, or prompt and "
     "reward_model.ground_truth (DARE)"
@@ -65,13 +75,10 @@ def load(split, path=None, limit=None):
     """
     path, style = source_and_style(path, HUB)
     held = split != "test"
-    if held and is_of(path, HUB):
-        if path != HUB:
-            raise SystemExit(f"--data {path} has test rows alone: use full@REVISION")
-        path = "full"
+    path = "full" if held and path == HUB else path
     if whole := is_of(path, "full"):
-        path, part = path.replace("full", FULL, 1), "train" if held else "test"
-        rows = [row for name in PARTS for row in read_rows(path, part, PRESETS, config=name)]
+        path = path.replace("full", FULL, 1)
+        rows = read_parts(path, "train" if held else "test", PARTS)
     else:
         rows = read_rows(path, split, PRESETS, limit)
     examples = [example for example in parse_rows(problem, COLUMNS, path, rows) if example["gold"]]
@@ -85,13 +92,7 @@ def load(split, path=None, limit=None):
 
 def prompt(example):
     """One user message, no examples: that of SDAR and of DARE's math_0shot_gen_11c4b5, or d1's."""
-    question = example["question"]
-    content = {
-        "": f"{question}\n{INSTRUCTION}",
-        "tags": D1 + question,
-        "boxed-tags": EVALUATION.format("") + f'" \n\n\n{question}',
-    }
-    return user(content[example.get("style", "")])
+    return user(PROMPTS[example.get("style", "")].replace("QUESTION", example["question"]))
 
 
 def extract(completion, example):
@@ -116,17 +117,10 @@ def answer(example, draw=0):
 def problem(row):
     """{"question", "gold": "" if the row has none, "solution": "" if it has none} of a row. Raises
     for other columns."""
-    solution = row.get("solution") or ""
-    if chat := chat_row(row):
-        question, gold = chat
-    else:
-        question, gold = row["problem"], row.get("answer") if solution else row["answer"]
-        gold = last_box(solution) if gold is None else gold
-    gold = str(gold) if type(gold) in (int, float) else as_text("" if gold is None else gold)
+    solution = (row.get("solution") or "").strip()
+    find = row.get if solution else row.__getitem__
+    question, gold = chat_row(row) or (row["problem"], find("answer"))
+    gold = last_box(solution) or "" if gold is None else gold
+    gold = str(gold) if type(gold) in (int, float) else as_text(gold).strip()
     question = question.strip().removesuffix(INSTRUCTION).strip()
-    gold = last_box(gold) or gold.strip()
-    return {"question": question, "gold": gold, "solution": solution.strip()}
-
-
-if __name__ == "__main__":
-    main("math500")
+    return {"question": question, "gold": last_box(gold) or gold, "solution": solution}

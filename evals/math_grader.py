@@ -25,18 +25,36 @@ MAX_TEXT = 100_000  # characters at the end of a completion that are read
 TIMEOUT = 5.0  # seconds for a question: a pair of answers, or some programs
 MEMORY = 4 * 2**30  # bytes of address space of a process
 
-BRACES = re.compile(r"(\\boxed\s*\{)|\\?[{}]")
+BRACES = re.compile(r"\\[{}]|(\\boxed\s*)?([{}])")
 UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 # what Math-Verify 0.9 does not see: the base of 52_8, and words of size
 IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
-# thin spaces and degrees anywhere, a dollar in front of a number
-NOT_COUNTED = re.compile(r"\\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.])")
 FRACTION = re.compile(  # in running text - is a sign unless it subtracts
     r"((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
 )
 OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
+
+
+def rules(table):
+    """Lines "pattern => replacement" -> [(pattern, replacement)]"""
+    lines = (line.partition(" =>") for line in table.strip().splitlines())
+    return [(pattern, replacement[1:]) for pattern, _, replacement in lines]
+
+
+def rewritten(text, rules):
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text.strip())
+    return text.strip()
+
+
+COUNTED = rules(r"""
+\{,\} => ,
+\\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
+[ .%$\\]+$ =>
+""")
+COUNTED.append((FRACTION, OVER))
 
 
 def boxes(text, unclosed=False):
@@ -48,9 +66,9 @@ def boxes(text, unclosed=False):
     """
     found, opened = [], []  # opened: where each open brace's content starts, and if it is a box
     for brace in BRACES.finditer(text):
-        if brace[1] or brace[0] == "{":
+        if brace[2] == "{":
             opened.append((brace.end(), bool(brace[1])))
-        elif brace[0] == "}" and opened:
+        elif brace[2] and opened:
             start, is_box = opened.pop()
             if is_box and brace.start() - start <= MAX_LENGTH:
                 found.append((start, text[start : brace.start()]))
@@ -88,51 +106,39 @@ def math_verify(answer, gold, tolerance=0.0):
 def number(answer):
     r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2";
     None for anything else."""
-    text = NOT_COUNTED.sub("", answer.replace("{,}", ",")).strip().rstrip(" .%$\\")
-    if fraction := FRACTION.fullmatch(text):
-        text = fraction.expand(OVER).strip()
+    text = rewritten(answer, COUNTED)
     return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
-# rewriting rules of the string matcher, in this order
-HENDRYCKS = [
-    (r"(?s)^\{(.*)\}$", r"\1"),  # \boxed{{5}}
-    (r"\n|\\!|\\ |\.+$", ""),
-    (r"\\\\", r"\\"),
-    (r"\\[td]frac", r"\\frac"),
-    (r"\\left|\\right", ""),
-    (r"(?<=.)\\text\{[^{}]*\}$", ""),  # a unit behind something
-    (r"\^\{?\\circ\}?|°|\\?[$%]", ""),
-    (r"\\(?:text|textbf|mathbf|mathrm|overline)\{([^{}]*)\}", r"\1"),
-    (r"\\mbox\{[^{}]*\}|\\text|x\\in|\\cdot|and", ""),
-    (r"\\?infinity|(?<!\\)\binf\b", r"\\infty"),
-    (r"(\d)\.0+(?!\d)", r"\1"),
-    (r"(?<![\d}])\.(?=\d)", "0."),
-    (r"^.{0,2}=([^=]*)$", r"\1"),  # k = 5
-    (r"\\sqrt\s*(\w+)", r"\\sqrt{\1}"),
-    (r"\s", ""),
-    (r"\\frac([^{}\\])([^{}\\])", r"\\frac{\1}{\2}"),
-    (r"\\frac([^{}\\])\{", r"\\frac{\1}{"),
-    (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
-]
+# rewriting rules of the string matcher, in this order: {5} is 5, \text behind something is a unit,
+# k = 5 is 5
+HENDRYCKS = rules(r"""
+(?s)^\{(.*)\}$ => \1
+\n|\\!|\\[ ]|\.+$ =>
+\\\\ => \\
+\\[td]frac => \\frac
+\\left|\\right =>
+(?<=.)\\text\{[^{}]*\}$ =>
+\^\{?\\circ\}?|°|\\?[$%] =>
+\\(?:text|textbf|mathbf|mathrm|overline)\{([^{}]*)\} => \1
+\\mbox\{[^{}]*\}|\\text|x\\in|\\cdot|and =>
+\\?infinity|(?<!\\)\binf\b => \\infty
+(\d)\.0+(?!\d) => \1
+(?<![\d}])\.(?=\d) => 0.
+^.{0,2}=([^=]*)$ => \1
+\\sqrt\s*(\w+) => \\sqrt{\1}
+\s =>
+\\frac([^{}\\])([^{}\\]) => \\frac{\1}{\2}
+\\frac([^{}\\])\{ => \\frac{\1}{
+^(-?\d+)/(-?\d+)$ => \\frac{\1}{\2}
+""")
 # Minerva's: without the words that it takes for units, and commas in numbers
-UNITS = (
-    r"\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes"
-    r"|digits|cents|degrees|cm|gm|pounds|meters|meals|edges|students|childrentickets|multiples"
-    r"|sec|dollar|miles|yards|ft|units?|squared?)s?\b"
-)
-MINERVA = [
-    (r"\\text\{\(([^{}]*)\)\}", r"\1"),
-    (UNITS, ""),
-    *HENDRYCKS,
-    (r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", "")),
-]
-
-
-def rewritten(text, rules):
-    for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text.strip())
-    return text
+MINERVA = rules(r"""
+\\text\{\(([^{}]*)\)\} => \1
+\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|meters|meals|edges|students|childrentickets|multiples|sec|dollar|miles|yards|ft|units?|squared?)s?\b =>
+""")  # noqa: E501
+IN_NUMBERS = r"^-?[\d,]+(\.\d+)?$", lambda number: number[0].replace(",", "")
+MINERVA = [*MINERVA, *HENDRYCKS, IN_NUMBERS]
 
 
 def hendrycks(answer, gold):

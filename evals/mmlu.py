@@ -15,12 +15,12 @@ Dream-7B-Instruct 66.83, SDAR-8B-Chat 77.23, LLaDA2.0-mini 72.54. Always answeri
 always D 26.89 %.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("mmlu")
+
 from evals.choices import Choices, Form
-from evals.examples import as_text
 
 HINT = (
     "There is a single choice question about {topic}. Answer the question by replying A, B, C or D."
@@ -34,15 +34,14 @@ COT = (
 
 class Mmlu(Choices):
     HUB, config = "cais/mmlu", "all"
-    zip_columns = ["question", *"ABCD", "answer"]
+    columns = ["question", *"ABCD", "answer"]
     needs = "question, subject, four choices (or A-D) and answer (index or letter)"
     styles = PRESETS = {"cot": "cot"}
     forms = {
         "direct": Form(
             "OpenCompass mmlu_gen_a484b3",
             HINT + "\nQ: {question}\n{options}\nA: ",
-            shot=HINT + "\nQuestion: {question}\n{options}\nAnswer: ",
-            reply="{gold}\n",
+            shot=(HINT + "\nQuestion: {question}\n{options}\nAnswer: ", "{gold}\n"),
         ),
         "cot": Form(
             "simple-evals",
@@ -54,15 +53,12 @@ class Mmlu(Choices):
 
     def read(self, row):
         """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
-        options = row["choices"] if "choices" in row else [row[label] for label in "ABCD"]
-        gold = dict(enumerate("ABCD")).get(row["answer"], row["answer"])
-        subject, *options = map(as_text, (row["subject"], *options))
-        if len(options) != 4 or gold not in list("ABCD"):
-            raise ValueError("not four options and one of them")
-        return {"question": row["question"], "options": options, "gold": gold, "subject": subject}
+        return {
+            "question": row["question"],
+            "options": row["choices"] if "choices" in row else [row[label] for label in "ABCD"],
+            "gold": dict(enumerate("ABCD")).get(row["answer"], row["answer"]),
+            "subject": row["subject"],
+        }
 
 
 task = Mmlu()
-
-if __name__ == "__main__":
-    main("mmlu")

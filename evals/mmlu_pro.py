@@ -12,18 +12,19 @@ reasoning as chat turns, as the authors do (OpenCompass' mmlu_pro_gen_cdbebf). O
 @5-shot behind it the rows with cot_content are the examples.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import main
+    main("mmlu_pro")
+
 from evals.choices import LETTERS, Choices, Form
-from evals.examples import as_text
 
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
     "the following format: 'ANSWER: $LETTER' (without quotes) where LETTER is one of Options(e.g. "
     "one of ABCDEFGHIJKLMNOP). Think step by step before answering."
 )
+ASK = "Question:\n{question}\nOptions:\n{stripped_options}"
 STEPS = "Let's think step by step."
 
 
@@ -39,9 +40,9 @@ class MmluPro(Choices):
         ),
         "reasons": Form(
             "OpenCompass mmlu_pro_gen_cdbebf",
-            "Question:\n{question}\nOptions:\n{stripped_options}",
+            ASK,
             "ANSWER: {gold}",
-            reply="Answer: " + STEPS + " {reason}",
+            shot=(ASK, "Answer: " + STEPS + " {reason}"),
         ),
     }
 
@@ -52,17 +53,15 @@ class MmluPro(Choices):
 
     def read(self, row):
         """Options "N/A" are left out; the others keep their letters."""
-        labelled = zip(LETTERS[:16], row["options"], strict=False)
-        options = {label: as_text(text) for label, text in labelled if text != "N/A"}
-        if row["answer"] not in options or len(row["options"]) > 16:
-            raise ValueError("not an option")
-        example = {"question": row["question"], "options": options, "gold": row["answer"]}
-        example["subject"] = as_text(row["category"])
-        reason = as_text(row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
+        labelled = zip(LETTERS, row["options"], strict=False)
+        example = {
+            "question": row["question"],
+            "options": {label: text for label, text in labelled if text != "N/A"},
+            "gold": row["answer"],
+            "subject": row["category"],
+        }
+        reason = (row.get("cot_content") or "").removeprefix(f"A: {STEPS}").strip()
         return example | ({"reason": reason} if reason else {})
 
 
 task = MmluPro()
-
-if __name__ == "__main__":
-    main("mmlu_pro")

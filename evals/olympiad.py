@@ -14,16 +14,18 @@ comparable: it covers five sets, three of them Chinese and two of physics, and i
 `error`. There is no train split.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("olympiad")
+
+import re
+
 from data.rows import is_of
-from evals import main
 from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import extract
-from evals.math_grader import math_verify, number
+from evals.math_grader import math_verify, number, rewritten, rules
 
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
 VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
@@ -37,6 +39,11 @@ TYPES = {
     "Equation": "an equation",
     "Interval": "an interval",
 }
+BARE = rules(r"""
+\\?\$|\\(?:left|right)(?![A-Za-z]) =>
+\.+$ =>
+""")
+SET = r"^\\\{((?:(?!\\\{).)*)\\\}$", r"\1"
 NAMED = re.compile(r"^.*\\in |^\([^()=]*\)\s*=\s*(?=\()", re.DOTALL)
 FREE = ("Need_human_evaluate", "Tuple")  # answer types that the prompt does not name
 
@@ -55,13 +62,11 @@ def load(split, path=None, limit=None):
 def prompt(example):
     """One user message, no examples: the task, what the answer is, its form, the problem."""
     content = "multiple answers connected with commas" if example["multiple"] else "answer"
-    unit = note = ""
-    if example["unit"]:
-        unit = "(unit)"
-        note = r", note that the unit of the answer should not be included in \boxed{}"
+    note = r", note that the unit of the answer should not be included in \boxed{}"
+    unit, note = ("(unit)", note) if example["unit"] else ("", "")
     return user(
         f"The following is an open-ended problem from an International {example['field']} "
-        f"competition. {_type_sentence(example)}Please calculate the answer according to the given "
+        f"competition. {type_sentence(example)}Please calculate the answer according to the given "
         "requirements and the information provided. Please use LaTeX format to represent the "
         "variables and formulas used in the solution process and results. Please end your solution "
         f'with "So the final answer is \\boxed{{{content}}}{unit}." and give the result '
@@ -71,20 +76,12 @@ def prompt(example):
 
 def score(completion, example):
     """1.0 if the answers in the final answer are the gold ones, else 0.0. Never raises."""
-    if (found := extract(completion, example)) is None:
-        return 0.0
+    found = extract(completion, example) or ""
     answers, golds = (answers_in(text, example["multiple"]) for text in (found, example["gold"]))
-    # one tolerance for all answers, or one each; \pm means two answers with the same tolerance
+    # one tolerance for all answers, or one each
     errors = example["error"]
     errors = errors if len(errors) == len(golds) else errors[:1] * len(golds)
-    pairs = zip(golds, errors, strict=True)
-    golds = [(text, error) for gold, error in pairs for text in both_signs(gold)]
-    return float(matched([text for answer in answers for text in both_signs(answer)], golds))
-
-
-def bare(text):
-    r"""Without $, \left, \right, a final full stop and spaces around it."""
-    return re.sub(r"\\?\$|\\(?:left|right)(?![A-Za-z])", "", text).strip().rstrip(".").strip()
+    return float(matched(answers, [*zip(golds, errors, strict=True)]))
 
 
 def depth(text):
@@ -92,29 +89,26 @@ def depth(text):
     return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
 
-def split_outside(text, separator=","):
-    """Parts between separators outside all brackets."""
+def split_outside(text):
+    """Parts between commas outside all brackets."""
     parts = [""]
-    for piece in text.split(separator):
+    for piece in text.split(","):
         if depth(parts[-1]):
-            parts[-1] += separator + piece
+            parts[-1] += f",{piece}"
         else:
             parts.append(piece)
     return [part.strip() for part in parts if part.strip()]
 
 
 def answers_in(text, multiple):
-    """The answers of a box. A single answer may have commas between its thousands."""
-    text = bare(text)
-    if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
-        text = text[2:-2]
-    return [text] if not multiple and number(text) is not None else split_outside(text)
-
-
-def both_signs(answer):
-    r"""2\pm x as 2+x and 2-x; other answers as they are."""
-    upper = answer.replace(r"\pm", "+").replace(r"\mp", "-")
-    return list(dict.fromkeys([upper, answer.replace(r"\pm", "-").replace(r"\mp", "+")]))
+    r"""The answers of a box, 2\pm x as 2+x and 2-x. A single answer may have commas between its
+    thousands."""
+    text = rewritten(text, [*BARE, SET])
+    parts = split_outside(text) if multiple or number(text) is None else [text]
+    signs = lambda part: (
+        part.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")
+    )
+    return [answer for part in parts for answer in dict.fromkeys(signs(part))]
 
 
 def matched(answers, golds):
@@ -129,15 +123,11 @@ def matched(answers, golds):
 
 
 def same(answer, gold, error):
-    """One answer against one gold: unions of intervals, tuples and intervals part by part, all else
-    by Math-Verify."""
+    """One answer against one gold: tuples and intervals part by part, all else by Math-Verify."""
     # x \in (0, 1) is (0, 1), and (x, y) = (1, 2) is (1, 2)
     answer, gold = (NAMED.sub("", text).strip() for text in (answer, gold))
-    ours, theirs = (split_outside(text, r"\cup") for text in (answer, gold))
-    if len(theirs) > 1:
-        return matched(ours, [(part, error) for part in theirs])
     ours, theirs = members(answer), members(gold)
-    if len(theirs) < 2 and len(ours) < 2:
+    if len(theirs) < 2:
         return math_verify(answer, gold, error)
     if len(ours) != len(theirs) or (answer[0], answer[-1]) != (gold[0], gold[-1]):
         return False
@@ -147,44 +137,37 @@ def same(answer, gold, error):
 def members(text):
     """a and b of (a, b), [a, b) and so on; otherwise nothing."""
     # one pair of brackets around everything: not (1, 2) + (3, 4)
-    around = re.fullmatch(r"[(\[].*[)\]]", text, re.DOTALL) and not depth(text)
+    around = text.startswith(("(", "[")) and not depth(text)
     inside = around and all(depth(text[:end]) for end in range(1, len(text)))
     return split_outside(text[1:-1]) if inside else []
 
 
-def _type_sentence(example):
-    """What the prompt says about the answer's type, ending in a space; "" if it says nothing."""
+def type_sentence(example):
+    """What the prompt says about the answer's type, ending in a space; "" if it says nothing.
+    KeyError for an unknown type."""
     if any(name in example["type"] for name in FREE):
         return ""
+    kinds = [TYPES[name] for name in example["type"].split(",")]
     if not example["multiple"]:
-        return f"The answer of The problem should be {_kind(example['type'])}. "
-    kinds = [_kind(name) for name in example["type"].split(",")]
-    if len(set(kinds)) == 1:
+        return f"The answer of The problem should be {kinds[0]}. "
+    if len({*kinds}) == 1:
         return f"The problem has multiple answers, each of them should be {kinds[0]}. "
     return f"The problem has multiple answers, with the answers in order being {', '.join(kinds)}. "
 
 
-def _kind(name):
-    """ "a numerical value" of "Numerical"; None for an unknown type."""
-    return next((text for kind, text in TYPES.items() if kind in name.partition("-")[0]), None)
-
-
 def _problem(row):
-    final, kind = row["final_answer"], row["answer_type"]
-    known = any(name in kind for name in FREE) or all(map(_kind, kind.split(",")))
-    good = known and isinstance(final, list) and final and all(final)
-    if not good or row.get("language", "English") != "English":
-        raise ValueError("an unknown answer, type or language")
-    return {
+    final = row["final_answer"]
+    is_list = isinstance(final, list) and final and all(final)
+    if not is_list or row.get("language", "English") != "English":
+        raise ValueError("no list of answers in English")
+    example = {
         "question": row["question"],
-        "gold": ", ".join(map(bare, final)),
-        "error": [float(part.strip() or 0) for part in str(row.get("error") or "0").split(",")],
+        "gold": ", ".join(rewritten(text, BARE) for text in final),
+        "error": [float(part or 0) for part in str(row.get("error") or 0).split(",")],
         "multiple": row["is_multiple_answer"],
-        "type": kind,
+        "type": row["answer_type"],
         "unit": bool(row.get("unit")),
-        "field": "Math" if row.get("subject", "Math") == "Math" else "Physics",
+        "field": row.get("subject", "Math"),
     }
-
-
-if __name__ == "__main__":
-    main("olympiad")
+    type_sentence(example)
+    return example

@@ -9,13 +9,16 @@ case, ASCII punctuation, the words a, an and the, and surplus white space. Unlik
 and the point of a number count. For values take gsm8k, for formulas math500.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("qa")
+
 import json
 import re
 import string
-import sys
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import WORDS, final_answer, main
+from evals import WORDS, final_answer
 from evals.examples import as_text, chat_row, read_examples, user
 
 INSTRUCTION = r"Put your final answer, as short as possible, within \boxed{}."
@@ -73,7 +76,3 @@ def _problem(row):
     if not all(map(normalised, gold)) or not gold:
         raise ValueError("a blank answer")
     return {"question": as_text(question).strip(), "answers": gold}
-
-
-if __name__ == "__main__":
-    main("qa")

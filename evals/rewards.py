@@ -7,14 +7,13 @@ code of its paper pays, errors included, to reproduce numbers that were made wit
 gives the scripts the reward of a whole rollout at once.
 """
 
-import ast
 import math
-import operator
 import re
+from contextlib import suppress
 from numbers import Real
 
-from evals import countdown, load_file, mbpp, score_all
-from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes, hendrycks, last_box, rewritten
+from evals import load_file, mbpp, score_all
+from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes, hendrycks, last_box, rewritten, rules
 from evals.programs import first_program, pass_or_fail
 from evals.sandbox import in_threads
 
@@ -24,8 +23,13 @@ def d1_answer(completion, example):
     first opening. None without one."""
     if example["style"] == "compact":
         return completion.strip() or None
-    closed = [part for part in completion.split("</answer>")[:-1] if "<answer>" in part]
-    return closed[-1].partition("<answer>")[2].strip() if closed else None
+    complete = completion[: completion.rfind("</answer>") + len("</answer>")]
+    found = re.findall("<answer>(.*?)</answer>", complete, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+# d1's characters; 2(3) is no product
+LEGAL = re.compile(r"(?!(?s:.*)[\d)]\s*\()[\d+\-*/().\s]+")
 
 
 def countdown_d1(completion, example):
@@ -37,29 +41,12 @@ def countdown_d1(completion, example):
     """
     text, solved = d1_answer(completion, example), False
     short = text if text and len(text) <= MAX_LENGTH else ""
-    numbers = sorted(map(int, re.findall(r"\d+", short)))
-    if numbers == sorted(example["numbers"]) and re.fullmatch(r"[\d+\-*/().\s]+", short):
-        try:
-            body = ast.parse(short, mode="eval").body
-            value = countdown.calculated(body, PYTHON_OPERATIONS, lambda literal: literal)
-            solved = abs(value - example["target"]) < 1e-5
-        except (SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
-            pass
+    is_given = sorted(map(int, re.findall(r"\d+", short))) == sorted(example["numbers"])
+    # a tower like 93**100**30 never ends
+    if is_given and LEGAL.fullmatch(short) and short.count("**") < 2:
+        with suppress(SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
+            solved = abs(eval(short) - example["target"]) < 1e-5
     return {"solved": float(solved), "answered": 0.0 if solved or text is None else 0.1}
-
-
-def power(base, exponent):
-    """base ** exponent. OverflowError where the result is too large to wait for."""
-    if exponent > 1000 and abs(base) > 1:
-        raise OverflowError
-    return base**exponent
-
-
-PYTHON_OPERATIONS = countdown.OPERATIONS | {
-    ast.UAdd: operator.pos,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: power,
-}
 
 
 def sudoku_d1(completion, example):
@@ -84,20 +71,20 @@ def needs_tags(reward, example):
 
 
 # rewriting rules of MATH's authors, in this order
-MATHD = [
-    (r"\n|\\!", ""),
-    (r"\\\\", r"\\"),
-    (r"[td]frac", "frac"),
-    (r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\text\{ [^\0]*|\\%", ""),
-    (r"(?<=[ {])\.|^\.", "0."),
-    (r"^([^=]{0,2})=([^=]*)$", r"\2"),
-    (r"\\sqrt([^{])", r"\\sqrt{\1}"),
-    (r" ", ""),
-    (r"\\frac([^{])([^{])", r"\\frac{\1}{\2}"),
-    (r"\\frac([^{])(?=\{)", r"\\frac{\1}"),
-    (r"^0\.5$", r"\\frac{1}{2}"),
-    (r"^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$", r"\\frac{\1}{\2}"),
-]
+MATHD = rules(r"""
+\n|\\! =>
+\\\\ => \\
+[td]frac => frac
+\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\text\{ [^\0]*|\\% =>
+(?<=[ {])\.|^\. => 0.
+^([^=]{0,2})=([^=]*)$ => \2
+\\sqrt([^{]) => \\sqrt{\1}
+[ ] =>
+\\frac([^{])([^{]) => \\frac{\1}{\2}
+\\frac([^{])(?=\{) => \\frac{\1}
+^0\.5$ => \\frac{1}{2}
+^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$ => \\frac{\1}{\2}
+""")
 
 
 def math500_d1(completion, example):
@@ -161,10 +148,9 @@ def code_format(completion, example):
     have, pays for an empty block, and fails on code whose parsing raises anything but a
     SyntaxError.
     """
-    before, *rest = re.split(r"^```", completion.rstrip(), flags=re.MULTILINE)
-    whole = len(rest) == 2 and rest[0].startswith("python\n") and not rest[1]
-    whole = whole and "```" not in before + rest[0]
-    code = rest[0].removeprefix("python\n").strip() if whole else ""
+    found = re.fullmatch(r"(?s)(?:.*\n)?```python\n(.*\n)?```\s*", completion)
+    whole = bool(found) and completion.count("```") == 2
+    code = (found[1] or "").strip() if whole else ""
     return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and first_program([code]))}
 
 
@@ -197,44 +183,42 @@ def load_reward(name, task):
     ends in SystemExit if there is no such reward or file, or if it reads the examples of another
     task, and lists the rewards.
     """
-    own, function = task.NAME, REWARDS.get(name)
+    function = REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
         function = getattr(load_file(file, {function_name: 2}), function_name)
-    elif name and not (function and name.startswith(f"{own}_")):
-        problem = f"does not fit {own}" if function else "no such reward"
+    elif name and not (function and name.startswith(f"{task.NAME}_")):
+        problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(
             f"--reward {name}: {problem}; known: path.py:function, {', '.join(REWARDS)}"
         )
+    parts = []  # that the first completion, the trial, is paid: the same on all ranks
 
-    def parts_of(completion, example):
-        paid = function(completion, example)
-        return paid if isinstance(paid, dict) else {"reward": paid}
-
-    names = []  # of the components of the first completion, the trial: the same on all ranks
+    def checked(completion, paid):
+        paid = paid if isinstance(paid, dict) else {"reward": paid}
+        parts.extend(paid if not parts else ())
+        problem = ""
+        if not paid or paid.keys() != {*parts}:
+            problem = f"the first has the parts {parts}: give 0 for what is not earned"
+        elif METRICS.intersection(parts):
+            problem = "that is a metric: rename the part"
+        elif not all(isinstance(part, Real) and math.isfinite(part) for part in paid.values()):
+            problem = "not a finite number"
+        if problem:
+            where = f"--reward {name or 'none: the score'} of {task.NAME}"
+            paid = f"completion {completion[:60]!a} is paid {paid!r:.200}"
+            raise SystemExit(f"{where}: {paid}: {problem}")
+        return {part: float(paid[part]) for part in parts}
 
     def rewards(completions, examples):
         keys = [(text, id(example)) for text, example in zip(completions, examples, strict=True)]
         once = dict(zip(keys, examples, strict=True))
-        texts, asked = [text for text, _ in once], once.values()
+        texts = [text for text, _ in once]
         if function:
-            found = in_threads(parts_of, texts, asked)
+            paid = in_threads(function, texts, once.values())
         else:
-            found = [{"score": score} for score in score_all(task, texts, asked)]
-        for text, paid in zip(texts, found, strict=True):
-            names.extend(paid if not names else ())
-            problem = ""
-            if not paid or paid.keys() != {*names}:
-                problem = f"the first has the parts {names}: give 0 for what is not earned"
-            elif METRICS.intersection(names):
-                problem = "that is a metric: rename the part"
-            elif not all(isinstance(part, Real) and math.isfinite(part) for part in paid.values()):
-                problem = "not a finite number"
-            if problem:
-                where = f"--reward {name or 'none: the score'} of {own}"
-                paid = f"completion {text[:60]!a} is paid {paid!r:.200}"
-                raise SystemExit(f"{where}: {paid}: {problem}")
-        found = dict(zip(once, found, strict=True))
-        return [{part: float(found[key][part]) for part in names} for key in keys]
+            paid = [{"score": score} for score in score_all(task, texts, once.values())]
+        found = dict(zip(once, map(checked, texts, paid), strict=True))
+        return [dict(found[key]) for key in keys]
 
     return rewards

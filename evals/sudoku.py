@@ -10,12 +10,15 @@ report the share of blank cells that equal the one stored solution, where sixtee
 --reward sudoku_d1 pays it.
 """
 
-import re
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
+    main("sudoku")
+
+import re
+
 from data.planning import SUDOKU, stable_hash, sudoku, sudoku_solutions
-from evals import final_answer, main, tagged_answer
+from evals import final_answer, tagged_answer
 from evals.examples import planning_row, read_examples, user
 
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
@@ -100,8 +103,6 @@ def answer(example, draw=0):
     """A gold completion in the form that the prompt asks for: one of all solutions, drawn by a hash
     of (example, draw)."""
     solutions = sudoku_solutions(example["puzzle"])
-    if not solutions:
-        raise ValueError(f"board {example['puzzle']} has no solution")
     grid = solutions[stable_hash("sudoku", example["puzzle"], draw) % len(solutions)]
     return grid if example["style"] == "compact" else f"<answer>\n{grid}\n</answer>"
 
@@ -114,7 +115,3 @@ def _problem(row):
     if not re.fullmatch("[0-4]{16}", puzzle) or solution not in sudoku_solutions(puzzle):
         raise ValueError("not a board and its solution")
     return {"puzzle": puzzle, "solution": solution, "style": "tags"}
-
-
-if __name__ == "__main__":
-    main("sudoku")

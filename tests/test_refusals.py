@@ -75,7 +75,7 @@ REFUSALS = {
     "algos/d1.py --p-mask-prompt 1.5": "--p-mask-prompt 1.5 must be from 0 to 1",
     "algos/d1.py --seed 2147483648": "--seed 2147483648 must be from 0 to 2147483648",
     "data/preferences.py --samples x --out x --per-prompt 0": "--per-prompt 0 must be",
-    "evals/countdown.py --model tiny-sdar --factor inf": "--factor inf must be from 0",
+    "evals/run.py --tasks countdown --model tiny-sdar --factor inf": "--factor inf must be from 0",
     f"evals/show.py --prompt x --gen-length {2**40}": f"--gen-length {2**40} must be from",
     # what does not fit together
     "algos/bgpo.py --max-prompt-length 3": "--max-prompt-length (or --max-length) 3: the shortest",
