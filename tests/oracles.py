@@ -230,9 +230,7 @@ def naive_logps(model, rows):
 
 
 def full_graph_loss(module, model, rows, args):
-    """An online method's loss written a second time, on one graph of all rows. A method that is not
-    written here has its own loss on that graph.
-    """
+    """An online method's loss written a second time, from its paper, on one graph of all rows."""
     lp, w, c = naive_logps(model, rows), rows.weights, rows.completion_mask.double()
     old, name, tokens = rows.old, module.__name__.split(".")[-1], rows.batch.num_tokens
     sequences, A = rows.batch.num_sequences, rows.advantages.view(-1, *[1] * (old.dim() - 1))
@@ -261,7 +259,20 @@ def full_graph_loss(module, model, rows, args):
     if name == "bgpo":
         d = (w * lp).sum(2) - old
         return -torch.where(A >= 0, A * (1 + d), A * d.exp()).sum() / sequences / args.mc_num
-    return module.policy_loss(module.estimate_logps(lp, rows, args), old, rows.ref, rows, args)[0]
+    if name == "wd1":
+        return -(A * lp[:, 0]).sum() * args.num_generations / sequences
+    elbo = (w * lp).sum(2).mean(1)
+    if name in ("espo", "ebpo"):  # the ratio of ESPO, and its KL, are per token
+        n = c.sum(1) if name == "espo" else 1
+        ratio = ((elbo - old) / n).exp()
+        limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+        kl = args.beta * (elbo - rows.ref) ** 2 / (2 * n)
+        return (kl - torch.minimum(ratio * A, limited * A)).sum() / sequences
+    assert name == "spg"
+    powers = (w * lp.exp() ** args.eubo_beta).mean(1)  # [R, L], 0 where no draw masks
+    logs = torch.where(powers > 0, powers, 1).log().sum(1) / args.eubo_beta
+    mixed = args.omega * logs / (powers > 0).sum(1) * c.sum(1) + (1 - args.omega) * elbo
+    return -(rows.advantages * torch.where(rows.advantages > 0, elbo, mixed)).sum() / tokens
 
 
 def gradient(model, loss=None, again=False):

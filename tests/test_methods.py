@@ -127,10 +127,10 @@ def drawn(module, u, noise):
         parts[key].repeat(1, 5)[:, :18] if key in parts else u[:, None].repeat(1, 18)
     )
     batch.uniform = lambda iteration, key: uniform(key)
-    return module.sample_masks(batch, 0, module.Args(mc_num=2))
+    return module.sample_masks(batch, 0, small_args(module, p_mask_context=0.0))
 
 
-@pytest.mark.parametrize("module", [bgpo, ebpo, espo])
+@pytest.mark.parametrize("module", [bgpo, ebpo, espo, spg])
 def test_each_block_is_unbiased(module):
     """All levels and orders of noise, for each block of each draw: prompt tokens in the first, a
     last one cut by the EOS. The mean is the ELBO over all orders.
@@ -150,7 +150,8 @@ def test_each_block_is_unbiased(module):
         got = terms[..., BLOCKS == block].sum(2)
         assert (got.std(0) > 0.01).all()
         torch.testing.assert_close(got.mean(0), want.expand(2), atol=1e-6, rtol=0)
-    whole = module.estimate_logps(logps, rows, None)
+    whole = module.estimate_logps(logps, rows, spg.Args())
+    whole = whole[:, 0] * 9 if module is spg else whole  # its lower bound, per token
     assert whole.mean().item() == pytest.approx(ends[-1], abs=1e-5)
 
 
@@ -162,6 +163,27 @@ def test_counts_of_ebpos_released_code():
     assert counts == [[1, 3, 3], [2, 1, 1]]
     # tokens of least noise: of .4 .1 .3 .2 three, then of .2 .3 .1 .4 one
     assert chosen[:, 2:6].tolist() == [[False, True, True, True], [False, False, True, False]]
+
+
+@families
+def test_law_and_variance_of_espos_pairs(family):
+    """Each size of a part as often, all parts of a size alike. Over all 16 parts of a block, for
+    625 completions, the mean is the ELBO, with less variance than that of one side.
+    """
+    c, space = torch.ones(8000, 4, dtype=torch.bool), OneBlock(family)
+    rows = espo.sample_masks(made_batch(espo, c.long(), c), 0, espo.Args(mc_num=1))
+    code = (rows.masked[:, 0] * torch.tensor([8, 4, 2, 1])).sum(1)
+    chances = torch.cat([torch.full((1,), 0.2), space.chances * 4 / 5]).double()
+    assert within((code[:, None] == torch.arange(16)).double(), chances).all()
+    assert torch.equal(rows.masked[:, 1], ~rows.masked[:, 0])
+    weights = rows.weights[[code.tolist().index(part) for part in range(16)]]
+    assert torch.equal(rows.weights, weights[code])
+    table = torch.cat([torch.zeros(1, 625, 4), space.by_mask()]).double()  # [16, 625, 4]
+    both = torch.stack([table, table.flip(0)], 1)  # the rest of part i is part 15 - i
+    sides = (weights[:, :, None] * both).sum(3)  # [16, 2, 625]
+    elbo, pairs = space.by_order().mean(0), sides.mean(1)
+    torch.testing.assert_close(chances @ pairs, elbo, atol=1e-6, rtol=0)
+    assert (chances @ (pairs - elbo) ** 2 < chances @ (sides[:, 0] - elbo) ** 2).all()
 
 
 def test_pairs_of_espo_are_stratified():
@@ -198,6 +220,23 @@ def test_coupled_scores_have_the_mean_of_their_law(family):
     assert not within(coupled_grpo.estimate_logps(table[code(rows)], plain, args), want, 20).all()
 
 
+@families
+def test_two_draws_of_spg_have_the_mean_of_their_law(family):
+    """Of both bounds: numbers k and k + 2 modulo 4 of masked tokens, independent parts."""
+    space, n, where, args = OneBlock(family), 20000, 137, spg.Args(p_mask_context=0.0)
+    ids, c = space.ids[where].expand(n, -1), torch.ones(n, 4, dtype=torch.bool)
+    rows = spg.sample_masks(made_batch(spg, ids, c, mask=5), 0, args)
+    code = (rows.masked[..., 4:] * torch.tensor([8, 4, 2, 1])).sum(-1) - 1
+    table, size = space.by_mask()[:, where], space.patterns.sum(1)
+    got = spg.estimate_logps(table[code], changed(rows, weights=rows.weights.double()), args)
+    pairs = torch.cartesian_prod(torch.arange(15), torch.arange(15))
+    pairs = pairs[(size[pairs[:, 0]] + 1) % 4 + 1 == size[pairs[:, 1]]]
+    law = made_rows(spg, (space.patterns * 4 / size[:, None])[pairs], torch.ones(len(pairs)))
+    law.completion_mask = c[: len(pairs)]
+    chances = space.chances[pairs].prod(1) * 4
+    assert within(got, chances @ spg.estimate_logps(table[pairs], law, args)).all()
+
+
 # --- the law of the masks -------------------------------------------------------------------------
 
 
@@ -220,6 +259,24 @@ def test_counts_are_uniform_and_stratified(module, mc_num):
         assert all(is_uniform(m[:, :, j].flatten(), n) for j in range(mc_num))
         times = torch.stack([(m == k).sum(2) for k in range(1, n + 1)])
         assert (times.amax(0) - times.amin(0)).max() <= (mc_num % n > 0)
+
+
+@pytest.mark.parametrize("module", [bgpo, ebpo, espo, spg])
+def test_draws_blocks_and_updates_are_independent(module):
+    """Given how many of a block are masked, all its tokens are alike, and nothing else tells
+    which; numbers are independent in all updates, and in all blocks unless EBPO couples these.
+    """
+    n, c, found = 8000, torch.ones(8000, 8, dtype=torch.bool), []
+    batch = made_batch(module, c.long(), c, (torch.arange(8) // 4).expand(n, -1))
+    for iteration in range(2):
+        masked = module.sample_masks(
+            batch, iteration, small_args(module, p_mask_context=0.0)
+        ).masked
+        masked = masked[:, :: 2 if module is espo else 1].view(n, 2, 2, 4).double()
+        size = masked.mean(3, keepdim=True)
+        assert within(masked - size, 0.0).all()
+        found += [(masked - size)[..., 0].flatten(1), size[:, 0, : 1 + (module is not ebpo), 0]]
+    assert torch.cat(found, 1).T.corrcoef().fill_diagonal_(0).abs().max() < 0.055
 
 
 @pytest.mark.parametrize("module", [d1, spg, wd1])
@@ -325,6 +382,12 @@ def test_clip_and_kl(module):
 
 def test_bgpo_does_not_overflow_in_the_bound_that_is_not_taken():
     assert loss_of(bgpo, [[1000.0]], [1.0], [[0.0]], mc_num=1)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("A", [1.0, -1.0])
+def test_ebpo_clips_before_it_takes_the_exponential(A):
+    got, slope = loss_of(ebpo, [A * 1e4], [A], [0.0], epsilon=0.2)
+    assert got == pytest.approx(A + 0.2) and slope.item() == 0
 
 
 def test_spg_bounds_by_the_papers_numbers():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import changed, gradient, relative, rollout_batch, small_args, tiny_model
 from test_samplers import naive_rule, naive_score
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from algos import tpg
 from rollout import make_engine
@@ -87,8 +88,8 @@ CASES += [("llada", rule) for rule in (*REMASKING[:2], "entropy")] + [("dream", 
 
 @pytest.mark.parametrize("family, rule", CASES)
 def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
-    """Without the draws that were not revealed, as in CJ-GRPO, it is another where confidences
-    decide.
+    """Also by differences of the reward itself, which see whether reveals move. Without the draws
+    that were not revealed, as in CJ-GRPO, it is another where confidences decide.
     """
     model = tiny_model(family, 1, **IDS | OWN[family])
     trace = every_path(model, rule)
@@ -114,6 +115,12 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     assert rule != "random" or torch.equal(few.weights, rows.weights)  # there they are noise
     error = relative(estimated(few), want)
     assert error > 0.05 if rule.startswith("low") else error < 1e-10
+    here, h = parameters_to_vector(model.parameters()).detach(), 1e-6 / want.norm()
+    ahead, behind = (
+        vector_to_parameters(here + way * want, model.parameters()) or expected_reward(model, rule)
+        for way in (h, -h)
+    )
+    assert relative((ahead - behind) / (2 * h), want.norm() ** 2) < 1e-6
 
 
 @pytest.mark.parametrize("family, n", [("llada", 1), ("llada", 3), ("sdar", 1)])
