@@ -10,6 +10,30 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# --- one kernel after the other ------------------------------------------------------------------
+
+
+def early(x):
+    """Arguments that launch a kernel on x's device early; it must call `_await_previous` first.
+
+    "Programmatic dependent launch", from Hopper on: programs of a kernel start while the last ones
+    of the kernel before still run. With 16 rows of SDAR-8B a rollout is 2 % faster by it.
+    """
+    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": pdl, "launch_pdl": pdl} if x.is_cuda else {"PDL": False}
+
+
+@triton.jit
+def _await_previous(PDL: tl.constexpr):
+    """Lets the next kernel start early, then waits for the end of the previous one and its writes.
+
+    Every program of every kernel launched early calls it, so all earlier kernels have ended too.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @cache
@@ -52,11 +76,13 @@ def _normed(x, rstd, weight, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 @triton.jit
 def _add_rms_norm_kernel(
     x, delta, weight, total, out, D, eps, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     here, inside = row * D + d, d < D
     dtype: tl.constexpr = out.dtype.element_ty
     w = _load(weight + d, inside)
+    _await_previous(PDL)
     value = (_load(x + here, inside) + _load(delta + here, inside)).to(dtype)
     tl.store(total + here, value, mask=inside)
     value = value.to(tl.float32)
@@ -70,7 +96,7 @@ def add_rms_norm(x, delta, norm):
     total, out, size = torch.empty_like(x), torch.empty_like(x), triton.next_power_of_2(D)
     _add_rms_norm_kernel[(x.numel() // D,)](
         x, delta.contiguous(), norm.weight, total, out, D, norm.eps, ROUND_FIRST=norm.round_first,
-        BLOCK=size, num_warps=min(max(size // 512, 1), 16),
+        BLOCK=size, num_warps=min(max(size // 512, 1), 16), **early(x),
     )  # fmt: skip
     return total, out
 
@@ -79,7 +105,7 @@ def add_rms_norm(x, delta, norm):
 def _norm_rotate_kernel(
     q, k, q_weight, k_weight, cos, sin, out, eps, q_row, k_row, H, K, HEAD: tl.constexpr,
     ROTARY: tl.constexpr, NORM: tl.constexpr, ROUND_FIRST: tl.constexpr,
-    ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND_PRODUCTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token: those of q first, then those of k. NORM: each is normed first.
 
@@ -95,6 +121,7 @@ def _norm_rotate_kernel(
     is_first, turns = d < ROTARY // 2, d < ROTARY
     partner = tl.where(is_first, d + ROTARY // 2, d - ROTARY // 2)
     here = inside & (d < HEAD)
+    _await_previous(PDL)
     x = _load(source + d, here)
     y = _load(source + partner, here & turns)
     if NORM:
@@ -127,7 +154,7 @@ def norm_rotate(q, k, norms, cos, sin, h):
         sin.contiguous(), out, q_norm.eps if norms else 0.0, q.stride(1), k.stride(1), H, K, HEAD=h,
         ROTARY=cos.shape[-1], NORM=bool(norms), ROUND_FIRST=bool(norms) and q_norm.round_first,
         ROUND_PRODUCTS=cos.dtype == q.dtype, HEADS=heads, BLOCK=triton.next_power_of_2(h),
-        num_warps=4,
+        num_warps=4, **early(q),
         enable_fp_fusion=False,  # fusion would skip the rounding of products
     )  # fmt: skip
     out = out.transpose(1, 2)
@@ -135,9 +162,10 @@ def norm_rotate(q, k, norms, cos, sin, h):
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, out, f, gate_row, up_row, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate, up, out, f, gate_row, up_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = out.dtype.element_ty
+    _await_previous(PDL)
     x = _load(gate + row * gate_row + j, j < f)
     y = _load(up + row * up_row + j, j < f)
     x = _rounded(x / (1 + tl.exp(-x)), dtype)
@@ -150,7 +178,7 @@ def silu_mul(gate, up):
     out = torch.empty(B, T, f, dtype=gate.dtype, device=gate.device)
     size = min(triton.next_power_of_2(f), 1024)
     _silu_mul_kernel[(B * T, triton.cdiv(f, size))](
-        gate, up, out, f, gate.stride(1), up.stride(1), BLOCK=size, num_warps=4
+        gate, up, out, f, gate.stride(1), up.stride(1), BLOCK=size, num_warps=4, **early(gate)
     )
     return out
 
@@ -183,6 +211,7 @@ def _decode_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_h, c_s, s_b, K, G: tl.constexpr,
     SPLITS: tl.constexpr, HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, BIASED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries of one row and key head over one part of its cache; the last part first over the new
     tokens, which it stores.
@@ -196,6 +225,7 @@ def _decode_kernel(
     m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, HEAD)
     t, g = m // G, m % G
     length = tl.load(start + row * s_b).to(tl.int32)
+    _await_previous(PDL)
     from_q = (row * q_b + (head * G + g) * q_h + t * q_t)[:, None] + d[None]
     query = tl.load(q + from_q, mask=(t < T)[:, None], other=0.0)
     cache = row * c_b + head * c_h
@@ -302,6 +332,6 @@ def decode_attention(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], start.stride(0), K,
         G=G, SPLITS=splits, HEAD=h, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_T=max(triton.next_power_of_2(T), 16), STAGES=stages,
-        WINDOW=block_length is None, BIASED=bias is not None, num_warps=warps,
+        WINDOW=block_length is None, BIASED=bias is not None, num_warps=warps, **early(q),
     )  # fmt: skip
     return out.transpose(1, 2)
