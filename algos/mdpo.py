@@ -35,6 +35,7 @@ from run.problems import Problems
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
+# RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
 # <<< shared: imports
 # isort: split
 from typing import Literal
