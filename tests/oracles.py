@@ -269,7 +269,7 @@ def full_graph_loss(module, model, rows, args):
         limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
         kl = args.beta * (elbo - rows.ref) ** 2 / (2 * n)
         return (kl - torch.minimum(ratio * A, limited * A)).sum() / sequences
-    assert name == "spg"
+    assert name == "spg", f"write the loss of {name} from its paper here"
     powers = (w * lp.exp() ** args.eubo_beta).mean(1)  # [R, L], 0 where no draw masks
     logs = torch.where(powers > 0, powers, 1).log().sum(1) / args.eubo_beta
     mixed = args.omega * logs / (powers > 0).sum(1) * c.sum(1) + (1 - args.omega) * elbo
