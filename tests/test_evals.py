@@ -1,8 +1,9 @@
 """Scorers, rewards, prompts and loaders, on a table of verdicts and on the benchmarks' real files.
 
 tests/golden/evals.jsonl has the verdicts of every task and reward on hand-written completions,
-examples read from rows of every layout (null: refused), and prompts. Real files are read from the
-folder in CLEANDLLM_DATA; without it their tests are skipped.
+one right and one wrong completion of each task, examples read from rows of every layout (null:
+refused), and prompts. Real files are read from the folder in CLEANDLLM_DATA; without it their tests
+are skipped.
 """
 
 import gzip
@@ -81,8 +82,7 @@ def write(path, rows):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_verdicts(task, tmp_path):
-    """Scores, single and in a batch, and extracted answers; what stands before the answer changes
-    nothing."""
+    """Scores, single and in a batch, and extracted answers."""
     module, wrong = load_task(task), []
     for case in of("scores", task):
         texts, example = [text for text, _, _ in case["scores"]], case["example"]
@@ -127,6 +127,23 @@ def test_rewards(reward):
             other = load_task("sudoku" if case["task"] != "sudoku" else "gsm8k")
             assert f"{reward}: does not fit" in one_line(load_reward, reward, other)
     assert any(case["reward"] == reward for case in of("reward"))
+
+
+PROSE = (
+    "Let x = 7, so 2 + 2 = 4.\n\n",
+    "Step by step: {1, 2} has 2 members.\n",
+    "1. read\n2. write\n\n",
+)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "livecodebench"])
+def test_the_last_answer_behind_prose_counts(task):
+    [case] = of("right", task)
+    right, wrong = case["right"], case["wrong"]
+    texts = [right, *(prose + right for prose in PROSE), f"{wrong}\nNo.\n{right}"]
+    others = [wrong, *(prose + wrong for prose in PROSE), f"{right}\nNo.\n{wrong}", *PROSE]
+    scores = score_all(load_task(task), texts + others, [case["example"]] * 13)
+    assert scores == [1.0] * 5 + [0.0] * 8
 
 
 def grade(text, gold, judge=math_grader.math_verify):

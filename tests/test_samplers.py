@@ -476,19 +476,6 @@ def test_top_p_of_bf16_logits_is_that_of_their_exact_probabilities(temperature):
     assert ((p * (p > weakest)).sum(-1) < 0.95 + 1e-5).all()
 
 
-@pytest.mark.parametrize("temperature", [0, 1.5])
-@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
-def test_the_mask_token_is_never_sampled(monkeypatch, family, temperature):
-    """Even where its logit is huge; log-probabilities are over the other tokens."""
-    engine = make_engine(model_of(SIZES[family]))
-    options = dict(num_samples=4, gen_length=8, temperature=temperature, remasking="random")
-    usual, head = engine.generate(prompts_of([3, 4]), **options), engine.model.head
-    boost = torch.where(torch.arange(V) == M, 1e6, 0.0)
-    monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) + boost)
-    trace = engine.generate(prompts_of([3, 4]), **options)
-    assert not (trace.completion_ids == M).any() and same_draws(trace, usual)
-
-
 @pytest.mark.parametrize("bad, temperature", [(math.nan, 1.0), (math.inf, 0)])
 @pytest.mark.parametrize("family", ["sdar", "llada"])
 def test_broken_logits_stop_the_rollout(family, bad, temperature):
