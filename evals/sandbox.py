@@ -35,13 +35,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from evals.sandbox_child import send
+from evals.sandbox_child import Gone, send
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
@@ -182,7 +181,7 @@ def _supervised(job, folder, without):
         "TZ": "UTC",
     }
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    answer, ended = b"", False
+    answered = None
     with subprocess.Popen(
         [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", str(CHILD)],
         stdin=subprocess.PIPE,  # stays open: its end would tell that we are gone
@@ -194,22 +193,19 @@ def _supervised(job, folder, without):
         bufsize=0,
     ) as process:
         try:
-            with suppress(BrokenPipeError):  # it has said why on stderr
+            with suppress(Gone):  # it has said why on stderr
                 send(process.stdin.fileno(), program)
                 send(process.stdin.fileno(), tests)
-            deadline = time.monotonic() + job.timeout + GRACE
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)
-            while not ended and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                part = os.read(process.stdout.fileno(), 1 << 20)
-                answer, ended = answer + part, not part
+            answered = poll.poll((job.timeout + GRACE) * 1000)
         finally:
-            if not ended:
+            if not answered:
                 # an interrupt, or a supervisor that hangs; the PID namespace dies with it
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait()  # it answers as it ends, in less than a pipe holds
         try:
-            return json.loads(answer)
+            return json.loads(process.stdout.read())
         except ValueError:  # it is empty, or cut off
             lines = (process.stderr.read(1 << 16) or b"").decode(errors="replace").splitlines()
             said = lines[-1] if lines else f"exit {process.returncode}"

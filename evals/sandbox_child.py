@@ -87,7 +87,7 @@ MAX_MESSAGE = 16 << 20  # bytes of one message from the candidate: bounds the me
 MAX_ITEMS = 1_000_000  # taken from an iterator that a candidate returns
 WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
-COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 BYTES = {"bytes": bytes, "bytearray": bytearray}
 # types that go as text, and their modules
 TEXTS = {"complex": "builtins", "Decimal": "decimal", "Fraction": "fractions"}
@@ -130,11 +130,14 @@ def receive(fd, limit=None):
 
 
 def send(fd, message):
-    """One message; blocks until it is read."""
+    """One message; blocks until it is read. Gone if nobody is left to read it."""
     text = json.dumps(message).encode()
     view = memoryview(struct.pack("<Q", len(text)) + text)
-    while view:
-        view = view[os.write(fd, view) :]
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except BrokenPipeError:
+        raise Gone from None
 
 
 def encode(value):
@@ -440,9 +443,8 @@ def candidate(job, requests, replies, uid, missing):
         raise OSError(f"uid {uid} cannot read Python's library in {place}: {advice}") from error
     send(61, "walls stand")  # what comes after this message may be the program's own
     sys.set_int_max_str_digits(0)
-    module = sys.modules["candidate"] = ModuleType(
-        "candidate"
-    )  # dataclasses and pickles look there
+    # dataclasses and pickles look there
+    module = sys.modules["candidate"] = ModuleType("candidate")
     space = vars(module)
     try:
         exec(compile(job["code"], "<candidate>", "exec"), space)
@@ -473,21 +475,15 @@ def verdict_of(job, tests, calls, answers):
     unsupported = []
 
     def ask(request):
-        try:
-            send(calls, request)
-        except BrokenPipeError:
-            raise Gone from None
+        send(calls, request)
         reply = receive(answers, MAX_MESSAGE)
         if not isinstance(reply, dict):
             raise CandidateError("no answer of the protocol")
         if "raise" in reply:
             kind = getattr(__builtins__, str(reply["raise"]), None)
             detail = str(reply.get("detail"))[:500]
-            if (
-                isinstance(kind, type)
-                and issubclass(kind, Exception)
-                and not issubclass(kind, (OSError, UnicodeError))
-            ):
+            kinds = getattr(kind, "__mro__", ())
+            if Exception in kinds and not {OSError, UnicodeError} & {*kinds}:
                 raise kind(detail)
             raise CandidateError(f"{reply['raise']}: {detail}")
         return reply
@@ -559,35 +555,26 @@ def tests_process(job, verdict, given, root, uids, missing):
 # the supervisor
 
 
-def all_processes():
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def count_processes(uid):
-    """How many of a user live now."""
-    count = 0
-    for pid in all_processes():
+def processes():
+    """{process id: (parent, uid, resident bytes)} of all; bytes are 0 once one has ended."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            count += os.stat(f"/proc/{pid}").st_uid == uid
+            with open(f"/proc/{pid}/stat", "rb") as file:  # a program's name may be any bytes
+                fields = file.read().rpartition(b")")[2].split()
+            uid = os.stat(f"/proc/{pid}").st_uid
         except OSError:  # it ended meanwhile
-            pass
-    return count
+            continue
+        found[int(pid)] = int(fields[1]), uid, int(fields[21]) * resource.getpagesize()
+    return found
 
 
 def family(top):
     """{process id: resident bytes} of `top`, all that it started, and theirs."""
-    parents, sizes = {}, {}
-    for pid in all_processes():
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:  # a program's name may be any bytes
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        parents[pid], sizes[pid] = int(fields[1]), int(fields[21]) * resource.getpagesize()
-    found = {top}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+    everyone, found = processes(), {top}
+    while more := {pid for pid, (parent, *_) in everyone.items() if parent in found} - found:
         found |= more
-    return {pid: sizes[pid] for pid in found & sizes.keys()}
+    return {pid: everyone[pid][2] for pid in found & everyone.keys()}
 
 
 def kill_user(uid):
@@ -626,14 +613,6 @@ def end_all(first, uid, missing):
             return
 
 
-def remove(folder, mounted):
-    """What the caller would have removed. Below a mounted root lie the machine's own directories:
-    nothing is walked there."""
-    if mounted:
-        system("umount2", folder.encode(), 2)  # MNT_DETACH
-    os.execv("/bin/rm", ["rm", "-rf", folder])
-
-
 def read_verdict(verdict, nonce):
     """(reason, detail) that the tests have written to a pipe."""
     try:
@@ -659,7 +638,7 @@ def supervise():
         uids = user_ids(os.getpid())
         os.chown(job["folder"], uids[0], uids[0])
     elif "uid" in missing:  # the limit counts all of this user's
-        job["processes"] += count_processes(os.getuid())
+        job["processes"] += sum(uid == os.getuid() for _, uid, _ in processes().values())
     if "disk" not in missing:
         root = job["folder"]
         make_root(root, job["paths"], uids[0])
@@ -690,8 +669,8 @@ def supervise():
             elif now >= next_look:
                 if sum(family(os.getpid()).values()) > job["memory"] + (256 << 20):
                     result = "memory", "of all its processes together"
-                now, looked = time.monotonic(), now
-                next_look = now + max(WATCH, now - looked)  # half of its time at most
+                looked = time.monotonic()
+                next_look = looked + max(WATCH, looked - now)  # half of its time at most
             else:
                 ready, _, _ = select.select([0, verdict], [], [], min(deadline, next_look) - now)
                 if 0 in ready:  # its end: nothing more is sent
@@ -702,8 +681,10 @@ def supervise():
         pass
     finally:
         end_all(first, uids[0], missing)
-    if result is None:
-        return remove(job["folder"], mounted=bool(root))
+    if result is None:  # the caller would have removed it
+        if root:  # below lie the machine's own directories: nothing is walked there
+            system("umount2", root.encode(), 2)  # MNT_DETACH
+        os.execv("/bin/rm", ["rm", "-rf", job["folder"]])
     reason, detail = result
     lost = not_made_up_for(missing)
     print(json.dumps({"reason": reason, "detail": detail, "missing": lost, "uid": uids[0]}))
