@@ -442,7 +442,6 @@ def candidate(job, requests, replies, uid, missing):
         )
         raise OSError(f"uid {uid} cannot read Python's library in {place}: {advice}") from error
     send(61, "walls stand")  # what comes after this message may be the program's own
-    sys.set_int_max_str_digits(0)
     # dataclasses and pickles look there
     module = sys.modules["candidate"] = ModuleType("candidate")
     space = vars(module)
@@ -545,7 +544,6 @@ def tests_process(job, verdict, given, root, uids, missing):
         os.close(fd)
     limit(AS=TESTS_MEMORY, CPU=int(job["timeout"]) + 2, FSIZE=0, CORE=0)
     become(uids[1])
-    sys.set_int_max_str_digits(0)
     tests = receive(given)
     send(verdict, [*verdict_of(job, tests, calls, answers), tests["nonce"]])
     os._exit(0)
@@ -631,6 +629,7 @@ def supervise():
     # short of memory, the kernel takes these processes first
     write("/proc/self/oom_score_adj", "1000")
     sys.path.extend(job["site_packages"])
+    sys.set_int_max_str_digits(0)
     prctl(SUBREAPER, 1)
     missing = enter_namespaces(job["without"])
     uids, root = (None, None), None

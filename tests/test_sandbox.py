@@ -28,12 +28,13 @@ from pathlib import Path
 
 import numpy
 import pytest
+from tqdm import TMonitor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from evals import sandbox
 from evals.sandbox import Job, SandboxError, run, run_batch
-from evals.sandbox_child import CandidateError, Unsupported, decode, encode
+from evals.sandbox_child import CandidateError, Unsupported, decode, encode, family, processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="gives programs another uid")
@@ -130,32 +131,18 @@ def not_held(name, missing=None):
     return ""
 
 
-def processes():
-    """{process id: (uid, state, parent)} of all that live, or wait to be read."""
-    found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-            found[int(pid)] = os.stat(f"/proc/{pid}").st_uid, state, int(parent)
-    return found
-
-
 def owned_by(uids):
-    """Living processes of these uids."""
-    return [pid for pid, (uid, _, _) in processes().items() if uid in uids]
+    """Processes of these uids."""
+    return [pid for pid, (_, uid, _) in processes().items() if uid in uids]
 
 
 def tree(top):
     """Process ids below `top`."""
-    everyone, found = processes(), {top}
-    while more := {pid for pid, (*_, parent) in everyone.items() if parent in found} - found:
-        found |= more
-    return found - {top}
+    return family(top).keys() - {top}
 
 
 def some_live(pids):
-    everyone = processes()
-    return any(pid in everyone and everyone[pid][1] not in "ZX" for pid in pids)
+    return any(size for pid, (*_, size) in processes().items() if pid in pids)
 
 
 def wait_for(reached):
@@ -168,13 +155,10 @@ def wait_for(reached):
 
 def holdings():
     """What this process has that a program could leave behind: children, open files, mounts,
-    threads."""
-    return (
-        tree(os.getpid()),
-        sorted(os.listdir("/proc/self/fd")),
-        Path("/proc/self/mounts").read_text(),
-        threading.active_count(),
-    )
+    threads, but for the one that tqdm starts once."""
+    threads = [thread for thread in threading.enumerate() if type(thread) is not TMonitor]
+    files, mounts = sorted(os.listdir("/proc/self/fd")), Path("/proc/self/mounts").read_text()
+    return tree(os.getpid()), files, mounts, len(threads)
 
 
 def check_nothing_is_left(results):
@@ -202,12 +186,6 @@ def test_attack(name, surroundings, mode=PROXY):
     check(name, mode, result)
     assert holdings() == before
     check_nothing_is_left([result])
-
-
-def test_a_name_of_any_bytes():
-    """The supervisor reads the names of all processes."""
-    code = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe\\x80')\ntime.sleep(0.3)"
-    assert run(job(code + F)).passed
 
 
 def test_a_supervisor_that_dies_ends_no_run(monkeypatch):
@@ -281,7 +259,7 @@ def test_attacks_succeed_without_the_protection(name, surroundings):
 
 BY_CALLS = (
     "signals by a descriptor|permissions of Python's library by a descriptor|"
-    "flags of Python's library|memory of many processes"
+    "flags of Python's library|memory of many processes|folders a thousand deep"
 )
 
 
@@ -292,11 +270,7 @@ def test_rules_of_calls_take_the_place_of_namespaces(name, surroundings):
     if reason := not_held(name, result.missing):
         pytest.skip(reason)
     check(name, PROXY, result)
-
-
-def test_a_file_with_the_tests_would_be_found(surroundings):
-    code = attack("the tests on disk", PROXY, surroundings).code
-    assert run(job("with open('x', 'wb') as file: file.write(b'f(5) =' + b'= 6')\n" + code)).passed
+    check_nothing_is_left([result])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="reads its own memory, as root")
@@ -317,16 +291,6 @@ def test_the_tests_are_in_no_memory_of_the_program(mode, reason):
                         return x + 1
     """
     assert run(job(search, mode, TESTS + " # needle"), without=FILES).reason == reason
-
-
-def test_folders_a_thousand_deep():
-    """They are removed where a program has no file system of its own."""
-    code = "import os\nfor _ in range(1500):\n    os.mkdir('x')\n    os.chdir('x')"
-    try:
-        assert run(job(code + F), without=["disk", "uid"]).passed
-        assert not list(Path(tempfile.gettempdir()).iterdir())
-    finally:  # what is left would end pytest's own clean-up
-        subprocess.run(["rm", "-rf", tempfile.gettempdir()], check=True)
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="makes a user namespace with unshare")
@@ -471,21 +435,11 @@ def test_missing_protections_are_said_once(capsys, monkeypatch):
     assert line.endswith("it can reach the network; memory that it shares is not counted")
 
 
-def test_a_sandbox_that_does_not_work_says_so(monkeypatch):
-    """It never looks like a wrong answer."""
-    monkeypatch.setattr(sandbox, "CHILD", ROOT / "evals/no_such_file.py")
-    with pytest.raises(SandboxError, match="no_such_file"):
-        run(job(F))
-
-
 @pytest.mark.skipif(
-    os.getuid() != 0 or os.stat("/root").st_mode & 0o5,
+    os.getuid() != 0 or os.stat("/root").st_mode & 0o5 or sys.base_prefix[:6] != "/root/",
     reason="needs a Python that others cannot read",
 )
-def test_a_library_that_the_program_cannot_read(monkeypatch):
-    if not sys.base_prefix.startswith("/root/"):
-        assert run(job(F), without=["disk"]).passed
-        return
+def test_a_library_that_the_program_cannot_read():
     with pytest.raises(SandboxError, match="cannot read Python's library"):
         run(job(F), without=["disk"])
 
