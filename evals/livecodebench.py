@@ -30,7 +30,7 @@ from functools import partial
 from data.rows import json_object, one_line, reach_hub, read_rows
 from evals import main
 from evals.examples import as_text, one_split, parse_rows
-from evals.programs import code_of, pass_or_fail
+from evals.programs import code_of, scorers
 from evals.sandbox import Job, own_cores
 
 HUB = "livecodebench/code_generation_lite"
@@ -238,20 +238,20 @@ def job(completion, example):
     return Job(code, judge, ("_judged_call",), timeout=seconds, memory=MEMORY)
 
 
-def score(completion, example):
-    """1.0 if all tests pass, else 0.0."""
-    return score_batch([completion], [example])[0]
+def job_in_turn(completion, example):
+    """A function that makes the job, so that tests are in memory only while their program runs;
+    None if there is no program."""
+    return extract(completion, example) and partial(job, completion, example)
 
 
-def score_batch(completions, examples):
-    """`score` of each, on all cores that memory allows. Tests are in memory only while their
-    program runs."""
-    pairs = list(zip(completions, examples, strict=True))
-    jobs = [None if extract(*pair) is None else partial(job, *pair) for pair in pairs]
+def workers(examples):
+    """How many programs run at a time: all cores, as far as memory allows."""
     tests = [example["private"] for example in examples]
     packed = max((len(t) if isinstance(t, str) else t[2] for t in tests), default=0)
-    most = free_memory() // (JUDGING * max(packed, 1))
-    return pass_or_fail(jobs, max(1, min(most, own_cores())))
+    return max(1, min(free_memory() // (JUDGING * max(packed, 1)), own_cores()))
+
+
+score, score_batch = scorers(job_in_turn, workers)
 
 
 def free_memory():

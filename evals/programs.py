@@ -76,14 +76,14 @@ def first_program(texts):
     return next(iter(texts[number:]), None)
 
 
-def scorers(job):
+def scorers(job, workers=lambda examples: None):
     """`score` and `score_batch` of a task whose programs run as job(completion, example); None
-    scores 0.0."""
+    scores 0.0. workers(examples): how many at a time, None for one per core."""
 
     def score_batch(completions, examples):
         """1.0 where a program passes its tests, else 0.0. Uses all cores."""
         pairs = zip(completions, examples, strict=True)
-        return pass_or_fail([job(*pair) for pair in pairs])
+        return pass_or_fail([job(*pair) for pair in pairs], workers(examples))
 
     def score(completion, example):
         """1.0 if the program passes its tests, else 0.0."""
