@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from models.tiny import TINY_DREAM, TINY_LLADA, TINY_SDAR, random_model
+from models.tiny import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_SDAR, random_model
 from rollout import make_engine
 
 MASK, EOS = 6, 5
@@ -22,6 +22,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 LLADA = {"embedding_size": 8, "d_model": 32, "mlp_hidden_size": 48, "n_layers": 2}
 CONFIGS = {
     "sdar": TINY_SDAR | TOKENS | SIZES | HEADS | {"head_dim": 16},
+    "llada2": TINY_LLADA2 | TOKENS | SIZES | HEADS | {"head_dim": 16, "rotary_dim": 8},
     "llada": TINY_LLADA | TOKENS | LLADA | {"n_heads": 2, "n_kv_heads": 2},
     "dream": TINY_DREAM | TOKENS | SIZES | HEADS,
 }
@@ -61,7 +62,7 @@ def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     with torch.no_grad():
         for name, value in model.state_dict().items():
             is_head = value.data_ptr() == model.lm_head.weight.data_ptr()
-            value.mul_(8 if is_head else 30 if "wte" in name or "embed_tokens" in name else 1)
+            value.mul_(8 if is_head else 30 if "wte" in name or "embed" in name else 1)
         model.lm_head.weight[eos] = 0  # an EOS that is not too frequent
         for p in model.parameters():
             p.add_(shift * torch.randn(p.shape, generator=generator, dtype=p.dtype))
@@ -268,7 +269,7 @@ def full_graph_loss(module, model, rows, args):
         limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
         kl = args.beta * (elbo - rows.ref) ** 2 / (2 * n)
         return (kl - torch.minimum(ratio * A, limited * A)).sum() / sequences
-    assert name == "spg"
+    assert name == "spg", f"write the loss of {name} from its paper here"
     powers = (w * lp.exp() ** args.eubo_beta).mean(1)  # [R, L], 0 where no draw masks
     logs = torch.where(powers > 0, powers, 1).log().sum(1) / args.eubo_beta
     mixed = args.omega * logs / (powers > 0).sum(1) * c.sum(1) + (1 - args.omega) * elbo

@@ -52,7 +52,7 @@ def along_paths(args, values):
     return total
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
+@pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
 def test_segments_of_one_step(family):
     """They give the product of the probabilities with which the tokens up to the EOS were drawn."""
     shape = ONE_STEP | {"branches": (12, 2, 2, 2)}

@@ -51,7 +51,9 @@ def test_the_probabilities_of_all_completions_add_up_to_one(family, n, K):
     assert chances.sum().item() == pytest.approx(1, abs=1e-6) and chances.max() < 0.9
 
 
-@pytest.mark.parametrize("family, n", [("sdar", 0), ("llada", 1), ("llada", 4), ("dream", 1)])
+@pytest.mark.parametrize(
+    "family, n", [("sdar", 0), ("llada2", 0), ("llada", 1), ("llada", 4), ("dream", 1)]
+)
 def test_the_learner_has_the_log_probabilities_of_the_sampler(family, n):
     """Of every token up to the EOS, each scored once with weight 1; and so where three of n
     positions stand for all, with weight n / 3, each chosen as often.

@@ -4,7 +4,6 @@ update against the full graph, which rows train, on which old and reference valu
 
 import importlib
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,8 @@ from oracles import (
 )
 from sync_shared import METHODS, ONLINE
 
-from algos import bgpo, d1, spg
+from algos import bgpo, coupled_grpo, d1, espo, spg
+from models import add_lora
 from run.flags import RunFlags
 
 FAMILIES = ("sdar", "llada", "dream")
@@ -95,7 +95,9 @@ def test_the_gradient_is_that_of_the_full_graph(script, family, monkeypatch):
 @alone
 @online
 def test_rows_depend_on_the_sample_alone(script):
-    """Not on padding, or on the part of the batch that a rank holds."""
+    """Not on padding, on the part of the batch that a rank holds, or on the width of other
+    completions.
+    """
     module, model, args, batch = rolled(script)
     pad = lambda x, value: torch.nn.functional.pad(x, (3, 0), value=value)
     wide = changed(batch, input_ids=pad(batch.input_ids, EOS), P=batch.P + 3)
@@ -107,17 +109,31 @@ def test_rows_depend_on_the_sample_alone(script):
         a, b = module.draw_logps(model, rows), module.draw_logps(model, other)
     torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
     assert torch.equal(module.sample_masks(batch, 0, args).masked, rows.masked)
-    if script != "dtreerpo":  # a rank that holds the later groups alone
-        part = changed(batch, **later(batch), trace=changed(batch.trace, **later(batch.trace)))
-        masked = module.sample_masks(part, 0, args).masked
-        assert torch.equal(masked, rows.masked[-len(masked) :])
+    if script == "dtreerpo":  # its rows are segments
+        return
+    part = shared(batch, slice(4, None))  # a rank that holds the later groups alone
+    masked = module.sample_masks(part, 0, args).masked
+    assert torch.equal(masked, rows.masked[-len(masked) :])
+    found, widths = [], set()
+    for others in [[2, 2]], [[4, 1, 2, 3, 0], [2, 2]]:
+        batch = rollout_batch(module, model, args, [[1, 2, 3, 1], *others])
+        rows = module.sample_masks(batch, 0, args)
+        widths.add(batch.completion_mask.shape[1])
+        found.append((rows.masked[:4, :, batch.P :][..., :8], rows.weights[:4, :, :8]))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert len(widths) == 1 + (model.attention == "block-causal")
 
 
-def later(thing):
-    fields = {name: value[4:] for name, value in vars(thing).items() if torch.is_tensor(value)}
-    if records := getattr(thing, "records", None):
-        fields["records"] = {name: value[4:] for name, value in records.items()}
-    return fields
+def shared(batch, index):
+    """A part of the sequences."""
+
+    def some(thing):
+        fields = {name: x[index] for name, x in vars(thing).items() if torch.is_tensor(x)}
+        if records := getattr(thing, "records", None):
+            fields["records"] = {name: value[index] for name, value in records.items()}
+        return changed(thing, **fields)
+
+    return changed(some(batch), trace=some(batch.trace))
 
 
 def gap(a, b):
@@ -168,38 +184,69 @@ def test_rows_are_prepared_before_the_first_update(script):
         rows = module.prepare_rows(model, other, batch, args)[0]
         assert draws_of(rows) == draws_of(module.sample_masks(batch, 0, args))
         assert gap(rows.ref, module.frozen_estimates(other, rows, args)) == 0
+        add_lora(model, 4, 16)  # the reference is the model without adapters
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(0.1 * ("lora_B" in name))
+        adapted = module.prepare_rows(model, None, batch, args)[0]
+        assert gap(adapted.ref, rows.old) < 1e-5 and gap(adapted.old, rows.old) > 1e-3
 
 
-@alone
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("module", [d1, bgpo])
-def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(module, monkeypatch):
-    """Two inner updates; metrics are means over the rows that train. Another rank has one more
-    micro-batch, so the last one is repeated without effect.
+def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, module, ranks):
+    """Two inner updates under FSDP2, against the whole step without it; the second rank has fewer
+    live rows. Metrics are means over the rows that train.
     """
-    monkeypatch.setattr("rollout.rows.maximum", lambda count: count + 1)
-    settings = {"learning_rate": 1e-2, "max_grad_norm": 0.05, "beta": 0.0}
-    args = small_args(module, lr_schedule="linear", schedule_steps=2, **settings)
-    plain, model, clip = tiny_model(), tiny_model(), torch.nn.utils.clip_grad_norm_
-    adamw = lambda m: torch.optim.AdamW(m.parameters(), betas=(0.8, 0.9), weight_decay=0.1)
-    optimizer, reference = adamw(model), adamw(plain)
-    for rows in module.prepare_rows(plain, None, rollout_batch(module, plain, args), args):
-        whole = lambda *most: SimpleNamespace(full_tensor=lambda: clip(*most))
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", whole)
-        metrics = module.update(model, optimizer, rows, 1, args)
-        estimates = module.estimate_logps(module.draw_logps(plain, rows), rows, args)
-        loss, got = module.policy_loss(estimates, rows.old, None, rows, args)
-        loss.backward()
-        norm = clip(plain.parameters(), 0.05).item()
-        reference.param_groups[0]["lr"] = 0.5e-2  # step 1 of 2
-        reference.step()
-        reference.zero_grad()
-    assert norm > 0.05 and metrics["optim/lr"] == 0.5e-2
-    assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
-    for name in got.keys() & metrics.keys():
-        weight = got.get(f"{name.split('/')[0]}/weight", 1.0)
-        assert metrics[name] == pytest.approx((got[name] / weight).item(), rel=1e-6, abs=1e-9)
+
+    def body(rank, world_size):
+        settings = {"learning_rate": 1e-2, "max_grad_norm": 0.05, "beta": 0.0}
+        args = small_args(module, lr_schedule="linear", schedule_steps=2, **settings)
+        plain, model = tiny_model(), module.parallelize(tiny_model(), args)
+        adamw = lambda m: torch.optim.AdamW(m.parameters(), betas=(0.8, 0.9), weight_decay=0.1)
+        optimizer, reference = adamw(model), adamw(plain)
+        batch = rollout_batch(module, plain, args, ((1, 2, 3), (4, 1, 2, 3, 0, 1), (3, 3), (2, 2)))
+        batch.num_tokens /= world_size  # each rank counts this batch
+        batch.num_sequences /= world_size
+        part = shared(batch, torch.arange(16).chunk(world_size)[rank])
+        whole = module.prepare_rows(plain, None, batch, args)
+        for rows, mine in zip(whole, module.prepare_rows(model, None, part, args), strict=True):
+            metrics = module.update(model, optimizer, mine, 1, args)
+            estimates = module.estimate_logps(module.draw_logps(plain, rows), rows, args)
+            loss, got = module.policy_loss(estimates, rows.old, None, rows, args)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item()
+            reference.param_groups[0]["lr"] = 0.5e-2  # step 1 of 2
+            reference.step()
+            reference.zero_grad()
+        assert norm > 0.05 and metrics["optim/lr"] == 0.5e-2
+        assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q, atol=1e-6, rtol=1e-5)
+        for name in got.keys() & metrics.keys():
+            weight = got.get(f"{name.split('/')[0]}/weight", 1.0)
+            assert metrics[name] == pytest.approx((got[name] / weight).item(), rel=1e-5, abs=1e-9)
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("module", [coupled_grpo, espo])
+def test_the_reference_moves(run_ranks, monkeypatch, module, ranks):
+    """Whole on one rank, sharded on two."""
+    monkeypatch.setattr("distributed.sharding.cuda_bytes", lambda: 1 << 40)
+
+    def body(rank, world_size):
+        args, frozen = module.Args(ref_mixup=0.6), tiny_model().requires_grad_(False)
+        reference, model = (module.parallelize(m, args) for m in (frozen, tiny_model(seed=1)))
+        assert hasattr(reference.lm_head.weight, "full_tensor") == (ranks > 1)
+        module.move_reference(reference, model, args)
+        pairs = zip(tiny_model().parameters(), tiny_model(seed=1).parameters(), strict=True)
+        for got, (old, new) in zip(reference.parameters(), pairs, strict=True):
+            got = got.full_tensor() if ranks > 1 else got
+            torch.testing.assert_close(got, 0.4 * old + 0.6 * new)
+
+    run_ranks(ranks, body)
 
 
 SPOILED = {

@@ -43,6 +43,7 @@ from algos import (
     spg,
     tpg,
     tracerl,
+    vrpo,
     wd1,
 )
 
@@ -261,17 +262,20 @@ def test_counts_are_uniform_and_stratified(module, mc_num):
         assert (times.amax(0) - times.amin(0)).max() <= (mc_num % n > 0)
 
 
-@pytest.mark.parametrize("module", [bgpo, ebpo, espo, spg])
+@pytest.mark.parametrize("module", [bgpo, ebpo, espo, spg, vrpo])
 def test_draws_blocks_and_updates_are_independent(module):
     """Given how many of a block are masked, all its tokens are alike, and nothing else tells
     which; numbers are independent in all updates, and in all blocks unless EBPO couples these.
     """
     n, c, found = 8000, torch.ones(8000, 8, dtype=torch.bool), []
-    batch = made_batch(module, c.long(), c, (torch.arange(8) // 4).expand(n, -1))
+    blocks, args = (torch.arange(8) // 4).expand(n, -1), small_args(module, p_mask_context=0.0)
     for iteration in range(2):
-        masked = module.sample_masks(
-            batch, iteration, small_args(module, p_mask_context=0.0)
-        ).masked
+        if module is vrpo:
+            pairs = vrpo.Batch(blocks, c, c, blocks, torch.arange(n), MASK, 3, iteration, n, n)
+            masked = vrpo.sample_masks(pairs, args).masked
+        else:
+            batch = made_batch(module, blocks, c, blocks)
+            masked = module.sample_masks(batch, iteration, args).masked
         masked = masked[:, :: 2 if module is espo else 1].view(n, 2, 2, 4).double()
         size = masked.mean(3, keepdim=True)
         assert within(masked - size, 0.0).all()
@@ -315,6 +319,8 @@ def test_spg_picks_blocks_of_the_rollout():
         assert (times.amax(1) - times.amin(1)).max() <= 1
         parts = masked.view(n, mc_num, 4, 4)
         assert parts.all(3)[torch.arange(4) > picked[..., None]].all()
+        count = (parts & c.view(4, 4)).sum(3).gather(2, picked[..., None])[..., 0]
+        assert all(is_uniform(count[(picked == 2) == (k == 3)], k) for k in (3, 4))
         scored = masked & c
         want = scored * (11 / scored.sum(2, keepdim=True))
         torch.testing.assert_close(rows.weights, want.float())
@@ -339,6 +345,10 @@ def test_coupled_masks_partition_the_completion():
     t = torch.where(w[:, 1].any(1), 1 / (2 * w[:, 1].amax(1)), 1 - 1 / (2 * w[:, 2].amax(1)))
     torch.testing.assert_close(t.view(-1, 4), t[::4, None].expand(-1, 4))
     assert 0.2 <= t.min() < 0.202 and 0.798 < t.max() <= 0.8
+    assert is_uniform(((t[::4] - 0.2) / 0.15).long().clamp(max=3) + 1, 4)
+    residual = rows.masked[:, 1].double() - t[:, None]  # tokens are independent given t
+    assert within(residual, 0.0).all()
+    assert residual.T.corrcoef().fill_diagonal_(0).abs().max() < 0.035
 
 
 # --- numbers of the papers and values of the official code ----------------------------------------
@@ -364,18 +374,20 @@ CLIPS = [  # ratio, A, objective, whether it has a slope, with epsilon 0.5
 ]
 
 
-@pytest.mark.parametrize("module", [d1, coupled_grpo, cj_grpo, ebpo])
+@pytest.mark.parametrize("module", [d1, coupled_grpo, cj_grpo, ebpo, espo])
 def test_clip_and_kl(module):
-    """Of either side; k3 towards the reference (reversed: 0.021403). EBPO's clip is in log space,
-    as compute_policy_loss_ebpo of yjyddq/DARE 83ae8a3.
+    """Of either side, and not at the old policy, epsilon 0 included; k3 towards the reference
+    (reversed: 0.021403). EBPO's clip is in log space, as compute_policy_loss_ebpo of yjyddq/DARE
+    83ae8a3.
     """
-    of = lambda value: [value] if module is ebpo else [[value]]
+    of = lambda value: [value] if module in (ebpo, espo) else [[value]]
     for ratio, A, objective, live in CLIPS:
         how = {"epsilon": 0.5, "beta": 0.0}
         got, slope = loss_of(module, of(math.log(ratio)), [A], of(0.0), **how)
         assert got == pytest.approx(objective) and slope.isfinite().all()
         assert slope.item() == pytest.approx(objective if live else 0)
-    if module is not ebpo:
+    assert loss_of(module, of(0.0), [2.0], of(0.0), epsilon=0.0, beta=0.0)[1].item() == 2
+    if module not in (ebpo, espo):
         got, _ = loss_of(module, [[-1.0]], [0.0], ref=[[-1.2]], beta=1.0)
         assert -got == pytest.approx(0.018731, abs=1e-6)
 

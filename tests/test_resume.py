@@ -367,6 +367,7 @@ def script_main(rank, ranks, port, out, flags):
     sys.argv = sys.orig_argv = flags
     load_few_problems()
     try:
+        sys.path.insert(0, str((ROOT / flags[0]).parent))  # as `python FILE` does
         runpy.run_path(flags[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
