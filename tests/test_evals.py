@@ -124,8 +124,6 @@ def test_rewards(reward):
             texts, task = [text for text, _ in case["pays"]], load_task(case["task"])
             found = load_reward(reward, task)(texts, [case["example"]] * len(texts))
             assert found == [pytest.approx(parts, abs=1e-12) for _, parts in case["pays"]]
-            other = load_task("sudoku" if case["task"] != "sudoku" else "gsm8k")
-            assert f"{reward}: does not fit" in one_line(load_reward, reward, other)
     assert any(case["reward"] == reward for case in of("reward"))
 
 
@@ -470,11 +468,8 @@ def test_load_reward(monkeypatch):
     for paid, words in ("1.0", "'1.0'}: not a finite"), ({"mean": 1.0}, "is a metric"):
         monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
         assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
-    known = f"no such reward; known: path.py:function, {', '.join(REWARDS)}"
-    assert one_line(load_reward, "cells", mbpp) == f"--reward cells: {known}"
-    for task in "gsm8k", "math500":
-        boxed = {"question": "?", "gold": "18", "style": "boxed"}
-        assert "--data d1" in one_line(load_reward(f"{task}_d1", load_task(task)), ["18"], [boxed])
+    boxed = {"question": "?", "gold": "18", "style": "boxed"}
+    assert "--data d1" in one_line(load_reward("math500_d1", load_task("math500")), ["18"], [boxed])
 
 
 TASK = """
@@ -512,8 +507,6 @@ def test_files_of_a_user(tmp_path):
     path.write_text(TASK.replace('[{"role": "user", "content": example["word"]}]', "7"))
     where = "train", "", load_tokenizer("tiny-sdar"), 99
     assert "gives 7, not a list of" in one_line(load_problems, load_task(str(path)), *where)
-    path.write_text(TASK.replace("def extract(completion, example)", "def extract(completion)"))
-    assert "extract of 2 arguments (too many positional" in one_line(load_task, str(path))
 
 
 def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
@@ -543,7 +536,6 @@ def test_load_problems(tmp_path):
     kept, dropped = load(rows[:2], 300)
     assert [example["question"] for example, _ in kept] == ["How many?"] and dropped == 1
     assert kept[0][1] == list(kept[0][1]) and len(kept[0][1]) <= 300
-    assert "--max-prompt-length (or --max-length) 3: the shortest" in one_line(load, rows[:2], 3)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -260,7 +260,10 @@ def test_schedules():
         for schedule in ("uniform", "timesteps"):
             assert plan(n, steps, schedule) == naive_blocks(n, n, steps, schedule)
     assert reveal_shares([2, 1], "uniform") == pytest.approx([2 / 3, 1])
-    assert eoser_weight(0, 1, "uniform") == 0.4
+    weights = [eoser_weight(i, 4, "uniform") for i in range(4)]
+    assert weights == pytest.approx([0.4, 0.6, 0.8, 1.0]) and eoser_weight(0, 1, "uniform") == 0.4
+    weights = [eoser_weight(i, 3, "ascending") for i in range(3)]
+    assert weights == pytest.approx([0.01 + 0.99 * x / 8 for x in (1, 3, 7)])
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dream_sampler.json").read_text())

@@ -14,7 +14,6 @@ import pytest
 import torch
 from test_samplers import M, V, engine_of, model_of, prompts_of, same_draws
 
-import rollout
 from evals.rewards import METRICS
 from models import export_weights
 from models.tiny import byte_tokenizer
@@ -113,20 +112,6 @@ def test_an_engine_in_bf16_reports_fp32(name):
     half = make_engine(name, dtype=torch.bfloat16)
     trace = half.generate(prompts_of([5, 2]), **OPTIONS)
     assert half.dtype == torch.bfloat16 and trace.logps.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-llada"])
-def test_what_a_run_asks_for_is_refused_before_weights_are_read(monkeypatch, name):
-    good = {"gen_length": 16, "block_length": 0, "denoising_steps": 2, "cache": "none"}
-    assert make_engine(name, request=("steps", good)).validate("steps", **good)
-    monkeypatch.setattr(rollout, "load_weights", lambda *_: pytest.fail("read weights"))
-    for wrong in ({"gen_length": 17}, {"denoising_steps": 0}, {"cache": "prefix"}):
-        with pytest.raises(SystemExit, match="--"):
-            make_engine(name, request=("steps", good | wrong))
-    with pytest.raises(SystemExit, match="--rollout-backend nonsense cannot serve a b"):
-        make_engine(name, backend="nonsense")
-    with pytest.raises(pytest.fail.Exception, match="read weights"):
-        make_engine(name, request=("steps", good))
 
 
 # --- refusals and plans ---------------------------------------------------------------------------
