@@ -33,6 +33,10 @@ from run.problems import Problems
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+TINY = {  # what every method takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "prompts_per_step": 16,
+    "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+}  # fmt: skip
 # <<< shared: imports
 
 
@@ -63,11 +67,8 @@ class Args(RolloutFlags):
 
 # What differs on the tiny models, and with all weights of others. Rates of the latter are ours.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "weight_decay": 0.0,
-        "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8, "num_iterations": 4,
-        "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
-    },
+    "tiny": TINY | {"weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0,
+                    "num_generations": 8, "num_iterations": 4},
     "full": {"learning_rate": 5e-7},
 }  # fmt: skip
 RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"

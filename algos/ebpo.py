@@ -36,6 +36,10 @@ from run.problems import Problems
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+TINY = {  # what every method takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "prompts_per_step": 16,
+    "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+}  # fmt: skip
 # <<< shared: imports
 # isort: split
 import math
@@ -73,11 +77,7 @@ class Args(RolloutFlags):
 
 # What differs on the tiny models, and with all weights of others.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
-        "weight_decay": 0.0, "num_iterations": 2, "mc_num": 4, "prompts_per_step": 16,
-        "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
-    },
+    "tiny": TINY | {"betas": (0.9, 0.99), "weight_decay": 0.0, "num_iterations": 2, "mc_num": 4},
     "full": {"learning_rate": 5e-7},
 }  # fmt: skip
 RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"

@@ -35,6 +35,10 @@ from run.problems import Problems
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+TINY = {  # what every method takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "prompts_per_step": 16,
+    "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+}  # fmt: skip
 # <<< shared: imports
 # isort: split
 from typing import Literal
@@ -72,10 +76,8 @@ class Args(RolloutFlags):
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
-        "num_generations": 8, "prompts_per_step": 32, "warmup_steps": 5, "eval_every": 25,
-        "eval_limit": 512, "denoising_steps": 4,
+    "tiny": TINY | {
+        "betas": (0.9, 0.99), "num_generations": 8, "prompts_per_step": 32, "denoising_steps": 4,
     },
     "full": {"learning_rate": 5e-6},
     # a block of one token: a completion ends right behind its EOS. Without a cache a rollout took

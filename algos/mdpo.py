@@ -36,6 +36,10 @@ from run.problems import Problems
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+TINY = {  # what every method takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "prompts_per_step": 16,
+    "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+}  # fmt: skip
 # <<< shared: imports
 # isort: split
 from typing import Literal
@@ -82,11 +86,7 @@ class Args(RolloutFlags):
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
-        "temperature": 1.0, "train_steps": 4, "prompts_per_step": 16, "warmup_steps": 5,
-        "eval_every": 25, "eval_limit": 512,
-    },
+    "tiny": TINY | {"betas": (0.9, 0.99), "temperature": 1.0, "train_steps": 4},
     "full": {"learning_rate": 7e-7},
     "bidirectional": {"cache": "none"},
 }  # fmt: skip

@@ -36,6 +36,10 @@ from run.problems import Problems
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
 # RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+TINY = {  # what every method takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "prompts_per_step": 16,
+    "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+}  # fmt: skip
 # <<< shared: imports
 # isort: split
 import math
@@ -93,11 +97,9 @@ class Args(RolloutFlags):
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
 BY_SIZE = {
-    "tiny": {
-        "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
-        "num_generations": 8, "num_iterations": 4, "accuracy_range": (0.0, 1.0),
-        "value_learning_rate": 1e-3, "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25,
-        "eval_limit": 512,
+    "tiny": TINY | {
+        "betas": (0.9, 0.99), "num_generations": 8, "num_iterations": 4,
+        "accuracy_range": (0.0, 1.0), "value_learning_rate": 1e-3,
     },
     "full": {"learning_rate": 1e-6, "num_iterations": 8, "value_learning_rate": 5e-6},
     # without a cache a rollout is planned with 27 s a prompt on an H100
