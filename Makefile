@@ -5,10 +5,8 @@ VENV ?= .venv
 MODEL ?= tiny-sdar
 RUN = $(VENV)/bin/python
 
-# PASSIVE: waiting threads of OpenMP give up their core. With other work on it, steps took up to 8 times
-# as long without.
 demo: venv
-	OMP_WAIT_POLICY=PASSIVE $(RUN) algos/bgpo.py --model $(MODEL)
+	$(RUN) algos/bgpo.py --model $(MODEL)
 
 # Two workers; the tests of a file stay in one of them, because they share what its fixtures make.
 test: venv

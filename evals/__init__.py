@@ -2,6 +2,7 @@
 training."""
 
 import math
+import os
 import re
 import sys
 from importlib import import_module
@@ -10,6 +11,7 @@ from inspect import signature
 from numbers import Real
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 import tyro
