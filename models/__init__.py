@@ -14,6 +14,5 @@ from models.checkpoint import (
 )
 from models.experts import router_metrics
 from models.layers import compile_blocks
-from models.logps import mismatch
 from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, is_tiny, sampling_facts, source_of

@@ -98,17 +98,3 @@ def linear_logps(
     settings = temperature, banned_id, chunk_rows or max(1024, 2 * PART // len(weight))
     logps, entropies = LinearLogps.apply(hidden, weight, targets, entropy, *settings)
     return (logps, entropies) if entropy else logps
-
-
-@torch.no_grad()
-def mismatch(logps, entropies, weights):
-    """How far the scored tokens are from draws of the scored distributions: draws have a mean
-    -log p equal to the mean entropy. [R, K, L] each, nats -> sums over tokens; `reduce_metrics`
-    makes means of them
-    """
-    return {
-        "mismatch/surprisal": -(weights * logps).sum(),
-        "mismatch/entropy": (weights * entropies).sum(),
-        "mismatch/improbable": (weights * (logps.exp() < 0.05)).sum(),
-        "mismatch/weight": weights.sum(),
-    }

@@ -99,6 +99,7 @@ class Rows:
             micro = self.select(slice(first, first + size))
             yield micro, i + 1 == count, i < len(starts) and self.has_gradient
 
+    @torch.no_grad()
     def mismatch(self, logps, entropies):
         """How far the scored tokens are from draws of the scored distributions: draws have a mean
         -log p equal to the mean entropy. [R, K, L] each, nats -> sums; `reduce_metrics` makes means

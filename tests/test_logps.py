@@ -1,11 +1,14 @@
 """models/logps.py: log-probabilities from the head in pieces, against all logits at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.logps import linear_logps, mismatch
+from models.logps import linear_logps
+from rollout.rows import Rows
 
 
 def naive(hidden, weight, targets, temperature=1.0, banned_id=None):
@@ -65,10 +68,11 @@ def test_mismatch_of_draws_is_none():
     hidden, weight, _ = problem(1, 4, 11)
     values = linear_logps(hidden.expand(11, 4), weight, torch.arange(11), entropy=True)
     p = values[0].detach().exp()
-    sums = mismatch(*values, p)
+    mismatch = lambda weights: Rows.mismatch(SimpleNamespace(weights=weights), *values)
+    sums = mismatch(p)
     torch.testing.assert_close(sums["mismatch/surprisal"], sums["mismatch/entropy"])
     assert sums["mismatch/improbable"] == p[p < 0.05].sum() > 0
-    assert mismatch(*values, 1 - p)["mismatch/surprisal"] > 1.1 * sums["mismatch/entropy"]
+    assert mismatch(1 - p)["mismatch/surprisal"] > 1.1 * sums["mismatch/entropy"]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
