@@ -21,22 +21,15 @@ torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight G
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from data.sft import encode, training_rows
 from data.stream import ShuffledStream
-from distributed.groups import (
-    all_reduce,
-    rank_share,
-    reduce_metrics,
-    require_finite,
-    setup_distributed,
-)
+from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, compile_blocks, load_weights, meta_model, router_metrics
@@ -194,14 +187,14 @@ def build_policy(device, args):
 
 # >>> shared: optimizer_step
 def optimizer_step(optimizer, sums, step, args):
-    """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
-    metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
+    """sums: StepMetrics of this rank. -> metrics of all ranks"""
+    (group,) = optimizer.param_groups
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
-    return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
+    return metrics | {"optim/lr": group["lr"]}
 
 
 # <<< shared: optimizer_step
@@ -282,14 +275,14 @@ def micro_loss(model, batch, masked, weights, divisor, rows, args):
 
 def update(model, optimizer, batch, noise, step, args):
     """One optimizer step. noise: of sample_masks. -> metrics"""
-    B, loss = len(batch.input_ids), 0.0
+    B, sums = len(batch.input_ids), StepMetrics()
     for i in range(0, B, args.micro_batch_size):
         rows = slice(i, i + args.micro_batch_size)
         reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
         share = micro_loss(model, batch, *noise, rows, args)
         (share * dist.get_world_size()).backward()  # FSDP averages over ranks
-        loss += share.detach()
-    return optimizer_step(optimizer, {"loss/total": loss}, step, args)
+        sums.add(share, {})
+    return optimizer_step(optimizer, sums, step, args)
 
 
 def load_rows(held_out, model, args):
@@ -324,17 +317,20 @@ def main(args):
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     # >>> shared: offline_start
-    trained = [p for p in model.parameters() if p.requires_grad]
-    settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
-    optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
-    run = Run(__file__, args, held_out, rows, model, optimizer)
-    stream = ShuffledStream(rows, args.seed)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    held_out.train, stream = rows, ShuffledStream(rows, args.seed)
+    run = Run(__file__, args, held_out, model, optimizer)
     run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
     if engine:
         run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
     # <<< shared: offline_start
-    for step in range(run.start, args.max_steps):
-        clock, first = run.clock(), step * args.batch_size
+    for step, clock in run.steps():
+        first = step * args.batch_size
         with clock("data"):
             examples = [stream[i] for i in range(first, first + args.batch_size)]
             batch = make_batch(examples, args, model, step, group, groups, device)
@@ -347,14 +343,10 @@ def main(args):
                 metrics |= held_out.score(engine, "validation", "eval")
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
-        run.write(step + 1, metrics, clock)
-        if run.save(step + 1, metrics):
-            break
-    else:  # not stopped
-        if engine:
-            sync_engine(engine, model)
-            run.write(args.max_steps, held_out.score(engine, "test", "test"))
-    run.end()
+        run.end_step(metrics)
+    if engine:
+        sync_engine(engine, model)
+    run.end(engine)
 
 
 if __name__ == "__main__":

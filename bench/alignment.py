@@ -95,7 +95,8 @@ def settings(script, method, temperature, args):
     own = {"positions": 4}
     if method == EXACT:
         own["train_steps"] = args.gen_length  # all
-    fields |= {name: value for name, value in own.items() if hasattr(script.Args, name)}
+    known = script.Args.__dataclass_fields__
+    fields = {name: value for name, value in (fields | own).items() if name in known}
     return script.Args(**fields, out=f"{args.out}/runs")
 
 
@@ -109,8 +110,8 @@ def measure(method, temperature, args):
             vectors.append(torch.cat(grads).cpu())
 
     class FewProblems(Problems):
-        def __init__(self, flags):
-            super().__init__(flags)
+        def __init__(self, *how):
+            super().__init__(*how)
             self.stream = ShuffledStream(self.train[: args.prompts], 0)
 
     start = time.perf_counter()

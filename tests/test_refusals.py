@@ -53,8 +53,6 @@ REFUSALS = {
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483648",
-    "algos/bgpo.py --beta 0.1": "--beta 0.1 must be 0",
-    "algos/wd1.py --beta 0.1": "--beta 0.1 must be 0",
     "algos/bgpo.py --confidence-threshold 90": "--confidence-threshold 90.0 must be from 0 to 1",
     "algos/spg.py --mc-num 1": "--mc-num 1 must be from 2",
     "algos/spg.py --omega 1.5": "--omega 1.5 must be from 0 to 1",
