@@ -22,6 +22,7 @@ sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
+from models.tensors import frozen_dtype
 from rollout import sync_engine
 from rollout.rows import Rows
 from run.directory import Run
@@ -124,16 +125,13 @@ def parallelize(model, args):
     """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
-    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
+    mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    layout, fp32_modules, modules = sharding(model)
-    for module in fp32_modules:
-        fully_shard(module, **layout)
-    for module in modules:
+    for module, types, layout in sharding(model, mixed):
+        policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
         fully_shard(module, mp_policy=policy, **layout)
     register_forwards(model)
     return model
@@ -141,8 +139,7 @@ def parallelize(model, args):
 
 def build_policy(device, args):
     """The model to train, without weights: flags that cannot work are refused before they load."""
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # as the sampler's
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
     if args.lora_rank:
         add_lora(model, *args.lora)
     return model
@@ -156,8 +153,7 @@ def load_models(model, device, args):
     """-> policy, frozen reference (with LoRA None: the policy without its adapters)"""
     ref = None
     if args.beta and not args.lora_rank:
-        frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
-        ref = deepcopy(model).to(frozen).requires_grad_(False)
+        ref = deepcopy(model).to(frozen_dtype(device)).requires_grad_(False)
         load_weights(parallelize(ref, args), device)
     # sharded before weights are read: no rank ever holds the whole model
     return load_weights(parallelize(model, args), device), ref
