@@ -5,6 +5,13 @@ d_j    = elbo_j - old_j on the same masks
 g_j    = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
 loss   = -mean over sequences and draws of g_j; micro-batches may split the draws
 
+What differs from d1, and why:
+1. An ELBO over n random masks instead of one fully masked pass: a better likelihood.
+2. The loss is a sum over the draws: micro-batches may split them, memory does not grow with n.
+3. Bounds replace ratio and clip, which would couple the draws. No KL, so no reference.
+4. Advantages are divided by the group's standard deviation, as in GRPO.
+5. The prompt stays clean: the masks of the completion are random already.
+
 python   algos/bgpo.py                                     # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/bgpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -6,6 +6,13 @@ loss_k = mean over the tokens of transition k of
 loss   = mean over sequences of the mean over their transitions (Eq. 11)
 A      = (reward - group mean) / group std
 
+What differs from d1, and why:
+1. Each token is scored in the state that drew it, so the log-probabilities are the sampler's.
+2. A row has a draw for each denoising step; on a block model a draw is that step of all blocks.
+3. Every transition weighs the same, whether it reveals one token or sixteen.
+4. Nothing is random, so all updates of a rollout share the rows of the first.
+5. Advantages are divided by the group's standard deviation.
+
 python   algos/cj_grpo.py                                     # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/cj_grpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """

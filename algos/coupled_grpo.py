@@ -5,6 +5,13 @@ score = 1/2 [lp(all masked) + a lp(mask a) / t + (1 - a) lp(mask not a) / (1 - t
 ratio = exp(score - old), and the loss is d1's: every token is scored once with all masked and
         once in a half-masked context; a block model sees the clean blocks before its own
 
+What differs from d1, and why:
+1. Three passes score a row, two of them with complementary masks, so that every token is
+   predicted once with all masked and once in context.
+2. The clip couples the three, so one forward takes them all.
+3. The prompt stays clean: the masks of the completion are random already.
+4. With all weights the reference moves with the policy.
+
 python   algos/coupled_grpo.py                                      # the tiny model on a CPU
 torchrun --nproc-per-node 8 algos/coupled_grpo.py --model dream-7b  # GSM8K, LoRA, eight GPUs
 """

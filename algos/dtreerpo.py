@@ -8,6 +8,13 @@ loss_s = mean over these tokens of
 loss   = mean over segments of loss_s + lambda(t) * mean over positions of
          -sum of q logps over the siblings with A > 0, q ~ exp(A / tau(t))
 
+What differs from d1, and why:
+1. Rollouts are trees: siblings judge a segment, which gives credit inside a completion.
+2. A row is a segment, scored in the canvas of its parent, which is a state of the sampler.
+3. Advantages are leave-one-out over siblings, one for each segment of a completion.
+4. Distillation towards better siblings sharpens the model, because one forward scores the
+   tokens of a segment as if they were independent.
+
 python   algos/dtreerpo.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/dtreerpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -7,6 +7,13 @@
 
 Block models only. `diff algos/bgpo.py algos/ebpo.py` shows what replaces BGPO's bounds.
 
+    What differs from d1, and why:
+    1. One ratio and one clip for a completion, because its reward is one; in log space.
+    2. The likelihood is the ELBO of all blocks at once, near one noise level in a draw.
+    3. The ratio couples the N draws, so one forward takes them all.
+    4. Block models only: on others it would be ESPO without the division by the length.
+    5. No KL; advantages are divided by the standard deviation; the prompt stays clean.
+
     python   algos/ebpo.py                                     # the shipped tiny model on a CPU
     torchrun --nproc-per-node 8 algos/ebpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -6,6 +6,13 @@ elbo  = mean over pairs of masks of 1/2 [(n+1)/k lp(masked) + (n+1)/(n-k) lp(the
         k of n tokens masked, k ~ U{0..n}; on a block model those of each block, given the clean
         blocks before it
 
+What differs from d1, and why:
+1. The completion is one action with one ratio, of its ELBO, because its reward is one.
+2. The ratio is taken per token: over the whole length it would leave any clip range at once.
+3. Masks come in complementary pairs, so that every token counts once in a pair.
+4. The KL is k2: the exponential of k3 explodes on the noise of an ELBO.
+5. Advantages are leave-one-out; the prompt stays clean; the reference moves with the policy.
+
 python   algos/espo.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/espo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -6,6 +6,13 @@
     A     = (reward - group mean) / group std
 
 A block model scores a completion in one pass, a bidirectional one in a pass for each token.
+
+What differs from d1, and why:
+1. Rollouts go left to right, because then the likelihood is exact.
+2. A bidirectional model, which sees the masks behind a token, takes a pass for each token;
+   --positions scores some of them, without bias. A block model scores all blocks at once.
+3. Advantages are divided by the group's standard deviation. By default no KL and one update.
+
 python   algos/justgrpo.py                                     # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/justgrpo.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -7,6 +7,13 @@ loss_s = mean over the M masked tokens of
 loss   = mean over sequences of the sum over the steps with the largest |A|
 q      = probability that the prediction was drawn with
 
+What differs from d1, and why:
+1. Every step's prediction is graded: credit for becoming right, blame for spoiling it.
+2. A row is (sequence, chosen step), scored on its predictions in the state of the sampler.
+3. Only the steps with the largest |A| are trained, because each costs a forward.
+4. Terms are weighted by confidence, and the KL is k2.
+5. Bidirectional models only: a block model predicts no whole completion to grade.
+
 python   algos/mdpo.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/mdpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -8,6 +8,12 @@ w     = tokens / masked tokens where masked. A draw masks part of one block of t
         that follows it, and a little of what precedes it; a block model does so inside each of
         its blocks and sees the clean blocks before it
 
+What differs from d1, and why:
+1. Random masks replace the fully masked pass: states like those of the sampler.
+2. What is pushed down is an upper bound, because a lower one can drop without the likelihood.
+3. No ratio, clip or KL, so no old and no reference values.
+4. The logarithm of a mean couples the draws, so one forward takes them all.
+
 python   algos/spg.py                                      # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/spg.py --model llada-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -7,6 +7,12 @@
 
 Which draws a step reveals follows from the draws and their confidences, so a sample is its draws.
 
+What differs from d1, and why:
+1. Every draw of a step counts, revealed or not: another one would have revealed other tokens.
+2. Each is scored in the state that drew it, so the log-probabilities are the sampler's.
+3. Some steps are chosen at random, weighted so that the gradient stays unbiased.
+4. Terms are summed over a sequence, not averaged over tokens: that is the policy gradient.
+
 python   algos/tpg.py                                     # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/tpg.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """

@@ -7,6 +7,13 @@ loss  = mean over rows of the sum over a row's tokens, divided by --gen-length, 
 A     = (reward - group mean) / group std; with --value-model GAE over the denoising steps, of
         which the last one earns this A, with a value for each token
 
+What differs from d1, and why:
+1. Tokens are scored in the states that revealed them; --shrink merges steps to save passes.
+2. The KL is to the policy before the rollout's updates, so there is no reference model.
+3. Each update takes its share of the completions, as in PPO.
+4. Groups that are too easy or too hard are left out, because they teach little.
+5. An optional value model gives every token its own advantage.
+
 python   algos/tracerl.py                                     # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/tracerl.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """

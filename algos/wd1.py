@@ -4,6 +4,11 @@ w+   = softmax of psi A,  w- = softmax of -psi A    over the G completions of a 
 loss = mean over prompts of the sum over completions of -(w+ - w-) log p(completion)
 log p: d1's one-pass estimate, summed over tokens; no old and no reference policy is computed
 
+What differs from d1, and why:
+1. Softmax weights replace ratio and clip, so no ratio of estimates and no old values.
+2. No KL, so no reference: with the old values, two forwards for each update are saved.
+3. Log-probabilities are summed over tokens, not averaged: a completion is one term.
+
 python   algos/wd1.py                                     # the shipped tiny model on a CPU
 torchrun --nproc-per-node 8 algos/wd1.py --model sdar-8b  # GSM8K, LoRA, eight GPUs
 """
