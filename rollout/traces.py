@@ -35,11 +35,11 @@ class Trace:
     # [N] int64, forwards of this row: denoising and separate commits, without the prefill
     num_forwards: torch.Tensor | None
     settings: dict
-    # [N, K, L] of each of K = num_replays forwards: "tokens" int32, -1 elsewhere, and their "logps",
-    # 0 elsewhere. Of kind "draws": those drawn at the masks of the block in work, revealed or not.
-    # "states": also those drawn at the masks behind it, so that they tell what the forward saw
-    # masked. "events": those that it wrote, the mask token with 0 where it masked again; the maps
-    # and logps above are those of the last change.
+    # [N, K, L] of each of K = num_replays forwards: some "tokens" int32, -1 elsewhere, and their
+    # "logps", 0 elsewhere. Of kind "draws": those drawn at the masks of the block in work, revealed
+    # or not. "states": also those drawn at the masks behind it, so that they tell what the forward
+    # saw masked. "events": those that it wrote, the mask token with 0 where it masked again; the
+    # maps and logps above are those of the last change.
     records: dict | None = None
 
     @property
