@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
-from data.sft import encode, training_rows
+from data.sft import training_rows
 from data.stream import ShuffledStream
+from data.tokens import encode
 from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
@@ -294,9 +295,9 @@ def load_rows(held_out, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
-    scored = [problem for problems in held_out.splits.values() for problem, _ in problems]
-    rows = training_rows(held_out.task, args.data, scored)
-    return encode(rows, held_out.tokenizer, model, args.max_length, args.batch_size)
+    rows, asked = training_rows(held_out.task, args.data), held_out.prompts()
+    rows = encode(rows, held_out.tokenizer, model, args.max_length, asked)
+    return rows.at_least(args.batch_size)
 
 
 def main(args):

@@ -25,8 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
-from data.preferences import encode_pairs, held_out_pairs, training_pairs
+from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
+from data.tokens import encode
 from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
@@ -322,21 +323,20 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
 
 def load_pairs(held_out, model, args):
     """-> training pairs, {split: held-out pairs}"""
-    encode = lambda pairs: encode_pairs(pairs, held_out.tokenizer, model, args.max_length)
-    task, splits = held_out.task, held_out.splits
+    task, how = held_out.task, (held_out.tokenizer, model, args.max_length)
     compared = {
         split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit, score_all)
-        for split in splits
+        for split in held_out.splits
     }
-    asked = [task.prompt(problem) for problems in splits.values() for problem, _ in problems]
-    asked += [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
-    pairs = encode(training_pairs(task, args.data, score_all, asked)).at_least(args.batch_size)
-    compared = {split: encode(rows) for split, rows in compared.items()}
+    asked = [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
+    pairs = pairs_of(task, args.data, "train", score_all)
+    pairs = encode(pairs, *how, asked + held_out.prompts())
+    compared = {split: encode(rows, *how) for split, rows in compared.items()}
     for split, rows in compared.items():
         if args.eval_pairs and not rows:
-            reasons = "; ".join(rows.reasons) or "no such split"
+            reasons = "; ".join(rows.dropped) or "no such split"
             raise SystemExit(f"--eval-pairs {args.eval_pairs}: no pairs for {split}: {reasons}")
-    return pairs, compared
+    return pairs.at_least(args.batch_size), compared
 
 
 def main(args):

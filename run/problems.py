@@ -34,6 +34,10 @@ class HeldOut:
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
+    def prompts(self):
+        """-> those that the run is scored on; rows that ask the same are not trained on"""
+        return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
+
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
         if not (problems := self.splits.get(split)):

@@ -172,7 +172,6 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
             made = plan.fit_rollouts(problems, net, args, script.DRAWS_TOGETHER, script.USES_OLD)
         else:
             sides, draws = (2, args.mc_num) if "mc_num" in vars(args) else (1, 1)
-            bounds = args.max_length // 2 * torch.arange(2 + sides)
-            answers = SimpleNamespace(bounds=bounds, parts=1 + sides)
+            answers = SimpleNamespace(lengths=torch.full((1, 1 + sides), args.max_length // 2))
             made = plan.fit_answers(answers, {"test": range(128)}, net, args, draws)
         assert made.fitting, command

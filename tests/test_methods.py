@@ -534,10 +534,8 @@ def test_sft_noise_is_stratified_over_the_step_and_keyed_by_the_example():
 
 def test_mdpo_grades_every_prediction():
     """Up to its own EOS; a step without a forward repeats the last."""
-    masked = torch.tensor([[[1, 1, 1], [0, 0, 0], [0, 1, 0]]]).bool()
-    predictions = torch.tensor([[[1, EOS, 3], [0, 0, 0], [1, 2, 4]]])
-    records = {"masked": masked, "predictions": predictions}
-    trace = SimpleNamespace(records=records, settings={"eos_token_ids": [EOS]})
+    draws = torch.tensor([[[1, EOS, 4], [-1, -1, -1], [-1, 2, -1]]])
+    trace = SimpleNamespace(records={"tokens": draws}, settings={"eos_token_ids": [EOS]})
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: ids)
     grade = lambda texts, examples: [
         {"a": float(sum(text)), "b": example} for text, example in zip(texts, examples, strict=True)

@@ -109,9 +109,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
 
     want, got = gradient(model, expected_reward(model, rule)), estimated(rows)
     assert relative(got, want) < 1e-10
-    draws = trace.records["draws"]
+    draws = trace.records["tokens"]
     shown = trace.replay_map[:, None] == torch.arange(draws.shape[1])[:, None]
-    trace.records["draws"] = draws.where(shown, -1)
+    trace.records["tokens"] = draws.where(shown, -1)
     few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights.double())
     assert rule != "random" or torch.equal(few.weights, rows.weights)  # there they are noise
     error = relative(estimated(few), want)
@@ -129,7 +129,7 @@ def test_a_few_random_steps_weigh_what_all_do(family, n):
     """Mean over all orders of the steps: every draw counts once, also if a sequence ends early."""
     args = small_args(tpg, train_steps=n, micro_batch_size=6)
     batch = rollout_batch(tpg, tiny_model(family), args)
-    draws, total, ones = batch.trace.records["draws"], 0, torch.ones(batch.input_ids.shape)
+    draws, total, ones = batch.trace.records["tokens"], 0, torch.ones(batch.input_ids.shape)
     draws[:4, -1] = -1  # a step less
     orders = list(itertools.permutations(range(draws.shape[1])))
     for order in orders:
