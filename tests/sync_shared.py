@@ -97,10 +97,7 @@ def without(text, names):
     return SHARED.sub(cut, text)
 
 
-def main():
-    reference = sys.argv[1] if len(sys.argv) == 2 else ""
-    if reference not in METHODS:
-        raise SystemExit(f"usage: python tests/sync_shared.py {{{','.join(METHODS)}}}")
+def main(reference):
     for script in METHODS:
         skip = [block for name, block in EXCEPTIONS if name in (script, reference)]
         text = sync(source(reference), source(script), skip)
@@ -108,4 +105,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
