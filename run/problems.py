@@ -2,6 +2,8 @@
 
 from dataclasses import fields
 
+import torch
+
 from data.stream import ShuffledStream
 from distributed.groups import rank_share
 from evals import TRIAL, load_splits, load_task, mean_score
@@ -9,7 +11,7 @@ from evals.rewards import load_reward
 from models import load_tokenizer
 from rollout import gathered, probe, rollout_metrics
 from rollout.engine import SamplingSettings
-from run.plan import fit_rollouts
+from run.plan import fit
 
 
 class HeldOut:
@@ -31,6 +33,19 @@ class HeldOut:
         self.facts = f"problems with too long a prompt, dropped: {dropped}"
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
+
+    def fit(self, rows, model, args, tail=0):
+        """-> the micro-batch size, how many completions are decoded together: see run/plan.py
+
+        rows: TokenRows of prompts and answers; the answers of a row share a forward. tail: tokens
+        behind an answer. Flag pack_length: of rows that hold several answers.
+        """
+        prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
+        lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
+        if pack_length := getattr(args, "pack_length", 0):
+            packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
+            lengths = torch.cat([lengths, packed])
+        return fit(model, args, lengths, self.splits, len(sides))
 
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
@@ -58,8 +73,10 @@ class Problems(HeldOut):
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
 
     def fit(self, model, args, together, uses_old):
-        """-> the micro-batch size, how many completions are decoded together: see run/plan.py"""
-        return fit_rollouts(self.splits, model, args, together, uses_old)
+        """As of a HeldOut."""
+        prompts = [ids for problems in self.splits.values() for _, ids in problems]
+        lengths = [(len(ids), args.gen_length) for ids in prompts]
+        return fit(model, args, lengths, self.splits, together, uses_old)
 
     def prompts(self, step):
         """-> this rank's prompts of the step [list of ids], their examples"""
