@@ -21,7 +21,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import timed
-from run.report import read_rows
+from evals.report import read_rows
 
 CALLS = count()
 

@@ -38,7 +38,7 @@ from distributed.disk import (
     writing,
 )
 from distributed.groups import all_reduce
-from run.report import PANELS, is_score, read_rows, write_report
+from evals.report import PANELS, is_score, read_rows, write_report
 
 # What the line of a step shows of a row, behind its scores (docs/metrics.md).
 SHOWN = {

@@ -84,7 +84,7 @@ def test_commands_parse(page):
             program, words = f"algos/{words[0]}.py", words[1:]
         program = program.replace("mine", "d1")
         assert (ROOT / program).is_file()
-        if program.split("/")[0] == "tests" or program == "run/report.py":
+        if program.split("/")[0] == "tests" or program == "evals/report.py":
             continue
         is_task = program in {f"evals/{task}.py" for task in TASKS - {"show"}}
         module = import_module("evals.run" if is_task else program[:-3].replace("/", "."))
