@@ -1,7 +1,5 @@
-"""What a month of training meets: kills at any moment, full disks, ranks whose work differs."""
+"""What a month of training meets: kills at any moment, full disks."""
 
-import importlib
-import math
 import random
 import shutil
 import subprocess
@@ -9,14 +7,8 @@ import sys
 import time
 
 import pytest
-import torch
-from oracles import CONFIGS, small_args, tiny_model
-from sync_shared import METHODS, ONLINE
 from test_resume import OFFLINE as OFFLINE_RUN
 from test_resume import ROOT, RUN, Run, assert_same_record, no_figures  # noqa: F401
-
-from rollout import make_engine
-from run.problems import sampling_of
 
 pytestmark = pytest.mark.full
 SFT = "sft", OFFLINE_RUN + " --save-every 1 --max-length 64 --pack-length 64", 2
@@ -85,82 +77,3 @@ def test_a_disk_that_fills_up(tmp_path, share):
     if (kept / "second").exists():
         (directory,) = (kept / "run").iterdir()
         assert_same_record(directory, whole)
-
-
-def drawn(script, ranks, seed):
-    """What all ranks know of an update. -> family, flags, bounds of each rank's groups, prompts,
-    rewards
-    """
-    draw = random.Random(f"{script}{seed}")
-    G, groups = draw.randint(2, 4), draw.randint(4, 9)
-    flags = {
-        "num_generations": G,
-        "num_iterations": draw.randint(1, 2),
-        "micro_batch_size": draw.randint(8, 24),
-        "sync_every_backward": draw.random() < 0.5,
-        "learning_rate": 0.1,
-        "max_grad_norm": math.inf,
-        "gen_length": draw.choice([4, 8, 12]),
-        "denoising_steps": draw.choice([1, 2, 4]),
-        "mc_num": 2,
-        "seed": seed,
-    }
-    if script == "dtreerpo":  # two segments in every block
-        flags |= {"branches": (G, 2), "block_length": 4, "denoising_steps": draw.choice([2, 4])}
-        flags["num_generations"] = G = 2 * G
-    prompts = [[draw.randrange(5) for _ in range(draw.randint(1, 15))] for _ in range(groups)]
-    dead = draw.random()
-    rewards = [[draw.random() * (draw.random() > dead) for _ in range(G)] for _ in range(groups)]
-    cuts = sorted(draw.sample(range(1, groups), 3))[: ranks - 1]
-    families = [family for family in METHODS[script]["families"] if family in CONFIGS]
-    return draw.choice(families), flags, [0, *cuts, groups], prompts, rewards
-
-
-def updated(rank, ranks, script, seed):
-    """-> metrics of the update, weights after it"""
-    family, flags, bounds, prompts, rewards = drawn(script, ranks, seed)
-    module, mine = importlib.import_module(f"algos.{script}"), slice(*bounds[rank : rank + 2])
-    args = small_args(module, **flags)
-    model, reference = tiny_model(family), tiny_model(family, seed=1)
-    trees = script == "dtreerpo"
-    engine = make_engine(model)
-    where = {
-        "num_samples": args.num_generations,
-        "sample_offset": mine.start * args.num_generations,
-    }
-    how = {"records": module.RECORDS, "seed": seed} | where | sampling_of(args)
-    roll = (
-        (lambda *a, **k: module.sample_trees(engine, args, *a, **k)) if trees else engine.generate
-    )
-    trace = roll(prompts[mine], **how)
-    batch, scores = (
-        module.Batch(trace, model),
-        torch.tensor(rewards[mine], dtype=torch.float64).flatten(),
-    )
-    if module.RECORDS == "states":  # a reward for every step
-        scores = scores[:, None] * torch.arange(1, trace.num_replays + 1)
-    batch.advantages, batch.progress = module.compute_advantages(scores, args), 0.5
-    for each in (model, reference):
-        module.parallelize(each, args)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for rows in module.prepare_rows(model, reference, batch, args):
-        metrics = module.update(model, optimizer, rows, 0, args)
-    return metrics, [p.full_tensor().detach() for p in model.parameters()]
-
-
-def ragged(rank, ranks, script, folder):
-    for seed in range(6):
-        metrics, weights = updated(rank, ranks, script, seed)
-        if ranks == 1:
-            torch.save((metrics, weights), folder / f"{seed}")
-            continue
-        want, whole = torch.load(folder / f"{seed}")
-        torch.testing.assert_close(metrics, want, atol=1e-6, rtol=1e-4, msg=f"{script} {seed}")
-        torch.testing.assert_close(weights, whole, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("script", ONLINE)
-def test_ranks_with_different_work(run_ranks, tmp_path, script):
-    """Numbers of groups, lengths and live rows at random: the metrics and weights of one rank."""
-    for ranks in (1, 2, 4):
-        run_ranks(ranks, ragged, script, tmp_path)
