@@ -2,6 +2,8 @@
 
 from dataclasses import fields
 
+import torch
+
 from data.stream import ShuffledStream
 from distributed.groups import rank_share
 from evals import TRIAL, load_splits, load_task, mean_score
@@ -10,7 +12,7 @@ from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics
 from rollout.engine import SamplingSettings
 from rollout.rows import Batch
-from run.plan import fit_rollouts
+from run.plan import fit
 
 
 class HeldOut:
@@ -38,6 +40,19 @@ class HeldOut:
         """-> those that the run is scored on; rows that ask the same are not trained on"""
         return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
 
+    def fit(self, rows, model, args, tail=0):
+        """-> the micro-batch size, how many completions are decoded together: see run/plan.py
+
+        rows: TokenRows of prompts and answers; the answers of a row share a forward. tail: tokens
+        behind an answer. Flag pack_length: of rows that hold several answers.
+        """
+        prompt, *sides = rows.lengths.T
+        lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
+        if pack_length := getattr(args, "pack_length", 0):
+            packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
+            lengths = torch.cat([lengths, packed])
+        return fit(model, args, lengths, self.splits, len(sides))
+
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
         if not (problems := self.splits.get(split)):
@@ -59,9 +74,7 @@ class Problems(HeldOut):
         self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
-        args.micro_batch_size, self.at_once = fit_rollouts(
-            self.splits, model, args, together, uses_old
-        )
+        args.micro_batch_size, self.at_once = self.fit_rollouts(model, args, together, uses_old)
         self.facts = f"{len(self.train)} training problems; {self.facts}"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
@@ -74,6 +87,12 @@ class Problems(HeldOut):
             add_lora(engine.model, *args.lora, engine.dtype)
         self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
         return engine
+
+    def fit_rollouts(self, model, args, together, uses_old):
+        """-> as of `fit`"""
+        prompts = [ids for problems in self.splits.values() for _, ids in problems]
+        lengths = [(len(ids), args.gen_length) for ids in prompts]
+        return fit(model, args, lengths, self.splits, together, uses_old)
 
     def chosen(self, step):
         """-> [(example, prompt ids)] of this rank in a step"""

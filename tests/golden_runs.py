@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import os
-import shlex
 import socket
 import sys
 import tempfile
@@ -80,7 +79,7 @@ def _child(rank, ranks, nodes, port, script, flags, out):
     os.environ |= where | {name: str(size) for name, size in sizes.items()}
     module = importlib.import_module(f"algos.{script}")
     args = module.Args(**SMALL | flags, out=str(out))
-    module.main(parsed(script, *shlex.split(command.flags_of(args))))
+    module.main(parsed(script, *command.flags_of(vars(args))))
 
 
 def free_port():

@@ -5,34 +5,32 @@ from html.parser import HTMLParser
 
 import pytest
 
-from evals.report import MAX_BYTES, write_report
+from evals.report import write_report
 from run.compare import main, read_runs, table
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
 
 
-@pytest.mark.parametrize("count, repeats, shown", [(400, 4, 200), (300, 40, 50), (1, 4000, 0)])
-def test_page(tmp_path, count, repeats, shown):
-    """Hostile texts stay texts; as many completions as fit."""
-    text = HOSTILE * repeats
-    row = {"prompt": HOSTILE, "completion": text, "pieces": [*text], "step_map": [1] * len(text)}
-    line = json.dumps(row | {"logps": [-0.1054] * len(text)})
-    # the run was killed while it wrote the last line
-    (tmp_path / "samples.jsonl").write_text(f"{line}\n" * count + line[:50])
+def test_page(tmp_path):
+    """Hostile texts stay texts; samples are evenly spaced; a line that is cut off is left out."""
+    row = {"prompt": HOSTILE, "pieces": [*HOSTILE], "step_map": [1] * len(HOSTILE)}
+    line = json.dumps(row | {"logps": [-0.1054] * len(HOSTILE), "completion_ids": [0]})
+    # of an evaluation only some tell their denoising steps
+    (tmp_path / "samples.jsonl").write_text(f'{line}\n{{"prompt": ""}}\n' * 250 + line[:50])
     rows = '{"step": 1, "loss/total": null}\n' * 3000 + '{"step": 2, "test/x": 1.0}\n{"st'
     (tmp_path / "metrics.jsonl").write_text(rows)
     (tmp_path / "config.json").write_text('{"args": {"max_grad_norm": Infinity}}')
     write_report(tmp_path)
-    content, seen, parser = (tmp_path / "report.html").read_bytes(), [], HTMLParser()
+    seen, parser = [], HTMLParser()
     parser.handle_starttag = lambda name, _: seen.append(name)
     parser.handle_data = seen.append
-    parser.feed(content.decode())
-    assert len(content) <= MAX_BYTES and seen.count("script") == 2 and "img" not in seen
+    parser.feed((tmp_path / "report.html").read_text())
+    assert seen.count("script") == 2 and "img" not in seen
     # as a browser reads it
     page = json.loads(seen[seen.index("script") + 1], parse_constant=pytest.fail)
-    assert page["metrics"][-1]["test/x"] == 1 and len(page["samples"]) >= shown
-    want = json.loads(json.dumps(row).replace("\\udfff", "?")) | {"percent": [90] * len(text)}
-    assert all(sample == want for sample in page["samples"])
+    assert page["metrics"][-1]["test/x"] == 1 and len(page["metrics"]) < 302
+    assert page["samples"] == [row | {"percent": [90] * len(HOSTILE)}] * 84
+    assert page["written"] == 500
 
 
 def test_differences_and_their_errors(tmp_path, capsys):
@@ -75,5 +73,3 @@ def test_differences_and_their_errors(tmp_path, capsys):
     edited = [run(f"code{i}", {"seed": i}, *steps, code=[i]) for i in range(2)]
     groups = read_runs(edited).index.unique("group")  # the script was edited between seeds
     assert [*groups] == ["code 1", "code 2"]
-    with pytest.raises(SystemExit, match="^typo/config.json is damaged: .*No such file"):
-        read_runs(["typo"])

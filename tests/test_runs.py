@@ -13,7 +13,6 @@ import pytest
 from golden_runs import rows_of
 from test_evals import one_line, row_of, write
 
-from distributed import disk
 from evals import countdown, decoding, math_grader, run, samples, sandbox
 from models.config import architecture
 from rollout import make_engine
@@ -102,12 +101,9 @@ USABLE = "needs an index of 0 to 5, once for each repeat of 0 to 0, and a comple
 UNUSABLE = {
     '{"index": 0, "completion": "1"}': USABLE,
     '{"index": 6, "completion": "1"}': USABLE,
-    '{"index": -1, "completion": "1"}': USABLE,
     '{"index": 4, "completion": "1", "prompt": [{"content": "?"}]}': "answer to another prompt",
     '{"index": true, "completion": "1"}': USABLE,
     '{"index": 5, "completion": "1"': "not JSON (Expecting ',' delimiter)",
-    "[" * 100_000: "not JSON (maximum recursion depth exceeded",
-    '{"index": ' + "9" * 5000 + "}": "not JSON (Exceeds the limit",
     "null": "a JSON object is needed, not NoneType",
 }
 
@@ -121,13 +117,6 @@ def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, capsys):
         said = capsys.readouterr().err
         assert f"{path}: 1 rows not used: line 3: " in said and problem in said
         assert said.endswith("(repeat, index): (0, 4); (0, 5)\n")
-    path.write_bytes(f"\ufeff{GOOD[0]}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200)
-    rows, counts = samples.given(countdown, problems, path)
-    shown = capsys.readouterr().err.splitlines()[0]
-    assert len(rows) == 1 and counts["unused"] == 201
-    assert shown.count("line ") == 20 and ": 201 rows not used: " in shown
-    path.write_text("{")
-    assert "no completions; line 1: not JSON" in one_line(samples.given, countdown, problems, path)
 
 
 def test_repeats_and_subjects(tmp_path, cli):
@@ -141,17 +130,11 @@ def test_repeats_and_subjects(tmp_path, cli):
         for i, right in enumerate(rights)
     ]
     flags = "--data", write(tmp_path / "rows.jsonl", AIME), "--repeats", 3, "--completions"
-    score = lambda rows: cli(
-        *flags, write(tmp_path / "given.jsonl", rows), "--out", tmp_path / f"{len(rows)}",
-        task="aime24",
-    )  # fmt: skip
-    result = score(rows[::-1])
+    given = write(tmp_path / "given.jsonl", rows[::-1])
+    result = cli(*flags, given, "--out", tmp_path / "aime", task="aime24")
     assert (result["n"], result["repeats"], result["accuracies"]) == (4, 3, [0.5, 0.25, 0.75])
     means = [statistics.mean(column) for column in zip(*table, strict=True)]
     assert result["stderr"] == pytest.approx(statistics.pstdev(means) / 2)
-    result = score([*rows[1:], rows[0] | {"repeat": 3}, rows[1]])
-    assert (result["unused"], result["missing"]) == (2, 1)
-
     rows = [{"input": "x", "target": "yes", "task": task} for task in ("a", "b", "b", "b")]
     given = completions(tmp_path / "c.jsonl", ["So the answer is yes.", "no", "Yes", "so?\nso."])
     flags = "--data", write(tmp_path / "rows.jsonl", rows), "--out", tmp_path / "out"
@@ -299,10 +282,6 @@ def test_directories(tmp_path, monkeypatch, cli, recorder):
     wait = "wait for its end, or take a new --out"
     assert said == [f"two: another evaluation works there; {wait}"] * 2
 
-    def no_lock(file, how):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(disk.fcntl, "flock", no_lock)
     (tmp_path / "two/countdown/samples.jsonl").unlink()
     Recorder.calls.clear()
     cli("--resume", "two", task="")
@@ -323,12 +302,8 @@ REFUSED = {  # flags of evals/run.py
     "--tasks countdown --model tiny-sdar --data empty.jsonl": "empty.jsonl: no problems",
     "--tasks gsm8k --model tiny-sdar --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
     "--tasks countdown --model m --repeats 0": "--repeats 0 must be",
-    "--tasks countdown --model m --batch-size 0": "--batch-size 0 must be",
-    "--tasks countdown --model m --limit 0": "--limit 0 must be",
     "--tasks countdown --completions none.jsonl": "none.jsonl: no such file",
     "--tasks countdown --model tiny-sdar --repeats 2": "all repeats are the same without random",
-    "--tasks countdown --model tiny-llada --gen-length 10": "10 is no multiple of the block",
-    "--tasks countdown --model tiny-llada --factor 0": "--factor 0.0 must be",
     "--tasks countdown --model tiny-llada --confidence-threshold 1.5": "--confidence-threshold 1.5",
 }
 
