@@ -28,7 +28,7 @@ from models import add_lora
 from run.flags import RunFlags
 
 FAMILIES = ("sdar", "llada", "dream")
-SERVED = {script: [f for f in FAMILIES if f in METHODS[script]["families"]] for script in ONLINE}
+SERVED = {script: [f for f in FAMILIES if f in METHODS[script].families] for script in ONLINE}
 PAIRS = [(script, family) for script, families in SERVED.items() for family in families]
 online = pytest.mark.parametrize("script", ONLINE)
 alone = pytest.mark.usefixtures("one_rank")
