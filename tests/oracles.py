@@ -84,7 +84,10 @@ def small_args(module, **fields):
     return module.Args(**{name: v for name, v in small.items() if hasattr(module.Args, name)})
 
 
-def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2))):
+PROMPTS = (4, 1, 2, 3, 0, 1), (1, 2, 3), (2, 2)
+
+
+def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
     G, engine = args.num_generations, make_engine(model)
     names = ("gen_length", "denoising_steps", "temperature", "remasking")
@@ -92,7 +95,7 @@ def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (
     generate = lambda prompts, **how: engine.generate(prompts, **how)
     if hasattr(module, "sample_trees"):
         generate = lambda prompts, **how: module.sample_trees(engine, args, prompts, **how)
-    trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=0, **how)
+    trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=sample_offset, **how)
     batch = module.Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
     rewards = rewards[:, :G].flatten()
