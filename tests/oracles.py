@@ -40,17 +40,18 @@ class Group:
     set_requires_all_reduce = set_reshard_after_backward = lambda self, value, recurse: None
 
 
-def updated(module, model, rows, args):
-    """One `update` of an online script, the gradient not clipped, whose model is not sharded and
-    takes no step. -> metrics, gradient
+def updated(module, model, *given):
+    """One `update` of a script, the gradient not clipped, whose model is not sharded and takes no
+    step. given: rows (of SFT: batch, noise), args. -> metrics, gradient
     """
+    *rows, args = given
     found, group = [], {"params": list(model.parameters())}
     optimizer = SimpleNamespace(param_groups=[group], zero_grad=model.zero_grad)
     optimizer.step = lambda: found.append(gradient(model))
     norm = SimpleNamespace(full_tensor=lambda: gradient(model).norm())
     model.zero_grad()
     with mock.patch("torch.nn.utils.clip_grad_norm_", lambda *_: norm):
-        return module.update(model, optimizer, rows, 0, args), *found
+        return module.update(model, optimizer, *rows, 0, args), *found
 
 
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
@@ -133,15 +134,6 @@ def made_rows(module, weights, advantages):
     batch = made_batch(module, torch.zeros(R, L, dtype=torch.long), c)
     batch.advantages = torch.as_tensor(advantages, dtype=torch.float64)
     return changed(module.Rows(batch, weights != 0, weights), weights=weights)
-
-
-def blocks_of(batch):
-    """Likelihood blocks with scored tokens. -> [(sequence, columns of its scored tokens)]"""
-    found = []
-    for b, (ids, scored) in enumerate(zip(batch.block_ids, batch.completion_mask, strict=True)):
-        for block in ids[scored].unique():
-            found.append((b, (ids == block).logical_and(scored).nonzero().flatten()))
-    return found
 
 
 def log_probs(model, ids):
