@@ -70,6 +70,12 @@ def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     return model
 
 
+def few_tokens(family, n):
+    """Settings of a model with n tokens, the EOS and the mask the last of them."""
+    ids = {"vocab_size": n, "mask_token_id": n - 1, "eos_token_id": n - 2, "pad_token_id": n - 2}
+    return ids | ({"embedding_size": n} if family == "llada" else {})
+
+
 def changed(thing, **fields):
     """A copy with other attributes."""
     thing = copy.copy(thing)
@@ -175,10 +181,8 @@ class OneBlock:
     chances = torch.tensor([1 / (4 * math.comb(4, int(p.sum()))) for p in patterns]).double()
     times = (48 * chances).round().long()
 
-    def __init__(self, family="sdar", shift=0.0):
-        ids = {"vocab_size": 6, "mask_token_id": 5, "eos_token_id": 4, "pad_token_id": 4}
-        ids |= {"embedding_size": 6} if family == "llada" else {}
-        self.model = tiny_model(family, 0, shift, **ids)
+    def __init__(self, family="sdar"):
+        self.model = tiny_model(family, **few_tokens(family, 6))
         self.ids = torch.cat([torch.tensor([self.prompt] * 625), self.completions], 1)
 
     def by_order(self):

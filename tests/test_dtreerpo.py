@@ -25,21 +25,25 @@ def grow(engine, prompt, branches, **settings):
     return batch, dtreerpo.sample_masks(batch, 0, args), args
 
 
-def along_paths(branches, values):
-    """Sums of values [R, L] over the segments from the root to each leaf"""
+def along_paths(engine, prompt, branches, **settings):
+    """-> batch of a tree; of the segments from the root to each leaf, added up: is a token scored,
+    and its log-probability
+    """
+    batch, rows, _ = grow(engine, prompt, branches, **settings)
     nodes = torch.tensor(branches).cumprod(0).tolist()
-    parts = values.split(nodes)
-    return sum(part.repeat_interleave(nodes[-1] // len(part), 0) for part in parts)
+    with torch.no_grad():
+        logps = dtreerpo.draw_logps(engine.model, rows)[:, 0]
+    parts = ((rows.weights[:, 0] > 0).split(nodes), logps.split(nodes))
+    return batch, *(
+        sum(x.repeat_interleave(nodes[-1] // len(x), 0) for x in part) for part in parts
+    )
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
 def test_segments_of_one_step(family):
     """They give the product of the probabilities with which the tokens up to the EOS were drawn."""
-    engine, branches = make_engine(tiny_model(family)), (12, 2, 2, 2)
-    batch, rows, _ = grow(engine, [3, 4, 0, 1, 2, 3, 4, 0], branches)
-    with torch.no_grad():
-        logps = dtreerpo.draw_logps(engine.model, rows)[:, 0]
-    times, got = (along_paths(branches, x) for x in (rows.weights[:, 0] > 0, logps))
+    engine, prompt = make_engine(tiny_model(family)), [3, 4, 0, 1, 2, 3, 4, 0]
+    batch, times, got = along_paths(engine, prompt, (12, 2, 2, 2))
     torch.testing.assert_close(got, batch.trace.logps.double() * times, atol=1e-5, rtol=0)
     ids, steps = batch.trace.completion_ids, batch.trace.step_map
     when = torch.arange(8) // 4 * 2 + steps
@@ -53,16 +57,14 @@ def test_segments_of_one_step(family):
 @pytest.mark.parametrize("family", ["sdar", "llada"])
 def test_when_this_is_the_likelihood(family, remasking):
     """That of an enumeration of all draws: if the order of reveals does not depend on them."""
-    engine, prompt, branches = toy(family), [3, 1, 4, 2, 0], (24, 2, 2)
+    engine, prompt = toy(family), [3, 1, 4, 2, 0]
     how = {"gen_length": 3, "denoising_steps": 3, "block_length": 4 if family == "sdar" else 3}
     law = reveal_quota(how["block_length"], 3), remasking, 0.3, 1.5
     exact = exact_distribution(engine.model, prompt, 3, *law)
-    batch, rows, _ = grow(engine, prompt, branches, remasking=remasking, **how)
-    with torch.no_grad():
-        got = along_paths(branches, dtreerpo.draw_logps(engine.model, rows)[:, 0]).sum(1).double()
+    batch, _, got = along_paths(engine, prompt, (24, 2, 2), remasking=remasking, **how)
     whole = batch.completion_mask.all(1)
     want = [exact[tuple(ids)] for ids in batch.trace.completion_ids[whole].tolist()]
-    gap = (got[whole] - torch.tensor(want).log()).abs().max()
+    gap = (got.sum(1)[whole] - torch.tensor(want).log()).abs().max()
     assert len(want) > 20 and (gap < 1e-5) == (remasking in ("entropy", "sequential"))
 
 

@@ -61,23 +61,15 @@ def is_uniform(numbers, n):
     return within(one_hot(numbers.long(), n).double(), 1 / n)
 
 
-def loss_of(module, estimates, A, **settings):
-    """-> objective (minus the loss) of a row whose old estimates are 0, its slope"""
-    estimates = estimates.double().requires_grad_()
-    args, rows = small_args(module, beta=0.0, **settings), made_rows(module, torch.ones(1, 1, 1), A)
-    loss, _ = module.policy_loss(estimates, torch.zeros_like(estimates), None, rows, args)
-    return -loss.item(), -torch.autograd.grad(loss, estimates)[0]
-
-
 # --- likelihoods by enumeration -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
 def test_one_block_by_enumeration(family):
-    """625 completions, 24 orders, 15 masks: ELBO by orders = ELBO by masks <= exact; SPG's bounds;
-    BGPO's surrogate.
+    """625 completions, 24 orders, 15 masks: ELBO by orders = ELBO by masks <= exact; SPG's
+    bounds.
     """
-    space, moved = OneBlock(family), OneBlock(family, shift=0.01)
+    space = OneBlock(family)
     orders, table = space.by_order(), space.by_mask()  # [24, 625], [15, 625, 4]
     exact, elbo = orders.logsumexp(0) - math.log(24), orders.mean(0)
     assert exact.exp().sum().item() == pytest.approx(1, abs=1e-10)
@@ -93,13 +85,6 @@ def test_one_block_by_enumeration(family):
     assert (lower <= uppers[0] + 1e-6).all() and (uppers.diff(dim=0) >= -1e-10).all()
     # Hoelder: an upper bound where beta >= the number of tokens, and not below
     assert (exact <= uppers[3] + 1e-6).all() and (exact > uppers[1] + 1e-3).sum() > 20
-    # BGPO: the mean of g lies below A exp(ELBO - old ELBO) for both signs of A
-    d = each((weights[:, None] * (moved.by_mask() - table)).sum(2)).T  # [625, 48]
-    ratios = (moved.by_order().mean(0) - elbo).exp()
-    for A in (1.3, -0.7):
-        objectives = [loss_of(bgpo, row[None], [A], mc_num=48)[0] for row in d[::25]]
-        gaps = A * ratios[::25] - torch.tensor(objectives)
-        assert (gaps > -1e-6).all() and (gaps > 1e-4).double().mean() > 0.8
 
 
 PROMPT, COMPLETION = [4, 1, 2, 3, 0, 1], [2, 0, 3, 1, 4, 0, 2, 2, 5]
@@ -193,12 +178,13 @@ def test_the_prompt_is_hidden_in_both_copies(module):
     batch = rollout_batch(module, tiny_model(), args, [list(range(1, 5)) * 8, [1, 2, 3]])
     for iteration in range(40):
         rows = module.sample_masks(batch, iteration, args)
-        hidden.append(rows.masked[:, 0].logical_and(torch.arange(rows.masked.shape[2]) < batch.P))
-        assert (rows.masked[:, :, : batch.P] == hidden[-1][:, None, : batch.P]).all()
-        assert torch.equal(rows.input_ids, batch.input_ids.masked_fill(hidden[-1], MASK))
-    hidden, prompt = torch.stack(hidden), batch.valid_mask[:, : batch.P].sum()
-    assert not (hidden & ~batch.valid_mask).any() and len(hidden.unique(dim=0)) == 40
-    assert hidden.sum() / prompt / 40 == pytest.approx(0.15, abs=0.015)
+        hidden.append(rows.input_ids != batch.input_ids)
+        assert (rows.masked[..., : batch.P] == hidden[-1][:, None, : batch.P]).all()
+        assert (rows.input_ids[hidden[-1]] == MASK).all()
+    hidden, prompt = torch.stack(hidden), batch.valid_mask.clone()
+    prompt[:, batch.P :] = False
+    assert not (hidden & ~prompt).any() and len(hidden.unique(dim=0)) == 40
+    assert hidden.sum() / prompt.sum() / 40 == pytest.approx(0.15, abs=0.015)
 
 
 def test_spg_picks_blocks_of_the_rollout():
@@ -213,8 +199,6 @@ def test_spg_picks_blocks_of_the_rollout():
     assert is_uniform(picked, 3) and (picked.diff() != 0).all()
     parts = masked.view(n, 2, 4, 4)
     assert parts.all(3)[torch.arange(4) > picked[..., None]].all()
-    count = (parts & c.view(4, 4)).sum(3).gather(2, picked[..., None])[..., 0]
-    assert all(is_uniform(count[(picked == 2) == (k == 3)] - 1, k) for k in (3, 4))
     scored = masked & c
     torch.testing.assert_close(rows.weights, 11.0 * scored / scored.sum(2, keepdim=True))
     masked = spg.sample_masks(batch, 1, spg.Args(p_mask_context=0.15)).masked[:, :, 2:]
@@ -248,9 +232,11 @@ def test_coupled_masks_partition_the_completion():
 
 @pytest.mark.parametrize("module, shape, want", [(bgpo, (1, 1), 1001), (ebpo, (1,), 1.2)])
 def test_a_bound_that_is_not_taken_does_not_overflow(module, shape, want):
-    how = {"mc_num": 1, "epsilon": 0.2}
-    got, slope = loss_of(module, torch.full(shape, 1000.0), [1.0], **how)
-    assert got == pytest.approx(want) and slope.isfinite()
+    args, rows = small_args(module, mc_num=1, epsilon=0.2), made_rows(module, [[[1]]], [1.0])
+    ratio = torch.full(shape, 1000.0, requires_grad=True)
+    loss, _ = module.policy_loss(ratio, torch.zeros(shape), None, rows, args)
+    assert loss.item() == pytest.approx(-want)
+    assert torch.autograd.grad(loss, ratio)[0].isfinite()
 
 
 def test_spgs_upper_bound_is_taken_in_log_space():
@@ -331,8 +317,9 @@ def test_mdpo_grades_every_prediction():
     """Up to its own EOS; a step without a forward repeats the last."""
     masked = torch.tensor([[[1, 1, 1], [0, 0, 0], [0, 1, 0]]]).bool()
     predictions = torch.tensor([[[1, EOS, 3], [0, 0, 0], [1, 2, 4]]])
-    records = {"masked": masked, "predictions": predictions}
-    trace = SimpleNamespace(records=records, settings={"eos_token_ids": [EOS]})
+    trace = SimpleNamespace(
+        records={"masked": masked, "predictions": predictions}, settings={"eos_token_ids": [EOS]}
+    )
     grade = lambda texts, examples: [
         {"a": float(sum(text)), "b": example} for text, example in zip(texts, examples, strict=True)
     ]

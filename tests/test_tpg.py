@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from oracles import changed, gradient, relative, rollout_batch, small_args, tiny_model
+from oracles import changed, few_tokens, gradient, relative, rollout_batch, small_args, tiny_model
 from test_samplers import naive_rule, naive_score
 
 from algos import tpg
@@ -13,9 +13,7 @@ from rollout import make_engine
 from rollout.engine import REMASKING
 
 EOS, MASK, T = 2, 3, 0.6  # tokens 0, 1 and EOS; a low temperature
-IDS = {"vocab_size": 4, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
-OWN = {"sdar": {"block_size": 2}, "llada": {"embedding_size": 4}, "dream": {}}
-PROMPT = [1, 0, 0, 1]
+PROMPT, SIZE = [1, 0, 0, 1], {"sdar": {"block_size": 2}}
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -90,7 +88,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     """Without the draws that were not revealed, as in CJ-GRPO, it is another where confidences
     decide.
     """
-    model = tiny_model(family, 1, **IDS | OWN[family])
+    model = tiny_model(family, 1, **few_tokens(family, 4) | SIZE.get(family, {}))
     trace = every_path(model, rule)
     args, batch = tpg.Args(temperature=T, remasking=rule), tpg.Batch(trace, model)
     rewards = [reward(trace.completion(i)) for i in range(len(trace.prompt_ids))]

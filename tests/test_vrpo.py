@@ -65,20 +65,22 @@ def full_graph_loss(model, batch, masks, ref, args):
     """The loss and its metrics written a second time, on one graph. A block model sees its last
     block whole, masked behind the answer.
     """
-    rows = [(prompt, answer) for prompt, *answers in PAIRS for answer in answers]
-    n, answers = 4 if model.attention == "block-causal" else 99, torch.zeros(batch.input_ids.shape)
-    for i, (prompt, answer) in enumerate(rows):
-        P, stop = len(prompt), len(prompt + answer)
-        end = -(-stop // n) * n if n == 4 else stop
-        masked = masks.masked[i]
-        assert batch.input_ids[i, :stop].tolist() == prompt + answer
+    n = 4 if model.attention == "block-causal" else 1
+    answers = torch.zeros(batch.input_ids.shape).double()
+    rows = [(len(prompt), prompt + answer) for prompt, *both in PAIRS for answer in both]
+    for answer, ids, masked, (P, row) in zip(
+        answers, batch.input_ids, masks.masked, rows, strict=True
+    ):
+        stop = len(row)
+        end = stop + -stop % n
+        assert ids[:stop].tolist() == row
         assert masked[:, stop:end].all() and not masked[:, :P].any() and not masked[:, end:].any()
-        answers[i, P:stop] = 1
+        answer[P:stop] = 1
     # a token's weight: tokens / masked tokens of its block
-    position = torch.arange(answers.shape[1]) // n
+    position = torch.arange(answers.shape[1]) // 4 * (n > 1)
     in_block = (position == position[:, None]).double()
-    scored = masks.masked * answers.double()[:, None]
-    weights = scored * (answers.double() @ in_block)[:, None] / (scored @ in_block)
+    scored = masks.masked * answers[:, None]
+    weights = scored * (answers @ in_block)[:, None] / (scored @ in_block)
     drawn = vars(batch) | {"masked": masks.masked, "weights": weights.nan_to_num()}
     drawn = SimpleNamespace(**drawn, targets=None, temperature=1.0)
     elbos = (drawn.weights * naive_logps(model, drawn)).sum(2)
