@@ -1,5 +1,7 @@
 """d-TreeRPO: the segments, targets and likelihoods of trees; released values."""
 
+import math
+
 import pytest
 import torch
 from oracles import EOS, tilted, tiny_model, updated
@@ -18,7 +20,7 @@ def grow(engine, prompt, branches, **settings):
     """-> batch and rows of a tree, args"""
     how = SHAPE | settings
     args = dtreerpo.Args(branches=branches, micro_batch_size=99, lambda_max=0.02, **how)
-    args.num_generations = leaves = torch.tensor(branches).prod().item()
+    args.num_generations = leaves = math.prod(branches)
     trace = dtreerpo.sample_trees(engine, args, [prompt], leaves, 0, seed=42 << 32, **how)
     batch, rewards = dtreerpo.Batch(trace, engine.model), torch.tensor(REWARDS * (leaves // 12))
     batch.advantages, batch.progress = dtreerpo.compute_advantages(rewards, args), 0.4

@@ -48,12 +48,12 @@ from algos import (
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def within(draws, want, sigmas=4.5):
+def within(draws, want):
     """Whether the mean of independent draws [n, ...] is the wanted value, within its standard
     error.
     """
     gap = (draws.mean(0) - want).abs()
-    return (gap < sigmas * draws.std(0) / len(draws) ** 0.5 + 1e-6).all()
+    return (gap < 4.5 * draws.std(0) / len(draws) ** 0.5 + 1e-6).all()
 
 
 def is_uniform(numbers, n):

@@ -53,7 +53,7 @@ def test_packed_documents_are_the_documents_alone(family):
 
 @pytest.mark.parametrize("pack_length", [0, 48])
 def test_rows_hold_every_document_once_and_are_equally_many_on_every_rank(pack_length):
-    documents = [(i, prompt, answer) for i, (prompt, answer) in enumerate(examples_of(40))]
+    documents = [(i, *example) for i, example in enumerate(examples_of(40))]
     rows = sft.lay_out(documents, args_of(pack_length=pack_length), 3)
     own = [row for row in rows if row[0][0] >= 0]
     assert sorted(sum(own, [])) == documents and len(rows) % 3 == 0

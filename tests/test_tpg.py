@@ -108,7 +108,6 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     shown = trace.replay_map[:, None] == torch.arange(draws.shape[1])[:, None]
     trace.records["draws"] = draws.where(shown, -1)
     few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights)
-    assert rule != "random" or torch.equal(few.weights, rows.weights)  # there they are noise
     assert (error(few) > 0.05) if rule.startswith("low") else (error(few) < 1e-6)
 
 

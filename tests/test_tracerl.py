@@ -63,8 +63,8 @@ def released(family, **settings):
     batch.trace.replay_map, batch.trace.num_replays = replay, replays
     batch.trace.reveal_map = Trace.reveal_map.fget(batch.trace)
     batch.advantages = torch.tensor([1.5, -0.5])
-    how = {"gen_length": 12, "row_mean": family == "llada", "num_iterations": 1}
-    return batch, tracerl.Args(**how | {"micro_batch_size": 99} | settings)
+    how = {"num_iterations": 1, "micro_batch_size": 99, "row_mean": family == "llada"}
+    return batch, tracerl.Args(gen_length=12, **how | settings)
 
 
 LOSSES = [  # family, shrink, rows, loss, gradient norm

@@ -29,10 +29,6 @@ def args_of(**fields):
     return vrpo.Args(**{"batch_size": 4, "mc_num": 2, "micro_batch_size": 64} | fields)
 
 
-def batch_of(model, args, pairs=PAIRS, first=0):
-    return vrpo.make_batch(pairs, first, args, model, 5, CPU)
-
-
 def test_draws_are_unbiased_and_shared():
     """Equal answers of 8 tokens without a model, whose hardness depends on how many are masked.
     Variance at equal cost: (8, 1) < (4, 1) < (2, 2) < (1, 4); masks shared with the reference far
@@ -113,10 +109,11 @@ def test_the_gradient_is_that_of_the_full_graph(one_rank, family):
         metrics = vrpo.backward(model, batch, masks, ref, args)
         return gradient(model), metrics
 
-    batch = batch_of(model, args)
+    batch = vrpo.make_batch(PAIRS, 0, args, model, 5, CPU)
     masks = vrpo.sample_masks(batch, args)
     # draws do not depend on the rank that holds a pair, or on the lengths of others
-    narrow = vrpo.sample_masks(batch_of(model, args, PAIRS[2:], 2), args).masked
+    part = vrpo.make_batch(PAIRS[2:], 2, args, model, 5, CPU)
+    narrow = vrpo.sample_masks(part, args).masked
     assert torch.equal(narrow, masks.masked[4:, :, : narrow.shape[2]]) and narrow.shape[2] < 16
     ref = vrpo.elbo_values(tiny_model(family, 1), batch, masks, args)
     want = full_graph_loss(model, batch, masks, ref, args)
