@@ -14,6 +14,7 @@ import torch
 
 from models.tiny import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_SDAR, random_model
 from rollout import make_engine
+from rollout.rows import Batch, Rows
 
 MASK, EOS = 6, 5
 TOKENS = {"vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
@@ -88,7 +89,8 @@ def small_args(module, **fields):
     """Args of a script for tiny rollouts; fields that its method does not have are left out."""
     small = {"num_generations": 4, "gen_length": 8, "denoising_steps": 2, "branches": (2, 2)}
     small |= {"num_iterations": 2, "micro_batch_size": 5, "temperature": 1.0, "mc_num": 2} | fields
-    return module.Args(**{name: v for name, v in small.items() if hasattr(module.Args, name)})
+    known = module.Args.__dataclass_fields__
+    return module.Args(**{name: value for name, value in small.items() if name in known})
 
 
 PROMPTS = (4, 1, 2, 3, 0, 1), (1, 2, 3), (2, 2)
@@ -103,7 +105,7 @@ def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     if hasattr(module, "sample_trees"):
         generate = lambda prompts, **how: module.sample_trees(engine, args, prompts, **how)
     trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=sample_offset, **how)
-    batch = module.Batch(trace, model)
+    batch = Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
     rewards = rewards[:, :G].flatten()
     if module.RECORDS == "states":  # one for every step
@@ -113,12 +115,12 @@ def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     return batch
 
 
-def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=4, mask=MASK):
+def made_batch(input_ids, completion_mask, block_ids=None, block_length=4, mask=MASK):
     """A batch without a rollout. input_ids [B, T], completion_mask [B, L]"""
     B, L = completion_mask.shape
     settings = {"block_length": block_length, "seed": 3}
     return changed(
-        module.Batch.__new__(module.Batch),
+        Batch.__new__(Batch),
         trace=SimpleNamespace(settings=settings, sample_index=torch.arange(B)),
         input_ids=input_ids,
         valid_mask=torch.ones_like(input_ids, dtype=torch.bool),
@@ -132,14 +134,14 @@ def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=
     )
 
 
-def made_rows(module, weights, advantages):
+def made_rows(weights, advantages):
     """Rows for a loss or an estimate alone. weights [R, K, L]"""
     weights = torch.as_tensor(weights, dtype=torch.float64)
     R, K, L = weights.shape
     c = (weights != 0).any(1)
-    batch = made_batch(module, torch.zeros(R, L, dtype=torch.long), c)
+    batch = made_batch(torch.zeros(R, L, dtype=torch.long), c)
     batch.advantages = torch.as_tensor(advantages, dtype=torch.float64)
-    return changed(module.Rows(batch, weights != 0, weights), weights=weights)
+    return changed(Rows(batch, weights != 0, weights), weights=weights)
 
 
 def log_probs(model, ids):

@@ -9,6 +9,7 @@ from test_samplers import exact_distribution, reveal_quota, toy
 
 from algos import dtreerpo
 from rollout import make_engine
+from rollout.rows import Batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -22,7 +23,7 @@ def grow(engine, prompt, branches, **settings):
     args = dtreerpo.Args(branches=branches, micro_batch_size=99, lambda_max=0.02, **how)
     args.num_generations = leaves = math.prod(branches)
     trace = dtreerpo.sample_trees(engine, args, [prompt], leaves, 0, seed=42 << 32, **how)
-    batch, rewards = dtreerpo.Batch(trace, engine.model), torch.tensor(REWARDS * (leaves // 12))
+    batch, rewards = Batch(trace, engine.model), torch.tensor(REWARDS * (leaves // 12))
     batch.advantages, batch.progress = dtreerpo.compute_advantages(rewards, args), 0.4
     return batch, dtreerpo.sample_masks(batch, 0, args), args
 

@@ -9,6 +9,7 @@ from oracles import PROMPTS, few_tokens, tiny_model
 
 from algos import justgrpo
 from rollout import make_engine
+from rollout.rows import Batch
 from rollout.traces import scored
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -23,7 +24,7 @@ def draw(model, prompts, n, **settings):
 
 def score(model, trace, **settings):
     """-> batch, weights [B, K, L], log-probabilities [B, K, L]"""
-    batch, args = justgrpo.Batch(trace, model), justgrpo.Args(temperature=0.8, **settings)
+    batch, args = Batch(trace, model), justgrpo.Args(temperature=0.8, **settings)
     batch.advantages = torch.ones(len(trace.prompt_ids))
     rows = justgrpo.sample_masks(batch, 0, args)
     with torch.no_grad():

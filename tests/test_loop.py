@@ -41,7 +41,7 @@ def rolled(script, family=None, **fields):
 
 
 def has_kl(module):
-    return module.Args.RANGES.get("beta") != (0, 0)
+    return "beta" in module.Args.__dataclass_fields__
 
 
 @alone

@@ -77,7 +77,7 @@ def test_one_block_by_enumeration(family):
     # 48 draws with each mask as often as it is likely: the expectation itself
     each = lambda values: values.repeat_interleave(space.times, 0)
     weights = space.patterns * 4.0 / space.patterns.sum(1, keepdim=True)  # [15, 4]
-    rows = made_rows(spg, each(weights).expand(625, -1, -1), [1.0] * 625)
+    rows = made_rows(each(weights).expand(625, -1, -1), [1.0] * 625)
     all48 = each(table).transpose(0, 1)
     bounds = [4 * spg.estimate_logps(all48, rows, spg.Args(eubo_beta=b)) for b in (1, 1.5, 2, 4)]
     lower, uppers = bounds[0][:, 0], torch.stack([bound[:, 1] for bound in bounds])
@@ -96,7 +96,7 @@ def drawn(module, u, noise):
     went on behind the EOS
     """
     ids, c = torch.tensor(PROMPT + COMPLETION + [0] * 3), torch.arange(12) < 9
-    batch = made_batch(module, *(x.expand(len(u), -1) for x in (ids, c, BLOCKS)))
+    batch = made_batch(*(x.expand(len(u), -1) for x in (ids, c, BLOCKS)))
     values = {0: noise, 1: noise.flip(1)}
     batch.uniform = lambda iteration, key: values.get(key, u[:, None]).repeat(1, 18)[:, :18]
     return module.sample_masks(batch, 0, small_args(module, p_mask_context=0.0))
@@ -154,7 +154,7 @@ def test_the_law_of_the_masks(module):
             pairs = vrpo.Batch(blocks, c, c, blocks, torch.arange(n), MASK, 3, iteration, n, n)
             masked = vrpo.sample_masks(pairs, args).masked
         else:
-            batch = made_batch(module, blocks, c, blocks)
+            batch = made_batch(blocks, c, blocks)
             masked = module.sample_masks(batch, iteration, args).masked
         if module is espo:  # a draw masks the rest of the one before
             assert torch.equal(masked[:, 1::2], ~masked[:, ::2])
@@ -192,7 +192,7 @@ def test_spg_picks_blocks_of_the_rollout():
     pick is masked, and before it lightly.
     """
     n, c = 6000, torch.arange(16) < 11
-    batch = made_batch(spg, torch.ones(n, 18, dtype=torch.long), c.expand(n, -1))
+    batch = made_batch(torch.ones(n, 18, dtype=torch.long), c.expand(n, -1))
     rows = spg.sample_masks(batch, 1, spg.Args(mc_num=2, p_mask_context=0.0))
     masked = rows.masked[:, :, 2:]
     picked = masked.long().argmax(2) // 4  # block of the first masked token
@@ -212,7 +212,7 @@ def test_coupled_masks_partition_the_completion():
     """
     ids, c = torch.zeros(20000, 6).long(), (torch.arange(5) < 4).expand(20000, -1)
     args = coupled_grpo.Args(num_generations=4)
-    rows = coupled_grpo.sample_masks(made_batch(coupled_grpo, ids, c), 0, args)
+    rows = coupled_grpo.sample_masks(made_batch(ids, c), 0, args)
     masked, w = rows.masked[..., 1:], rows.weights
     everything, part, rest = masked.unbind(1)
     assert not rows.masked[..., 0].any() and everything.all()
@@ -232,7 +232,7 @@ def test_coupled_masks_partition_the_completion():
 
 @pytest.mark.parametrize("module, shape, want", [(bgpo, (1, 1), 1001), (ebpo, (1,), 1.2)])
 def test_a_bound_that_is_not_taken_does_not_overflow(module, shape, want):
-    args, rows = small_args(module, mc_num=1, epsilon=0.2), made_rows(module, [[[1]]], [1.0])
+    args, rows = small_args(module, mc_num=1, epsilon=0.2), made_rows([[[1]]], [1.0])
     ratio = torch.full(shape, 1000.0, requires_grad=True)
     loss, _ = module.policy_loss(ratio, torch.zeros(shape), None, rows, args)
     assert loss.item() == pytest.approx(-want)
@@ -241,7 +241,7 @@ def test_a_bound_that_is_not_taken_does_not_overflow(module, shape, want):
 
 def test_spgs_upper_bound_is_taken_in_log_space():
     """p^1.5 is 0 in fp32."""
-    rows, logps = made_rows(spg, torch.ones(1, 1, 1), [1.0]), torch.full((1, 1, 1), math.log(1e-32))
+    rows, logps = made_rows(torch.ones(1, 1, 1), [1.0]), torch.full((1, 1, 1), math.log(1e-32))
     rows.weights = rows.weights.float()
     bounds = spg.estimate_logps(logps.requires_grad_(), rows, spg.Args())
     assert torch.autograd.grad(bounds[0, 1], logps)[0].item() == 1
@@ -299,7 +299,7 @@ def test_a_tiny_llada_equals_the_released_code(row):
     module = importlib.import_module(f"algos.{row['script']}")
     args = module.Args(num_generations=2, micro_batch_size=64, **row["flags"])
     codes = torch.tensor([[[int(c) for c in draw] for draw in rows] for rows in row["masks"]])
-    batch = made_batch(module, TEXT, torch.arange(12) < torch.tensor(row["lengths"])[:, None])
+    batch = made_batch(TEXT, torch.arange(12) < torch.tensor(row["lengths"])[:, None])
     batch.advantages = torch.tensor(row["advantages"])
     weights = (codes[..., 6:] == 2) * torch.tensor(row["weights"])[..., None]  # 2: scored
     rows = module.Rows(batch, codes > 0, weights)
@@ -315,11 +315,8 @@ def test_a_tiny_llada_equals_the_released_code(row):
 
 def test_mdpo_grades_every_prediction():
     """Up to its own EOS; a step without a forward repeats the last."""
-    masked = torch.tensor([[[1, 1, 1], [0, 0, 0], [0, 1, 0]]]).bool()
-    predictions = torch.tensor([[[1, EOS, 3], [0, 0, 0], [1, 2, 4]]])
-    trace = SimpleNamespace(
-        records={"masked": masked, "predictions": predictions}, settings={"eos_token_ids": [EOS]}
-    )
+    draws = torch.tensor([[[1, EOS, 4], [-1, -1, -1], [-1, 2, -1]]])
+    trace = SimpleNamespace(records={"tokens": draws}, settings={"eos_token_ids": [EOS]})
     grade = lambda texts, examples: [
         {"a": float(sum(text)), "b": example} for text, example in zip(texts, examples, strict=True)
     ]

@@ -16,7 +16,7 @@ def examples_of(number=7):
     scored.
     """
     ids = lambda i, n: [(i + j * j) % 5 for j in range(n)]
-    return [(ids(i, 7 * i % 9), [*ids(i + 1, 11 * i % 15), EOS]) for i in range(number)]
+    return [(ids(i, i % 3 * 4), [*ids(i + 1, 11 * i % 15), EOS]) for i in range(number)]
 
 
 def args_of(**changes):

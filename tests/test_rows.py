@@ -1,6 +1,5 @@
 """Files as users have them: whole, cut off, in another encoding. One line says what is wrong."""
 
-import errno
 import gzip
 import json
 from pathlib import Path
@@ -10,7 +9,7 @@ import huggingface_hub
 import pandas
 import pytest
 
-from data.rows import hub_split, reach_hub, read_rows
+from data.rows import reach_hub, read_rows, split_name
 
 ROWS = [{"prompt": f"number {i} é", "response": str(i)} for i in range(2000)]
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -34,13 +33,13 @@ def test_whole_files_are_read(tmp_path, monkeypatch, name):
 
 
 DAMAGED = [
-    ("r.jsonl", TEXT[:-9], "line 2000", "is it cut off?"),
-    ("r.jsonl", TEXT[:20] + b"\xe9" + TEXT[20:], "line 1: not UTF-8 (byte 21"),
+    ("r.jsonl", TEXT[:-9], "line 2000: not JSON"),
+    ("r.jsonl", TEXT[:20] + b"\xe9" + TEXT[20:], "line 1: not JSON"),
     ("r.jsonl.gz", PACKED[: len(PACKED) // 2], "cut off or damaged"),
-    ("r.csv", b"a,b\nc,d\nc,2, then 3\n", "after line 2", "more cells than the header"),
-    ("r.csv", b'a,b\nc,d\nc,"cut off\n', "after line 2", "unexpected end of data"),
+    ("r.csv", b"a,b\nc,d\nc,2, then 3\n", "after row 1", "more cells than the header"),
+    ("r.csv", b'a,b\nc,d\nc,"cut off\n', "after row 1", "unexpected end of data"),
     ("r.parquet", WHOLE["rows.parquet"][:-1], "cut off or damaged"),
-    ("r.txt", TEXT, "a file must end in .jsonl, .csv, .parquet, .gz"),
+    ("r.txt", TEXT, "no such file that ends in .jsonl, .csv, .parquet, .gz"),
 ]
 
 
@@ -77,15 +76,5 @@ def test_what_the_hub_says_becomes_one_line(monkeypatch):
         monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
     reach_hub.cache_clear()
     refused("owner/name", "the hub says: it is not there (--data FILE reads a copy)")
-    refused("no/missing.jsonl", "no such preset or file; presets: a, b")
-    assert hub_split("owner/name", ("a", "b")) == "b" and datasets.config.HF_HUB_OFFLINE
-
-
-def test_a_hub_data_set_is_streamed_where_no_cache_can_be_written(monkeypatch):
-    def load(streaming=False, **_):
-        if not streaming:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert read_rows("owner/name", "train", ()) == ROWS
+    refused("no/missing.jsonl", "no such file that ends in", "; presets: a, b")
+    assert split_name("owner/name", ("a", "b")) == "b" and datasets.config.HF_HUB_OFFLINE

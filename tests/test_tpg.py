@@ -11,6 +11,7 @@ from test_samplers import naive_rule, naive_score
 from algos import tpg
 from rollout import make_engine
 from rollout.engine import REMASKING
+from rollout.rows import Batch
 
 EOS, MASK, T = 2, 3, 0.6  # tokens 0, 1 and EOS; a low temperature
 PROMPT, SIZE = [1, 0, 0, 1], {"sdar": {"block_size": 2}}
@@ -90,7 +91,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     """
     model = tiny_model(family, 1, **few_tokens(family, 4) | SIZE.get(family, {}))
     trace = every_path(model, rule)
-    args, batch = tpg.Args(temperature=T, remasking=rule), tpg.Batch(trace, model)
+    args, batch = tpg.Args(temperature=T, remasking=rule), Batch(trace, model)
     rewards = [reward(trace.completion(i)) for i in range(len(trace.prompt_ids))]
     batch.advantages = torch.tensor(rewards).double()
     rows = tpg.sample_masks(batch, 0, args)
@@ -104,9 +105,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
         return relative(-gradient(model, loss, True), want)
 
     assert error(rows) < 1e-6
-    draws = trace.records["draws"]
+    draws = trace.records["tokens"]
     shown = trace.replay_map[:, None] == torch.arange(draws.shape[1])[:, None]
-    trace.records["draws"] = draws.where(shown, -1)
+    trace.records["tokens"] = draws.where(shown, -1)
     few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights)
     assert (error(few) > 0.05) if rule.startswith("low") else (error(few) < 1e-6)
 
@@ -116,7 +117,7 @@ def test_a_few_random_steps_weigh_what_all_do(family, n):
     """Mean over all orders of the steps: every draw counts once, also if a sequence ends early."""
     args = small_args(tpg, train_steps=n, micro_batch_size=6)
     batch = rollout_batch(tpg, tiny_model(family), args)
-    draws, total, ones = batch.trace.records["draws"], 0, torch.ones(batch.input_ids.shape)
+    draws, total, ones = batch.trace.records["tokens"], 0, torch.ones(batch.input_ids.shape)
     draws[:4, -1] = -1  # a step less
     orders = list(itertools.permutations(range(draws.shape[1])))
     for order in orders:
