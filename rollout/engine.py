@@ -4,6 +4,7 @@ reveal, loading of weights.
 
 import math
 import sys
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,7 +15,7 @@ from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas
-from rollout.traces import concatenate
+from rollout.traces import Trace, among, below, concatenate, most_steps, scored
 
 # what the training scripts offer
 REMASKING = "low_confidence_static", "low_confidence_dynamic", "random"
@@ -148,13 +149,20 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
     return logits
 
 
+# Of each row: tokens [R, S]; positions in the text [R, S], below 0 on padding; places in the
+# completion [R, S], below 0 in the prompt; number of the sample [R]
+Samples = namedtuple("Samples", "tokens position offset index")
+
+
 class Engine:
     """Sampler whose `model` is its own copy of the weights.
 
-    A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings,
-    stop_at_eos, canvas) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]];
-    owner, sample_index [N]. settings["steps"] is the range of steps to make, counted over all
-    blocks; canvas, what to continue: tokens, step map, logps [N, L] and num_forwards [N], or None.
+    A subclass knows the attention pattern. `_generate` calls what it defines:
+        _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
+        _open(cache, samples, start, quota, first_step, settings) -> the block that begins at
+            column `start` of some rows; first_step: number of steps in earlier blocks
+        _denoise(block, settings) -> tokens, step map, logps [R, n]; num_forwards [R]; and for the
+            records (number of the replay, tokens, -1 where none, logps) of each step
     """
 
     # the values that this engine accepts
@@ -336,6 +344,123 @@ class Engine:
                     f"a rollout of {size} rows ran out of GPU memory: {LOWER}"
                 ) from None
         return concatenate(parts, self.model.pad_token_id)
+
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
+        """Decode one batch, in which row i continues prompt_ids[owner[i]], one block after the
+        other. -> Trace
+
+        owner, sample_index [N]. settings["steps"]: the range of steps to make, counted over all
+        blocks. canvas: what to continue, tokens, step map, logps [N, L] and num_forwards [N], or
+        None.
+        """
+        N, device, quotas = len(owner), self.device, block_quotas(**settings)
+        is_block = self.model.attention == "block-causal"
+        n = self.model.block_length if is_block else 1
+        length = settings["gen_length"] if is_block else sum(map(sum, quotas))
+        # Rows are padded on the left by whole blocks, so that their blocks share columns:
+        #     padding | whole blocks of the prompt | rest of the prompt, masks | masks ... |
+        #             pads[i]                      prefilled                               end[i]
+        # Position p of row i is column pads[i] + p. Its completion begins at column first[i].
+        # Blocks of a bidirectional model begin there too.
+        lengths = torch.tensor([len(ids) for ids in prompt_ids])
+        prefilled = int(lengths.max()) // n * n
+        pads = prefilled - lengths // n * n
+        first = pads + lengths
+        end = pads + (lengths + length + n - 1) // n * n
+        width = int(end.max())
+        tokens = torch.full((len(prompt_ids), width), self.model.mask_token_id)
+        for i, ids in enumerate(prompt_ids):
+            tokens[i, pads[i] : first[i]] = torch.tensor(ids)
+        tokens, pads, first, end = (values.to(device) for values in (tokens, pads, first, end))
+        cache = self._prefill(tokens[:, :prefilled], pads, owner, width)
+
+        # from a row per prompt to a row per sample
+        tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
+        column = torch.arange(width, device=device)
+        offset = column - first[:, None]
+        samples = Samples(tokens, column - pads[:, None], offset, sample_index)
+        step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
+        logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
+        if canvas:  # a part of a rollout
+            *held, num_forwards = canvas
+            i, j = revealed = (held[1] >= 0).nonzero(as_tuple=True)
+            for values, known in zip((tokens, step_map, logps), held, strict=True):
+                values[i, first[i] + j] = known[revealed]
+        history = None
+        if settings["records"]:
+            replays = most_steps(settings) if is_block else sum(map(len, quotas))
+            history = [values.repeat(replays, 1, 1) for values in (step_map.int(), logps)]
+
+        row = torch.arange(N, device=device)  # rows that are still generating
+        start, first_step = prefilled, 0
+        blocks = quotas[:1] * ((width - prefilled) // n) if is_block else quotas
+        for quota in progress(blocks, "blocks"):
+            if first_step >= settings["steps"].stop:
+                break
+            here, stop = (row, slice(start, start + sum(quota))), start + sum(quota)
+            live = Samples(*(values[row] for values in samples))
+            block = self._open(cache, live, start, quota, first_step, settings)
+            tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
+            # NaN counts as the highest confidence, so it has been revealed and is found here.
+            if (broken := ~new_logps.isfinite().all(1)).any():
+                bad = sample_index[row[broken]].unique().tolist()
+                raise SystemExit(BROKEN.format(bad[:8]))
+            # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
+            step_map[here] = torch.maximum(steps, step_map[here])
+            logps[here] += new_logps
+            num_forwards[row] += forwards
+            for number, *made in changes if history else ():
+                for kept, values in zip(history, made, strict=True):
+                    kept[number, row, start : start + values.shape[1]] = values
+
+            # Finish the rows that are complete or hold an EOS: the rest cannot change the text.
+            is_eos = among(tokens[here], settings["eos_token_ids"]) & (offset[here] >= 0)
+            goes_on = (end[row] > stop) & ~(is_eos.any(1) & stop_at_eos)
+            if is_block:
+                end[row[~goes_on]] = stop
+            if not goes_on.any():
+                break
+            # commit; with editing, the last forward of _denoise was the commit
+            if is_block and settings["editing_threshold"] is None:
+                block.forward(tokens[here])
+                num_forwards[row] += goes_on
+            if not goes_on.all():
+                row = row[goes_on]
+                cache = [(keys[goes_on], values[goes_on]) for keys, values in cache]
+            start, first_step = stop, first_step + len(quota)
+        canvas = tokens, step_map, logps
+        return self._finish(
+            prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
+        )
+
+    def _finish(
+        self, prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
+    ):
+        """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
+
+        canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
+        [K or more, N, S], or None; first, end [N]: columns of the completions
+        """
+        canvas_length = end - first
+        on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
+        offset = torch.arange(on_canvas.shape[1], device=self.device)
+        at = torch.where(on_canvas, first[:, None] + offset, 0)
+        completion_ids, step_map, logps = (values.gather(1, at) for values in canvas)
+        step_map = step_map.where(on_canvas, -1)
+        # before masks become padding, which may be an EOS
+        completion_mask = scored(completion_ids, canvas_length, settings["eos_token_ids"])
+        completion_ids = completion_ids.where(step_map >= 0, self.model.pad_token_id)
+        trace = Trace(
+            [prompt_ids[i] for i in owner.tolist()], completion_ids, completion_mask, canvas_length,
+            step_map, logps.where(step_map >= 0, 0.0), sample_index, num_forwards, settings,
+        )  # fmt: skip
+        if history:  # behind the canvas those of column 0: none
+            drawn, logps = (
+                values[: trace.num_replays].take_along_dim(at[None], 2).transpose(0, 1)
+                for values in history
+            )
+            trace.records = {"tokens": drawn.int(), "logps": logps.where(drawn >= 0, 0.0)}
+        return trace
 
     def _sample(self, hidden, uniform, settings):
         """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""

@@ -21,10 +21,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from distributed.disk import progress
-from rollout.engine import ADAPTIVE, BROKEN, ENTROPIES, RULES, Engine, select
+from rollout.engine import ADAPTIVE, ENTROPIES, RULES, Engine, select
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
-from rollout.traces import Trace, among, left_padded, scored
+from rollout.traces import among
 
 ORDERED = "low_confidence_static", "entropy", "topk_margin"  # whose order alg_temp may draw
 UNSCORED = "sequential", "origin"  # rules that look at no confidence
@@ -107,61 +106,17 @@ class MaskedEngine(Engine):
                     "--block-length 0, at most as many --denoising-steps"
                 )
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
-        """Denoise one block after the other; arguments as in Engine."""
-        model, quotas = self.model, block_quotas(**settings)
-        prompt_ids = [prompt_ids[i] for i in owner.tolist()]
-        L, K, pad = sum(map(sum, quotas)), sum(map(len, quotas)), model.pad_token_id
-        whole = [ids + [model.mask_token_id] * L for ids in prompt_ids]
-        tokens, valid = left_padded(whole, pad, self.device)
-        positions, bias = model.grid(valid)[0], valid[:, None, None].to(self.dtype).log()
-        P, completion_ids = tokens.shape[1] - L, tokens[:, -L:]  # a view: later blocks read it
-        step_map = torch.full_like(completion_ids, -1)
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        logps = torch.zeros_like(step_map, dtype=dtype)
-        num_forwards = torch.zeros_like(sample_index)
-        if canvas:
-            known, step_map, logps, num_forwards = canvas
-            completion_ids.copy_(known.masked_fill(step_map < 0, model.mask_token_id))
-        records = None
-        if settings["records"]:
-            drawn = step_map.new_full((len(tokens), K, L), -1, dtype=torch.int32)
-            records = {"tokens": drawn, "logps": torch.zeros_like(drawn, dtype=dtype)}
-        row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
-        start = first_step = 0
-        for quota in progress(quotas, "blocks"):
-            end = start + sum(quota)
-            rows = tokens[row], positions[row], bias[row], sample_index[row]
-            kept = None if settings["cache"] == "none" else {}  # a new cache for each block
-            block = CurrentBlock(model, *rows, P, P + start, quota, first_step, kept)
-            ids, steps, block_logps, forwards, history = self._denoise(block, settings)
-            here = row, slice(start, end)
-            # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
-            steps = torch.maximum(steps, step_map[here])
-            completion_ids[here], step_map[here] = ids, steps
-            logps[here] += block_logps
-            num_forwards[row] += forwards
-            for number, *made in history:
-                for record, values in zip(records.values(), made, strict=True):
-                    record[row, number, start : start + values.shape[1]] = values
-            # NaN counts as the highest confidence, so it has been revealed and is found here.
-            if (broken := ~block_logps.isfinite().all(1)).any():
-                bad = sample_index[row[broken]].unique().tolist()
-                raise SystemExit(BROKEN.format(bad[:8]))
-            if stop_at_eos:  # earlier blocks are final: the rest cannot change the text
-                row = row[~among(ids, model.eos_token_ids).any(1)]
-            if not len(row):
-                break
-            start = end
-            first_step += len(quota)
-        canvas_length = torch.full_like(sample_index, L)
-        # before masks become padding, which may be an EOS
-        completion_mask = scored(completion_ids, canvas_length, model.eos_token_ids)
-        completion_ids = completion_ids.where(step_map >= 0, pad)
-        return Trace(
-            prompt_ids, completion_ids, completion_mask, canvas_length, step_map, logps,
-            sample_index, num_forwards, settings, records,
-        )  # fmt: skip
+    def _prefill(self, *prompts):
+        return []  # every block runs the prompt anew
+
+    def _open(self, cache, samples, start, quota, first_step, settings):
+        position, kept = samples.position, None if settings["cache"] == "none" else {}  # a new one
+        bias = (position >= 0)[:, None, None].to(self.dtype).log()
+        P = samples.tokens.shape[1] - sum(map(sum, block_quotas(**settings)))
+        shape = P, start, quota, first_step, kept
+        return CurrentBlock(
+            self.model, samples.tokens, position.clamp(min=0), bias, samples.index, *shape
+        )
 
     def _denoise(self, block, settings):
         """Denoise one block: run the model, draw a token for every mask, reveal some; repeat.
@@ -170,8 +125,7 @@ class MaskedEngine(Engine):
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
         revealed up to this step; all others are masked again, earlier reveals too. A token keeps
         the confidence of its own draw.
-        -> tokens, step_map, logps [R, n]; num_forwards [R]; for each step its number and what it
-        adds to the records
+        Results as in Engine.
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
