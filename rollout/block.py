@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from models.attention import block_causal, make_attend
 from rollout.engine import Engine, select
 from rollout.schedules import reveal_quota
-from rollout.traces import most_steps
+from rollout.traces import num_replays
 
 Block = namedtuple("Block", "forward tokens offset index first_step")
 
@@ -34,13 +34,6 @@ class BlockEngine(Engine):
     """Sampler of a block-causal model in plain PyTorch; the fast one is in kernels/block.py."""
 
     records = (None, "steps", "events", "draws")
-
-    def block_length(self, asked):
-        n = self.model.block_length
-        if asked not in (None, 0, n):
-            trained = f"this model was trained with blocks of {n}"
-            raise SystemExit(f"--block-length {asked}: {trained}; leave it out or give {n}")
-        return n
 
     def _prefill(self, prompts, pads, owner, width):
         """Forward each of U prompts once and give its keys and values to all its samples.
@@ -136,4 +129,4 @@ class BlockEngine(Engine):
             changes.append((step, torch.where(kept, drawn, -1).int(), drawn_logps))
             working &= (change if edits else masked).any(1)
         # with editing the last forward is the commit, which changes nothing
-        return block, step_map, logps, num_forwards, changes[: most_steps(settings)]
+        return block, step_map, logps, num_forwards, changes[: num_replays(settings)]

@@ -15,7 +15,7 @@ from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
 from rollout.schedules import block_quotas
-from rollout.traces import Trace, among, below, concatenate, most_steps, scored
+from rollout.traces import Trace, among, below, concatenate, num_replays, scored
 
 # what the training scripts offer
 REMASKING = "low_confidence_static", "low_confidence_dynamic", "random"
@@ -220,7 +220,10 @@ class Engine:
 
     def block_length(self, given):
         """given: tokens per block, 0 or None for the model's own. -> tokens per block"""
-        return given or self.model.block_length
+        n = self.model.block_length
+        if self.model.attention == "block-causal" and given not in (None, 0, n):
+            raise SystemExit(f"--block-length {given}: this model was trained with blocks of {n}")
+        return given or n
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
@@ -388,7 +391,7 @@ class Engine:
                 values[i, first[i] + j] = known[revealed]
         history = None
         if settings["records"]:
-            replays = most_steps(settings) if is_block else sum(map(len, quotas))
+            replays = num_replays(settings)
             history = [values.repeat(replays, 1, 1) for values in (step_map.int(), logps)]
 
         row = torch.arange(N, device=device)  # rows that are still generating
