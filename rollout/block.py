@@ -16,24 +16,52 @@ masks is forwarded again until a forward changes nothing. That forward is also t
 max_post_steps of these extra forwards may edit.
 """
 
-from collections import namedtuple
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from models.attention import block_causal, make_attend
-from rollout.engine import Engine, select
-from rollout.schedules import reveal_quota
-from rollout.traces import num_replays
+from rollout.engine import RULES, Engine
 
-Block = namedtuple("Block", "forward tokens offset index first_step")
+
+@dataclass
+class CachedBlock:
+    """One block in each of R rows that are denoised together, and its forward."""
+
+    model: object
+    cache: list  # keys and values [R, K, S, h] of each layer
+    tokens: torch.Tensor  # [R, S] int64
+    positions: torch.Tensor  # [R, S] int64, below 0 on padding
+    sample_index: torch.Tensor  # [R] int64
+    prompt_length: torch.Tensor  # [R, 1] int64, columns before the completion
+    first: int  # first column of the block
+    quota: list  # tokens to reveal at each step
+    first_step: int  # number of steps in earlier blocks
+
+    def forward(self, first, width, window):
+        """Forward the block, `width` columns from `first` on. Each layer writes the block's keys
+        and values into the cache, then attends to all columns up to the end of the block. So the
+        next forward of the same block overwrites them. -> hidden states [R, n, D]
+        """
+        here, end = slice(first, first + width), first + width
+        visible = (self.positions >= 0)[:, None, None, :end]
+
+        def attend(layer, q, k, v):
+            for kept, new in zip(self.cache[layer], (k, v), strict=True):
+                kept[:, :, here] = new
+            keys, values = (kept[:, :, :end] for kept in self.cache[layer])
+            gqa = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=gqa)
+
+        return self.model.hidden(self.tokens[:, here], self.positions[:, here], attend)
 
 
 class BlockEngine(Engine):
     """Sampler of a block-causal model in plain PyTorch; the fast one is in kernels/block.py."""
 
     records = (None, "steps", "events", "draws")
+    adaptive = RULES  # a block that begins with prompt tokens has fewer masks
 
     def _prefill(self, prompts, pads, owner, width):
         """Forward each of U prompts once and give its keys and values to all its samples.
@@ -59,74 +87,9 @@ class BlockEngine(Engine):
             self.model.hidden(prompts, position_ids, attend)
         return cache
 
-    def _forward(self, cache, start, position, visible, block):
-        """Forward a block at columns from `start`. Each layer writes the block's keys and values
-        into the cache, then attends to all columns up to the end of the block. So the next forward
-        of the same block overwrites them. -> hidden states [R, n, D]
-
-        position, block [R, n]; visible [R, width] bool: False on padding
-        """
-
-        def attend(layer, q, k, v):
-            end = start + k.shape[2]
-            for kept, new in zip(cache[layer], (k, v), strict=True):
-                kept[:, :, start:end] = new
-            keys, values = (kept[:, :, :end] for kept in cache[layer])
-            mask, is_grouped = visible[:, None, None, :end], q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=is_grouped)
-
-        return self.model.hidden(block, position, attend)
-
     def _open(self, cache, samples, start, quota, first_step, settings):
-        here = slice(start, start + self.model.block_length)
-        forward = partial(
-            self._forward, cache, start, samples.position[:, here], samples.position >= 0
+        tokens, positions, offset, index = samples
+        first = start - offset[:, start, None]
+        return CachedBlock(
+            self.model, cache, tokens, positions, index, first, start, quota, first_step
         )
-        return Block(
-            forward, samples.tokens[:, here], samples.offset[:, here], samples.index, first_step
-        )
-
-    def _denoise(self, block, settings):
-        """Forward the block, draw a token for every position and reveal some of the masked ones;
-        repeat until no row has a mask, or with token editing until a forward changes nothing.
-
-        Results as in Engine. For the record "draws" every drawn token is a change.
-        """
-        forward, block, offset, sample_index, first_step = block
-        n, edits = block.shape[1], settings["editing_threshold"] is not None
-        quotas = reveal_quota(n, settings["denoising_steps"])  # tokens to reveal at each step
-        masked = block == self.model.mask_token_id
-        step_map, changes = torch.full_like(block, -1), []
-        logps = torch.zeros_like(block, dtype=torch.float32)
-        working = masked.any(1)  # rows that need more forwards
-        num_forwards, post_steps = torch.zeros_like(sample_index), torch.zeros_like(sample_index)
-        part = settings["steps"]  # of all steps of the rollout
-        for step in range(max(part.start - first_step, 0), part.stop - first_step):
-            if not working.any():
-                break
-            key = settings["seed"], sample_index[:, None], offset, step
-            uniform = self.keyed_uniform(*key, "token")
-            draws = self._sample(forward(block).flatten(0, 1), uniform.flatten(), settings)
-            num_forwards += working
-            drawn, drawn_logps, confidence = (values.view(block.shape) for values in draws)
-            if settings["remasking"] == "random":
-                confidence = self.keyed_uniform(*key, "order").to(confidence.dtype)
-            was_masked = masked.any(1)
-            quota = quotas[step] if step < len(quotas) else 0  # later steps only edit
-            change = select(confidence, masked, quota, **settings)
-            masked = masked & ~change
-            if edits:
-                may_edit = working & (was_masked | (post_steps < settings["max_post_steps"]))
-                is_sure = drawn_logps.exp() > settings["editing_threshold"]
-                # by an earlier step; the prompt's tokens are never edited
-                revealed = ~(masked | change) & (offset >= 0)
-                change |= may_edit[:, None] & revealed & (drawn != block) & is_sure
-                post_steps += ~was_masked
-            block = torch.where(change, drawn, block)
-            step_map = step_map.masked_fill(change, step)
-            logps = torch.where(change, drawn_logps, logps)
-            kept = masked | change if settings["records"] == "draws" else change
-            changes.append((step, torch.where(kept, drawn, -1).int(), drawn_logps))
-            working &= (change if edits else masked).any(1)
-        # with editing the last forward is the commit, which changes nothing
-        return block, step_map, logps, num_forwards, changes[: num_replays(settings)]

@@ -6,6 +6,7 @@ import math
 import sys
 from collections import namedtuple
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from distributed.sharding import cuda_bytes
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
-from rollout.schedules import block_quotas
+from rollout.schedules import block_quotas, eoser_weight, reveal_shares
 from rollout.traces import Trace, among, below, concatenate, num_replays, scored
 
 # what the training scripts offer
@@ -128,6 +129,11 @@ def confidence_of(logits, logps, temperature, remasking):
     return best - second
 
 
+def marked(where, tokens, logps):
+    """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
+    return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
+
+
 def truncate(logits, temperature, top_k=0, top_p=1.0):
     """Keep the top_k most probable tokens (0: all), then of these the fewest whose probabilities
     under softmax(logits / temperature) reach top_p; tokens as probable as the last one kept stay
@@ -160,9 +166,8 @@ class Engine:
     A subclass knows the attention pattern. `_generate` calls what it defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
         _open(cache, samples, start, quota, first_step, settings) -> the block that begins at
-            column `start` of some rows; first_step: number of steps in earlier blocks
-        _denoise(block, settings) -> tokens, step map, logps [R, n]; num_forwards [R]; and for the
-            records (number of the replay, tokens, -1 where none, logps) of each step
+            column `start` of some rows; first_step: number of steps in earlier blocks. Its fields
+            are those of rollout/masked.py's.
     """
 
     # the values that this engine accepts
@@ -176,6 +181,8 @@ class Engine:
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
     records = (None, "steps")
+    # Rules under which a step may find no mask left: it asks. Under others the schedule tells.
+    adaptive = ()
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
     # bytes on the GPU after the last make_room, None: there was none; most that an update took more
@@ -221,12 +228,16 @@ class Engine:
     def block_length(self, given):
         """given: tokens per block, 0 or None for the model's own. -> tokens per block"""
         n = self.model.block_length
-        if self.model.attention == "block-causal" and given not in (None, 0, n):
+        if self.is_block and given not in (None, 0, n):
             raise SystemExit(f"--block-length {given}: this model was trained with blocks of {n}")
         return given or n
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
+
+    @property
+    def is_block(self):
+        return self.model.attention == "block-causal"
 
     @property
     def title(self):
@@ -357,9 +368,8 @@ class Engine:
         None.
         """
         N, device, quotas = len(owner), self.device, block_quotas(**settings)
-        is_block = self.model.attention == "block-causal"
-        n = self.model.block_length if is_block else 1
-        length = settings["gen_length"] if is_block else sum(map(sum, quotas))
+        n = self.model.block_length if self.is_block else 1
+        length = settings["gen_length"] if self.is_block else sum(map(sum, quotas))
         # Rows are padded on the left by whole blocks, so that their blocks share columns:
         #     padding | whole blocks of the prompt | rest of the prompt, masks | masks ... |
         #             pads[i]                      prefilled                               end[i]
@@ -396,7 +406,7 @@ class Engine:
 
         row = torch.arange(N, device=device)  # rows that are still generating
         start, first_step = prefilled, 0
-        blocks = quotas[:1] * ((width - prefilled) // n) if is_block else quotas
+        blocks = quotas[:1] * ((width - prefilled) // n) if self.is_block else quotas
         for quota in progress(blocks, "blocks"):
             if first_step >= settings["steps"].stop:
                 break
@@ -419,13 +429,13 @@ class Engine:
             # Finish the rows that are complete or hold an EOS: the rest cannot change the text.
             is_eos = among(tokens[here], settings["eos_token_ids"]) & (offset[here] >= 0)
             goes_on = (end[row] > stop) & ~(is_eos.any(1) & stop_at_eos)
-            if is_block:
+            if self.is_block:
                 end[row[~goes_on]] = stop
             if not goes_on.any():
                 break
             # commit; with editing, the last forward of _denoise was the commit
-            if is_block and settings["editing_threshold"] is None:
-                block.forward(tokens[here])
+            if self.is_block and settings["editing_threshold"] is None:
+                block.forward(start, sum(quota), None)
                 num_forwards[row] += goes_on
             if not goes_on.all():
                 row = row[goes_on]
@@ -435,6 +445,100 @@ class Engine:
         return self._finish(
             prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
         )
+
+    def _denoise(self, block, settings):
+        """Denoise one block: run the model, draw a token for every mask, reveal some; repeat until
+        no row has a mask, or with token editing (rollout/block.py) until a forward changes nothing.
+
+        rcr (running confidence remasking, MDPO, arXiv 2508.13148): a step draws a token for every
+        mask of the block. The most confident tokens of the block stay, as many as the schedule has
+        revealed up to this step; all others are masked again, earlier reveals too. A token keeps
+        the confidence of its own draw.
+        block: what `_open` returns
+        -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
+        number of its replay, tokens, -1 where none, and their log-probabilities
+        """
+        remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
+        ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
+        step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
+        masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
+        # rcr: confidences of the block's tokens, and how many of them stay after this step
+        running, due = logps, 0
+        uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
+        columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
+        # places in the completion: of the block, and of the masks behind it
+        inside, behind = (columns - block.prompt_length).tensor_split([n], -1)
+        window = None  # the first forward of a block runs all columns
+        edits = settings["editing_threshold"] is not None
+        working, post_steps = masked.any(1), 0  # rows that need more forwards
+        later = [0] * (settings["max_post_steps"] + 1) if edits else []  # steps that only edit
+        for number, quota in enumerate(block.quota + later, block.first_step):
+            step = number - block.first_step
+            if not (working.any() if remasking in self.adaptive else quota):
+                continue  # no mask is left, or this step of the schedule reveals nothing
+            if number not in settings["steps"]:
+                continue  # another part of the rollout
+            drawing, draws = masked, uniform(inside, step, "token")
+            if kind == "states":  # also predict the masks behind the block, for the record alone
+                more = uniform(behind, number, "guess")
+                drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
+                draws = torch.cat([draws, more], 1)
+            hidden = block.forward(block.first, draws.shape[1], window)
+            window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
+            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
+            drawn = [values.view(draws.shape) for values in drawn]
+            replay = step if self.is_block else number
+            if kind in ("draws", "states"):
+                history.append((replay, *marked(drawing, *drawn[:2])))
+            token, token_logps, confidence = (values[:, :n] for values in drawn)
+            order = partial(uniform, inside, step, "order")
+            score = self._score(confidence, token, number, order, settings)
+            due += quota
+            num_forwards += working
+            if remasking == "rcr":
+                running = torch.where(masked, score, running)
+                stays = select(running, torch.ones_like(masked), due, **settings)
+            elif remasking == "origin":  # Dream: reveal each mask with the probability `share`
+                share = reveal_shares(block.quota, settings["schedule"])[step]
+                stays = ~masked | (order() < share)
+            else:  # the most confident masks, `quota` of them or more
+                stays = ~masked | select(score, masked, quota, **settings)
+            new, again = masked & stays, ~(masked | stays)  # revealed, and masked again (rcr)
+            if edits:  # what earlier steps revealed; the prompt's tokens are never edited
+                is_noisy = masked.any(1)
+                may_edit = working & (is_noisy | (post_steps < settings["max_post_steps"]))
+                is_sure = token_logps.exp() > settings["editing_threshold"]
+                new |= may_edit[:, None] & ~masked & (inside >= 0) & (token != ids) & is_sure
+                post_steps += ~is_noisy
+            ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
+            logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
+            step_map, masked = step_map.masked_fill(new, step), ~stays
+            working = working & new.any(1) if edits else masked.any(1)
+            if kind == "events":
+                history.append((replay, *marked(new | again, ids, logps)))
+        # with editing the last forward may be the commit, which changes nothing
+        return ids, step_map, logps, num_forwards, history[: num_replays(settings)]
+
+    def _score(self, score, token, step, order, settings):
+        """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
+
+        step: counted over the whole completion. order() -> uniform numbers [R, n]. alg_temp (Dream)
+        adds Gumbel noise, so that the positions to reveal are drawn without replacement from
+        softmax(score / alg_temp).
+        """
+        if settings["remasking"] == "random":
+            score = order().to(score.dtype)
+        is_eos = lambda: among(token, self.model.eos_token_ids)
+        if settings["eos_policy"] == "eoser":
+            num_steps = sum(map(len, block_quotas(**settings)))
+            weight = eoser_weight(step, num_steps, settings["schedule"])
+            score = torch.where(is_eos(), weight * score, score)
+        if settings["alg_temp"]:
+            gumbel = -(-order().clamp(min=2**-54).log()).log()
+            score = score / settings["alg_temp"] + gumbel.to(score.dtype)
+        if settings["eos_policy"] == "demote":  # finite: revealed when nothing else is left
+            score = score.masked_fill(is_eos(), torch.finfo(score.dtype).min)
+        return score
 
     def _finish(
         self, prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings

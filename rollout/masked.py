@@ -21,9 +21,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from rollout.engine import ADAPTIVE, ENTROPIES, RULES, Engine, select
-from rollout.schedules import block_quotas, eoser_weight, reveal_shares
-from rollout.traces import among
+from rollout.engine import ADAPTIVE, ENTROPIES, RULES, Engine
+from rollout.schedules import block_quotas
 
 ORDERED = "low_confidence_static", "entropy", "topk_margin"  # whose order alg_temp may draw
 UNSCORED = "sequential", "origin"  # rules that look at no confidence
@@ -70,11 +69,6 @@ class CurrentBlock:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=gqa)
 
 
-def marked(where, tokens, logps):
-    """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
-    return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
-
-
 class MaskedEngine(Engine):
     """Sampler of a bidirectional model. Blocks start with the completion and have any length."""
 
@@ -85,7 +79,7 @@ class MaskedEngine(Engine):
         "eos_policy": ("none", "suppress", "demote", "eoser"),
     }
     records = (None, "steps", "events", "states", "draws")
-    adaptive = (*ADAPTIVE, "origin")  # rules that decide how many tokens a step reveals
+    adaptive = (*ADAPTIVE, "origin")
 
     def check(self, settings):
         rule, policy, noise = (settings[k] for k in ("remasking", "eos_policy", "alg_temp"))
@@ -117,82 +111,3 @@ class MaskedEngine(Engine):
         return CurrentBlock(
             self.model, samples.tokens, position.clamp(min=0), bias, samples.index, *shape
         )
-
-    def _denoise(self, block, settings):
-        """Denoise one block: run the model, draw a token for every mask, reveal some; repeat.
-
-        rcr (running confidence remasking, MDPO, arXiv 2508.13148): a step draws a token for every
-        mask of the block. The most confident tokens of the block stay, as many as the schedule has
-        revealed up to this step; all others are masked again, earlier reveals too. A token keeps
-        the confidence of its own draw.
-        Results as in Engine.
-        """
-        remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
-        ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
-        step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
-        masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
-        # rcr: confidences of the block's tokens, and how many of them stay after this step
-        running, due = logps, 0
-        uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
-        columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
-        # places in the completion: of the block, and of the masks behind it
-        inside, behind = (columns - block.prompt_length).tensor_split([n])
-        window = None  # the first forward of a block runs all columns
-        for number, quota in enumerate(block.quota, block.first_step):
-            step = number - block.first_step
-            if not (masked.any() if remasking in self.adaptive else quota):
-                continue  # no mask is left, or this step of the schedule reveals nothing
-            if number not in settings["steps"]:
-                continue  # another part of the rollout
-            drawing, draws = masked, uniform(inside, step, "token")
-            if kind == "states":  # also predict the masks behind the block, for the record alone
-                more = uniform(behind, number, "guess")
-                drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
-                draws = torch.cat([draws, more], 1)
-            hidden = block.forward(block.first, draws.shape[1], window)
-            window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
-            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
-            drawn = [values.view(draws.shape) for values in drawn]
-            if kind in ("draws", "states"):
-                history.append((number, *marked(drawing, *drawn[:2])))
-            token, token_logps, confidence = (values[:, :n] for values in drawn)
-            order = partial(uniform, inside, step, "order")
-            score = self._score(confidence, token, number, order, settings)
-            due += quota
-            num_forwards += masked.any(1)
-            if remasking == "rcr":
-                running = torch.where(masked, score, running)
-                stays = select(running, torch.ones_like(masked), due, **settings)
-            elif remasking == "origin":  # Dream: reveal each mask with the probability `share`
-                share = reveal_shares(block.quota, settings["schedule"])[step]
-                stays = ~masked | (order() < share)
-            else:  # the most confident masks, `quota` of them or more
-                stays = ~masked | select(score, masked, quota, **settings)
-            new, again = masked & stays, ~(masked | stays)  # revealed, and masked again (rcr)
-            ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
-            logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
-            step_map, masked = step_map.masked_fill(new, step), ~stays
-            if kind == "events":
-                history.append((number, *marked(new | again, ids, logps)))
-        return ids, step_map, logps, num_forwards, history
-
-    def _score(self, score, token, step, order, settings):
-        """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
-
-        step: counted over the whole completion. order() -> uniform numbers [R, n]. alg_temp (Dream)
-        adds Gumbel noise, so that the positions to reveal are drawn without replacement from
-        softmax(score / alg_temp).
-        """
-        if settings["remasking"] == "random":
-            score = order().to(score.dtype)
-        is_eos = lambda: among(token, self.model.eos_token_ids)
-        if settings["eos_policy"] == "eoser":
-            num_steps = sum(map(len, block_quotas(**settings)))
-            weight = eoser_weight(step, num_steps, settings["schedule"])
-            score = torch.where(is_eos(), weight * score, score)
-        if settings["alg_temp"]:
-            gumbel = -(-order().clamp(min=2**-54).log()).log()
-            score = score / settings["alg_temp"] + gumbel.to(score.dtype)
-        if settings["eos_policy"] == "demote":  # finite: revealed when nothing else is left
-            score = score.masked_fill(is_eos(), torch.finfo(score.dtype).min)
-        return score
