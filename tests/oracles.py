@@ -211,6 +211,20 @@ class OneBlock:
         return torch.stack(found)
 
 
+def row_logps(model, clean, noisy, temperature=1.0):
+    """Log-probabilities of every token at every place of one row, [T] ids -> [T, V], by passes over
+    [clean blocks before, noisy block]; for bidirectional models over the noisy row.
+    """
+    size = model.block_length if model.attention == "block-causal" else len(clean)
+    rows = [
+        torch.cat([clean[:start], noisy[start : start + size]])
+        for start in range(0, len(clean), size)
+    ]
+    logits = torch.cat([model.logits(ids[None])[0, i * size :] for i, ids in enumerate(rows)])
+    is_mask = torch.arange(logits.shape[-1]) == model.mask_token_id
+    return (logits / temperature).masked_fill(is_mask, -math.inf).log_softmax(-1)
+
+
 def naive_logps(model, rows):
     """draw_logps with a forward and a graph for every block of every draw. -> [R, K, L]"""
     (R, K, L), found = rows.weights.shape, []
@@ -218,15 +232,9 @@ def naive_logps(model, rows):
         valid = rows.valid_mask[r]
         clean, masked = rows.input_ids[r][valid], rows.masked[r, k][valid]
         targets = clean if rows.targets is None else rows.targets[r, k][valid]
-        logps, P = [], len(valid) - L - int((~valid[:-L]).sum())
-        # a block model sees clean blocks and the token's own; others see the noisy canvas
-        size = 4 if model.attention == "block-causal" else len(clean)
-        for start in range(0, len(clean), size):
-            noisy = torch.where(masked, MASK, clean)[start : start + size]
-            logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, start:]
-            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits / rows.temperature)
-            logps.append(logits.log_softmax(-1).gather(1, targets[start:][:size, None])[:, 0])
-        logps = torch.nn.functional.pad(torch.cat(logps)[P:], (0, L - len(clean) + P))
+        log_p = row_logps(model, clean, torch.where(masked, MASK, clean), rows.temperature)
+        logps, P = log_p.gather(1, targets[:, None])[:, 0], int(valid[:-L].sum())
+        logps = torch.nn.functional.pad(logps[P:], (0, L - len(clean) + P))
         found.append(torch.where(rows.weights[r, k] != 0, logps, 0.0))
     return torch.stack(found).view(R, K, L)
 
