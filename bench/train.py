@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run.report import read_rows
+from evals.report import read_rows
 
 CALLS = count()
 

@@ -33,6 +33,11 @@ def build_model(config, dtype=torch.float32):
     return model
 
 
+def frozen_dtype(device):
+    """-> the dtype of weights that are not trained, those of a sampler too"""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
 def materialize(model, device):
     """A model from the meta device to real, uninitialised tensors; to_empty unties a tied head."""
     model = model.to_empty(device=device)

@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from algos import tpg
 from rollout import make_engine
 from rollout.engine import REMASKING
+from rollout.rows import Batch
 
 EOS, MASK, T = 2, 3, 0.6  # tokens 0, 1 and EOS; a low temperature
 IDS = {"vocab_size": 4, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
@@ -94,7 +95,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     model = tiny_model(family, 1, **IDS | OWN[family])
     trace = every_path(model, rule)
     args = tpg.Args(temperature=T, remasking=rule, micro_batch_size=4)
-    batch = tpg.Batch(trace, model)
+    batch = Batch(trace, model)
     texts = [trace.completion(i) for i in range(len(trace.prompt_ids))]
     batch.advantages = torch.tensor(list(map(reward, texts)), dtype=torch.float64)
     rows = tpg.sample_masks(batch, 0, args)

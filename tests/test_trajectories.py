@@ -10,6 +10,7 @@ from test_samplers import SIZES, M, model_of
 
 from algos import cj_grpo, mdpo
 from rollout import make_engine
+from rollout.rows import Batch
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13]]  # 3, 2 and 2 modulo the block of 4
 RAGGED = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.3, "denoising_steps": 4}
@@ -26,7 +27,7 @@ def batch_of(module, model, how, records=None):
     trace = make_engine(model).generate(
         PROMPTS, num_samples=4, seed=5, temperature=0.8, records=records, **shape
     )
-    batch = module.Batch(trace, model)
+    batch = Batch(trace, model)
     batch.advantages = torch.ones(12)
     return batch
 
@@ -98,7 +99,7 @@ def test_mdpo_chooses_the_steps_with_the_largest_advantages():
     records["confidences"] = torch.full((2, 3, 4), 0.5)
     ids = torch.arange(8).view(2, 4)
     batch = changed(
-        mdpo.Batch.__new__(mdpo.Batch), trace=SimpleNamespace(records=records), advantages=A, P=0,
+        Batch.__new__(Batch), trace=SimpleNamespace(records=records), advantages=A, P=0,
         input_ids=ids, valid_mask=ids >= 0, completion_mask=ids >= 0, mask_token_id=M,
     )  # fmt: skip
     for steps_of, k, want in (
