@@ -95,22 +95,23 @@ def encode_rows(rows, tokenizer, model, max_length, asked):
     while chunk := list(islice(rows, CHUNK)):
         texts = [render(row, tokenizer, asked) for row in chunk]
         kept = [text for text in texts if not isinstance(text, Dropped)]
-        ids = lambda texts, **how: iter(
-            tokenizer(texts, add_special_tokens=False, **how)["input_ids"] if texts else ()
-        )
-        prompts = ids([prompt for prompt, *_ in kept])
-        answers = ids([t for _, *texts in kept for t in texts], split_special_tokens=True)
+        columns = map(list, zip(*kept, strict=True))  # prompts, then one of answers for each side
+        ids = [
+            tokenizer(column, add_special_tokens=False, split_special_tokens=i > 0)["input_ids"]
+            for i, column in enumerate(columns)
+        ]
+        encoded = zip(*ids, strict=True)
         for row, text in zip(chunk, texts, strict=True):
             if isinstance(text, Dropped):
                 yield text
                 continue
-            parts = [next(prompts), *(next(answers) + model.eos_token_ids[:1] for _ in text[1:])]
-            if model.mask_token_id in chain(*parts):
+            prompt, *answers = next(encoded)
+            if model.mask_token_id in chain(prompt, *answers):
                 yield Dropped("hold a mask token", row)
-            elif len(parts[0]) + max(map(len, parts[1:])) > max_length:
+            elif len(prompt) + max(map(len, answers)) >= max_length:
                 yield Dropped(f"exceed --max-length {max_length}", row)
             else:
-                yield tuple(parts)
+                yield prompt, *(ids + model.eos_token_ids[:1] for ids in answers)
 
 
 def render(row, tokenizer, asked):
