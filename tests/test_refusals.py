@@ -45,8 +45,6 @@ REFUSALS = {
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "--data README.md: no such file that ends in .jsonl, .csv",
     "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
-    "data/preferences.py --samples none.jsonl --out x.jsonl": "none.jsonl: no such file",
-    f"data/preferences.py --samples {'x' * 256} --out x.jsonl": "no such file",
     "algos/bgpo.py --resume TMP": "config.json is damaged: [Errno 2] No such file",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
