@@ -152,8 +152,7 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("module, moment", [(dcp, "save"), (disk, "sync_to_disk")])
-def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, module, moment):
+def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch):
     """And the next save of that step takes the place of the remains."""
 
     def save(*_):
@@ -161,7 +160,7 @@ def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, mo
 
     def killed(*_):
         saves_of(tmp_path, build()).save_state(1)
-        monkeypatch.setattr(module, moment, lambda *_, **__: os._exit(9))
+        monkeypatch.setattr(disk, "sync_to_disk", lambda _: os._exit(9))
         saves_of(tmp_path, build(), keep=1).save_state(2)
 
     with pytest.raises(Exception, match="exit code 9"):
