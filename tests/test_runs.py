@@ -14,7 +14,6 @@ from golden_runs import rows_of
 from test_evals import one_line, row_of, write
 
 from evals import countdown, decoding, math_grader, run, samples, sandbox
-from models.config import architecture
 from rollout import make_engine
 
 AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
@@ -336,15 +335,3 @@ def test_settings_of_published_numbers():
     dream = decoding.settings("dream-7b", "Dream", "mbpp")
     assert (dream["schedule"], dream["top_p"]) == ("timesteps", 0.95)
     assert "no settings of a 'new' model" in one_line(decoding.settings, "m", "new", "gsm8k")
-
-
-@pytest.mark.parametrize("model", TINY)
-def test_every_setting_is_one_that_its_engine_accepts(model):
-    engine = make_engine(model)
-    model_type = architecture(engine.model.checkpoint_config)
-    own_blocks = engine.model.attention == "block-causal"
-    for name in [model_type, *(["llada-1.5", "llada-8b-base"] if model_type == "llada" else [])]:
-        for task in decoding.SETTINGS[name]:
-            sampling = decoding.settings(name, model_type, task)
-            assert sampling.pop("repeats") and own_blocks == (sampling["block_length"] is None)
-            engine.validate(**sampling)
