@@ -8,16 +8,18 @@ from data.stream import ShuffledStream
 from distributed.groups import rank_share
 from evals import TRIAL, load_splits, load_task, mean_score
 from evals.rewards import load_reward
-from models import load_tokenizer
-from rollout import gathered, probe, rollout_metrics
+from models import add_lora, load_tokenizer
+from rollout import gathered, make_engine, probe, rollout_metrics
 from rollout.engine import SamplingSettings
+from rollout.rows import Batch
 from run.plan import fit
 
 
 class HeldOut:
     """Problems that no training sees.
 
-    splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered
+    splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
+    train: what a script trains on, which it sets
     """
 
     def __init__(self, args, max_length, train=None):
@@ -40,12 +42,16 @@ class HeldOut:
         rows: TokenRows of prompts and answers; the answers of a row share a forward. tail: tokens
         behind an answer. Flag pack_length: of rows that hold several answers.
         """
-        prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
+        prompt, *sides = rows.lengths.T
         lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
         if pack_length := getattr(args, "pack_length", 0):
             packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
             lengths = torch.cat([lengths, packed])
         return fit(model, args, lengths, self.splits, len(sides))
+
+    def prompts(self):
+        """-> those that the run is scored on; rows that ask the same are not trained on"""
+        return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
 
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
@@ -57,47 +63,64 @@ class HeldOut:
 class Problems(HeldOut):
     """The problems of a script with rollouts, shared by its ranks.
 
-    Stops the run here, before any work on a GPU, if the flags or the reward cannot train.
-    mine: which prompts of a step are this rank's. rollout: what a rollout gives the sampler.
+    Stops the run here, before weights are read, if flags, reward or memory do not allow it.
+    Where --micro-batch-size is 0, it becomes what fits.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, model, records, together, uses_old):
+        """records: what the sampler must keep; together, uses_old: see run/plan.py"""
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
         super().__init__(args, args.max_prompt_length, args.data)
-        self.train, self.per_step = self.splits["train"], args.prompts_per_step
+        self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
-        self.facts = f"{len(self.train)} training problems; {self.facts}"
-        self.rollout = dict(self.sampling)
-        self.probed = self.sampling | {"seed": args.seed}
-        self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
-
-    def fit(self, model, args, together, uses_old):
-        """As of a HeldOut."""
         prompts = [ids for problems in self.splits.values() for _, ids in problems]
         lengths = [(len(ids), args.gen_length) for ids in prompts]
-        return fit(model, args, lengths, self.splits, together, uses_old)
+        fitting = fit(model, args, lengths, self.splits, together, uses_old)
+        args.micro_batch_size, self.at_once = fitting
+        self.facts = f"{len(self.train)} training problems; {self.facts}"
+        self.rollout = dict(self.sampling)
+        self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
 
-    def prompts(self, step):
-        """-> this rank's prompts of the step [list of ids], their examples"""
-        chosen = [self.stream[step * self.per_step + i] for i in self.mine]
-        examples, prompts = zip(*chosen, strict=True)
-        return list(prompts), list(examples)
+    def make_engine(self, device):
+        """-> the sampler; with LoRA it gets adapters of its own, unless they are merged"""
+        args, request = self.args, (self.records, self.rollout)
+        engine = make_engine(args.model, args.rollout_backend, device, None, self.at_once, request)
+        if args.lora_rank and not args.lora_merged_rollout:
+            add_lora(engine.model, *args.lora, engine.dtype)
+        self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
+        return engine
 
-    def reward(self, trace, examples, model):
-        """examples: one for each G completions of the trace. Collective.
+    def chosen(self, step):
+        """-> [(example, prompt ids)] of this rank in a step"""
+        return [self.stream[step * self.args.prompts_per_step + i] for i in self.mine]
 
-        -> trace and rewards [N] of all ranks that share rows, metrics of the rollout, examples [N]
+    def request(self, step, G):
+        """-> arguments of engine.generate for G completions of each of this rank's prompts"""
+        return self.rollout | {
+            "prompt_ids": [ids for _, ids in self.chosen(step)],
+            "num_samples": G,
+            "records": self.records,
+            "seed": (self.args.seed << 32) + step,
+            "sample_offset": self.mine.start * G,
+        }
+
+    def reward(self, trace, step, model):
+        """Grade the rollout of a step. Collective.
+
+        -> Batch of all ranks that share rows, with rewards [B] and examples; these rewards; metrics
         """
-        G = len(trace.prompt_ids) // len(examples)
-        examples = [example for example in examples for _ in range(G)]
+        G = trace.settings["num_samples"]
+        examples = [example for example, _ in self.chosen(step) for _ in range(G)]
         parts = self.grade(trace.texts(self.tokenizer), examples)
         trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
-        return trace, rewards, rollout_metrics(trace, rewards, parts, G), examples
+        batch = Batch(trace, model)
+        batch.rewards, batch.examples = rewards, examples
+        return batch, rewards, rollout_metrics(trace, rewards, parts, G)
 
     def check(self, engine, model):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""
-        return probe(engine, model, self.train[0][1], **self.probed)
+        return probe(engine, model, self.train[0][1], **self.rollout | {"seed": self.args.seed})
 
     def validate(self, engine, model):
         """-> the score on the validation split, and `check`. Collective."""

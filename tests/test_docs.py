@@ -128,7 +128,8 @@ def test_pages_of_methods_name_functions_and_defaults_of_their_script(method):
     script = import_module(f"algos.{method}")
     for *_, functions in cells(method, "Equation -> function table"):
         for name in re.findall(r"`(\w+)`", functions):
-            assert hasattr(script, name) or hasattr(Batch, name) or hasattr(script.Batch, name)
+            found = script, Batch, getattr(script, "Batch", None)
+            assert any(hasattr(one, name) for one in found)
     for flag, value, source in cells(method, "Hyper-parameters"):
         words = [flag.strip("`")] + ([] if value == "on" else shlex.split(value))
         name = words[0].removeprefix("--").replace("-", "_")
@@ -169,12 +170,10 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         if hasattr(script, "RECORDS"):
             assert args.reward in (*REWARDS, "")
             make_engine(net).validate(script.RECORDS, **sampling_of(args))
-            asked = SimpleNamespace(splits={"test": [(None, range(args.max_prompt_length))]})
-            facts = script.DRAWS_TOGETHER, script.USES_OLD
-            made = problems.Problems.fit(asked, net, args, *facts)
+            lengths = [(args.max_prompt_length, args.gen_length)]
+            made = planned(net, args, lengths, {}, script.DRAWS_TOGETHER, script.USES_OLD)
         else:
             sides = 2 if "mc_num" in vars(args) else 1
-            bounds = args.max_length // 2 * torch.arange(2 + sides)
-            answers = SimpleNamespace(bounds=bounds, parts=1 + sides)
+            answers = SimpleNamespace(lengths=torch.full((1, 1 + sides), args.max_length // 2))
             made = problems.HeldOut.fit(SimpleNamespace(splits={}), answers, net, args)
         assert made.fitting, command

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracles import small_args
 
-from algos import bgpo
+from algos import d1
 from models import add_lora, load_model, load_weights, meta_model
 from run import plan
 
@@ -48,7 +48,7 @@ def test_plans_are_golden(monkeypatch, capsys, line):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_parameters_and_moments_are_those_of_real_tensors(rank):
     """Of a frozen reference too; under adapters it is the policy itself."""
-    run = run_of(bgpo, lora_rank=rank, beta=0.1)
+    run = run_of(d1, lora_rank=rank, beta=0.1)
     memory = plan.Plan(*run, 40, False, False, room=1e10, gpu="", ranks=1).memory(4)
     model = meta_model("tiny-sdar", torch.bfloat16 if rank else torch.float32)
     if rank:
