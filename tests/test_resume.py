@@ -201,15 +201,18 @@ CHANGED = {
     "--seed 42": "--seed 7, now it is 42",  # the default of the script is a change too
     "--learning-rate 1": "--learning-rate 0.0005, now it is 1.0",
     "--betas 0.9 0.95": "--betas [0.8, 0.95], now it is [0.9, 0.95]",
+    "--task ../mine.py": "--task ",  # another file
 }
 
 
 def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
     """Few may change; a change is refused with the flag, the old value and the new one. So are
-    flags that this version does not have, or not with such a value.
+    flags that this version does not have, or not with such a value. Files of a user have their
+    whole path.
     """
+    monkeypatch.chdir(tmp_path)
     had = {"learning_rate": 5e-4, "lora_targets": ("q_proj",), "seed": 7, "betas": (0.8, 0.95)}
-    had |= {"task": "", "compile": False}
+    had |= {"task": f"{tmp_path}/mine.py", "out": "", "compile": False}
 
     def parse(flags, **args):
         config = {"script": "x", "args": had | args}
@@ -218,7 +221,7 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", command)
         return d1.Args.parse(d1.BY_SIZE)
 
-    same = parse("--seed 7 --betas 0.8 0.95 --max-steps 50 --track --dead-steps 3")
+    same = parse("--seed 7 --betas 0.8 0.95 --task mine.py --max-steps 50 --track --dead-steps 3")
     more = {"max_steps": 50, "dead_steps": 3, "track": True}
     assert same == d1.Args(**had | more, resume=str(tmp_path))
     for flags, words in CHANGED.items():
