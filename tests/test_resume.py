@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from golden_runs import free_port, load_few_problems, rows_of
-from oracles import MASK, tiny_model
+from oracles import tiny_model
 
 from algos import d1
 from distributed import disk
-from models import add_lora, load_tokenizer
+from models import load_tokenizer
 from run import log as runlog
 from run.flags import RunFlags
 from run.log import RunLog
@@ -34,34 +34,12 @@ ROOT = Path(__file__).parents[1]
 ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 
 
-def build(rank=0, seed=0, **config):
-    """-> sharded model, full or with adapters, and its optimizer"""
-    model = tiny_model(**config).float()
-    if rank:
-        add_lora(model, rank, 8, seed=seed)
-    model = d1.parallelize(model, ARGS)
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-
-
-def train(model, optimizer, steps):
-    """One AdamW step for each number, on data keyed by it and the rank."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        ids = torch.randint(0, 5, (4, 12), generator=generator)
-        score = (ids > 1)[:, None]
-        (-model.logps(ids, torch.where(score, MASK, ids[:, None]), score).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def equal(*models):
-    return all(map(torch.equal, *(model.state_dict().values() for model in models)))
-
-
-def saves_of(directory, pair, keep=0, **state):
-    """Saves every second step, and at step 9, the last."""
+def saves_of(directory, keep=0, scores=()):
+    """Of a sharded model: every second step, and at step 9, the last."""
+    model = d1.parallelize(tiny_model().float(), ARGS)
     flags = RunFlags(save_every=2, keep_saves=keep, max_steps=9)
-    return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, **state)
+    pair = model, torch.optim.AdamW(model.parameters())
+    return Saves(directory, *pair, load_tokenizer("tiny-sdar"), flags, scores)
 
 
 @pytest.fixture(autouse=True)
@@ -76,36 +54,13 @@ def refused(*words):
 # --- states ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank, world_size", [(0, 1), (4, 2), (0, 4)])
-def test_steps_after_loading_are_those_of_the_uninterrupted_run(
-    run_ranks, tmp_path, monkeypatch, rank, world_size
-):
-    """Bit for bit, after three more. Four ranks are two nodes."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    def body(*_):
-        pair, fresh = build(rank), build(rank, seed=9)
-        train(*pair, range(3))
-        saves_of(tmp_path, pair).save_state(3)
-        saves_of(tmp_path, fresh, step=3)
-        for one in pair, fresh:
-            train(*one, range(3, 6))
-        assert equal(fresh[0], pair[0])
-
-    run_ranks(world_size, body)
-    (state,) = (tmp_path / "resume").iterdir()
-    assert facts_of(state)["world_size"] == world_size
-    held = dcp.FileSystemReader(state / "state").read_metadata().state_dict_metadata
-    assert all("lora_" in name or "param_groups" in name for name in held) == bool(rank)
-
-
 def test_a_damaged_state_is_named_and_the_one_before_is_taken(run_ranks, tmp_path, capfd):
     """As a copy onto a full disk is. Copies that someone made are no states. A second process waits
     for the end of the first.
     """
 
     def body(*_):
-        saves = saves_of(tmp_path, build())
+        saves = saves_of(tmp_path)
         for step in range(1, 5):
             saves.save_state(step)
         states = [tmp_path / f"resume/step-{step:06d}" for step in range(1, 5)]
@@ -135,7 +90,7 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     def body(rank, world_size):
-        saves = saves_of(tmp_path, build(), keep=1)
+        saves = saves_of(tmp_path, keep=1)
         saves.save_state(1)
         for failing in range(2):
             words = "could not save", "step-000002", "GB free", "No space left", f"rank {failing}"
@@ -152,17 +107,16 @@ def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypat
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("module, moment", [(dcp, "save"), (disk, "sync_to_disk")])
-def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch, module, moment):
+def test_a_kill_amid_a_save_leaves_no_state(run_ranks, tmp_path, monkeypatch):
     """And the next save of that step takes the place of the remains."""
 
     def save(*_):
-        saves_of(tmp_path, build(), keep=2).save_state(2)
+        saves_of(tmp_path, keep=2).save_state(2)
 
     def killed(*_):
-        saves_of(tmp_path, build()).save_state(1)
-        monkeypatch.setattr(module, moment, lambda *_, **__: os._exit(9))
-        saves_of(tmp_path, build(), keep=1).save_state(2)
+        saves_of(tmp_path).save_state(1)
+        monkeypatch.setattr(disk, "sync_to_disk", lambda _: os._exit(9))
+        saves_of(tmp_path, keep=1).save_state(2)
 
     with pytest.raises(Exception, match="exit code 9"):
         run_ranks(1, killed)
@@ -185,8 +139,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
     """
 
     def body(*_):
-        pair = build()
-        saves, seen = saves_of(tmp_path, pair, keep=2), []
+        saves, seen = saves_of(tmp_path, keep=2), []
         for step, score in enumerate([0.2, 0.5, None, 0.5, 0.1, None, 0.6, 0.6], start=1):
             saves.after_step(step, {} if score is None else {"eval/t": score})
             seen.append(listing(tmp_path))
@@ -203,9 +156,9 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
         saves.after_step(9, {})
         assert listing(tmp_path) == "7 8 9 | 6 8 | 7"
         assert newest_step(tmp_path) == 8
-        saves_of(tmp_path, pair, scores=[(7, 0.6)])
+        saves_of(tmp_path, scores=[(7, 0.6)])
         assert listing(tmp_path) == "7 8 | 6 8 | 7"
-        saves_of(tmp_path, pair)
+        saves_of(tmp_path)
         assert listing(tmp_path) == "7 8 | 6 8 | "  # without any score there is no link
 
     run_ranks(1, body)
@@ -248,15 +201,18 @@ CHANGED = {
     "--seed 42": "--seed 7, now it is 42",  # the default of the script is a change too
     "--learning-rate 1": "--learning-rate 0.0005, now it is 1.0",
     "--betas 0.9 0.95": "--betas [0.8, 0.95], now it is [0.9, 0.95]",
+    "--task ../mine.py": "--task ",  # another file
 }
 
 
 def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
     """Few may change; a change is refused with the flag, the old value and the new one. So are
-    flags that this version does not have, or not with such a value.
+    flags that this version does not have, or not with such a value. Files of a user have their
+    whole path.
     """
+    monkeypatch.chdir(tmp_path)
     had = {"learning_rate": 5e-4, "lora_targets": ("q_proj",), "seed": 7, "betas": (0.8, 0.95)}
-    had |= {"task": "", "compile": False}
+    had |= {"task": f"{tmp_path}/mine.py", "out": "", "compile": False}
 
     def parse(flags, **args):
         config = {"script": "x", "args": had | args}
@@ -265,7 +221,7 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", command)
         return d1.Args.parse(d1.BY_SIZE)
 
-    same = parse("--seed 7 --betas 0.8 0.95 --max-steps 50 --track --dead-steps 3")
+    same = parse("--seed 7 --betas 0.8 0.95 --task mine.py --max-steps 50 --track --dead-steps 3")
     more = {"max_steps": 50, "dead_steps": 3, "track": True}
     assert same == d1.Args(**had | more, resume=str(tmp_path))
     for flags, words in CHANGED.items():
@@ -291,7 +247,8 @@ def script_main(rank, ranks, port, out, flags):
     os.chdir(ROOT)
     atexit._clear()
     if ranks > 1:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # four ranks are two nodes
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
         os.environ |= where | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     sys.argv = sys.orig_argv = flags
     load_few_problems()
@@ -352,26 +309,27 @@ def at_row(patch, step, action):
 full = pytest.mark.full
 MOVES = " --ref-sync-steps 4"  # after the updates of two steps, just after a save
 KILLED = {
-    "coupled_grpo": ("coupled_grpo", RUN + MOVES),
-    "espo": pytest.param("espo", RUN + MOVES, marks=full),
-    "dtreerpo": pytest.param("dtreerpo", RUN + " --branches 2 2 --lambda-max 1", marks=full),
-    "tracerl with a value model": ("tracerl", RUN + " --value-model"),
-    "sft": ("sft", OFFLINE + " --max-length 64 --pack-length 64"),
-    "vrpo": pytest.param("vrpo", OFFLINE + " --mc-num 2", marks=full),
+    "coupled_grpo": ("coupled_grpo", RUN + MOVES, 1),
+    "espo": pytest.param("espo", RUN + MOVES, 1, marks=full),
+    "dtreerpo": pytest.param("dtreerpo", RUN + " --branches 2 2 --lambda-max 1", 1, marks=full),
+    "tracerl with a value model": ("tracerl", RUN + " --value-model", 1),
+    "sft on two nodes": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 4),
+    "vrpo": pytest.param("vrpo", OFFLINE + " --mc-num 2", 1, marks=full),
 }
 
 
-@pytest.mark.parametrize("script, flags", KILLED.values(), ids=list(KILLED))
-def test_a_run_goes_on_as_the_uninterrupted_one(warm, tmp_path, monkeypatch, script, flags):
+@pytest.mark.parametrize("script, flags, ranks", KILLED.values(), ids=list(KILLED))
+def test_a_run_goes_on_as_the_uninterrupted_one(warm, tmp_path, monkeypatch, script, flags, ranks):
     """From the files that a kill would leave, with a row behind the last save: metrics, samples and
     weights bit for bit.
     """
     left, script = tmp_path / "left", f"algos/{script}.py"
     with monkeypatch.context() as patch:
-        at_row(patch, 3, lambda run_dir, _: shutil.copytree(run_dir, left, symlinks=True))
+        leave = lambda run_dir, is_first: is_first and shutil.copytree(run_dir, left, symlinks=True)
+        at_row(patch, 3, leave)
         whole = "--save-every", 2, *flags.split(), "--out", tmp_path / "whole"
-        Run(tmp_path / "a", 1, script, *whole).finish()
-    Run(tmp_path / "b", 1, script, "--resume", left).finish()
+        Run(tmp_path / "a", ranks, script, *whole).finish()
+    Run(tmp_path / "b", ranks, script, "--resume", left).finish()
     (directory,) = (tmp_path / "whole").iterdir()
     assert_same_record(left, directory)
 
@@ -389,6 +347,8 @@ def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(warm, tmp_path, 
         text = Run(tmp_path / "b", 2, *run, tmp_path / "stopped").finish()
     (directory,), (whole,) = (tmp_path / "stopped").iterdir(), (tmp_path / "whole").iterdir()
     assert f"step 3: stopped by a signal; go on with --resume {directory}" in text
+    held = dcp.FileSystemReader(directory / "resume/step-000003/state").read_metadata()
+    assert all("lora_" in k or "param_groups" in k for k in held.state_dict_metadata)
     contents = lambda: {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
     resume, files = ("--resume", directory), contents()
     for script, ranks, words in [
