@@ -43,10 +43,10 @@ from data.rows import read_json
 from distributed.disk import from_first_rank, is_first_rank, lock, write_atomically
 from distributed.groups import own_device
 from evals import TRIAL, decoding, load_examples, load_task, results, samples
+from evals.report import write_report
 from evals.rewards import load_reward
 from models import load_tokenizer
 from rollout import make_engine
-from run.report import write_report
 
 
 @dataclass

@@ -52,12 +52,14 @@ def frames(trace, i, spell, mask_token_id):
 
     spell(token id) -> printable text
     """
-    block, changes, known = trace.blocks(i), {}, {}  # position: (token id, its probability)
-    mine = trace.records["events"][:, 0] == trace.sample_index[i]
-    events, logps = (trace.records[name][mine].tolist() for name in ("events", "logps"))
-    for (_, step, j, token_id), logp in zip(events, logps, strict=True):
+    block, changes, known = trace.blocks[i].tolist(), {}, {}  # position: (token, probability)
+    tokens, logps = (trace.records[name][i].tolist() for name in ("tokens", "logps"))
+    for step, j in (trace.records["tokens"][i] >= 0).nonzero().tolist():
         # blocks are decoded in turn; a replay of a block model has a step of all of them
-        changes.setdefault((block[j], step), {})[j] = token_id, min(math.exp(logp), 1.0)
+        changes.setdefault((block[j], step), {})[j] = (
+            tokens[step][j],
+            min(math.exp(logps[step][j]), 1.0),
+        )
     length = int(trace.canvas_length[i])
     for now, moment in enumerate(sorted(changes), 1):
         changed, line = changes[moment], ""

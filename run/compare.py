@@ -17,7 +17,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import read_json
-from run.report import is_score, read_rows
+from evals.report import is_score, read_rows
 
 # flags that do not change what a run learns
 FREE = "seed out resume track save_every keep_saves".split()

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from evals.report import MAX_BYTES, write_report
 from run.compare import main, read_runs, table
-from run.report import MAX_BYTES, write_report
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
 

@@ -30,16 +30,14 @@ class Letters:
 
 def hand_made(attention, ids, steps, prompt=(0,), p=None):
     """A trace; its events are those of `steps`, the replay of each token, -1 where it is masked."""
-    revealed = [j for j, step in enumerate(steps) if step >= 0]
-    logps = torch.tensor(p or [0.5] * len(ids)).log()
-    events = [[0, steps[j], j, ids[j]] for j in revealed]
+    logps, steps = torch.tensor(p or [0.5] * len(ids)).log(), torch.tensor(steps)
+    now = steps == torch.arange(max(steps) + 1)[:, None]
     return Trace(
         prompt_ids=[list(prompt)],
         completion_ids=torch.tensor([ids]),
         completion_mask=torch.ones(1, len(ids), dtype=torch.bool),
         canvas_length=torch.tensor([len(ids)]),
-        step_map=torch.tensor([steps]),
-        replay_map=torch.tensor([steps]),
+        step_map=steps[None],
         logps=logps[None],
         sample_index=torch.tensor([0]),
         num_forwards=torch.tensor([4]),
@@ -49,19 +47,20 @@ def hand_made(attention, ids, steps, prompt=(0,), p=None):
             "gen_length": len(ids),
             "denoising_steps": 2,
         },
-        records={"events": torch.tensor(events), "logps": logps[revealed]},
+        records={"tokens": torch.tensor(ids).where(now, -1)[None], "logps": (logps * now)[None]},
     )
 
 
 def test_tokens_that_are_masked_again_or_replaced_are_shown():
     """Every change of the event log: written, masked again, written anew, replaced; positions that
-    are never revealed stay masked. Other samples' events are not read.
+    are never revealed stay masked.
     """
     trace = hand_made("bidirectional", [7, 4, 25, 25, 25], [0, 1, 1, -1, -1])
-    events = "000h 301j 002b 011e 012y 022. 030i".split()
-    events = [[*map(int, text[:3]), SPELL.index(text[3])] for text in events]
-    logps = torch.tensor([0.5, 1.0, 0.25, 0.75, 1.0, 0.5, 0.9]).log()
-    trace.records = {"events": torch.tensor(events), "logps": logps}
+    steps = "h b", " ey", "  .", "i"  # y is the mask
+    tokens = [[SPELL.find(letter) for letter in text.ljust(5)] for text in steps]
+    p = [[0.5, 1, 0.25], [1, 0.75, 1], [1, 1, 0.5], [0.9, 1, 1]]
+    logps = torch.nn.functional.pad(torch.tensor(p).log(), (0, 2))
+    trace.records = {"tokens": torch.tensor([tokens]), "logps": logps[None]}
     assert list(frames(trace, 0, SPELL.__getitem__, 24)) == [
         ("step 1/4  tokens 2/5  2 new, probability 0.25 to 0.50", "│[h]░[b]░│░"),
         ("step 2/4  tokens 2/5  1 new, probability 0.75 to 0.75", "│h[e]░░│░"),

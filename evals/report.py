@@ -1,7 +1,7 @@
 """report.html: a run or an evaluation as one page that any browser opens, without a server or
 network. Training and evaluation write it; this writes it anew.
 
-    python run/report.py RUN          directory of a run, or of a task of an evaluation
+    python evals/report.py RUN        directory of a run, or of a task of an evaluation
 
 It shows the curves, the settings, and completions with the denoising step and the probability of
 each token. The page is the template report.html beside this file, with the records in it as JSON.
