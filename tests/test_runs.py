@@ -13,7 +13,7 @@ import pytest
 from golden_runs import rows_of
 from test_evals import one_line, row_of, write
 
-from evals import countdown, decoding, math_grader, run, samples, sandbox
+from evals import countdown, decoding, run, samples, sandbox
 from rollout import make_engine
 
 AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
@@ -134,10 +134,11 @@ def test_repeats_and_subjects(tmp_path, cli):
     assert (result["n"], result["repeats"], result["accuracies"]) == (4, 3, [0.5, 0.25, 0.75])
     means = [statistics.mean(column) for column in zip(*table, strict=True)]
     assert result["stderr"] == pytest.approx(statistics.pstdev(means) / 2)
-    rows = [{"input": "x", "target": "yes", "task": task} for task in ("a", "b", "b", "b")]
-    given = completions(tmp_path / "c.jsonl", ["So the answer is yes.", "no", "Yes", "so?\nso."])
-    flags = "--data", write(tmp_path / "rows.jsonl", rows), "--out", tmp_path / "out"
-    result = cli("--completions", given, *flags, task="bbh")
+    row = {"question": "?", "choices": ["yes", "no"], "answer": 0}
+    path = write(tmp_path / "rows.jsonl", [row | {"subject": subject} for subject in "abbb"])
+    given = completions(tmp_path / "c.jsonl", ["ANSWER: A", "ANSWER: B", "(A)", "so?\nso."])
+    flags = "--data", f"{path}@cot", "--out", tmp_path / "out"
+    result = cli("--completions", given, *flags, task="mmlu")
     assert (result["accuracy"], result["answered"]) == (0.5, 0.75)
     assert result["macro_accuracy"] == pytest.approx(2 / 3)
 
@@ -152,12 +153,11 @@ def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, cli):
 
     error = RecursionError("too deep")
     monkeypatch.setattr(countdown, "score_batch", score_batch, raising=False)
-    monkeypatch.setattr(math_grader, "lacks_verdict", lambda task, text, example: text == "2")
     texts = completions(tmp_path / "c.jsonl", ["1", "kill", "2"])
     result = cli("--completions", texts, "--out", tmp_path / "b")
-    assert (result["accuracy"], result["failed"]) == (1 / 3, 2)
+    assert (result["accuracy"], result["failed"]) == (1 / 3, 1)
     why = [row.get("failed") for row in rows_of(tmp_path / "b", "samples")]
-    assert why == [None, "RecursionError: too deep", "the math grader gave no verdict"]
+    assert why == [None, "RecursionError: too deep", None]
     error = sandbox.SandboxError("sandbox: no answer")
     assert one_line(cli, "--completions", texts, "--out", tmp_path / "c") == "sandbox: no answer"
     assert "n" not in json.loads((tmp_path / "c/result.json").read_text())
