@@ -11,21 +11,20 @@ torchrun --nproc-per-node 8 algos/d1.py --model sdar-8b  # GSM8K, LoRA, eight GP
 # >>> shared: imports
 import os
 import sys
-from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from distributed.groups import reduce_metrics, require_finite, setup_distributed
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
-from rollout import make_engine, sync_engine
-from rollout.rows import Batch, Rows
+from models.tensors import frozen_dtype
+from rollout import sync_engine
+from rollout.rows import Rows
 from run.directory import Run
 from run.flags import RolloutFlags
 from run.problems import Problems
@@ -34,8 +33,9 @@ from run.problems import Problems
 # R rows: terms of the loss. K draws: noisy copies of a row
 # RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
 TINY = {  # what every method takes on the tiny models
-    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "prompts_per_step": 16,
-    "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
+    "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
+    "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
 # <<< shared: imports
 
@@ -62,15 +62,13 @@ class Args(RolloutFlags):
     """KL coefficient (official train.yaml: 0.04)"""
     p_mask_prompt: float = 0.15
     """probability of masking a prompt token (official train.yaml: 0.15)"""
-    RANGES = {"p_mask_prompt": (0, 1)}
 
 
 # What differs on the tiny models, and with all weights of others. Rates of the latter are ours.
 BY_SIZE = {
-    "tiny": TINY | {"weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0,
-                    "num_generations": 8, "num_iterations": 4},
+    "tiny": TINY | {"num_iterations": 4},
     "full": {"learning_rate": 5e-7},
-}  # fmt: skip
+}
 RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
@@ -128,16 +126,13 @@ def parallelize(model, args):
     """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
-    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
+    mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    layout, fp32_modules, modules = sharding(model)
-    for module in fp32_modules:
-        fully_shard(module, **layout)
-    for module in modules:
+    for module, types, layout in sharding(model, mixed):
+        policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
         fully_shard(module, mp_policy=policy, **layout)
     register_forwards(model)
     return model
@@ -145,8 +140,7 @@ def parallelize(model, args):
 
 def build_policy(device, args):
     """The model to train, without weights: flags that cannot work are refused before they load."""
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # as the sampler's
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
     if args.lora_rank:
         add_lora(model, *args.lora)
     return model
@@ -155,32 +149,30 @@ def build_policy(device, args):
 # <<< shared: parallelize
 
 
-# >>> shared: learner
-def load_models(model, problems, device, at_once, args):
-    """-> policy, frozen reference (with LoRA None: the policy without its adapters), engine"""
-    settings = RECORDS, problems.rollout  # refused here if the sampler cannot serve them
-    engine = make_engine(args.model, args.rollout_backend, device, None, at_once, settings)
-    if args.lora_rank and not args.lora_merged_rollout:
-        add_lora(engine.model, *args.lora, engine.dtype)
+# >>> shared: load_models
+def load_models(model, device, args):
+    """-> policy, frozen reference (with LoRA None: the policy without its adapters)"""
     ref = None
     if args.beta and not args.lora_rank:
-        ref = deepcopy(model).to(engine.dtype).requires_grad_(False)
+        ref = deepcopy(model).to(frozen_dtype(device)).requires_grad_(False)
         load_weights(parallelize(ref, args), device)
     # sharded before weights are read: no rank ever holds the whole model
-    return load_weights(parallelize(model, args), device), ref, engine
+    return load_weights(parallelize(model, args), device), ref
 
 
+# <<< shared: load_models
+
+
+# >>> shared: learner
 def draw_logps(model, rows, entropy=False):
     """The only forward in training: log-probabilities of the tokens that the draws score.
 
     -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
     """
-    P = rows.batch.P
     noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
-    scored = torch.nn.functional.pad(rows.weights != 0, (P, 0))
     settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
-    values = model.logps(rows.input_ids, noisy_ids, scored, rows.valid_mask, **settings)
-    return [value[:, :, P:] for value in values] if entropy else values[:, :, P:]
+    # weights, of the completion: the last L columns
+    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
 
 
 @torch.no_grad()
@@ -210,7 +202,7 @@ def prepare_rows(model, ref, batch, args):
 
 def update(model, optimizer, rows, step, args):
     """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
-    sums, (group,) = Counter(), optimizer.param_groups
+    sums, (group,) = StepMetrics(), optimizer.param_groups
     for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
         reduce_gradients(model, is_last, args.sync_every_backward)
         logps, entropies = draw_logps(model, micro, entropy=True)
@@ -219,16 +211,13 @@ def update(model, optimizer, rows, step, args):
         old = estimates.detach() if micro.old is None else micro.old
         loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
-        metrics |= micro.mismatch(logps, entropies) | {"loss/total": loss}
-        for name, value in metrics.items():
-            sums[name] += value.detach() * counts
-    metrics = reduce_metrics(sums)
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
+        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
-    return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
+    return metrics | {"optim/lr": group["lr"]}
 
 
 # <<< shared: learner
@@ -237,38 +226,28 @@ def update(model, optimizer, rows, step, args):
 def main(args):
     # >>> shared: start
     device = setup_distributed(args.sequence_parallel)
-    model, problems = build_policy(device, args), Problems(args)
+    model = build_policy(device, args)
     # <<< shared: start
     # >>> shared: load
-    args.micro_batch_size, at_once = problems.fit(model, args, DRAWS_TOGETHER, USES_OLD)
-    model, ref, engine = load_models(model, problems, device, at_once, args)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
-    optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
-    run = Run(__file__, args, problems, problems.train, model, optimizer)
-    run.say(f"{problems.facts}; rollouts: {engine.validate(RECORDS, **problems.rollout)}")
-    sync_engine(engine, model)
-    if not run.start:
-        run.write(0, problems.check(engine, model))
-        run.write(0, problems.score(engine, "test", "test"))
+    problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
+    engine = problems.make_engine(device)
+    model, ref = load_models(model, device, args)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    run = Run(__file__, args, problems, model, optimizer)
+    run.begin(engine, model)
     # <<< shared: load
-    for step in range(run.start, args.max_steps):
+    for step, clock in run.steps():
         # >>> shared: rollout
-        clock = run.clock()
         with clock("rollout"):
-            prompts, examples = problems.prompts(step)
-            trace = engine.generate(
-                prompts,
-                num_samples=args.num_generations,
-                records=RECORDS,
-                seed=(args.seed << 32) + step,
-                sample_offset=problems.mine.start * args.num_generations,
-                **problems.rollout,
-            )
+            trace = engine.generate(**problems.request(step, args.num_generations))
             engine.make_room()
         with clock("reward"):
-            trace, rewards, metrics, examples = problems.reward(trace, examples, model)
-        batch = Batch(trace, model)
+            batch, rewards, metrics = problems.reward(trace, step, model)
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
@@ -277,18 +256,9 @@ def main(args):
                 learned = update(model, optimizer, rows, step, args)
         with clock("sync"):
             sync_engine(engine, model)
-        speed = {"speed/tokens_per_s": batch.num_tokens / clock["time/rollout"]}
-        metrics |= learned | routing | speed
-        if args.evaluates(step + 1):
-            with clock("eval"):
-                metrics |= problems.validate(engine, model)
-        run.write(step + 1, metrics, clock)
-        run.samples(step + 1, trace, rewards, examples, args.num_generations)
-        if run.save(step + 1, metrics, batch.advantages):
-            break
-    else:  # not stopped
-        run.write(args.max_steps, problems.score(engine, "test", "test"))
-    run.end()
+        metrics |= learned | routing | run.validate(engine, model)
+        run.end_step(metrics, batch)
+    run.end(engine)
     # <<< shared: learn
 
 

@@ -21,25 +21,20 @@ torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight G
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.sft import encode, training_rows
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from data.sft import training_rows
 from data.stream import ShuffledStream
-from distributed.groups import (
-    all_reduce,
-    rank_share,
-    reduce_metrics,
-    require_finite,
-    setup_distributed,
-)
+from data.tokens import encode
+from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, compile_blocks, load_weights, meta_model, router_metrics
+from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
 from run.directory import Run
 from run.flags import RunFlags
@@ -165,16 +160,13 @@ def parallelize(model, args):
     """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
-    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
+    mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    layout, fp32_modules, modules = sharding(model)
-    for module in fp32_modules:
-        fully_shard(module, **layout)
-    for module in modules:
+    for module, types, layout in sharding(model, mixed):
+        policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
         fully_shard(module, mp_policy=policy, **layout)
     register_forwards(model)
     return model
@@ -182,8 +174,7 @@ def parallelize(model, args):
 
 def build_policy(device, args):
     """The model to train, without weights: flags that cannot work are refused before they load."""
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # as the sampler's
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
     if args.lora_rank:
         add_lora(model, *args.lora)
     return model
@@ -194,14 +185,14 @@ def build_policy(device, args):
 
 # >>> shared: optimizer_step
 def optimizer_step(optimizer, sums, step, args):
-    """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
-    metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
+    """sums: StepMetrics of this rank. -> metrics of all ranks"""
+    (group,) = optimizer.param_groups
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
-    return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
+    return metrics | {"optim/lr": group["lr"]}
 
 
 # <<< shared: optimizer_step
@@ -282,14 +273,14 @@ def micro_loss(model, batch, masked, weights, divisor, rows, args):
 
 def update(model, optimizer, batch, noise, step, args):
     """One optimizer step. noise: of sample_masks. -> metrics"""
-    B, loss = len(batch.input_ids), 0.0
+    B, sums = len(batch.input_ids), StepMetrics()
     for i in range(0, B, args.micro_batch_size):
         rows = slice(i, i + args.micro_batch_size)
         reduce_gradients(model, rows.stop >= B, args.sync_every_backward)
         share = micro_loss(model, batch, *noise, rows, args)
         (share * dist.get_world_size()).backward()  # FSDP averages over ranks
-        loss += share.detach()
-    return optimizer_step(optimizer, {"loss/total": loss}, step, args)
+        sums.add(share, {})
+    return optimizer_step(optimizer, sums, step, args)
 
 
 def load_rows(held_out, model, args):
@@ -304,9 +295,9 @@ def load_rows(held_out, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
-    scored = [problem for problems in held_out.splits.values() for problem, _ in problems]
-    rows = training_rows(held_out.task, args.data, scored)
-    return encode(rows, held_out.tokenizer, model, args.max_length, args.batch_size)
+    rows, asked = training_rows(held_out.task, args.data), held_out.prompts()
+    rows = encode(rows, held_out.tokenizer, model, args.max_length, asked)
+    return rows.at_least(args.batch_size)
 
 
 def main(args):
@@ -324,17 +315,20 @@ def main(args):
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     # >>> shared: offline_start
-    trained = [p for p in model.parameters() if p.requires_grad]
-    settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
-    optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
-    run = Run(__file__, args, held_out, rows, model, optimizer)
-    stream = ShuffledStream(rows, args.seed)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    held_out.train, stream = rows, ShuffledStream(rows, args.seed)
+    run = Run(__file__, args, held_out, model, optimizer)
     run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
     if engine:
         run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
     # <<< shared: offline_start
-    for step in range(run.start, args.max_steps):
-        clock, first = run.clock(), step * args.batch_size
+    for step, clock in run.steps():
+        first = step * args.batch_size
         with clock("data"):
             examples = [stream[i] for i in range(first, first + args.batch_size)]
             batch = make_batch(examples, args, model, step, group, groups, device)
@@ -347,14 +341,10 @@ def main(args):
                 metrics |= held_out.score(engine, "validation", "eval")
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
-        run.write(step + 1, metrics, clock)
-        if run.save(step + 1, metrics):
-            break
-    else:  # not stopped
-        if engine:
-            sync_engine(engine, model)
-            run.write(args.max_steps, held_out.score(engine, "test", "test"))
-    run.end()
+        run.end_step(metrics)
+    if engine:
+        sync_engine(engine, model)
+    run.end(engine)
 
 
 if __name__ == "__main__":

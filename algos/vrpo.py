@@ -16,30 +16,24 @@ the loss couples.
 import math
 import os
 import sys
-from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.preferences import encode_pairs, held_out_pairs, training_pairs
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
-from distributed.groups import (
-    all_reduce,
-    rank_share,
-    reduce_metrics,
-    require_finite,
-    setup_distributed,
-)
+from data.tokens import encode
+from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import score_all
 from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
+from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
 from rollout.rows import choose_in_blocks
 from run.directory import Run
@@ -173,16 +167,13 @@ def parallelize(model, args):
     """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
-    types = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
+    mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
     model.activation_checkpointing = args.activation_checkpointing
     model.attention_backend = args.attention
     if args.compile:
         compile_blocks(model)
-    layout, fp32_modules, modules = sharding(model)
-    for module in fp32_modules:
-        fully_shard(module, **layout)
-    for module in modules:
+    for module, types, layout in sharding(model, mixed):
+        policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
         fully_shard(module, mp_policy=policy, **layout)
     register_forwards(model)
     return model
@@ -190,8 +181,7 @@ def parallelize(model, args):
 
 def build_policy(device, args):
     """The model to train, without weights: flags that cannot work are refused before they load."""
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32  # as the sampler's
-    model = meta_model(args.model, frozen if args.lora_rank else torch.float32)
+    model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
     if args.lora_rank:
         add_lora(model, *args.lora)
     return model
@@ -200,16 +190,30 @@ def build_policy(device, args):
 # <<< shared: parallelize
 
 
+# >>> shared: load_models
+def load_models(model, device, args):
+    """-> policy, frozen reference (with LoRA None: the policy without its adapters)"""
+    ref = None
+    if args.beta and not args.lora_rank:
+        ref = deepcopy(model).to(frozen_dtype(device)).requires_grad_(False)
+        load_weights(parallelize(ref, args), device)
+    # sharded before weights are read: no rank ever holds the whole model
+    return load_weights(parallelize(model, args), device), ref
+
+
+# <<< shared: load_models
+
+
 # >>> shared: optimizer_step
 def optimizer_step(optimizer, sums, step, args):
-    """Step, unless loss or gradient are not finite. sums: this rank's. -> metrics of all ranks"""
-    metrics, (group,) = reduce_metrics(sums), optimizer.param_groups
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm).full_tensor().item()
-    require_finite(step + 1, sums["loss/total"], metrics["loss/total"], norm)
+    """sums: StepMetrics of this rank. -> metrics of all ranks"""
+    (group,) = optimizer.param_groups
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
     group["lr"] = args.learning_rate * args.lr_share(step)
     optimizer.step()
     optimizer.zero_grad()
-    return metrics | {"optim/grad_norm": norm, "optim/lr": group["lr"]}
+    return metrics | {"optim/lr": group["lr"]}
 
 
 # <<< shared: optimizer_step
@@ -276,7 +280,7 @@ def backward(model, batch, masks, ref_elbos, args):
     A forward takes whole pairs, at most --micro-batch-size sequences x draws. Every rank runs as
     many forwards, because all have as many pairs.
     """
-    (B, n, _), sums = masks.masked.shape, Counter()
+    (B, n, _), sums = masks.masked.shape, StepMetrics()
     size = 2 * (args.micro_batch_size // (2 * n))
     for i in range(0, B, size):
         rows = slice(i, i + size)
@@ -284,8 +288,7 @@ def backward(model, batch, masks, ref_elbos, args):
         elbos = draw_elbos(model, batch, masks, rows)
         loss, metrics = preference_loss(elbos, ref_elbos[rows], batch, args)
         (loss * dist.get_world_size()).backward()  # FSDP averages over ranks
-        for name, value in (metrics | {"loss/total": loss}).items():
-            sums[name] += value.detach()
+        sums.add(loss, metrics)
     return sums
 
 
@@ -320,30 +323,20 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
 
 def load_pairs(held_out, model, args):
     """-> training pairs, {split: held-out pairs}"""
-    encode = lambda pairs: encode_pairs(pairs, held_out.tokenizer, model, args.max_length)
-    task, splits = held_out.task, held_out.splits
+    task, how = held_out.task, (held_out.tokenizer, model, args.max_length)
     compared = {
         split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit, score_all)
-        for split in splits
+        for split in held_out.splits
     }
-    asked = [task.prompt(problem) for problems in splits.values() for problem, _ in problems]
-    asked += [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
-    pairs = encode(training_pairs(task, args.data, score_all, asked)).at_least(args.batch_size)
-    compared = {split: encode(rows) for split, rows in compared.items()}
+    asked = [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
+    pairs = pairs_of(task, args.data, "train", score_all)
+    pairs = encode(pairs, *how, asked + held_out.prompts())
+    compared = {split: encode(rows, *how) for split, rows in compared.items()}
     for split, rows in compared.items():
         if args.eval_pairs and not rows:
-            reasons = "; ".join(rows.reasons) or "no such split"
+            reasons = "; ".join(rows.dropped) or "no such split"
             raise SystemExit(f"--eval-pairs {args.eval_pairs}: no pairs for {split}: {reasons}")
-    return pairs, compared
-
-
-def load_reference(model, device, args):
-    """-> the frozen reference. With LoRA it is the policy itself, used under adapters_off."""
-    if args.lora_rank:
-        return None
-    frozen = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ref_model = deepcopy(model).to(frozen).requires_grad_(False)
-    return load_weights(parallelize(ref_model, args), device)
+    return pairs.at_least(args.batch_size), compared
 
 
 def main(args):
@@ -361,22 +354,22 @@ def main(args):
         request = None, held_out.sampling  # refused here if the sampler cannot serve them
         engine = make_engine(args.model, "auto", device, None, at_once, request)
     # <<< shared: offline_engine
-    ref_model = load_reference(model, device, args)
-    # sharded before weights are read: no rank ever holds the whole model
-    model = load_weights(parallelize(model, args), device)
-    ref_model = ref_model or model
+    model, ref = load_models(model, device, args)
     # >>> shared: offline_start
-    trained = [p for p in model.parameters() if p.requires_grad]
-    settings = {"weight_decay": args.weight_decay, "fused": torch.cuda.is_available()}
-    optimizer = torch.optim.AdamW(trained, betas=args.betas, **settings)
-    run = Run(__file__, args, held_out, rows, model, optimizer)
-    stream = ShuffledStream(rows, args.seed)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    held_out.train, stream = rows, ShuffledStream(rows, args.seed)
+    run = Run(__file__, args, held_out, model, optimizer)
     run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
     if engine:
         run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
     # <<< shared: offline_start
     run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
-    with adapters_off(ref_model) as reference:
+    with adapters_off(ref or model) as reference:
         compared = {
             split: held_out_draws(pairs, args, model, reference, device)
             for split, pairs in compared.items()
@@ -392,11 +385,10 @@ def main(args):
 
     if engine and not run.start:
         run.write(0, score("test", "test"))
-    for step in range(run.start, args.max_steps):
-        clock = run.clock()
+    for step, clock in run.steps():
         with clock("data"):
             batch, masks, ref_masks = draw_batch(stream, model, device, step, args)
-        with clock("reference"), adapters_off(ref_model) as reference:
+        with clock("reference"), adapters_off(ref or model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:
             sums = backward(model, batch, masks, ref_elbos, args)
@@ -406,12 +398,9 @@ def main(args):
                 metrics |= score("validation", "eval")
         tokens = all_reduce({"tokens": batch.valid_mask.sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
-        run.write(step + 1, metrics, clock)
-        if run.save(step + 1, metrics):
-            break
-    else:  # not stopped
-        if engine:
-            run.write(args.max_steps, score("test", "test"))
+        run.end_step(metrics)
+    if engine and not run.stopped:
+        run.write(args.max_steps, score("test", "test"))
     run.end()
 
 

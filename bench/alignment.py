@@ -1,7 +1,7 @@
 """Does the first update of a method push the reward of the sampler uphill?
 
     python bench/alignment.py --model tiny-llada --task countdown
-    python bench/alignment.py --model DIR --task sudoku --gen-length 20 --keep rows.jsonl
+    python bench/alignment.py --model DIR --task sudoku --gen-length 20
 
 Each method's own script runs, with an optimizer that keeps the gradient and moves nothing (no KL,
 no clipping): one vector for each of --blocks rollouts of the same prompts. The exact gradient of
@@ -14,9 +14,9 @@ Vectors go to --out and are not made twice, so that a call that was cut off goes
 import json
 import math
 import sys
-import time
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,8 +33,10 @@ from run.log import describe_device, describe_git
 from run.problems import Problems
 
 EXACT, EXACT_AT = "tpg", (1.0, 0.3)  # the method, temperatures: sampling, near the greedy score
-METHODS = ("d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", EXACT)
-METHODS += ("espo", "ebpo", "justgrpo", "dtreerpo", "tracerl")
+METHODS = (
+    "d1", "coupled_grpo", "spg", "bgpo", "cj_grpo", "mdpo", "wd1", "espo", "ebpo", "justgrpo",
+    "dtreerpo", "tracerl",
+)  # fmt: skip
 
 
 @dataclass
@@ -45,15 +47,12 @@ class Args:
     gen_length: int = 12
     """tokens of a completion; two denoising steps per block"""
     methods: tuple[str, ...] = METHODS
-    temperatures: tuple[float, ...] = EXACT_AT
-    """of the methods' rollouts"""
     prompts: int = 16
     """the batch whose reward is to rise, the same in all rollouts"""
     blocks: int = 16
     """rollouts of the batch, 8 completions of each prompt"""
     out: str = "runs/alignment"
-    keep: str = ""
-    """file to which the rows are appended"""
+    """vectors, and rows.jsonl, to which rows are appended"""
 
 
 def cosine(a, b):
@@ -86,21 +85,22 @@ def noise_scale(a):
 def settings(script, method, temperature, args):
     """-> Args of the script: its own for tiny models, but for what all must share"""
     fields = values_for(script.Args, script.BY_SIZE, args.model, args.task, 0)
-    fields = {name: value for name, (value, _) in fields.items()}
-    fields |= {"model": args.model, "task": args.task, "gen_length": args.gen_length}
-    fields |= {"temperature": temperature, "prompts_per_step": args.prompts, "eval_limit": 0}
-    fields |= {"num_iterations": 1, "beta": 0.0, "max_grad_norm": math.inf, "num_generations": 8}
-    fields |= {"max_steps": args.blocks, "schedule_steps": 1 << 30, "dead_steps": 0}
-    fields |= {"micro_batch_size": 8 * args.prompts, "compile": False, "lora_rank": 0}
-    own = {"positions": 4}
+    fields = {name: value for name, (value, _) in fields.items()} | {
+        "model": args.model, "task": args.task, "gen_length": args.gen_length, "lora_rank": 0,
+        "temperature": temperature, "prompts_per_step": args.prompts, "num_generations": 8,
+        "micro_batch_size": 8 * args.prompts, "max_steps": args.blocks, "schedule_steps": 1 << 30,
+        "num_iterations": 1, "beta": 0.0, "max_grad_norm": math.inf, "eval_limit": 0,
+        "dead_steps": 0, "compile": False, "out": f"{args.out}/runs",
+    }  # fmt: skip
     if method == EXACT:
-        own["train_steps"] = args.gen_length  # all
-    fields |= {name: value for name, value in own.items() if hasattr(script.Args, name)}
-    return script.Args(**fields, out=f"{args.out}/runs")
+        fields["train_steps"] = args.gen_length  # all
+    known = script.Args.__dataclass_fields__
+    fields |= {"positions": 4}
+    return script.Args(**{name: value for name, value in fields.items() if name in known})
 
 
 def measure(method, temperature, args):
-    """-> gradients of a method [blocks, P], seconds"""
+    """-> gradients of a method [blocks, P]"""
     script, vectors = import_module(f"algos.{method}"), []
 
     class Gradient(torch.optim.AdamW):
@@ -109,23 +109,21 @@ def measure(method, temperature, args):
             vectors.append(torch.cat(grads).cpu())
 
     class FewProblems(Problems):
-        def __init__(self, flags):
-            super().__init__(flags)
+        def __init__(self, *how):
+            super().__init__(*how)
             self.stream = ShuffledStream(self.train[: args.prompts], 0)
 
-    start = time.perf_counter()
     few = patch.object(script, "Problems", FewProblems)
     with few, patch.object(torch.optim, "AdamW", Gradient):
         script.main(settings(script, method, temperature, args))
-    return torch.stack(vectors), time.perf_counter() - start
+    return torch.stack(vectors)
 
 
 def main(args):
     family = architecture(checkpoint_config(args.model)[0])
-    wanted = {(method, t): None for t in args.temperatures for method in args.methods}
     found, folder = {}, Path(args.out) / f"{family}-{args.task}"
     folder.mkdir(parents=True, exist_ok=True)
-    for method, temperature in {(EXACT, t): None for t in EXACT_AT} | wanted:
+    for method, temperature in product(dict.fromkeys((EXACT, *args.methods)), EXACT_AT):
         file = folder / f"{method}-t{temperature:g}.pt"
         if not file.is_file():
             try:
@@ -138,17 +136,15 @@ def main(args):
         found[method, temperature] = torch.load(file)
     facts = {"family": family, "task": args.task, "completions": args.blocks * args.prompts * 8}
     facts |= {"commit": describe_git(), "machine": describe_device()}
-    for (method, temperature), (vectors, seconds) in found.items():
-        for target in [at for at in EXACT_AT if at <= temperature]:
-            value, error = cosine(vectors, found[EXACT, target][0])
-            noise = noise_scale(vectors) * args.prompts * 8
-            row = {"method": method, "temperature": temperature, "exact_at": target}
-            row |= {"cosine": round(value, 4), "error": round(error, 4), "noise": round(noise, 0)}
-            line = json.dumps(row | {"seconds": round(seconds)} | facts)
-            print(line)
-            if args.keep:
-                with open(args.keep, "a") as file:
-                    file.write(f"{line}\n")
+    with open(Path(args.out) / "rows.jsonl", "a") as rows:
+        for (method, temperature), vectors in found.items():
+            row = {"method": method, "temperature": temperature}
+            row["noise"] = round(noise_scale(vectors) * args.prompts * 8, 0)
+            for target in (at for at in EXACT_AT if at <= temperature):
+                value, error = cosine(vectors, found[EXACT, target])
+                row |= {"exact_at": target, "cosine": round(value, 4), "error": round(error, 4)}
+                print(line := json.dumps(row | facts))
+                rows.write(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
     python bench/rollout.py --model DIR2 --rows 1 16 128 --samplers ours plain lmdeploy
     python bench/rollout.py --model DIR2 --cache none dual --samplers ours plain
 
-Prints one JSON line per measurement. All samplers get the same weights and
-prompts. tokens_per_s counts completion tokens up to and including the first EOS, over the seconds
-of whole rollouts with prefill; a first rollout, which captures CUDA graphs, is reported as first_s.
-forwards: of one batch, commits included; tokens_per_forward: of one sequence.
+Prints one JSON line per measurement. All samplers get the same weights and prompts: for block
+models 217 tokens and responses of 512, for others 256 and 256. tokens_per_s counts completion
+tokens up to and including the first EOS, over the seconds of whole rollouts with prefill; a first
+rollout, which captures CUDA graphs, is reported as first_s. forwards: of one batch, commits
+included; tokens_per_forward: of one sequence.
 """
 
 import math
@@ -20,7 +21,8 @@ from typing import Literal
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.timing import Report, timed
+from bench.timing import report, timed
+from distributed.groups import own_device
 from models import load_model, meta_model
 from rollout import make_engine
 from rollout.block import BlockEngine
@@ -37,62 +39,56 @@ class Args:
     """ours: what make_engine picks on this device; plain: rollout/block.py or rollout/masked.py"""
     cache: tuple[Literal["none", "prefix", "dual"], ...] = ("none",)
     """for bidirectional models"""
-    gen_length: int | None = None
-    """tokens; default 512 and 256"""
-    denoising_steps: int | None = None
-    """per block; default 16, or one per token if the block is shorter"""
-    remasking: str = "low_confidence_static"
+    denoising_steps: int = 16
+    """per block; at most one per token"""
 
 
-def build(sampler, args, device):
+def build(sampler, args):
     """-> the engine"""
+    device, most = own_device(), max(args.rows)
     if sampler != "plain":
         backend = "auto" if sampler == "ours" else sampler
-        return make_engine(args.model, backend, device, max_batch_size=max(args.rows))
-    model = load_model(args.model, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    kind = BlockEngine if model.attention == "block-causal" else MaskedEngine
-    return kind(model, max(args.rows))
+        return make_engine(args.model, backend, device, max_batch_size=most)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_model(args.model, device, dtype)
+    return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
 
 def measure(engine, rows, length, mask_token_id, settings):
     """-> rates of a rollout of so many rows, up to 8 to a prompt"""
     engine.release()  # the cache and graphs of other sizes
     samples = math.gcd(rows, 8)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(0, mask_token_id, (rows // samples, length), generator=generator)
-    prompts = prompts.tolist()
+    torch.manual_seed(0)
+    prompts = torch.randint(mask_token_id, (rows // samples, length)).tolist()
     roll = lambda seed: engine.generate(prompts, num_samples=samples, seed=seed, **settings)
     first_s, _ = timed(lambda: roll(0))
     seconds, trace = timed(lambda: roll(1))
     tokens = int(trace.completion_mask.sum())
     facts = {"tokens_per_s": tokens / seconds, "seconds": seconds, "first_s": first_s}
-    total = 0 if trace.num_forwards is None else int(trace.num_forwards.sum())
-    if total > 0:  # lmdeploy does not tell
-        facts |= {"forwards": total / rows, "tokens_per_forward": tokens / total}
+    if trace.num_forwards is not None:  # lmdeploy does not tell
+        forwards = int(trace.num_forwards.sum())
+        facts |= {"forwards": forwards / rows, "tokens_per_forward": tokens / forwards}
     return facts
 
 
 def main(args):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    report, model = Report(model=Path(args.model).name), meta_model(args.model)
+    model = meta_model(args.model)
     is_block = model.attention == "block-causal"
-    length = 217 if is_block else 256  # of the prompts
+    length, gen_length = (217, 512) if is_block else (256, 256)
     settings = {
-        "gen_length": args.gen_length or (512 if is_block else 256),
+        "gen_length": gen_length,
         "block_length": model.block_length,
-        "denoising_steps": args.denoising_steps or min(16, model.block_length),
-        "remasking": args.remasking,
+        "denoising_steps": min(args.denoising_steps, model.block_length),
+        "remasking": "low_confidence_static",
         "temperature": 1.0,
     }
-    kinds = [{}] if is_block else [{"cache": kind} for kind in args.cache]
+    caches = [{}] if is_block else [{"cache": kind} for kind in args.cache]
     for sampler in args.samplers:
-        engine = build(sampler, args, device)
-        for kind, rows in product(kinds, args.rows):
-            options = settings | kind
-            line = {"sampler": sampler, "rows": rows, "prompt_length": length} | options
-            report.measure(measure, engine, rows, length, model.mask_token_id, options, **line)
+        engine = build(sampler, args)
+        for cache, rows in product(caches, args.rows):
+            line = {"model": args.model, "sampler": sampler, "rows": rows} | settings | cache
+            report(line, measure, engine, rows, length, model.mask_token_id, settings | cache)
         del engine  # before the next one is made
-    report.close()
 
 
 if __name__ == "__main__":

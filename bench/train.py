@@ -5,12 +5,10 @@
 
 Runs the script's own `main`; a flag left out takes the model's value, as there. Random weights
 solve no problem, and groups with equal rewards have no gradient, so rewards alternate between 0 and
-1 (equal completions of a group are scored once). Prints a line for each step, and the mean of all
-but the first, which warms up. time/prepare: masks, old and reference values; time/update: the rest
-of the update; time/sync: handing the weights to the sampler.
+1 (equal completions of a group are scored once). Prints each step, and the mean of all but the
+first, which warms up. time/sync: handing the weights to the sampler.
 """
 
-import json
 import os
 import sys
 from importlib import import_module
@@ -20,7 +18,6 @@ from pathlib import Path
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.timing import timed
 from evals.report import read_rows
 
 CALLS = count()
@@ -31,27 +28,16 @@ def alternating(completion, example):
 
 
 def main():
-    script, spent = import_module(f"algos.{sys.argv[1]}"), []
-    prepare_rows = script.prepare_rows
-
-    def timed_rows(*args):
-        seconds, rows = timed(lambda: prepare_rows(*args))
-        spent.append(seconds)
-        return rows
-
-    script.prepare_rows = timed_rows
+    script = import_module(f"algos.{sys.argv[1]}")
     sys.argv = [script.__file__, *sys.argv[2:], "--reward", f"{__file__}:alternating"]
     args = script.Args.parse(script.BY_SIZE)
     script.main(args)
     if int(os.environ.get("RANK", 0)):
         return
     run_dir = max(Path(args.out).glob("*"), key=lambda path: path.stat().st_mtime)
-    rows = [row for row in read_rows(run_dir) if "loss/total" in row]
-    for row, seconds in zip(rows, spent, strict=True):
-        row |= {"time/prepare": seconds, "time/update": row["time/update"] - seconds}
-    table = pd.DataFrame(rows).filter(regex="^(time|speed|memory)/|completion/length").round(3)
-    for row in (*table.to_dict("records"), table[1:].mean().to_dict()):
-        print(json.dumps(row))
+    table = pd.DataFrame(row for row in read_rows(run_dir) if "loss/total" in row)
+    table = table.filter(regex="^(time|speed|memory)/|completion/length")
+    print(table.T.to_string(), table[1:].mean().to_string(), sep="\n\n")
 
 
 if __name__ == "__main__":

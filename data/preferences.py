@@ -10,37 +10,37 @@ prompt of a split, then pair them.
 """
 
 import json
-import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import describe_columns, hub_splits, is_own, open_rows, read_file
-from data.tokens import as_messages, is_dialogue, token_rows, unreadable, without_questions
-from distributed.disk import writing
+from data.rows import is_own, open_rows, split_name, splits_of
+from data.tokens import Dropped, answered
+from distributed.disk import write_atomically
 
 SPLITS = "train", "validation", "test"
-# what a split is called, the first that exists; ultrafeedback_binarized: train_prefs
-HUB_ENDINGS, FILE_ENDINGS = ("_prefs", ""), (".jsonl", ".csv", ".parquet", ".jsonl.gz")
-SIDES = "chosen", "rejected"
 COLUMNS = (
     "chosen and rejected, as messages that end with an assistant turn or as text, and a prompt"
 )
 
 
-def training_pairs(task, data, score_all, asked=()):
-    """Pairs to train on, {"prompt": messages, "chosen": text, "rejected": text} or Dropped.
+def pairs_of(task, data, split, score_all):
+    """Pairs of a split, {"prompt": messages, "chosen": text, "rejected": text} or Dropped. A
+    generator.
 
-    data: a file (.jsonl, .parquet), a folder of such files (train.jsonl, validation.jsonl,
+    data: a file, a folder of files named as their splits (train.jsonl, validation.jsonl,
     test.jsonl) or a hub id, with columns chosen and rejected, each text or messages, and prompt,
-    which is optional with messages (the layout of ultrafeedback_binarized). Empty or a preset of
-    the task: see gold_pairs.
-    score_all: that of evals. asked: prompts that the run is scored on; pairs with one are left out.
+    which is optional with messages (the layout of ultrafeedback_binarized, whose splits are called
+    train_prefs and test_prefs). Empty or a preset of the task: see gold_pairs.
+    score_all: that of evals.
     """
-    yield from without_questions(pairs_of(task, data, "train", score_all), asked)
+    if is_own(task, data):
+        yield from gold_pairs(task, split, data, score_all)
+    else:
+        name = split_name(data, (f"{split}_prefs", split))
+        yield from map(preference, open_rows(data, name, task.PRESETS))
 
 
 def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
@@ -52,35 +52,14 @@ def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
     """
     source, first, step = eval_pairs or data, 0, 1
     if not is_own(task, source):
-        names = splits_of(source) or (SPLITS if eval_pairs else ())
+        names = {name.removesuffix("_prefs") for name in splits_of(source)}
+        names = names or (SPLITS if eval_pairs else ())
         if "test" in names and "validation" not in names:
             split, first, step = "test", int(split == "test"), 2
         if split not in names:
             return []
     pairs = pairs_of(task, source, split, score_all)
     return list(islice(pairs, first, first + step * limit, step))
-
-
-def pairs_of(task, data, split, score_all):
-    """Pairs of a task, of a file, or of one split of a folder or hub data set."""
-    if is_own(task, data):
-        return gold_pairs(task, split, data, score_all)
-    name = splits_of(data).get(split, split)
-    if Path(data).is_dir():
-        if name == split:
-            files = f"no {split}.jsonl and no {split}.parquet"
-            raise SystemExit(f"--data {data}: the folder has {files}")
-        data = f"{data}/{name}"
-    return map(preference, open_rows(data, name, task.PRESETS))
-
-
-def splits_of(data):
-    """-> {split: its file in a folder, or its name in a hub data set}; {} for a file."""
-    found, endings = hub_splits(data), HUB_ENDINGS
-    if Path(data).is_dir():
-        found, endings = os.listdir(data), FILE_ENDINGS
-    names = [(split, split + ending) for split in SPLITS for ending in reversed(endings)]
-    return {split: name for split, name in names if name in found}
 
 
 def gold_pairs(task, split, preset, score_all):
@@ -95,110 +74,70 @@ def gold_pairs(task, split, preset, score_all):
         with suppress(ValueError):  # a problem without a solution makes no pair
             answers.append(task.answer(problem, 0))
             problems.append(problem)
-    wrong, right = {}, score_all(task, answers, problems)
+    rejected, right = {}, score_all(task, answers, problems)
     for k in range(1, 9):
-        left = [i for i in range(len(answers)) if i not in wrong]
+        left = [i for i in range(len(answers)) if i not in rejected]
         others = [answers[(i + k) % len(answers)] for i in left]
         scores = score_all(task, others, [problems[i] for i in left])
         found = zip(left, others, scores, strict=True)
-        wrong |= {i: text for i, text, score in found if score < right[i]}
+        rejected |= {i: text for i, text, score in found if score < right[i]}
     return [
-        {"prompt": task.prompt(problems[i]), "chosen": answers[i], "rejected": wrong[i]}
-        for i in sorted(wrong)
+        {"prompt": task.prompt(problems[i]), "chosen": answers[i], "rejected": rejected[i]}
+        for i in sorted(rejected)
     ]
 
 
 def preference(row):
-    """A row of a file -> {"prompt": messages, "chosen": text, "rejected": text}, or Dropped.
-
-    If a side is messages, its last turn is the answer, and the turns before it are the prompt,
-    which must be the same on both sides.
-    """
-    prompt, contexts, answers = as_messages(row.get("prompt")), [], []
-    for side in map(row.get, SIDES):
-        turns = side if is_dialogue(side) else [{"role": "assistant", "content": side}]
-        # its own turns may hold a system turn or history, more than the prompt column
-        contexts.append(turns[:-1] or prompt)
-        answers.append(turns[-1]["content"] if turns[-1]["role"] == "assistant" else None)
-    if contexts[0] != contexts[1]:
-        return unreadable(row, "have sides that answer different prompts")
-    if not is_dialogue(contexts[0]) or not all(isinstance(answer, str) for answer in answers):
-        return unreadable(row, f"cannot be read, needed are {COLUMNS}")
-    return {"prompt": contexts[0]} | dict(zip(SIDES, answers, strict=True))
-
-
-def encode_pairs(pairs, tokenizer, model, max_length):
-    """-> TokenRows of (prompt ids, chosen ids, rejected ids)."""
-    return token_rows(pairs, tokenizer, model, max_length, SIDES)
+    """A row of a file -> {"prompt": messages, "chosen": text, "rejected": text}, or Dropped."""
+    sides = answered(row, "chosen"), answered(row, "rejected")
+    if None in sides:
+        return Dropped(f"cannot be read, needed are {COLUMNS}", row)
+    (prompt, chosen), (other, rejected) = sides
+    if prompt != other:
+        return Dropped("have sides that answer different prompts", row)
+    if chosen == rejected:
+        return Dropped("have two equal sides", row)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def pairs_of_samples(rows, per_prompt):
-    """Scored answers, several to a prompt -> rows in the layout of ultrafeedback_binarized.
+    """Scored answers, several to a prompt -> pairs.
 
     rows: {"index", "prompt": messages, "completion", "score"}, of samples.jsonl of an evaluation.
     Of the distinct answers to a prompt the best goes with the worst, the second with the second to
     last, at most per_prompt times and only if the scores differ: no answer is used twice.
     """
-    answers, prompts, pairs = {}, {}, []
+    answers, prompts = {}, {}
     for row in rows:
         if row["completion"].strip():
             answers.setdefault(row["index"], {}).setdefault(row["completion"], row["score"])
             prompts[row["index"]] = row["prompt"]
-    for index, scored in sorted(answers.items()):
+    for index, scores in sorted(answers.items()):
         # The sort is stable: equal scores stay in the order of sampling.
-        best, prompt = sorted(scored, key=scored.get, reverse=True), prompts[index]
-        for sides in [*zip(best, best[::-1], strict=True)][:per_prompt]:
-            if scored[sides[0]] > scored[sides[1]]:
-                turns = ([*prompt, {"role": "assistant", "content": text}] for text in sides)
-                pair = dict(zip(SIDES, turns, strict=True))
-                pairs.append({"prompt": prompt[-1]["content"]} | pair)
-    return pairs
+        best = sorted(scores, key=scores.get, reverse=True)
+        for chosen, rejected in islice(zip(best, best[::-1], strict=True), per_prompt):
+            if scores[chosen] > scores[rejected]:
+                yield {"prompt": prompts[index], "chosen": chosen, "rejected": rejected}
 
 
-def read_samples(path):
-    """-> rows of samples.jsonl. SystemExit names the first line that can make no pair."""
-    rows, prompts = [], {}
-    needed = "index (integer), prompt (messages), completion (text) and score (number)"
-    for line, row in read_file(path):
-        index, prompt, text, score = map(row.get, ("index", "prompt", "completion", "score"))
-        is_scored = isinstance(text, str) and isinstance(score, int | float)
-        problem = ""
-        if not (is_scored and type(index) is int and is_dialogue(prompt)):
-            problem = f"needs {needed}, has {describe_columns(row)}"
-        elif prompts.setdefault(index, prompt) != prompt:
-            problem = f"index {index} had another prompt before; are these two evaluations?"
-        if problem:
-            raise SystemExit(f"{path} line {line}: {problem}")
-        rows.append(row)
-    return rows
+def main(samples: str, out: str, per_prompt: int = 1):
+    """Pair the answers of an evaluation with --repeats above 1 and a temperature.
 
-
-@dataclass
-class Args:
-    samples: str
-    """samples.jsonl of an evaluation with --repeats above 1 and a temperature"""
-    out: str
-    """.jsonl of pairs to write; algos/vrpo.py --data takes a folder with train.jsonl,
-    validation.jsonl and test.jsonl"""
-    per_prompt: int = 1
-    """most pairs of a prompt, no answer in two of them"""
-
-
-def main(args):
-    if args.per_prompt < 1:
-        raise SystemExit(f"--per-prompt {args.per_prompt} must be at least 1")
-    rows = read_samples(args.samples)
-    pairs, asked = pairs_of_samples(rows, args.per_prompt), len({row["index"] for row in rows})
+    Args:
+        samples: its samples.jsonl
+        out: .jsonl of pairs to write; algos/vrpo.py --data takes a folder with train.jsonl,
+            validation.jsonl and test.jsonl
+        per_prompt: most pairs of a prompt, no answer in two of them
+    """
+    pairs = list(pairs_of_samples(open_rows(samples, "", ()), per_prompt))
     if not pairs:
-        problem = f"no prompt of {asked} has two answers of different score"
-        raise SystemExit(f"--samples {args.samples}: {problem}")
-    with writing(args.out):
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    print(f"{len(pairs)} pairs, of {len(rows)} answers to {asked} prompts: {args.out}")
+        raise SystemExit(f"--samples {samples}: no prompt has two answers of different score")
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(out), "".join(json.dumps(pair) + "\n" for pair in pairs))
+    print(f"{len(pairs)} pairs: {out}")
 
 
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Args))
+    tyro.cli(main)

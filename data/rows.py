@@ -1,45 +1,45 @@
 """Rows of a .jsonl (or .jsonl.gz), .csv or .parquet file, or of a hub data set, as plain dicts."""
 
 import csv
-import errno
 import gzip
 import json
 import os
-import tempfile
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
-BATCH = 1024  # rows of a parquet file or a hub data set that are Python values at a time
+BATCH = 1024  # rows of a parquet file that are Python values at a time
 
 
 def open_rows(path, split, presets, config=None):
-    """-> rows of a .jsonl, .csv or .parquet file, or of `split` of a hub data set: "owner/name", or
-    "owner/name@revision".
+    """Rows of a .jsonl, .csv or .parquet file; of the file named as `split` in a folder of them; or
+    of `split` of a hub data set: "owner/name", or "owner/name@revision". A generator.
 
     A file has no splits: it gives the same rows for every one. csv cells stay text, so that leading
     zeros survive. config: the part of a hub data set that has several.
-    SystemExit if `path` is empty or neither, with the names of `presets` that the task knows. While
-    rows are read also if the file is cut off, not UTF-8 or damaged, for text with the line number.
+    SystemExit if `path` is empty or none of these, with the names of `presets` that the task knows;
+    also if the file is cut off, not UTF-8 or damaged, for text with the line number.
     """
     if not path:
         raise SystemExit(
             "the task has no rows of its own: name a file or a hub data set with --data"
         )
-    file = Path(path)
-    if file.is_file() and file.suffix in READERS:
-        return (row for _, row in read_file(file))
-    if is_hub_id(path):
+    if os.path.isdir(path):
+        path = str(files_of(path).get(split, f"{path}/{split}.jsonl"))
+    if os.path.isfile(path) and Path(path).suffix in READERS:
+        yield from read_file(path)
+    elif is_hub_id(path):
+        import datasets  # slow to import, and needed only for hub data sets
+
+        reach_hub()
         try:
-            return _python_rows(_load_hub(path, config, split))
+            yield from datasets.load_dataset(**at_revision(path), name=config, split=split)
         except Exception as error:  # no such id or split, no network, bad files, a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
             raise SystemExit(f"--data {path}: {said}") from error
-    problem = "no such preset or file" if presets else "no such file"
-    if file.exists():
-        problem = f"a file must end in {', '.join(READERS)}"
-    known = f"; presets: {', '.join(presets)}" if presets else ""
-    raise SystemExit(f"--data {path}: {problem}{known}")
+    else:
+        known = f"; presets: {', '.join(presets)}" if presets else ""
+        raise SystemExit(f"--data {path}: no such file that ends in {', '.join(READERS)}{known}")
 
 
 def read_rows(path, split, presets, limit=None, config=None):
@@ -82,11 +82,21 @@ def reach_hub():
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
-def hub_splits(path):
-    """Names of the splits of a hub data set; none for a file, and if the hub does not answer."""
+def files_of(folder):
+    """-> {split: its file}: train.jsonl, or another file of rows, for the split train"""
+    files = (file for file in sorted(Path(folder).iterdir()) if file.suffix in READERS)
+    return {file.name.partition(".")[0]: file for file in files}
+
+
+def splits_of(path):
+    """Names of the splits of a folder of files or of a hub data set; none for a file, and if the
+    hub does not answer.
+    """
+    if os.path.isdir(path):
+        return list(files_of(path))
     if not is_hub_id(path):
         return []
-    import datasets  # slow to import, and needed only for hub data sets
+    import datasets
 
     reach_hub()
     try:
@@ -95,75 +105,54 @@ def hub_splits(path):
         return []
 
 
-def hub_split(path, names):
-    """The first of `names` that is one of `hub_splits`; if none is, the last.
+def split_name(path, names):
+    """The first of `names` that is one of `splits_of`; if none is, the last.
 
     Data sets for several trainings name their splits: ultrachat has train_sft.
     """
-    found = hub_splits(path)
+    found = splits_of(path)
     return next((name for name in names if name in found), names[-1])
 
 
-def _load_hub(path, config, split):
-    import datasets
-
-    reach_hub()
-    chosen = at_revision(path) | {"name": config, "split": split}
-    try:
-        return datasets.load_dataset(**chosen)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EROFS):
-            raise
-        # no cache can be written: what `datasets` writes goes to a temporary folder
-        with tempfile.TemporaryDirectory() as folder:
-            return datasets.load_dataset(**chosen, streaming=True, cache_dir=folder)
-
-
-def _python_rows(dataset):
-    """Rows of a datasets.Dataset or IterableDataset as plain Python values."""
-    batches = dataset.with_format("arrow").iter(BATCH)
-    return (row for batch in batches for row in batch.to_pylist())
-
-
 def read_file(path):
-    """(line or number from 1, row) of every row of a file; SystemExit names the line that is no
-    JSON object or not UTF-8, has surplus cells or an open quote, and where a file is cut off."""
-    if not os.path.isfile(path):
-        raise SystemExit(f"{path}: no such file")
-    line = 0
+    """Rows of a file. SystemExit names the line that is no JSON object or not UTF-8, has surplus
+    cells or an open quote, and where a file is cut off.
+    """
+    count = 0
     try:
-        for line, row in READERS.get(Path(path).suffix, read_jsonl)(path):
-            yield line, row
+        for row in READERS[Path(path).suffix](path):
+            count += 1
+            yield row
     except Exception as error:  # gzip, zlib, csv and pyarrow have errors of their own
-        where = f"{path} cannot be read after line {line}, it is cut off or damaged"
+        where = f"{path} cannot be read after row {count}, it is cut off or damaged"
         raise SystemExit(f"{where}: {one_line(error)}") from error
 
 
 def read_jsonl(path):
     """Of every line that is not empty; text is UTF-8, .gz unpacked."""
     with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-        for line, raw in enumerate(file, 1):
-            try:
-                if raw.strip():
-                    yield line, json_object(raw)
-            except ValueError as error:
-                raise SystemExit(f"{path} line {line}: {error}") from error
+        yield from (row for _, row in objects(path, file))
 
 
 def json_object(raw):
     """One line of a .jsonl file, as bytes -> its object. ValueError says what is wrong with it."""
-    cut = "" if raw.endswith(b"\n") else ", and the last line has no line end: is it cut off?"
     try:
-        row = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 (byte {error.start + 1} of the line: {error.reason})"
-        raise ValueError(f"{problem}{cut}") from error
+        row = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        problem = getattr(error, "msg", one_line(error))
-        raise ValueError(f"not JSON ({problem}){cut}") from error
+        raise ValueError(f"not JSON: {one_line(error)}") from error
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
     return row
+
+
+def objects(path, lines):
+    """(line, its object) of the lines that are not empty. SystemExit names one that has none."""
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                yield line, json_object(line)
+        except ValueError as error:
+            raise SystemExit(f"{path} line {number}: {error}") from error
 
 
 def read_json(path):
@@ -184,47 +173,29 @@ def complete_lines(path):
 
 
 def read_lines(path):
-    """Yield (line, its object) of the complete lines of a .jsonl. SystemExit names one that is
-    damaged."""
-    for number, line in enumerate(complete_lines(path), 1):
-        try:
-            yield line, json_object(line)
-        except ValueError as error:
-            raise SystemExit(f"{path} line {number} is damaged: {error}") from error
+    """`objects` of the complete lines of a .jsonl."""
+    return objects(path, complete_lines(path))
 
 
 def read_csv(path):
     """Rows of a csv with a header, as text. SystemExit on surplus cells or an open quote."""
     with open(path, encoding="utf-8-sig", newline="") as file:
-        for row in (reader := csv.DictReader(file, strict=True)):
+        for row in csv.DictReader(file, strict=True):
             if None in row:  # otherwise an answer would be cut at its first comma
                 more = "the next row has more cells than the header"
                 raise csv.Error(f"{more}: text with a comma needs quotes")
-            yield reader.line_num, row
+            yield row
 
 
 def read_parquet(path):
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        batches = file.iter_batches(BATCH)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        for batch in file.iter_batches(BATCH):
+            yield from batch.to_pylist()
 
 
-READERS = {
-    ".jsonl": read_jsonl,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
-    ".gz": read_jsonl,
-}
-
-
-def describe_columns(row):
-    """Column names of a row for an error message, those of a struct column as `outer.inner`."""
-    names = []
-    for name, value in row.items():
-        names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [str(name)]
-    return ", ".join(names)
+READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet, ".gz": read_jsonl}
 
 
 def one_line(error):

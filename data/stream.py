@@ -30,10 +30,9 @@ def check_items(items, config_file):
     """The first run writes number and hash of the items into its config; a resumed one compares."""
     if not config_file.is_file():
         return
-    is_tokens = hasattr(items, "tokens")  # a data.tokens.TokenRows
-    parts = (
-        [items.tokens.numpy(), items.bounds[1:].numpy()] if is_tokens else [repr(items).encode()]
-    )
+    parts = [repr(items).encode()]
+    if hasattr(items, "tokens"):  # a data.tokens.TokenRows
+        parts = [items.tokens.numpy(), items.lengths.flatten().cumsum(0).numpy()]
     digest = hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
     found = {"count": len(items), "hash": digest}
     config = json.loads(config_file.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from datetime import timedelta
 
 import torch
@@ -60,26 +61,34 @@ def all_reduce(values):
     return dict(zip(values, tensor.tolist(), strict=True))
 
 
-def reduce_metrics(sums):
-    """Sum a step's metrics over ranks (`all_reduce`), then divide those under policy/ by
-    policy/weight, the sum of their weights, and those under mismatch/ likewise. If that is 0, no
-    row on any rank had a gradient, and they are left out.
-    """
-    metrics = all_reduce(sums)
-    weights = {name: metrics.pop(name) for name in list(metrics) if name.endswith("/weight")}
-    divisors = {name: weights.get(f"{name.split('/')[0]}/weight", 1) for name in metrics}
-    if "policy/weight" not in weights and any(name.startswith("policy/") for name in metrics):
-        raise SystemExit("policy_loss returns sums under policy/ and no policy/weight to divide by")
-    return {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
+class StepMetrics(Counter):
+    """Sums of an optimizer step's metrics over its micro-batches; then over ranks."""
 
+    def add(self, loss, metrics, counts=1):
+        """counts: 0 for a micro-batch without effect"""
+        for name, value in (metrics | {"loss/total": loss}).items():
+            self[name] += value.detach() * counts
 
-def require_finite(step, own_loss, loss, norm):
-    """SystemExit on all ranks if the loss or the gradient's norm of a step is not finite, before
-    the optimizer steps. own_loss: this rank's share
-    """
-    if not math.isfinite(loss + norm):
-        where = f"loss {float(own_loss)} on rank {dist.get_rank()}, gradient norm {norm}"
-        raise SystemExit(f"not finite at step {step}: {where}; the optimizer has not stepped")
+    def reduce(self, step, norm):
+        """-> all_reduce of the sums, those under policy/ divided by policy/weight, the sum of their
+        weights, and those under mismatch/ likewise. If that is 0, no row on any rank had a
+        gradient, and they are left out.
+
+        norm: of the gradient, a DTensor. SystemExit on all ranks if it or the loss is not finite.
+        """
+        metrics, norm = all_reduce(self), norm.full_tensor().item()
+        if not math.isfinite(metrics["loss/total"] + norm):
+            own = f"loss {float(self['loss/total'])} on rank {dist.get_rank()}"
+            where = f"not finite at step {step}: {own}, gradient norm {norm}"
+            raise SystemExit(f"{where}; the optimizer has not stepped")
+        weights = {name: metrics.pop(name) for name in list(metrics) if name.endswith("/weight")}
+        divisors = {name: weights.get(f"{name.split('/')[0]}/weight", 1) for name in metrics}
+        if "policy/weight" not in weights and any(name.startswith("policy/") for name in metrics):
+            raise SystemExit(
+                "policy_loss returns sums under policy/ and no policy/weight to divide by"
+            )
+        means = {name: metrics[name] / divisor for name, divisor in divisors.items() if divisor}
+        return means | {"optim/grad_norm": norm}
 
 
 def maximum(number):

@@ -32,9 +32,9 @@ def gathers_once(model, replicas, memory):
     return memory > 50 * gathered_bytes(model, replicas)
 
 
-def sharding(model):
-    """What FSDP2 shards, and over which ranks. -> keyword arguments of fully_shard; fp32 modules to
-    shard, without mixed precision; other modules to shard, the model last
+def sharding(model, mixed):
+    """What FSDP2 shards, and over which ranks. -> [(module, types, keyword arguments of
+    fully_shard)], the model last; types: `mixed`, but () of modules that compute in fp32
 
     mesh: None, all ranks. Under torchrun on several nodes (nodes, ranks of a node), HSDP: every
     node holds the whole model, and only gradients travel between nodes.
@@ -55,7 +55,8 @@ def sharding(model):
     fp32_modules = [m for m in model.fp32_modules if not replicas.issuperset(m.parameters())]
     modules = [*([] if model.gathers_once else model.layers), model]
     model.groups = [*fp32_modules, *modules]
-    return layout, fp32_modules, modules
+    types = [()] * len(fp32_modules) + [mixed] * len(modules)
+    return [(module, kind, layout) for module, kind in zip(model.groups, types, strict=True)]
 
 
 def register_forwards(model):

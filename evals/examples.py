@@ -3,7 +3,7 @@
 from itertools import chain, cycle
 from pathlib import Path
 
-from data.rows import describe_columns, is_of, read_rows
+from data.rows import is_of, read_rows
 from evals import TRAIN_TASKS
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
@@ -50,7 +50,7 @@ def parse_rows(read, needs, path, rows, first=1):
                 if not examples[-1][key].strip():
                     raise ValueError("a blank question")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            where = f"{path} row {number}: cannot read a problem from {describe_columns(row)}"
+            where = f"{path} row {number}: cannot read a problem from {', '.join(row)}"
             raise SystemExit(f"{where}; needs {needs} ({type(error).__name__}: {error})") from error
     return examples
 

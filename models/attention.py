@@ -187,7 +187,7 @@ BACKENDS = {"sdpa": sdpa, "flex": flex, "varlen": varlen, "flash-attn": flash_at
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 # "auto" on CUDA: (backend, from so many tokens S a row). Shorter rows, cases that BACKENDS refuses,
-# and CPUs get sdpa. Measured by bench/attention.py on one H200 (torch 2.11, bf16, 32 heads of 128
+# and CPUs get sdpa. Measured on one H200 (torch 2.11, bf16, 32 heads of 128
 # over 8; full and padded over 32), forward + backward in ms a layer. Flex also took 7 to 8 ms a
 # forward to make its BlockMask (11 to 14 with documents) before that was compiled.
 #   full B16 S512           sdpa (cuDNN) 0.70    varlen 1.09   flash-attn 1.01

@@ -107,23 +107,25 @@ class LanguageModel(nn.Module):
         """Log-probabilities of the clean tokens of R rows, given K noisy copies of each.
 
         input_ids [R, T] int64: clean tokens. noisy_ids [R, K, T] int64: the same with some replaced
-        by the mask token. score_mask [R, K, T] bool: which tokens to score; copies without any are
-        not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T] int64: the
-        document of each token in a packed row; every document is computed as if alone. targets
-        [R, K, T] int64: tokens to score instead of the clean ones. The mask token has probability
-        0.
-        -> [R, K, T] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
+        by the mask token. score_mask [R, K, L] bool: which of the last L tokens to score; copies
+        without any are not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T]
+        int64: the document of each token in a packed row; every document is computed as if alone.
+        targets [R, K, T] int64: tokens to score instead of the clean ones. The mask token has
+        probability 0.
+        -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
         pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
         values instead, and 0 for entropies.
         """
         valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
+        T, L = noisy_ids.shape[2], score_mask.shape[2]
+        scored = nn.functional.pad(score_mask, (T - L, 0))
         ids, position_ids, visibility, token, column = self.noisy_pass(
-            input_ids, noisy_ids, score_mask, valid, document_ids
+            input_ids, noisy_ids, scored, valid, document_ids
         )
         targets = input_ids[:, None] if targets is None else targets
         # The head sees scored tokens alone, of --sequence-parallel N those of this rank. Before the
         # forward, because nonzero waits for the GPU.
-        row, i = (score_mask.flatten()[token] & (column % N == rank)).nonzero(as_tuple=True)
+        row, i = (scored.flatten()[token] & (column % N == rank)).nonzero(as_tuple=True)
         index = token[row, i]
         attend = over_heads(make_attend(visibility, self.attention_backend), ids.shape[1])
         hidden = self.hidden(own_tokens(ids), own_tokens(position_ids), attend)
@@ -141,7 +143,8 @@ class LanguageModel(nn.Module):
         else:
             values = self.value_head(hidden.to(at_least_fp32(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
-        spread = lambda x: x.new_zeros(noisy_ids.shape).put(index, x)  # no view: FSDP2 would warn
+        place = index // T * L + index % T - (T - L)  # in [R, K, L]
+        spread = lambda x: x.new_zeros(score_mask.shape).put(place, x)  # no view: FSDP2 would warn
         filled = [total(spread(x)) for x in (values if entropy else [values])]
         return tuple(filled) if entropy else filled[0]
 

@@ -3,9 +3,8 @@
 
 from pathlib import Path
 
-import torch
-
 from models import export_adapter, export_weights, has_lora, load_weights, meta_model
+from models.tensors import frozen_dtype
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
@@ -32,8 +31,7 @@ def make_engine(
         return LmdeployEngine(model_or_dir, device, max_batch_size, request)
     model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
     if is_named:
-        default = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-        model = meta_model(model_or_dir, dtype or default)
+        model = meta_model(model_or_dir, dtype or frozen_dtype(device))
     is_block = model.attention == "block-causal"
     name, engine = ("block", BlockEngine) if is_block else ("masked", MaskedEngine)
     if backend not in ("auto", name):

@@ -25,7 +25,7 @@ from distributed.disk import progress
 from models.attention import block_causal, make_attend
 from rollout.engine import BROKEN, Engine, select
 from rollout.schedules import reveal_quota
-from rollout.traces import Trace, below, events_of, most_steps, scored
+from rollout.traces import Trace, below, most_steps, scored
 
 
 class BlockEngine(Engine):
@@ -67,15 +67,12 @@ class BlockEngine(Engine):
         step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
         logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
         if canvas:  # a part of a rollout
-            at = offset.clamp(0, canvas[0].shape[1] - 1)
-            known, known_steps, values = (held.gather(1, at) for held in canvas[:3])
-            is_known, num_forwards = (at == offset) & (known_steps >= 0), canvas[3]
-            tokens = tokens.where(~is_known, known)
-            step_map = step_map.where(~is_known, known_steps)
-            logps = logps.where(~is_known, values)
-        history = None
-        if settings["records"]:  # what each step changes or draws, and an edited block's commit
-            most = most_steps(settings) + 1
+            *held, num_forwards = canvas
+            i, j = revealed = (held[1] >= 0).nonzero(as_tuple=True)
+            for values, known in zip((tokens, step_map, logps), held, strict=True):
+                values[i, first[i] + j] = known[revealed]
+        most, history = most_steps(settings), None
+        if settings["records"]:
             history = [values.repeat(most, 1, 1) for values in (step_map, logps)]
         eos = torch.tensor(settings["eos_token_ids"], device=device)
 
@@ -96,7 +93,7 @@ class BlockEngine(Engine):
             logps[here] += block_logps
             num_forwards[row] += forwards
             if settings["records"]:
-                for step, change in enumerate(changes):
+                for step, change in enumerate(changes[:most]):  # the last forward may be a commit
                     for kept, values in zip(history, change, strict=True):
                         kept[step, *here] = values
 
@@ -213,7 +210,7 @@ class BlockEngine(Engine):
         """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
 
         canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
-        [steps, N, S], as _denoise gives them, or None; first, end [N]: columns of the completions
+        [steps, N, S], or None; first, end [N]: columns of the completions
         """
         canvas_length = end - first
         on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
@@ -225,14 +222,14 @@ class BlockEngine(Engine):
             for values, fill in zip(canvas, fills, strict=True)
         )
         records = None
-        if settings["records"] == "draws":  # behind the canvas those of column 0: none
-            drawn = history[0][: most_steps(settings)].take_along_dim(at[None], 2)
-            records = {"draws": drawn.transpose(0, 1).int()}
-        elif history:
-            records = events_of(*history, sample_index, first)
+        if history:  # behind the canvas those of column 0: none
+            drawn, drawn_logps = (
+                values[: most_steps(settings)].take_along_dim(at[None], 2).transpose(0, 1)
+                for values in history
+            )
+            records = {"tokens": drawn.int(), "logps": drawn_logps.where(drawn >= 0, 0.0)}
         return Trace(
             [prompt_ids[i] for i in owner.tolist()], completion_ids,
-            scored(completion_ids, canvas_length, eos), canvas_length, step_map,
-            step_map,  # as replay_map: one forward of [clean | noisy] replays a step of all blocks
-            logps, sample_index, num_forwards, settings, records,
+            scored(completion_ids, canvas_length, eos), canvas_length, step_map, logps,
+            sample_index, num_forwards, settings, records,
         )  # fmt: skip

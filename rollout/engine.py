@@ -24,14 +24,9 @@ RULES = (
 # rules for which the model decides how many tokens a step reveals
 ADAPTIVE = "low_confidence_dynamic", "low_confidence_factor", "entropy_bounded"
 ENTROPIES = "entropy", "entropy_bounded"
-LIMITS = (  # of the fields of SamplingSettings
-    ("must be at least 1", lambda x: x >= 1, "gen_length denoising_steps"),
-    ("must be at least 0", lambda x: x >= 0, "block_length top_k eb_threshold max_post_steps"),
-    ("must be at least 0 and finite", lambda x: 0 <= x < math.inf, "temperature alg_temp"),
-    ("must be above 0", lambda x: x > 0, "factor"),
-    ("must be above 0 and at most 1", lambda x: 0 < x <= 1, "top_p"),
-    ("is no probability", lambda x: 0 <= x <= 1, "confidence_threshold editing_threshold"),
-)
+# lowest and highest value of fields of SamplingSettings; of others 0 and any finite one
+LIMITS = {"gen_length": (1, sys.maxsize), "denoising_steps": (1, sys.maxsize), "top_p": (1e-6, 1)}
+LIMITS |= {"confidence_threshold": (0, 1), "editing_threshold": (0, 1)}
 BROKEN = "logits are not finite at samples {}: the weights are damaged or have diverged"
 LOWER = "lower --batch-size (evals), --prompts-per-step (training) or --gen-length"
 # share of the memory below which an engine keeps its caches during an update
@@ -180,8 +175,8 @@ class Engine:
         "schedule": ("uniform",),
         "cache": ("none",),
         "eos_policy": ("none",),
+        "alg_temp": (0,),
     }
-    ordered = ()  # rules under which alg_temp may draw the order of reveals
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
     records = (None, "steps")
@@ -244,45 +239,26 @@ class Engine:
         """
         s = SamplingSettings(**sampling)
         n = self.block_length(s.block_length)
-        for name, choices in self.choices.items():
-            if getattr(s, name) not in choices:
-                raise SystemExit(f"{s.flag(name)}: {self.title} has {', '.join(choices)}")
-        for words, is_valid, names in LIMITS:
-            for name in names.split():
-                if not is_valid(getattr(s, name) or 0):  # None, "not given", as 0
-                    raise SystemExit(f"{s.flag(name)} {words}")
+        for name, value in asdict(s).items():
+            low, high = LIMITS.get(name, (0, sys.maxsize))
+            if value not in self.choices.get(name, (value,)):
+                choices = ", ".join(map(str, self.choices[name]))
+                raise SystemExit(f"{s.flag(name)}: {self.title} has {choices}")
+            if isinstance(value, (int, float)) and not low <= value <= high:
+                raise SystemExit(f"{s.flag(name)} must be from {low} to {high}")
         edits = s.editing_threshold is not None
-        revises = s.flag("editing_threshold" if edits else "remasking")
         is_revised = edits or s.remasking == "rcr"
-        for is_wrong, words in (
-            (
-                s.alg_temp and s.remasking not in self.ordered,
-                f"{s.flag('alg_temp')} must be 0 for {self.title}"
-                + (f" unless --remasking is {' or '.join(self.ordered)}" if self.ordered else ""),
-            ),
-            (
-                s.eos_policy == "eoser" and s.remasking in ENTROPIES,
-                "--eos-policy eoser scales confidences of at least 0: those of "
-                f"{s.flag('remasking')} are negative",
-            ),
-            (
-                s.eos_policy in ("demote", "eoser") and s.remasking in ("sequential", "origin"),
-                f"{s.flag('eos_policy')} changes confidences, which {s.flag('remasking')} does not "
-                "look at",
-            ),
-            (
-                edits and not getattr(self.model, "is_edited", False),
-                f"{revises}: {type(self.model).__name__} was not trained to edit tokens",
-            ),
-            (records not in self.records, f"{self.title} keeps no records of kind {records!r}"),
-            (
-                records in ("steps", "draws") and is_revised,
+        revises = s.flag("editing_threshold" if edits else "remasking")
+        if edits and not getattr(self.model, "is_edited", False):
+            name = type(self.model).__name__
+            raise SystemExit(f"{revises}: {name} was not trained to edit tokens")
+        if records not in self.records:
+            raise SystemExit(f"{self.title} keeps no records of kind {records!r}")
+        if records in ("steps", "draws") and is_revised:
+            raise SystemExit(
                 f"{revises} revises tokens, so there is no single step at which a token was "
-                "revealed: not for a method that reads step maps",
-            ),
-        ):
-            if is_wrong:
-                raise SystemExit(words)
+                "revealed: not for a method that reads step maps"
+            )
         if s.schedule == "ascending" and not s.block_length:
             n = sum(block_quotas(**asdict(s))[0])
         if records != "states" and is_revised:
@@ -309,19 +285,12 @@ class Engine:
                 "sampled; leave it at none"
             )
         if gen_length % n and settings["schedule"] != "ascending":  # which makes its own blocks
-            below = gen_length // n * n
-            nearest = f"{below} or {below + n}" if below else n
-            raise SystemExit(
-                f"--gen-length {gen_length} is no multiple of the block length {n}: give {nearest}"
-            )
+            raise SystemExit(f"--gen-length {gen_length} is no multiple of the block length {n}")
         quotas = block_quotas(**settings)
-        sizes, steps = [sum(quota) for quota in quotas], [sum(map(bool, quota)) for quota in quotas]
-        blocks = f"{len(quotas)} blocks of {n} tokens, {steps[0]} steps each"
-        if len(set(sizes)) > 1:
-            blocks = f"blocks of {', '.join(map(str, sizes))} tokens"
+        tokens, steps = sum(map(sum, quotas)), sum(sum(map(bool, quota)) for quota in quotas)
         at_least = "at least " if settings["remasking"] in ADAPTIVE else ""
-        rate = f"{at_least}{sum(sizes) / sum(steps):.3g} tokens a step"
-        return f"{blocks}: {sum(steps)} steps, {rate}"
+        rate = f"{at_least}{tokens / steps:.3g} tokens a step"
+        return f"{tokens} tokens in {len(quotas)} blocks and {steps} steps, {rate}"
 
     @torch.no_grad()
     def generate(
@@ -347,39 +316,29 @@ class Engine:
         """
         is_part = canvas is not None or until is not None
         settings = self.full_settings("steps" if is_part else records, sampling)
-        V, mask_id = self.model.lm_head.weight.shape[0], self.model.mask_token_id
+        rows, mask_id = range(self.model.lm_head.out_features), self.model.mask_token_id
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
         for i, ids in enumerate(prompt_ids):
-            if mask_id in ids:
+            if not {min(ids), max(ids)}.issubset(rows) or mask_id in ids:
                 raise SystemExit(
-                    f"prompt {i} holds the mask token (id {mask_id}): a learner would predict it; "
-                    "remove it"
+                    f"prompt {i} holds the mask token (id {mask_id}) or an id outside of the "
+                    f"model's {len(rows)}: is the tokenizer the model's?"
                 )
-            if not 0 <= min(ids) <= max(ids) < V:
-                raise SystemExit(
-                    f"prompt {i} holds an id outside of the model's 0 to {V - 1}: is the tokenizer "
-                    "the model's?"
-                )
-        number, start = len(prompt_ids) * num_samples, 0
-        if canvas:
-            rows, start = len(canvas.prompt_ids), canvas.settings["steps"].stop
-            held = [ids for ids in prompt_ids for _ in range(rows // len(prompt_ids))]
-            is_same = settings.items() <= canvas.settings.items() and canvas.prompt_ids == held
-            if number % rows or not is_same:
-                raise ValueError(
-                    "a canvas is continued under the settings that it was made under, with its own "
-                    "prompts, by an equal number of samples each row"
-                )
+        start = canvas.settings["steps"].stop if canvas else 0
         steps = range(start, ALL.stop if until is None else until)
         settings |= {"steps": steps, "num_samples": num_samples, "seed": seed}
-        samples, parts = torch.arange(number, device=self.device), []
+        samples, parts = torch.arange(len(prompt_ids) * num_samples, device=self.device), []
         at_once = self.refills and not is_part
         batches = [samples] if at_once else samples.split(self.max_batch_size)
         for batch in progress(batches, "batches of completions"):
             first, last = int(batch[0]) // num_samples, int(batch[-1]) // num_samples
             rows = batch // num_samples - first, sample_offset + batch, settings, stop_at_eos
-            known = canvas and canvas.canvas(batch * len(canvas.step_map) // number)
+            known = None
+            if canvas:
+                held = batch * len(canvas.step_map) // len(samples)
+                names = "completion_ids", "step_map", "logps", "num_forwards"
+                known = [getattr(canvas, name)[held] for name in names]
             try:
                 parts.append(self._generate(prompt_ids[first : last + 1], *rows, known))
             except torch.OutOfMemoryError:

@@ -22,21 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from distributed.disk import progress
-from rollout.engine import ADAPTIVE, BROKEN, RULES, Engine, select
+from rollout.engine import ADAPTIVE, BROKEN, ENTROPIES, RULES, Engine, select
 from rollout.schedules import block_quotas, eoser_weight, reveal_shares
-from rollout.traces import Trace, among, events_of, left_padded, scored
+from rollout.traces import Trace, among, left_padded, scored
 
-# Trace.records of each kind, [N, K, L]: type, None for that of the trace's logps; fill where no
-# forward leaves anything, None for the pad id
-RECORDED = {
-    "events": {"tokens": (torch.int32, -1), "logps": (None, 0)},
-    "states": {
-        "masked": (torch.bool, False),
-        "confidences": (torch.float32, 0),
-        "predictions": (torch.int32, None),
-    },
-    "draws": {"draws": (torch.int32, -1)},
-}
+ORDERED = "low_confidence_static", "entropy", "topk_margin"  # whose order alg_temp may draw
+UNSCORED = "sequential", "origin"  # rules that look at no confidence
 
 
 @dataclass
@@ -80,6 +71,11 @@ class CurrentBlock:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=gqa)
 
 
+def marked(where, tokens, logps):
+    """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
+    return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
+
+
 class MaskedEngine(Engine):
     """Sampler of a bidirectional model. Blocks start with the completion and have any length."""
 
@@ -91,9 +87,17 @@ class MaskedEngine(Engine):
     }
     records = (None, "steps", "events", "states", "draws")
     adaptive = (*ADAPTIVE, "origin")  # rules that decide how many tokens a step reveals
-    ordered = "low_confidence_static", "entropy", "topk_margin"
 
     def check(self, settings):
+        rule, policy, noise = (settings[k] for k in ("remasking", "eos_policy", "alg_temp"))
+        if noise and rule not in ORDERED:
+            raise SystemExit(f"--alg-temp {noise} needs --remasking {' or '.join(ORDERED)}")
+        # eoser scales confidences, so they must not be negative
+        unable = {"demote": UNSCORED, "eoser": UNSCORED + ENTROPIES}
+        if rule in unable.get(policy, ()):
+            raise SystemExit(
+                f"--eos-policy {policy} needs confidences that --remasking {rule} does not have"
+            )
         if settings["schedule"] == "ascending":
             first, *later = block_quotas(**settings)
             if (sum(first), len(first)) != (settings["block_length"], settings["denoising_steps"]):
@@ -119,11 +123,10 @@ class MaskedEngine(Engine):
         if canvas:
             known, step_map, logps, num_forwards = canvas
             completion_ids.copy_(known.masked_fill(step_map < 0, model.mask_token_id))
-        replay_map = torch.full_like(step_map, -1)
-        records = {
-            name: logps.new_full((len(tokens), K, L), pad if fill is None else fill, dtype=kind)
-            for name, (kind, fill) in RECORDED.get(settings["records"], {}).items()
-        }
+        records = None
+        if settings["records"]:
+            drawn = step_map.new_full((len(tokens), K, L), -1, dtype=torch.int32)
+            records = {"tokens": drawn, "logps": torch.zeros_like(drawn, dtype=dtype)}
         row = torch.arange(len(tokens), device=self.device)  # rows that are not finished
         start = first_step = 0
         for quota in progress(quotas, "blocks"):
@@ -137,12 +140,10 @@ class MaskedEngine(Engine):
             steps = torch.maximum(steps, step_map[here])
             completion_ids[here], step_map[here] = ids, steps
             logps[here] += block_logps
-            replay_map[here] = torch.where(steps >= 0, first_step + steps, -1)
             num_forwards[row] += forwards
             for number, *made in history:
                 for record, values in zip(records.values(), made, strict=True):
-                    columns = slice(start, end) if values.shape[1] < L else slice(None)
-                    record[row, number, columns] = values.to(record.dtype)
+                    record[row, number, start : start + values.shape[1]] = values
             # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~block_logps.isfinite().all(1)).any():
                 bad = sample_index[row[broken]].unique().tolist()
@@ -157,12 +158,9 @@ class MaskedEngine(Engine):
         # before masks become padding, which may be an EOS
         completion_mask = scored(completion_ids, canvas_length, model.eos_token_ids)
         completion_ids = completion_ids.where(step_map >= 0, pad)
-        if settings["records"] == "events":
-            changes = (record.transpose(0, 1) for record in records.values())
-            records = events_of(*changes, sample_index, 0 * sample_index)
         return Trace(
-            prompt_ids, completion_ids, completion_mask, canvas_length, step_map, replay_map, logps,
-            sample_index, num_forwards, settings, records or None,
+            prompt_ids, completion_ids, completion_mask, canvas_length, step_map, logps,
+            sample_index, num_forwards, settings, records,
         )  # fmt: skip
 
     def _denoise(self, block, settings):
@@ -201,17 +199,9 @@ class MaskedEngine(Engine):
             window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
             drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
             drawn = [values.view(draws.shape) for values in drawn]
-            if kind == "states":
-                before = block.first - block.prompt_length, 0
-                is_drawn, guess, p = (
-                    F.pad(values, before) for values in (drawing, drawn[0], drawn[1].exp())
-                )
-                guess = torch.where(is_drawn, guess, block.tokens[:, block.prompt_length :])
-                guess = guess.where(is_drawn.any(1, keepdim=True), self.model.pad_token_id)
-                history.append((number, is_drawn, torch.where(is_drawn, p, 0.0), guess))
+            if kind in ("draws", "states"):
+                history.append((number, *marked(drawing, *drawn[:2])))
             token, token_logps, confidence = (values[:, :n] for values in drawn)
-            if kind == "draws":
-                history.append((number, torch.where(masked, token, -1)))
             order = partial(uniform, inside, step, "order")
             score = self._score(confidence, token, number, order, settings)
             due += quota
@@ -229,7 +219,7 @@ class MaskedEngine(Engine):
             logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
             step_map, masked = step_map.masked_fill(new, step), ~stays
             if kind == "events":
-                history.append((number, torch.where(new | again, ids, -1), logps))
+                history.append((number, *marked(new | again, ids, logps)))
         return ids, step_map, logps, num_forwards, history
 
     def _score(self, score, token, step, order, settings):

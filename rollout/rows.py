@@ -102,7 +102,7 @@ class Rows:
     @torch.no_grad()
     def mismatch(self, logps, entropies):
         """How far the scored tokens are from draws of the scored distributions: draws have a mean
-        -log p equal to the mean entropy. [R, K, L] each, nats -> sums; `reduce_metrics` makes means
+        -log p equal to the mean entropy. [R, K, L] each, nats -> sums; `StepMetrics` makes means
         """
         return {
             "mismatch/surprisal": -(self.weights * logps).sum(),

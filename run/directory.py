@@ -1,7 +1,8 @@
-"""The directory of a run: its log, its saves, and when it stops."""
+"""The directory of a run: its steps, its log, its saves, and when it stops."""
 
 from data.stream import check_items
 from distributed.groups import close_distributed
+from rollout import sync_engine
 from run.log import RunLog, Stop, Stopwatch, machine_metrics
 from run.saves import Saves
 
@@ -9,44 +10,68 @@ from run.saves import Saves
 class Run:
     """All ranks construct it and make the same calls. start: steps done before, with --resume."""
 
-    def __init__(self, script, args, problems, items, model, optimizer):
-        """script: its file. problems: a HeldOut. items: what it trains on; a resumed run must have
-        the same.
-        """
+    def __init__(self, script, args, problems, model, optimizer):
+        """script: its file. problems: a HeldOut, whose `train` a resumed run must have too."""
         task = problems.task.NAME
         self.start = Saves.load(args.resume, model, optimizer)
         self.log = RunLog(script, args, task, self.start)
         scores = self.log.history(f"eval/{task}")
         self.saves = Saves(self.log.run_dir, model, optimizer, problems.tokenizer, args, scores)
-        check_items(items, self.log.run_dir / "config.json")
+        check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
-        self.say, self.drawn = self.log.say, ""
+        self.say, self.write = self.log.say, self.log.write
+        self.drawn, self.stopped = "", False
 
-    def clock(self):
-        return Stopwatch()
+    def begin(self, engine, model):
+        """Hand the weights to the sampler; a new run has its first scores."""
+        self.say(self.problems.facts)
+        sync_engine(engine, model)
+        if not self.start:
+            self.write(0, self.problems.check(engine, model))
+            self.write(0, self.problems.score(engine, "test", "test"))
 
-    def write(self, step, metrics, clock=None):
-        """A row of the log, if there are metrics. clock: of a training step"""
-        if metrics:
-            self.log.write(step, metrics | (clock | machine_metrics() if clock else {}))
+    def steps(self):
+        """Yield the number of every step that is left, from 0 on, and a Stopwatch for its phases.
 
-    def samples(self, step, trace, rewards, examples, number):
-        """Log the first `number` completions of a rollout."""
-        self.drawn, tokenizer = trace.draw(0, self.problems.tokenizer), self.problems.tokenizer
-        describe = lambda i: trace.describe(i, tokenizer, rewards[i], examples[i])
-        self.log.samples(step, map(describe, range(number)))
+        Ends at --max-steps, or where the run stops.
+        """
+        for step in range(self.start, self.args.max_steps):
+            self.step, self.clock = step, Stopwatch()
+            yield step, self.clock
+            if self.stopped:
+                return
 
-    def save(self, step, metrics, advantages=None):
-        """Save what is due after a step. -> whether the run stops here"""
-        stopped = self.stop.is_set(advantages, metrics)
-        self.saves.after_step(step, metrics, stopped)
-        if stopped:
+    def validate(self, engine, model):
+        """-> the scores of the step on the validation split, {} if none are due"""
+        if not self.args.evaluates(self.step + 1):
+            return {}
+        with self.clock("eval"):
+            return self.problems.validate(engine, model)
+
+    def end_step(self, metrics, batch=None):
+        """Log the step and the first group of its rollout, a Batch with rewards; save what is due;
+        find out whether the run stops here.
+        """
+        step, advantages = self.step + 1, None
+        if batch:
+            trace, tokenizer, advantages = batch.trace, self.problems.tokenizer, batch.advantages
+            metrics["speed/tokens_per_s"] = batch.num_tokens / self.clock["time/rollout"]
+            self.drawn, n = trace.draw(0, tokenizer), trace.settings["num_samples"]
+            facts = range(n), [tokenizer] * n, batch.rewards, batch.examples
+            self.log.samples(step, map(trace.describe, *facts))
+        self.write(step, metrics | self.clock | machine_metrics())
+        self.stopped = self.stop.is_set(advantages, metrics)
+        self.saves.after_step(step, metrics, self.stopped)
+        if self.stopped:
             self.say(f"step {step}: {self.stop.reason}; go on with --resume {self.log.run_dir}")
-        return stopped
 
-    def end(self):
-        """Say what was reached, show a completion, close the log and the process group."""
+    def end(self, engine=None):
+        """Score the test split with the engine, unless the run was stopped; say what was reached,
+        show a completion, close the log and the process group.
+        """
         name = self.problems.task.NAME
+        if engine and not self.stopped:
+            self.write(self.args.max_steps, self.problems.score(engine, "test", "test"))
         scores = dict(self.log.history(f"test/{name}"))
         if len(scores) > 1:
             before, *_, after = scores.values()

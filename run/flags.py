@@ -161,6 +161,10 @@ class RolloutFlags(RunFlags):
         "temperature": EPS,  # at 0 all completions of a group are the same
         "confidence_threshold": (0, 1),
         "epsilon": (0, math.inf),
+        "p_mask_prompt": (0, 1),
+        "p_mask_context": (0, 1),
+        "ref_mixup": (0, 1),
+        "train_steps": 1,
     }
 
     @classmethod

@@ -95,12 +95,13 @@ class RunLog:
         self.bar = tqdm(total=args.max_steps, initial=step, disable=None)  # only on a terminal
 
     def write(self, step, metrics):
-        """One row. step: training steps finished, 0 before training. metrics: numbers, 0-d tensors.
+        """One row, if there are metrics: numbers, 0-d tensors. step: training steps finished, 0
+        before training.
 
         JSON has no NaN: non-finite values become null. A row with a score also redraws curves.png
         and report.html, unless that has just been done.
         """
-        if not self.is_writer:
+        if not (self.is_writer and metrics):
             return
         row = {key: float(value) for key, value in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}

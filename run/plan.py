@@ -334,7 +334,7 @@ def fit_answers(rows, held_out, model, args, draws=1, tail=0, **numbers):
     rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
     answer; tail: tokens behind it. Flag pack_length: of rows that hold several answers.
     """
-    prompt, *sides = rows.bounds.diff().unflatten(0, (-1, rows.parts)).T
+    prompt, *sides = rows.lengths.T
     lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
     if pack_length := getattr(args, "pack_length", 0):
         packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()

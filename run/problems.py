@@ -6,16 +6,18 @@ from data.stream import ShuffledStream
 from distributed.groups import rank_share
 from evals import TRIAL, load_splits, load_task, mean_score
 from evals.rewards import load_reward
-from models import load_tokenizer
-from rollout import gathered, probe, rollout_metrics
+from models import add_lora, load_tokenizer
+from rollout import gathered, make_engine, probe, rollout_metrics
 from rollout.engine import SamplingSettings
+from rollout.rows import Batch
 from run.plan import fit_rollouts
 
 
 class HeldOut:
     """Problems that no training sees.
 
-    splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered
+    splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
+    train: what a script trains on, which it sets
     """
 
     def __init__(self, args, max_length, train=None):
@@ -32,6 +34,10 @@ class HeldOut:
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
+    def prompts(self):
+        """-> those that the run is scored on; rows that ask the same are not trained on"""
+        return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
+
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
         if not (problems := self.splits.get(split)):
@@ -42,45 +48,63 @@ class HeldOut:
 class Problems(HeldOut):
     """The problems of a script with rollouts, shared by its ranks.
 
-    Stops the run here, before any work on a GPU, if the flags or the reward cannot train.
-    mine: which prompts of a step are this rank's. rollout: what a rollout gives the sampler.
+    Stops the run here, before weights are read, if flags, reward or memory do not allow it.
+    Where --micro-batch-size is 0, it becomes what fits.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, model, records, together, uses_old):
+        """records: what the sampler must keep; together, uses_old: see run/plan.py"""
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
         super().__init__(args, args.max_prompt_length, args.data)
-        self.train, self.per_step = self.splits["train"], args.prompts_per_step
+        self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
+        args.micro_batch_size, self.at_once = fit_rollouts(
+            self.splits, model, args, together, uses_old
+        )
         self.facts = f"{len(self.train)} training problems; {self.facts}"
         self.rollout = dict(self.sampling)
-        self.probed = self.sampling | {"seed": args.seed}
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
 
-    def fit(self, model, args, together, uses_old):
-        """-> the micro-batch size, how many completions are decoded together: see run/plan.py"""
-        return fit_rollouts(self.splits, model, args, together, uses_old)
+    def make_engine(self, device):
+        """-> the sampler; with LoRA it gets adapters of its own, unless they are merged"""
+        args, request = self.args, (self.records, self.rollout)
+        engine = make_engine(args.model, args.rollout_backend, device, None, self.at_once, request)
+        if args.lora_rank and not args.lora_merged_rollout:
+            add_lora(engine.model, *args.lora, engine.dtype)
+        self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
+        return engine
 
-    def prompts(self, step):
-        """-> this rank's prompts of the step [list of ids], their examples"""
-        chosen = [self.stream[step * self.per_step + i] for i in self.mine]
-        examples, prompts = zip(*chosen, strict=True)
-        return list(prompts), list(examples)
+    def chosen(self, step):
+        """-> [(example, prompt ids)] of this rank in a step"""
+        return [self.stream[step * self.args.prompts_per_step + i] for i in self.mine]
 
-    def reward(self, trace, examples, model):
-        """examples: one for each G completions of the trace. Collective.
+    def request(self, step, G):
+        """-> arguments of engine.generate for G completions of each of this rank's prompts"""
+        return self.rollout | {
+            "prompt_ids": [ids for _, ids in self.chosen(step)],
+            "num_samples": G,
+            "records": self.records,
+            "seed": (self.args.seed << 32) + step,
+            "sample_offset": self.mine.start * G,
+        }
 
-        -> trace and rewards [N] of all ranks that share rows, metrics of the rollout, examples [N]
+    def reward(self, trace, step, model):
+        """Grade the rollout of a step. Collective.
+
+        -> Batch of all ranks that share rows, with rewards [B] and examples; these rewards; metrics
         """
-        G = len(trace.prompt_ids) // len(examples)
-        examples = [example for example in examples for _ in range(G)]
+        G = trace.settings["num_samples"]
+        examples = [example for example, _ in self.chosen(step) for _ in range(G)]
         parts = self.grade(trace.texts(self.tokenizer), examples)
         trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
-        return trace, rewards, rollout_metrics(trace, rewards, parts, G), examples
+        batch = Batch(trace, model)
+        batch.rewards, batch.examples = rewards, examples
+        return batch, rewards, rollout_metrics(trace, rewards, parts, G)
 
     def check(self, engine, model):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""
-        return probe(engine, model, self.train[0][1], **self.probed)
+        return probe(engine, model, self.train[0][1], **self.rollout | {"seed": self.args.seed})
 
     def validate(self, engine, model):
         """-> the score on the validation split, and `check`. Collective."""

@@ -14,6 +14,7 @@ import torch
 
 from models.tiny import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_SDAR, random_model
 from rollout import make_engine
+from rollout.rows import Batch
 
 MASK, EOS = 6, 5
 TOKENS = {"vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
@@ -81,7 +82,8 @@ def small_args(module, **fields):
     """Args of a script for tiny rollouts; fields that its method does not have are left out."""
     small = {"num_generations": 4, "gen_length": 8, "denoising_steps": 2, "branches": (2, 2)}
     small |= {"num_iterations": 2, "micro_batch_size": 5, "temperature": 1.0, "mc_num": 2} | fields
-    return module.Args(**{name: v for name, v in small.items() if hasattr(module.Args, name)})
+    known = module.Args.__dataclass_fields__
+    return module.Args(**{name: value for name, value in small.items() if name in known})
 
 
 def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2))):
@@ -93,7 +95,7 @@ def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (
     if hasattr(module, "sample_trees"):
         generate = lambda prompts, **how: module.sample_trees(engine, args, prompts, **how)
     trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=0, **how)
-    batch = module.Batch(trace, model)
+    batch = Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
     rewards = rewards[:, :G].flatten()
     if module.RECORDS == "states":  # one for every step
@@ -108,7 +110,7 @@ def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=
     B, L = completion_mask.shape
     settings = {"block_length": block_length, "seed": 3}
     return changed(
-        module.Batch.__new__(module.Batch),
+        Batch.__new__(Batch),
         trace=SimpleNamespace(settings=settings, sample_index=torch.arange(B)),
         input_ids=input_ids,
         valid_mask=torch.ones_like(input_ids, dtype=torch.bool),

@@ -31,6 +31,6 @@ def test_the_cosine_of_noisy_gradients_is_that_of_their_means():
 
 def test_rollouts_of_the_same_prompts_give_gradients_of_an_unmoved_model(tmp_path):
     args = alignment.Args(blocks=2, prompts=1, out=str(tmp_path))
-    vectors, again = (alignment.measure("d1", 1.0, args)[0] for _ in range(2))
+    vectors, again = (alignment.measure("d1", 1.0, args) for _ in range(2))
     assert vectors.shape[0] == 2 and vectors.any() and (vectors[0] != vectors[1]).any()
     assert torch.equal(vectors, again)

@@ -9,7 +9,7 @@ from oracles import MASK, tiny_model
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from algos import d1
-from distributed.groups import all_reduce, maximum, reduce_metrics
+from distributed.groups import StepMetrics, all_reduce, maximum
 from distributed.sharding import reduce_gradients
 from evals import mean_score
 from models import add_lora
@@ -37,10 +37,12 @@ def accumulate(model, batch, scale=1.0, every=False):
 
 def test_sums_without_a_weight_are_refused(monkeypatch):
     monkeypatch.setattr("distributed.groups.all_reduce", lambda sums: sums)
-    sums = {"policy/x": 6.0, "loss/x": 1}
-    assert reduce_metrics(sums | {"policy/weight": 3.0}) == {"policy/x": 2.0, "loss/x": 1}
+    sums, norm = StepMetrics({"policy/x": 6.0, "loss/total": 1}), SimpleNamespace(item=lambda: 2.0)
+    norm.full_tensor = lambda: norm
     with pytest.raises(SystemExit, match="no policy/weight to divide by"):
-        reduce_metrics(sums)
+        sums.reduce(1, norm)
+    sums["policy/weight"] = 3.0
+    assert sums.reduce(1, norm) == {"policy/x": 2.0, "loss/total": 1, "optim/grad_norm": 2.0}
 
 
 def adapted(lora_rank, **config):

@@ -128,7 +128,8 @@ def test_pages_of_methods_name_functions_and_defaults_of_their_script(method):
     script = import_module(f"algos.{method}")
     for *_, functions in cells(method, "Equation -> function table"):
         for name in re.findall(r"`(\w+)`", functions):
-            assert hasattr(script, name) or hasattr(Batch, name) or hasattr(script.Batch, name)
+            found = script, Batch, getattr(script, "Batch", None)
+            assert any(hasattr(one, name) for one in found)
     for flag, value, source in cells(method, "Hyper-parameters"):
         words = [flag.strip("`")] + ([] if value == "on" else shlex.split(value))
         name = words[0].removeprefix("--").replace("-", "_")
@@ -171,7 +172,6 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
             made = plan.fit_rollouts(problems, net, args, script.DRAWS_TOGETHER, script.USES_OLD)
         else:
             sides, draws = (2, args.mc_num) if "mc_num" in vars(args) else (1, 1)
-            bounds = args.max_length // 2 * torch.arange(2 + sides)
-            answers = SimpleNamespace(bounds=bounds, parts=1 + sides)
+            answers = SimpleNamespace(lengths=torch.full((1, 1 + sides), args.max_length // 2))
             made = plan.fit_answers(answers, {"test": range(128)}, net, args, draws)
         assert made.fitting, command

@@ -7,6 +7,7 @@ from test_samplers import exact_distribution, reveal_quota, toy
 
 from algos import dtreerpo
 from rollout import make_engine
+from rollout.rows import Batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -21,7 +22,7 @@ def grow(engine, prompts, **settings):
     args = dtreerpo.Args(**SHAPE | {"denoising_steps": 2} | settings)
     how = {name: getattr(args, name) for name in NAMES} | {"seed": 42 << 32}
     trace = dtreerpo.sample_trees(engine, args, prompts, args.num_generations, 0, **how)
-    batch, leaves = dtreerpo.Batch(trace, engine.model), args.num_generations * len(prompts)
+    batch, leaves = Batch(trace, engine.model), args.num_generations * len(prompts)
     batch.advantages = dtreerpo.compute_advantages(torch.tensor(leaves // 12 * REWARDS), args)
     batch.progress = 0.4
     return args, batch, dtreerpo.sample_masks(batch, 0, args)

@@ -3,6 +3,7 @@ throughout.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ import torch.nn.functional as F
 
 from models.experts import (
     Experts,
-    experts_grouped,
-    experts_loop,
+    combine_experts,
     router_metrics,
 )
 from models.tiny import TINY_LLADA2, TINY_SDAR_MOE, random_model
@@ -69,20 +69,19 @@ def outcome(compute, x, index, weight, gate_up, down, dtype):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    "compute, dtype, tolerance",
+    "dtype, tolerance, grouped",
     [
-        (experts_loop, torch.float64, 1e-12),
-        (experts_loop, torch.float32, 1e-5),
-        (experts_grouped, torch.float32, 1e-5),
-        (experts_loop, torch.bfloat16, 0.05),
-        (experts_grouped, torch.bfloat16, 0.05),
+        (torch.float64, 1e-12, False),
+        (torch.float32, 1e-5, True),
+        (torch.bfloat16, 0.05, False),
+        (torch.bfloat16, 0.05, True),
     ],
 )
-def test_experts_and_their_gradients_are_those_of_the_definition(compute, dtype, tolerance, sizes):
+def test_experts_and_their_gradients_are_those_of_the_definition(dtype, tolerance, grouped, sizes):
     """Share of the largest entry; experts without tokens have gradient 0, not whatever lay in
     memory.
     """
-    values = case(*sizes)
+    values, compute = case(*sizes), partial(combine_experts, is_grouped=grouped)
     for got, want in zip(
         outcome(compute, *values, dtype),
         outcome(token_by_token, *values, torch.float64),
@@ -102,8 +101,9 @@ def test_weighted_outputs_are_summed_in_fp32():
     weight[0, 0] = 1
     tensors = x, index, weight, torch.full((E, 16, 8), 0.25), torch.full((E, 8, 8), 0.25)
     want = token_by_token(*tensors)
-    for compute in (experts_loop, experts_grouped):
-        y = compute(x.bfloat16(), index, weight, *(part.bfloat16() for part in tensors[3:]))
+    parts = [part.bfloat16() for part in tensors[3:]]
+    for is_grouped in (False, True):
+        y = combine_experts(x.bfloat16(), index, weight, *parts, is_grouped)
         assert (y / want - 1).abs().max() < 0.006
 
 

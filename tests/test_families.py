@@ -1,17 +1,16 @@
 """Every family on several ranks: sharded loading, modules that stay fp32, and all scripts."""
 
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from golden_runs import CASES, assert_same_metrics, flags_of, rows_of, run_script
 from sync_shared import METHODS
-from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from algos import d1
+from distributed.sharding import sharding
 from models import (
     add_lora,
     export_weights,
@@ -104,9 +103,8 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
     rotate, tables = layers.rotate, []
     spy = lambda x, cos, sin: tables.append((x.dtype, cos.dtype)) or rotate(x, cos, sin)
     monkeypatch.setattr(layers, "rotate", spy)
-    # as on a GPU: bf16 compute
-    in_bf16 = partial(fsdp.MixedPrecisionPolicy, torch.bfloat16, torch.float32)
-    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", in_bf16)
+    on_gpu = lambda model, _: sharding(model, (torch.bfloat16, torch.float32))
+    monkeypatch.setattr(d1, "sharding", on_gpu)
 
     def body(rank, world_size):
         model, seen = load_weights(d1.parallelize(meta_model(family), ARGS), "cpu"), []

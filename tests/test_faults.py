@@ -16,6 +16,7 @@ from test_resume import OFFLINE as OFFLINE_RUN
 from test_resume import ROOT, RUN, Run, assert_same_record, no_figures  # noqa: F401
 
 from rollout import make_engine
+from rollout.rows import Batch
 from run.problems import sampling_of
 
 pytestmark = pytest.mark.full
@@ -134,7 +135,7 @@ def updated(rank, ranks, script, seed):
     )
     trace = roll(prompts[mine], **how)
     batch, scores = (
-        module.Batch(trace, model),
+        Batch(trace, model),
         torch.tensor(rewards[mine], dtype=torch.float64).flatten(),
     )
     if module.RECORDS == "states":  # a reward for every step

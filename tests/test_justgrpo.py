@@ -9,6 +9,7 @@ from oracles import TEXT, made_batch, tilted, tiny_model, updated
 
 from algos import justgrpo
 from rollout import make_engine
+from rollout.rows import Batch
 from rollout.traces import scored
 
 PROMPTS = [[3, 4, 0], [1, 2, 3, 4, 0, 1], [2, 3]]  # 3, 2 and 2 modulo the block of 4
@@ -24,7 +25,7 @@ def draw(model, prompts, n, **settings):
 
 def score(model, trace, **settings):
     """-> batch, rows, log-probabilities [B, K, L]"""
-    batch, args = justgrpo.Batch(trace, model), justgrpo.Args(**{"temperature": 0.8} | settings)
+    batch, args = Batch(trace, model), justgrpo.Args(**{"temperature": 0.8} | settings)
     batch.advantages = torch.ones(len(trace.prompt_ids))
     rows = justgrpo.sample_masks(batch, 0, args)
     with torch.no_grad():

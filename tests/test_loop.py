@@ -150,7 +150,7 @@ def draws_of(rows):
 WITH_KL = [
     script
     for script in ONLINE
-    if importlib.import_module(f"algos.{script}").Args.RANGES.get("beta") != (0, 0)
+    if "beta" in importlib.import_module(f"algos.{script}").Args.__dataclass_fields__
 ]
 
 

@@ -220,8 +220,8 @@ def rename(held):
 
 PLAIN, CONFIG, WEIGHTS = "only plain LoRA", "adapter_config.json", "adapter_model.safetensors"
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
-    "rank": (edit(CONFIG, r=8), ["down_proj.lora_A.weight", "rank 8"]),
-    "names": (tensors(rename, WEIGHTS), ["layers.7", "needed nowhere"]),
+    "rank": (edit(CONFIG, r=8), ["of rank 8, does not fit its model at"]),
+    "names": (tensors(rename, WEIGHTS), ["does not fit its model at .*layers.7"]),
     "empty": (tensors(dict.clear, WEIGHTS), ["holds no adapters"]),
     "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
     "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),

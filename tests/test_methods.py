@@ -382,11 +382,10 @@ def test_clip_and_kl(module):
     """
     of = lambda value: [value] if module in (ebpo, espo) else [[value]]
     for ratio, A, objective, live in CLIPS:
-        how = {"epsilon": 0.5, "beta": 0.0}
-        got, slope = loss_of(module, of(math.log(ratio)), [A], of(0.0), **how)
+        got, slope = loss_of(module, of(math.log(ratio)), [A], of(0.0), epsilon=0.5)
         assert got == pytest.approx(objective) and slope.isfinite().all()
         assert slope.item() == pytest.approx(objective if live else 0)
-    assert loss_of(module, of(0.0), [2.0], of(0.0), epsilon=0.0, beta=0.0)[1].item() == 2
+    assert loss_of(module, of(0.0), [2.0], of(0.0), epsilon=0.0)[1].item() == 2
     if module not in (ebpo, espo):
         got, _ = loss_of(module, [[-1.0]], [0.0], ref=[[-1.2]], beta=1.0)
         assert -got == pytest.approx(0.018731, abs=1e-6)
@@ -535,10 +534,8 @@ def test_sft_noise_is_stratified_over_the_step_and_keyed_by_the_example():
 
 def test_mdpo_grades_every_prediction():
     """Up to its own EOS; a step without a forward repeats the last."""
-    masked = torch.tensor([[[1, 1, 1], [0, 0, 0], [0, 1, 0]]]).bool()
-    predictions = torch.tensor([[[1, EOS, 3], [0, 0, 0], [1, 2, 4]]])
-    records = {"masked": masked, "predictions": predictions}
-    trace = SimpleNamespace(records=records, settings={"eos_token_ids": [EOS]})
+    draws = torch.tensor([[[1, EOS, 4], [-1, -1, -1], [-1, 2, -1]]])
+    trace = SimpleNamespace(records={"tokens": draws}, settings={"eos_token_ids": [EOS]})
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: ids)
     grade = lambda texts, examples: [
         {"a": float(sum(text)), "b": example} for text, example in zip(texts, examples, strict=True)

@@ -6,13 +6,11 @@ files and tokenizers of the official checkpoints (SDAR-4B-Chat, ...); tests that
 without.
 """
 
-import io
 import json
 import math
 import os
 import resource
 import shutil
-import sys
 import zlib
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from models import checkpoint as checkpoint_module
 from models import (
     load_model,
     load_tokenizer,
-    meta_model,
     prompt_ids,
     random_init,
     save_model,
@@ -477,18 +474,6 @@ def test_damaged_text_is_refused_in_one_line(saved):
         load_model(saved)
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_ids_are_tokens_of_the_model(saved, file):
-    """264 rows: 263 is a token; ids that would fail at the first rollout are refused."""
-    (saved / "generation_config.json").write_text("{}")
-    edit(file, eos_token_id=263, pad_token_id=263)(saved)
-    meta_model(saved)
-    for facts in ({"eos_token_id": [256, 264]}, {"eos_token_id": 256, "pad_token_id": 264}):
-        edit(file, **facts)(saved)
-        with exits_with_one_line("outside the vocabulary of 264"):
-            meta_model(saved)
-
-
 def test_names_without_files_are_refused(tmp_path):
     with exits_with_one_line("sdar-9b", "sdar-8b", "tiny-sdar"):
         load_model("sdar-9b")
@@ -533,14 +518,6 @@ def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     assert len(asked) == 4 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
 
 
-def test_terminals_without_utf8(monkeypatch):
-    """What a terminal cannot show is printed as its code."""
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "iso8859-1"))
-    load_tokenizer("tiny-sdar")
-    print("ü\u2591", flush=True)
-    assert sys.stdout.buffer.getvalue() == b"\xfc\\u2591\n"
-
-
 # --- config files --------------------------------------------------------------------------------
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -548,12 +525,10 @@ REFUSALS = {
     "sdar": [
         ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
         ({"rope_parameters": YARN}, "rope_scaling.*yarn"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}, "12345"),
         ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
         ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
         ({"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps = nan; it must be of type float"),
         ({"rope_parameters": "yarn"}, "describes no .* model"),
     ],
     "sdar_moe": [

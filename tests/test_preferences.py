@@ -4,72 +4,54 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-from test_sft_data import COUNTDOWN, EOS, GOLDEN, TINY, turns, write_jsonl
+from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns, write_jsonl
 
 from data import preferences
-from data.preferences import (
-    encode_pairs,
-    gold_pairs,
-    held_out_pairs,
-    pairs_of_samples,
-    preference,
-    training_pairs,
-)
+from data.preferences import gold_pairs, held_out_pairs, pairs_of, pairs_of_samples, preference
+from data.tokens import Dropped
 from evals import score_all
-from models.tiny import byte_tokenizer
 
-USER = turns("1+1")
 SPLITS = ("validation", "test")
 
 
-def training(data, asked=()):
-    return training_pairs(COUNTDOWN, data, score_all, asked)
+def training(data):
+    return pairs_of(COUNTDOWN, data, "train", score_all)
 
 
 def held_out(split, data, eval_pairs="", limit=9):
     return held_out_pairs(COUNTDOWN, split, data, eval_pairs, limit, score_all)
 
 
-def encoded(pairs, max_length=100):
-    return encode_pairs(pairs, byte_tokenizer(), TINY, max_length)
-
-
 def test_every_layout_gives_the_same_pair(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", GOLDEN["pairs"])
-    want = {"prompt": USER, "chosen": "2", "rejected": "3"}
+    want = {"prompt": turns("1+1"), "chosen": "2", "rejected": "3"}
     assert list(training(path)) == [want] * len(GOLDEN["pairs"])
     sides = {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")}
     history = {"prompt": turns("a", "b", "c"), "chosen": "d", "rejected": "e"}
     assert preference({"prompt": "c"} | sides) == history
 
 
-def test_pairs_are_dropped_as_a_whole_and_counted(tmp_path):
+def test_pairs_are_dropped_as_a_whole(tmp_path):
     """The longer side decides; exactly --max-length stays."""
     texts = ("2", "3"), ("22", "3"), ("2", "333"), ("333", "2"), (" \n", "3"), ("2", ""), ("2", "2")
     pairs = [{"prompt": "1+1", "chosen": good, "rejected": bad} for good, bad in texts]
     pairs += [pairs[0] | {"prompt": text} for text in ("1<|MASK|>", "What  is\nIT?")]
-    path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    kept = encoded(training(path, [turns("what is it?")]), 8)
-    prompt = [258, *b"1+1", 259]
+    kept = ids(map(preference, pairs), 8, asked=[turns("what is it?")])
     assert list(kept) == [
-        (prompt, [*b"2", EOS], [*b"3", EOS]),
-        (prompt, [*b"22", EOS], [*b"3", EOS]),
+        ([258, *b"1+1", 259], [*good, EOS], [*b"3", EOS]) for good in (b"2", b"22")
     ]
-    assert {reason: counted["rows"] for reason, counted in kept.dropped.items()} == {
-        "exceed --max-length 8": 2,
-        "have an empty answer": 2,
-        "have two equal sides": 1,
-        "hold a mask token": 1,
-        "ask what the run is scored on": 1,
-    }
-    first = kept.dropped["exceed --max-length 8"]["first"]
-    assert first == "row 3, 9 tokens: '1+1' -> '2' rather than '333'"
+    assert [line.split(";")[0] for line in kept.dropped] == [
+        "2 exceed --max-length 8",
+        "2 have an empty answer",
+        "1 have two equal sides",
+        "1 hold a mask token",
+        "1 ask what the run is scored on",
+    ]
 
 
-@pytest.mark.parametrize("row, message", GOLDEN["mistakes"])
-def test_mistakes_are_named(row, message):
-    with pytest.raises(SystemExit, match=f"^.*{message}.*$"):
-        encoded([preference(row)]).at_least(1)
+@pytest.mark.parametrize("row, reason", GOLDEN["mistakes"])
+def test_mistakes_are_named(row, reason):
+    assert isinstance(found := preference(row), Dropped) and found.reason.startswith(reason)
 
 
 # --- splits --------------------------------------------------------------------------------------
@@ -88,15 +70,15 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
     """What is trained on is never scored as held out; a file given for it serves both splits."""
     folder, held = tmp_path / "folder", lambda *given: [chosen(held_out(s, *given)) for s in SPLITS]
     data, more = str(folder), write_pairs(tmp_path / "more.jsonl", *"abc")
-    for split, names in {"train": "xy", "validation": "vw", "test": "01234"}.items():
+    for split, names in {"train": "yz", "validation": "vw", "test": "01234"}.items():
         write_pairs(folder / f"{split}.jsonl", *names)
-    assert chosen(training(data)) == ["x", "y"]
+    assert chosen(training(data)) == ["y", "z"]
     assert held(data) == [[*"vw"], [*"01234"]] and held(data, more, 2) == [["a", "b"]] * 2
     assert held(more) == [[], []] and held(more, data) == held(data)
     (folder / "validation.jsonl").unlink()
     assert held(data) == [["0", "2", "4"], ["1", "3"]] and held(data, "", 1) == [["0"], ["1"]]
     (folder / "train.jsonl").unlink()
-    with pytest.raises(SystemExit, match="the folder has no train.jsonl and no train.parquet"):
+    with pytest.raises(SystemExit, match="folder/train.jsonl: no such file"):
         list(training(data))
 
 
@@ -107,9 +89,8 @@ HUB = [  # splits of a data set; split and rows of train, validation, test
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", range(len(HUB)))
-def test_splits_of_a_hub_data_set(monkeypatch, case):
-    names, *want = HUB[case]
+@pytest.mark.parametrize("names, want", [(names, want) for names, *want in HUB])
+def test_splits_of_a_hub_data_set(monkeypatch, names, want):
     rows, asked = [{"prompt": "1+1", "chosen": str(i), "rejected": "x"} for i in range(5)], []
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, revision: names)
     load = lambda split, **_: asked.append(split) or datasets.Dataset.from_list(rows)
@@ -146,45 +127,23 @@ def test_gold_pairs_are_scored_in_batches():
     assert calls == [30, 30, 29, 28, 2, 2, 2, 2, 2]
 
 
-def samples(*answers):
-    """answers: (index, completion, score)"""
-    keys = ("index", "completion", "score")
-    rows = [dict(zip(keys, answer, strict=True)) for answer in answers]
-    return [row | {"prompt": turns(f"p{row['index']}")} for row in rows]
-
-
-def test_best_answers_meet_worst_and_none_is_used_twice():
-    scores = {"r1": 1.0, "w1": 0.0, "r2": 1.0, "w2": 0.0, " ": 0.0, "w3": 0.0}
-    rows = samples(*((1, *text) for text in scores.items()), (1, "w1", 0.0), (0, "half", 0.5))
-    rows += samples(
-        (0, "none", 0.0), (0, "whole", 1.0), (2, "r", 1.0), (2, "R", 1.0), (3, "w", 0.0)
-    )
-    found = map(preference, pairs_of_samples(rows, 9))
-    texts = [(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in found]
-    assert texts == [("p0", "whole", "none"), ("p1", "r1", "w3"), ("p1", "r2", "w2")]
-    assert [row["prompt"] for row in pairs_of_samples(rows, 1)] == ["p0", "p1"]
-
-
-def test_samples_of_an_evaluation_become_a_file_of_pairs(tmp_path, capsys):
-    rows = samples((0, "\ud800", 1.0), (0, "b\u00df", 0.0), (1, "c", 0.0))
-    path = write_jsonl(tmp_path / "samples.jsonl", rows)
-    preferences.main(preferences.Args(path, str(tmp_path / "pairs/train.jsonl")))
-    assert "1 pairs, of 3 answers to 2 prompts" in capsys.readouterr().out
-    want = {"prompt": turns("p0"), "chosen": "\ud800", "rejected": "b\u00df"}
-    assert list(training(str(tmp_path / "pairs"))) == [want]
-
-
-[GOOD] = samples((0, "a", 1.0))
-REFUSED = [
-    ([GOOD], "no prompt of 1 has two answers of different score"),
-    ([GOOD | {"prompt": [{}]}], "samples.jsonl line 1: needs index .*, prompt .messages."),
-    ([GOOD, GOOD | {"prompt": turns("p1")}], "line 2: index 0 had another prompt before"),
-]
-
-
-@pytest.mark.parametrize("rows, words", REFUSED)
-def test_samples_that_make_no_pair_are_refused(tmp_path, rows, words):
-    path = write_jsonl(tmp_path / "samples.jsonl", rows)
-    with pytest.raises(SystemExit, match=words):
-        preferences.main(preferences.Args(path, str(tmp_path / "pairs.jsonl")))
-    assert not (tmp_path / "pairs.jsonl").exists()
+def test_best_answers_meet_worst_and_none_is_used_twice(tmp_path):
+    """From samples.jsonl of an evaluation to a folder of pairs that the script reads."""
+    scored = {
+        1: {"r1": 1.0, "w1": 0.0, "r2": 1.0, "w2": 0.0, " ": 0.0, "w3": 0.0},
+        0: {"half": 0.5, "none": 0.0, "\ud800": 1.0},
+        2: {"r": 1.0, "R": 1.0},
+        3: {"w": 0.0},
+    }
+    rows = [
+        {"index": i, "prompt": turns(f"p{i}"), "completion": text, "score": score}
+        for i, scores in scored.items()
+        for text, score in scores.items()
+    ]
+    samples, folder = write_jsonl(tmp_path / "samples.jsonl", rows + rows[1:2]), tmp_path / "pairs"
+    preferences.main(samples, str(folder / "train.jsonl"), 9)
+    pairs = [(turns("p0"), "\ud800", "none"), (turns("p1"), "r1", "w3"), (turns("p1"), "r2", "w2")]
+    assert [tuple(pair.values()) for pair in training(str(folder))] == pairs
+    assert chosen(pairs_of_samples(rows, 1)) == ["\ud800", "r1"]
+    with pytest.raises(SystemExit, match="no prompt has two answers of different score"):
+        preferences.main(write_jsonl(tmp_path / "one.jsonl", rows[:1]), str(tmp_path / "no.jsonl"))

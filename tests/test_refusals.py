@@ -39,11 +39,11 @@ REFUSALS = {
     "algos/d1.py --reward evals/qa.py:pay": "evals/qa.py: needs a function pay",
     f"algos/d1.py {ROWS} --reward gsm8k_d1 {ALGO}": "gsm8k_d1 pays for a layout",
     "algos/d1.py --task gsm8k --reward countdown_d1": "does not fit gsm8k",
-    "algos/d1.py --eval-data none.jsonl": "--data none.jsonl: no such preset or file; ",
+    "algos/d1.py --eval-data none.jsonl": "--data none.jsonl: no such file that ends",
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
-    "algos/sft.py --data README.md": "--data README.md: a file must end in .jsonl, .csv",
-    "algos/vrpo.py --data docs": "the folder has no train.jsonl and no train.parquet",
+    "algos/sft.py --data README.md": "--data README.md: no such file that ends in .jsonl, .csv",
+    "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
     f"algos/vrpo.py --data {'x' * 256}": "no name has more than 255 bytes",
     "data/preferences.py --samples none.jsonl --out x.jsonl": "none.jsonl: no such file",
     f"data/preferences.py --samples {'x' * 256} --out x.jsonl": "no such file",
@@ -52,8 +52,6 @@ REFUSALS = {
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483648",
-    "algos/bgpo.py --beta 0.1": "--beta 0.1 must be 0",
-    "algos/wd1.py --beta 0.1": "--beta 0.1 must be 0",
     "algos/bgpo.py --confidence-threshold 90": "--confidence-threshold 90.0 must be from 0 to 1",
     "algos/spg.py --mc-num 1": "--mc-num 1 must be from 2",
     "algos/spg.py --omega 1.5": "--omega 1.5 must be from 0 to 1",
@@ -73,7 +71,6 @@ REFUSALS = {
     "algos/d1.py --betas 0.9 1.0": "--betas 0.9 1.0 must be from 0",
     "algos/d1.py --p-mask-prompt 1.5": "--p-mask-prompt 1.5 must be from 0 to 1",
     "algos/d1.py --seed 2147483648": "--seed 2147483648 must be from 0 to 2147483648",
-    "data/preferences.py --samples x --out x --per-prompt 0": "--per-prompt 0 must be",
     # what does not fit together
     "algos/bgpo.py --max-prompt-length 3": "--max-prompt-length (or --max-length) 3: the shortest",
     "algos/justgrpo.py --denoising-steps 2": "left to right, a block of 4 takes 4",
@@ -95,7 +92,7 @@ REFUSALS = {
     "algos/sft.py --cart-p 1.5 --model tiny-dream": "--cart-p 1.5",
     "algos/sft.py --batch-size 2 --block-length 8 --eval-limit 2": "blocks of 4",
     "algos/sft.py --batch-size 100000": "fewer than --batch-size 100000",
-    "algos/sft.py --max-length 4 --eval-limit 0": "--data holds no rows to train on",
+    "algos/sft.py --max-length 4 --eval-limit 0": "--data holds 0 rows to train on",
     "algos/d1.py --sequence-parallel 2": "must divide the ranks of a node, 1: use 1",
 }
 

@@ -120,19 +120,15 @@ ASCENDING = {"schedule": "ascending", "gen_length": 20, "denoising_steps": 5}
 REFUSED = [
     ("sdar", {"block_length": 8}, "--block-length 8.*blocks of 4"),
     ("sdar", {"remasking": "low_confidence"}, "--remasking low_confidence: .*static.*random"),
-    ("sdar", {"alg_temp": 0.5}, "--alg-temp 0.5 must be 0 for the sampler of a block-causal model"),
+    ("sdar", {"alg_temp": 0.5}, "--alg-temp 0.5: the sampler of a block-causal model has 0"),
     ("sdar", {"records": "states"}, "keeps no records of kind 'states'"),
     ("sdar", {"cache": "dual"}, "--cache dual.*block-causal.*none"),
     ("sdar", {"editing_threshold": 0.5}, "--editing-threshold 0.5: SDAR was not trained to edit"),
     ("llada2", {"editing_threshold": 0.5, "records": "steps"}, "threshold 0.5 revises tokens"),
     ("llada", {"remasking": "rcr", "records": "steps"}, "--remasking rcr revises tokens"),
-    ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser scales confidences"),
-    ("llada", {"remasking": "sequential", "eos_policy": "demote"}, "demote changes confidences"),
-    (
-        "llada",
-        {"alg_temp": 0.5},
-        "--alg-temp 0.5 must be 0 for .* unless --remasking is low_conf.* or",
-    ),
+    ("llada", {"remasking": "entropy", "eos_policy": "eoser"}, "eoser needs confidences"),
+    ("llada", {"remasking": "sequential", "eos_policy": "demote"}, "demote needs confidences"),
+    ("llada", {"alg_temp": 0.5}, "--alg-temp 0.5 needs --remasking low_confidence_static or"),
     (
         "llada",
         ASCENDING,
@@ -140,10 +136,10 @@ REFUSED = [
     ),
     ("llada", ASCENDING | {"denoising_steps": 4, "block_length": 3}, "give --block-length 0"),
 ]
-WRONG = dict(denoising_steps=0, top_k=-1, top_p=0.0, factor=0.0, temperature=math.inf)
+WRONG = dict(denoising_steps=0, top_k=-1, top_p=0.0, factor=-0.1, temperature=math.inf)
 WRONG |= dict(confidence_threshold=1.01, block_length=-4)
 REFUSED += [
-    ("llada", {k: v}, f"--{k.replace('_', '-')} {v} (must|is no)") for k, v in WRONG.items()
+    ("llada", {k: v}, f"--{k.replace('_', '-')} {v} must be from") for k, v in WRONG.items()
 ]
 
 
@@ -157,26 +153,21 @@ def test_a_rollout_and_its_plan_refuse_what_they_cannot_do(family, options, word
 
 def test_prompts_are_checked():
     engine = engine_of()
-    refused = {
-        "at least one token": [[3], []],
-        f"prompt 1 holds the mask token .id {M}.": [[3], [4, M]],
-    }
-    for words, prompts in refused.items():
-        with pytest.raises(SystemExit, match=words):
-            engine.generate(prompts)
-    for token in (-1, V):  # on a GPU it would be an assertion of the device
-        with pytest.raises(SystemExit, match="prompt 1 holds an id outside of the model's 0 to 19"):
+    with pytest.raises(SystemExit, match="at least one token"):
+        engine.generate([[3], []])
+    for token in (M, -1, V):  # on a GPU it would be an assertion of the device
+        with pytest.raises(SystemExit, match="prompt 1 holds the mask token .id 19. or an id outs"):
             engine.generate([[3], [4, token]])
 
 
 def test_a_plan_tells_blocks_and_steps():
     how = {"gen_length": 12, "denoising_steps": 2, "remasking": "random"}
     plan = engine_of().validate(**how)
-    assert plan == "3 blocks of 4 tokens, 2 steps each: 6 steps, 2 tokens a step"
-    with pytest.raises(SystemExit, match="--gen-length 13.*give 12 or 16"):
+    assert plan == "12 tokens in 3 blocks and 6 steps, 2 tokens a step"
+    with pytest.raises(SystemExit, match="--gen-length 13 .* block length 4"):
         engine_of().validate(gen_length=13)
     plan = engine_of("dream").validate(**ASCENDING | {"denoising_steps": 3})
-    assert plan == "blocks of 7, 13 tokens: 4 steps, at least 5 tokens a step"
+    assert plan == "20 tokens in 2 blocks and 4 steps, at least 5 tokens a step"
 
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -194,7 +185,6 @@ def trace_of(completions, masks, prompts=None, steps=None, eos=(256,), **changes
         completion_mask=torch.arange(L) < torch.tensor(masks)[:, None],
         canvas_length=lengths,
         step_map=steps,
-        replay_map=steps,
         logps=pad([[-0.123456 * (j + 1) for j in range(len(row))] for row in completions], 0.0),
         sample_index=torch.arange(len(completions)),
         num_forwards=2 * lengths,
@@ -238,7 +228,7 @@ def test_concatenate_pads_to_the_widest():
     assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]]
     assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255, 255, 255]
     assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 5
-    assert both.step_map[0].tolist() == both.replay_map[0].tolist() == [0, 1, 2, 3] + [-1] * 4
+    assert both.step_map[0].tolist() == [0, 1, 2, 3] + [-1] * 4
     assert both.logps[0, 4:].tolist() == [0.0] * 4 and both.num_forwards.tolist() == [8, 16, 8]
     assert torch.equal(both.completion_ids[1:], b.completion_ids)
 

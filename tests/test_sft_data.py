@@ -7,15 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import numpy as np
 import pandas
 import pytest
 import torch
 from tokenizers import AddedToken
 
-from data.sft import conversation, encode, training_rows
+from data.sft import conversation, training_rows
 from data.stream import ShuffledStream, check_items
-from data.tokens import Dropped, TokenRows
+from data.tokens import TokenRows, encode
 from evals import load_task
 from models import load_tokenizer, prompt_ids
 from models.tiny import byte_tokenizer
@@ -23,16 +22,14 @@ from models.tiny import byte_tokenizer
 EOS, MASK, COUNTDOWN, GSM8K = 256, 257, load_task("countdown"), load_task("gsm8k")
 TINY = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=MASK)  # the first closes an answer
 HF, FILES = (os.environ.get(name) for name in ("CLEANDLLM_HF", "CLEANDLLM_DATA"))
-needs_files = pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")
-needs_hf = pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 
 
 def row(prompt, response):
     return conversation({"prompt": prompt, "response": response})
 
 
-def ids(rows, max_length=100, tokenizer=None, model=TINY, batch_size=1):
-    return encode(rows, tokenizer or byte_tokenizer(), model, max_length, batch_size)
+def ids(rows, max_length=100, tokenizer=None, model=TINY, asked=()):
+    return encode(rows, tokenizer or byte_tokenizer(), model, max_length, asked)
 
 
 def turns(*texts):
@@ -45,7 +42,7 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-# layouts of rows and pairs; [row, why it is left out, what is shown of the first]
+# layouts of rows and pairs; [row, why it is left out]
 GOLDEN = json.loads((Path(__file__).parent / "golden/rows.json").read_text())
 
 
@@ -58,65 +55,44 @@ def test_every_layout_gives_prompt_and_answer_closed_once(tmp_path, columns):
     assert list(rows) == [([258, *b"1+1", 259], [*b"2<|MASK|>", EOS])]
 
 
-@pytest.mark.parametrize("bad, reason, shown", GOLDEN["left out"])
-def test_rows_are_left_out_counted_and_the_first_is_shown(tmp_path, bad, reason, shown):
-    """Two bad rows among good ones: the good ones stay, in order; alone they end the run."""
+@pytest.mark.parametrize("bad, reason", GOLDEN["left out"])
+def test_rows_are_left_out_and_counted(tmp_path, bad, reason):
+    """Two bad rows among good ones: the good ones stay, in order; too few end the run."""
     tokenizer = byte_tokenizer()
     refuse = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     tokenizer.chat_template = refuse + tokenizer.chat_template
     good = [{"prompt": "1+1", "response": "2"}, {"prompt": "a" * 16, "response": "b"}]  # 20 tokens
-    held_out = [{"numbers": [5, 7, 1], "target": 11, "style": "compact"}]
     path = write_jsonl(tmp_path / "rows.jsonl", [good[0], bad, good[1], bad])
-    rows = ids(training_rows(COUNTDOWN, path, held_out), 20, tokenizer)
+    rows = ids(training_rows(COUNTDOWN, path), 20, tokenizer, asked=[turns("5 7 1 = 11")])
     assert list(rows) == list(ids([row(**each) for each in good], 20)) and len(rows) == 2
-    ((why, counted),) = rows.dropped.items()
-    assert why.startswith(reason) and counted["rows"] == 2 and shown in counted["first"]
-    assert counted["first"].startswith("row 2, ")
-    head, line = rows.report("training rows").splitlines()
-    assert head == "2 training rows, 27 tokens, the longest has 20; 2 of 4 dropped:"
-    assert line == f"  2 {why}; the first: {counted['first']}"
-    path = write_jsonl(tmp_path / "rows.jsonl", [bad, bad])
-    if "cannot be read" not in reason:  # else the rows are taken for problems of the task
-        with pytest.raises(SystemExit) as error:
-            ids(training_rows(COUNTDOWN, path, held_out), 20, tokenizer)
-        message = str(error.value)
-        assert message.startswith(f"--data holds no rows to train on; 2 were dropped: 2 {reason}")
-        assert shown in message and "\n" not in message
-
-
-def test_a_run_never_starts_on_fewer_rows_than_a_batch():
-    rows = [row("a", text) for text in ("x", "", "y" * 50, " ", "z", "<|MASK|>")]
-    words = "3 rows to train on, fewer than --batch-size 4: give a smaller one; "
-    words += "3 were dropped: 2 have an empty answer"
-    with pytest.raises(SystemExit, match=f"^--data holds {words}; the first: row 2, .*: 1 exceed"):
-        ids(rows, 20, batch_size=4)
-    empty = TokenRows(torch.zeros(0), torch.zeros(1, dtype=torch.int64), 2, {})
-    assert list(empty) == [] and empty.report("rows") == "0 rows, 0 tokens; none dropped"
+    assert [*rows.dropped] == rows.report("rows").split("\n  dropped: ")[1:]
+    assert re.fullmatch(f"2 {reason}.*; the first: row 2, .*", *rows.dropped)
+    with pytest.raises(SystemExit, match=f"2 rows .* --batch-size 3; dropped: 2 {reason}"):
+        rows.at_least(3)
 
 
 def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
-    asked, found = [], datasets.Dataset.from_list([{"prompt": "a", "response": "b"}])
-    load = lambda path, split, **_: asked.append((path, split)) or found
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    for names, split in (["train", "train_sft"], "train_sft"), ([], "train"):
+    found = datasets.Dataset.from_list([{"prompt": "a", "response": "b"}])
+    for names, want in (["train", "train_sft"], "train_sft"), ([], "train"):
+        load = lambda path, split, want=want, **_: found if split == want else None
+        monkeypatch.setattr(datasets, "load_dataset", load)
         names_of = lambda path, revision, names=names: names
         monkeypatch.setattr(datasets, "get_dataset_split_names", names_of)
         assert list(training_rows(COUNTDOWN, "owner/name")) == [row("a", "b")]
-        assert asked.pop() == ("owner/name", split)
 
 
 def test_a_task_gives_its_prompts_with_gold_answers(tmp_path, monkeypatch):
     """Its own, those of a file of problems, and those of its hub id."""
     held_out = COUNTDOWN.load("validation") + COUNTDOWN.load("test")
-    rows = list(training_rows(COUNTDOWN, "small", held_out))  # its splits share no problem
-    problems = COUNTDOWN.load("train")
-    assert len(rows) > len(problems) == 5052 and not any(isinstance(r, Dropped) for r in rows)
+    problems, rows = COUNTDOWN.load("train"), list(training_rows(COUNTDOWN, "small"))
+    assert len(rows) > len(problems) == 5052
+    asked = map(COUNTDOWN.prompt, held_out)  # its splits share no problem
+    assert ids(rows, 1000, asked=asked).dropped == []
     answers = [r["response"] for r in rows if r["prompt"] == COUNTDOWN.prompt(problems[0])]
     assert {COUNTDOWN.score(text, problems[0]) for text in answers} == {1.0}
     path = write_jsonl(tmp_path / "p.jsonl", [{"numbers": [1, 2], "target": n} for n in (9, 3)])
     rows = ids(training_rows(COUNTDOWN, path), 1000)
-    first = "row 1, no expression over [1, 2] equals 9"
-    assert len(rows) == 2 and rows.dropped == {"have no answer": {"rows": 1, "first": first}}
+    assert len(rows) == 2 and rows.dropped[0].startswith("1 have no answer; the first: row 1, ")
     found = [{"question": "1 + 1?", "answer": "Two.\n#### 2"}]
     monkeypatch.setattr(GSM8K, "read_rows", lambda *_, **__: found)
     monkeypatch.setattr(GSM8K, "held_out", lambda rows, split, _: rows if split == "train" else [])
@@ -140,7 +116,7 @@ FAMILIES = {
 }
 
 
-@needs_hf
+@pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(name):
     """But for SDAR's empty think block, the newline after a turn, LLaDA's header of a next turn.
@@ -166,13 +142,13 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
     assert mask is None or mask not in answer
 
 
-@needs_files
+@pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")
 def test_real_problems_that_the_run_is_scored_on_are_left_out():
+    """Also with other case and white space."""
     path = f"{FILES}/gsm8k/train.jsonl"
-    shouted = lambda problem: problem | {"question": problem["question"].upper() + " \n"}
-    rows = training_rows(GSM8K, path, map(shouted, GSM8K.load("train", path)[100:612]))
-    left_out = [i for i, each in enumerate(rows) if isinstance(each, Dropped)]
-    assert left_out == list(range(100, 612))
+    rows = list(training_rows(GSM8K, path))[:300]
+    asked = [turns(each["prompt"][-1]["content"].upper() + " \n") for each in rows[100:200]]
+    assert list(ids(rows, 5000, asked=asked)) == list(ids(rows[:100] + rows[200:], 5000))
 
 
 # --- streams, ranks ------------------------------------------------------------------------------
@@ -187,8 +163,8 @@ def test_the_stream_gives_every_item_once_per_epoch_in_a_keyed_order():
 
 
 def token_rows(rows):
-    flat = torch.from_numpy(np.array(sum(rows, []), dtype=np.int32))
-    return TokenRows(flat, torch.tensor([0, *map(len, rows)]).cumsum(0), 1, {})
+    flat = torch.tensor(sum(rows, []), dtype=torch.int32)
+    return TokenRows(flat, torch.tensor([*map(len, rows)]).view(-1, 1), [])
 
 
 @pytest.mark.parametrize("make", [list, token_rows])
@@ -203,10 +179,9 @@ def test_a_resumed_run_finds_the_rows_that_it_began_with(tmp_path, make):
         assert kept["args"] == {"seed": 1} and kept["rows"]["count"] == 3
     hashes = {list: "8c3a016bb7edb6fb", token_rows: "107373ad87760ac7"}  # old runs can be resumed
     assert kept["rows"]["hash"] == hashes[make]
-    words = r"^--resume: the rows to train on .*'count': [34], .*the run began with .*'count': 3"
     cut, others = [[1, 2], [3, 4], [5, 6]], ([*rows[:2], [5, 7]], [rows[1], rows[0], rows[2]])
     for other in (cut, *others, [*rows, [7]]):
-        with pytest.raises(SystemExit, match=words):
+        with pytest.raises(SystemExit, match="^--resume: the rows to train on are others"):
             check_items(make(other), config)
     assert json.loads(config.read_text()) == kept
 
@@ -222,7 +197,7 @@ def rank_reads(rank, world_size):
     rows = ids(make(False), 20)
     kept = [([258, *b"%d" % (i % 10), 259], [*b"x" * (i % 25), EOS]) for i in range(3000)]
     assert list(rows) == [pair for pair in kept if 1 < len(pair[1]) <= 17]
-    assert rows.dropped["have an empty answer"] == {"rows": 120, "first": "row 1, '0' -> ''"}
+    assert rows.dropped[0].startswith("120 have an empty answer; the first: row 1, ")
     with pytest.raises(SystemExit, match="line 3001: not JSON"):
         ids(make(True), 20)
 

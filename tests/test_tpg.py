@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from algos import tpg
 from rollout import make_engine
 from rollout.engine import REMASKING
+from rollout.rows import Batch
 
 EOS, MASK, T = 2, 3, 0.6  # tokens 0, 1 and EOS; a low temperature
 IDS = {"vocab_size": 4, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
@@ -94,7 +95,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
     model = tiny_model(family, 1, **IDS | OWN[family])
     trace = every_path(model, rule)
     args = tpg.Args(temperature=T, remasking=rule, micro_batch_size=4)
-    batch = tpg.Batch(trace, model)
+    batch = Batch(trace, model)
     texts = [trace.completion(i) for i in range(len(trace.prompt_ids))]
     batch.advantages = torch.tensor(list(map(reward, texts)), dtype=torch.float64)
     rows = tpg.sample_masks(batch, 0, args)
@@ -108,9 +109,9 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
 
     want, got = gradient(model, expected_reward(model, rule)), estimated(rows)
     assert relative(got, want) < 1e-10
-    draws = trace.records["draws"]
+    draws = trace.records["tokens"]
     shown = trace.replay_map[:, None] == torch.arange(draws.shape[1])[:, None]
-    trace.records["draws"] = draws.where(shown, -1)
+    trace.records["tokens"] = draws.where(shown, -1)
     few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights.double())
     assert rule != "random" or torch.equal(few.weights, rows.weights)  # there they are noise
     error = relative(estimated(few), want)
@@ -128,7 +129,7 @@ def test_a_few_random_steps_weigh_what_all_do(family, n):
     """Mean over all orders of the steps: every draw counts once, also if a sequence ends early."""
     args = small_args(tpg, train_steps=n, micro_batch_size=6)
     batch = rollout_batch(tpg, tiny_model(family), args)
-    draws, total, ones = batch.trace.records["draws"], 0, torch.ones(batch.input_ids.shape)
+    draws, total, ones = batch.trace.records["tokens"], 0, torch.ones(batch.input_ids.shape)
     draws[:4, -1] = -1  # a step less
     orders = list(itertools.permutations(range(draws.shape[1])))
     for order in orders:

@@ -9,6 +9,7 @@ from models import add_lora, load_weights, meta_model
 from models.tiny import TINY_LLADA, TINY_SDAR
 from models.value import load_value_model
 from rollout import Trace, make_engine
+from rollout.rows import Batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -25,7 +26,7 @@ def test_rows_are_states_of_the_rollout(family, remasking, shrink):
     how = {"num_samples": 4, "gen_length": 12, "seed": 5, "temperature": 0.8, "records": "steps"}
     how |= {"remasking": remasking, "confidence_threshold": 0.3, "block_length": 4}
     trace = make_engine(model).generate([[3, 4, 0], [1, 2, 3, 4, 0, 1], [2, 3]], **how)
-    batch, states, total = tracerl.Batch(trace, model), [*trace.states(MASK)], 0
+    batch, states, total = Batch(trace, model), [*trace.states(MASK)], 0
     batch.advantages = torch.ones(12)
     for iteration in range(3):
         rows = tracerl.sample_masks(batch, iteration, args)

@@ -10,6 +10,7 @@ from test_samplers import SIZES, M, model_of
 
 from algos import cj_grpo, mdpo
 from rollout import make_engine
+from rollout.rows import Batch
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13]]  # 3, 2 and 2 modulo the block of 4
 RAGGED = {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.3, "denoising_steps": 4}
@@ -26,7 +27,7 @@ def batch_of(module, model, how, records=None):
     trace = make_engine(model).generate(
         PROMPTS, num_samples=4, seed=5, temperature=0.8, records=records, **shape
     )
-    batch = module.Batch(trace, model)
+    batch = Batch(trace, model)
     batch.advantages = torch.ones(12)
     return batch
 
@@ -58,7 +59,7 @@ def test_cj_grpo_scores_every_token_once_where_it_was_revealed(family, how):
     (prepared,) = cj_grpo.prepare_rows(model, None, batch, args)
     assert prepared.masked.shape[:2] == (rows.weights.any(2).sum(), 1)
     for b in range(12):
-        when = list(zip(trace.blocks(b), trace.step_map[b].tolist(), strict=True))
+        when = list(zip(trace.blocks[b].tolist(), trace.step_map[b].tolist(), strict=True))
         tokens = Counter(at for at in when if at[1] >= 0)  # of each transition
         want = [1 / (len(tokens) * tokens[at]) if at in tokens else 0.0 for at in when]
         assert weights[b].tolist() == pytest.approx(want)
@@ -74,8 +75,9 @@ def test_mdpo_replays_what_the_sampler_predicted(family, how):
     model, args = model_of(SIZES[family], scale=9), mdpo.Args(num_generations=4, train_steps=100)
     batch, args.temperature = batch_of(mdpo, model, how, records="states"), 0.8
     trace = batch.trace
-    made = trace.records["masked"].any(2)
-    assert made.shape == (12, trace.num_replays) and trace.records["masked"][:, 0].all()
+    masked = trace.records["tokens"] >= 0
+    made = masked.any(2)
+    assert made.shape == (12, trace.num_replays) and masked[:, 0].all()
     batch.advantages = torch.ones(made.shape)
     rows = mdpo.sample_masks(batch, 0, args)
     assert len(rows.input_ids) == made.sum()
@@ -92,13 +94,11 @@ def test_mdpo_chooses_the_steps_with_the_largest_advantages():
     """By group the steps of the largest summed |A|, by sequence each its own; only steps that had a
     forward."""
     A = torch.tensor([[1.0, -4.0, 2.0], [0.5, 1.0, -9.0]])
-    masked = torch.ones(2, 3, 4, dtype=torch.bool)
-    masked[1, 2] = False  # this row made no third forward
-    records = {"masked": masked, "predictions": torch.zeros(2, 3, 4, dtype=torch.int32)}
-    records["confidences"] = torch.full((2, 3, 4), 0.5)
+    records = {"tokens": torch.zeros(2, 3, 4).int(), "logps": torch.full((2, 3, 4), 0.5).log()}
+    records["tokens"][1, 2] = -1  # this row made no third forward
     ids = torch.arange(8).view(2, 4)
     batch = changed(
-        mdpo.Batch.__new__(mdpo.Batch), trace=SimpleNamespace(records=records), advantages=A, P=0,
+        Batch.__new__(Batch), trace=SimpleNamespace(records=records), advantages=A, P=0,
         input_ids=ids, valid_mask=ids >= 0, completion_mask=ids >= 0, mask_token_id=M,
     )  # fmt: skip
     for steps_of, k, want in (
