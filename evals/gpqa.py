@@ -30,7 +30,7 @@ ANSWER = "The correct answer is ({gold})"
 
 
 class Gpqa(Choices):
-    HUB, config, splits = "Idavidrein/gpqa", "gpqa_diamond", {"test": "train"}
+    HUB, parts, splits = "Idavidrein/gpqa", ("gpqa_diamond",), {"test": "train"}
     needs = ", ".join(COLUMNS)
     forms = {
         "": Form(

@@ -207,10 +207,11 @@ def load(split, path=None, limit=None):
     the same rows for every split.
     """
     path, style = source_and_style(path, HUB, PRESETS)
-    own, held = is_of(path, HUB), split != "test"
-    part, config = ("train" if held else split, "main") if own else (split, None)
+    own = is_of(path, HUB)
+    held = own and split != "test"
+    part, config = "train" if held else split, "main" if own else None
     rows = read_rows(path, part, PRESETS, config=config)
-    if own and held:
+    if held:
         rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
     examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
     return [{"style": "boxed"} | example | style for example in examples]

@@ -6,12 +6,10 @@ refused), and prompts. Real files are read from the folder in CLEANDLLM_DATA; wi
 are skipped.
 """
 
-import gzip
 import json
 import os
 import sys
 import time
-import zipfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -81,7 +79,7 @@ def write(path, rows):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_verdicts(task, tmp_path):
+def test_verdicts(task):
     """Scores, single and in a batch, and extracted answers."""
     module, wrong = load_task(task), []
     for case in of("scores", task):
@@ -254,6 +252,7 @@ olympiad        Hothan/OlympiadBench                OE_TO_maths_en_COMP train
 mmlu_pro        TIGER-Lab/MMLU-Pro                  -                   test
 humaneval       openai/openai_humaneval             -                   test
 humaneval_plus  evalplus/humanevalplus              -                   test
+mbpp_plus       evalplus/mbppplus                   -                   test
 mbpp            google-research-datasets/mbpp       full                test
 """.strip().splitlines()
 
@@ -304,48 +303,31 @@ def test_held_out_rows_are_fixed(hub):
         load("train", "HuggingFaceH4/MATH-500@v1")
 
 
-def test_worked_examples_and_subjects(hub):
-    mmlu, ceval, bbh, arc = map(load_task, ("mmlu", "ceval", "bbh", "arc_c"))
+def test_worked_examples_and_subjects(tmp_path, hub):
+    """Of the own subject; the rows of a file have the hub's."""
+    mmlu, ceval, arc = map(load_task, ("mmlu", "ceval", "arc_c"))
     row = {"question": "?", "subject": "law", "choices": list("wxyz"), "answer": 2}
     dev = [row | {"question": f"dev {i}?"} for i in range(6)]
-    parts = {("cais/mmlu", "all", "dev"): dev, ("cais/mmlu", "all", "test"): [row] * 2}
-    hub(parts)
+    other = [row | {"question": "other?", "subject": "art"}] * 5
+    hub({("cais/mmlu", "all", "dev"): other + dev, ("cais/mmlu", "all", "test"): [row] * 2})
     first, _ = mmlu.load("test")
     assert [shot["question"] for shot in first["shots"]] == [f"dev {i}?" for i in range(5)]
-    (cot,) = mmlu.load("test", "cot", 1)
-    assert cot | {"shots": first["shots"]} == first | {"style": "cot"} and first["gold"] == "C"
-    hub(parts | {("cais/mmlu", "all", "dev"): dev[:4]})
-    assert one_line(mmlu.load, "test") == "cais/mmlu: fewer than 5 dev rows of 'law'"
+    path = write(tmp_path / "rows.jsonl", [row])
+    assert mmlu.load("test", path) == [first] and first["gold"] == "C"
+    [cot] = mmlu.load("test", f"{path}@cot")
+    assert cot | {"shots": first["shots"]} == first | {"style": "cot"}
+    assert len(mmlu.prompt(first)) == 11 and len(mmlu.prompt(cot)) == 1
+    path = write(tmp_path / "rows.jsonl", [row | {"subject": "new"}])
+    assert one_line(mmlu.load, "test", path) == f"{path}: fewer than 5 dev rows of 'new'"
     row = {"question": "?", "A": "w", "B": "x", "C": "y", "D": "z", "answer": "C"}
     counts = {"dev": 5, "val": 2}
     hub({("ceval/ceval-exam", s, p): [row] * n for s in ceval.topics for p, n in counts.items()})
     subjects = Counter(example["subject"] for example in ceval.load("test"))
     assert subjects == dict.fromkeys(ceval.topics, 2) and len(subjects) == 52
-    hub({("lukaemon/bbh", task, "test"): [{"input": "x", "target": "y"}] * 2 for task in bbh.TASKS})
-    assert Counter(e["subject"] for e in bbh.load("test")) == dict.fromkeys(bbh.TASKS, 2)
     three = row_of("arc_c")
     four = three | {"choices": {"text": list("wxyz"), "label": list("ABCD")}}
     hub({("allenai/ai2_arc", "ARC-Challenge", "validation"): [three, four, three, four]})
     assert [len(example["options"]) for example in arc.load("test", "dare")] == [4, 4]
-
-
-def test_worked_examples_of_mmlu_pro(tmp_path, hub):
-    """Validation rows of the category; of a file the rows with a worked answer."""
-    pro, row = load_task("mmlu_pro"), row_of("mmlu_pro")
-    worked = lambda i: f"A: Let's think step by step. Because {i}. The answer is (J)."
-    dev = [row | {"question": f"dev {i}?", "cot_content": worked(i)} for i in range(6)]
-    other = row | {"category": "math", "cot_content": worked(9)}
-    hub({("TIGER-Lab/MMLU-Pro", None, part): rows
-         for part, rows in {"validation": [other, *dev], "test": [row] * 2}.items()})  # fmt: skip
-    [plain, _], [first, _] = found = pro.load("test"), pro.load("test", "5-shot")
-    reasons = [f"Because {i}. The answer is (J)." for i in range(5)]
-    assert [shot["reason"] for shot in first["shots"]] == reasons
-    assert first == plain | {"style": "reasons", "shots": first["shots"]}
-    assert len(pro.prompt(first)) == 11 and len(pro.prompt(plain)) == 1
-    path = write(tmp_path / "rows.jsonl", [row, other, *dev, row])
-    assert pro.load("test", f"{path}@5-shot") == found[1] and len(pro.load("test", path)) == 9
-    path = write(tmp_path / "rows.jsonl", [row, *dev[:4]])
-    assert "fewer than 5 dev rows of 'law'" in one_line(pro.load, "test", f"{path}@5-shot")
 
 
 def test_worked_examples_of_gpqa(tmp_path):
@@ -365,49 +347,14 @@ def test_worked_examples_of_gpqa(tmp_path):
         assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{other}")
 
 
-def test_evalplus_rows(tmp_path):
-    """Inputs without outputs: the reference says what is right, with EvalPlus' exceptions."""
-    rows, bodies, right = zip(*of("evalplus")[0]["evalplus"], strict=True)
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    plus, human = load_task("mbpp_plus"), load_task("humaneval_plus")
-    examples = plus.load("test", str(path))
-    assert human.load("test", str(path)) == examples
-    assert "MbppPlus-v0.2.0.jsonl.gz" in one_line(plus.load, "test")
-    code = "```python\ndef {}(*x):\n    return {}\n```"
-    texts = [code.format(row["entry_point"], body) for row, body in zip(rows, bodies, strict=True)]
-    assert plus.score_batch(texts, examples) == list(map(float, right))
-    gold = [plus.answer(example) for example in examples[:12]]
-    cheats = "__import__('sys').exit(0)", "type('Yes', (), {'__eq__': lambda *_: True})()"
-    cheats = [code.format("f", cheat) for cheat in cheats] + ["import os\nos._exit(0)\ndef f(): 0"]
-    scores = human.score_batch([*gold, *cheats], [*examples[:12], *[examples[4]] * 3])
-    assert scores == [1.0] * 12 + [0.0] * 3
-
-
-def zipped(path, files):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return str(path)
-
-
-@pytest.mark.parametrize("task", ["mmlu", "ceval"])
-def test_zips(task, tmp_path):
-    """MMLU's csv files have no header; C-Eval's have one, and a number in front."""
-    module, name, test = load_task(task), "high_school_physics", "test" if task == "mmlu" else "val"
-    row, head = 'Which?,"w, or so",x,y,z,C\n', ""
-    if task == "ceval":
-        row, head = f"0,{row}", "\ufeffid,question,A,B,C,D,answer\n"
-    files = {f"a/dev/{name}_dev.csv": head + row * 5, f"a/{test}/{name}_{test}.csv": head + row * 2}
-    examples = module.load("test", zipped(tmp_path / "a.zip", files))
-    assert len(examples) == 2 and len(examples[0]["shots"]) == 5 and examples[0]["gold"] == "C"
-    assert examples[0]["options"] == ["w, or so", "x", "y", "z"]
-    file, text = files.popitem()
-    assert "csv in it" in one_line(module.load, "test", zipped(tmp_path / "c.zip", files))
-    bad = zipped(tmp_path / "b.zip", files | {file: text.replace(",C\n", ",E\n")})
-    assert "cannot read a problem" in one_line(module.load, "test", bad)
-    rows = write(tmp_path / "rows.jsonl", [{}])
-    assert "takes a .zip or a hub id" in one_line(module.load, "test", rows)
+@pytest.mark.parametrize("task", ["humaneval_plus", "mbpp_plus"])
+def test_tests_of_the_hub_are_mended(task, tmp_path):
+    [case] = of("mended", task)
+    module, bodies = load_task(task), case["mended"]["bodies"]
+    [example] = module.load("test", write(tmp_path / "rows.jsonl", [case["mended"]["row"]]))
+    texts = [f"def {example['entry_point']}(*x):\n    return {body}" for body, _ in bodies]
+    scores = score_all(module, [module.answer(example), *texts], [example] * (len(texts) + 1))
+    assert scores == [1.0, *(score for _, score in bodies)]
 
 
 def test_bbh_clone(tmp_path):
@@ -429,9 +376,9 @@ def test_bbh_clone(tmp_path):
 def test_splits(tmp_path):
     """Tasks without a train split name those to train on; MBPP's splits are task numbers."""
     for name in TASKS:
-        if name not in (*TRAIN_TASKS, "qa", "mbpp_plus"):
+        if name not in (*TRAIN_TASKS, "qa"):
             said = one_line(load_problems, load_task(name), "train", "", None, 1024)
-            assert f"--split train: {load_task(name).HUB}" in said or f"{name} has only" in said
+            assert said.startswith("--split train: ") and " has only test" in said
             assert "train on another task: arc_c, countdown" in said
     rows = [row_of("mbpp", task_id=number) for number in (1, 10, 11, 510, 511, 600, 601, 974)]
     path, mbpp = write(tmp_path / "rows.jsonl", rows), load_task("mbpp")
@@ -447,9 +394,8 @@ def test_splits(tmp_path):
 def test_load_reward(monkeypatch):
     """Equal completions are judged once; a reward that is not finite stops the run and names its
     place."""
-    mbpp, asked, judge = load_task("mbpp"), [], programs.run_batch
-    record = lambda jobs, workers: asked.extend(jobs) or judge(jobs, workers)
-    monkeypatch.setattr(programs, "run_batch", record)
+    mbpp, asked, judge = load_task("mbpp"), [], programs.run
+    monkeypatch.setattr(programs, "run", lambda job: asked.append(job) or judge(job))
     case = of("scores", "mbpp")[0]
     right, example = case["scores"][0][0], case["example"]
     other = example | {"tests": ["assert mul(1, 3) == 4"]}
@@ -464,10 +410,11 @@ def test_load_reward(monkeypatch):
     assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
     said = one_line(reward, ["y", "y", "x"], [example] * 3)
     assert said.startswith("--reward countdown_odd of countdown: completion 'x' is paid {")
-    assert said.endswith("'b': nan}: not a finite number")
-    for paid, words in ("1.0", "'1.0'}: not a finite"), ({"mean": 1.0}, "is a metric"):
+    assert "'b': nan}: not a finite number for each of ['a', 'b']" in said
+    for paid in "1.0", {"mean": 1.0}, {}:
         monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
-        assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
+        said = one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
+        assert "none may be called" in said
     boxed = {"question": "?", "gold": "18", "style": "boxed"}
     assert "--data d1" in one_line(load_reward("math500_d1", load_task("math500")), ["18"], [boxed])
 
@@ -499,7 +446,7 @@ def test_files_of_a_user(tmp_path):
     [parts] = load_reward(f"{path}:number", task)(["four"], [example])
     assert parts == {"reward": 4} and type(parts["reward"]) is float
     said = one_line(load_reward(f"{path}:uneven", task), ["one", ""], [example] * 2)
-    assert "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0" in said
+    assert "is paid {'empty': 1.0}: not a finite number for each of ['same', 'length']" in said
     scored = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
     assert score_all(scored(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
     for scores, said in ((1.5,), "not [1.5]"), ((None,), "not [None]"), ((), "not []"):
@@ -552,8 +499,6 @@ math500   dare/test_math500_1.parquet      500   18 \boxed{2}
 math500   dare/train_math_1.parquet       7470    0
 aime24    dare/test_aime2024.parquet        30    0
 aime25    dare/test_aime2025.parquet        30    0
-mmlu      mmlu/mmlu.zip                  14042 3222 A
-ceval     ceval/ceval.zip                 1346  354 D
 """.strip().splitlines()
 
 
@@ -569,8 +514,6 @@ def test_gold_and_constant_answers_of_real_files(line):
     assert len(examples) == int(rows) and {*score_all(module, gold, examples[: len(gold)])} <= {1.0}
     constants = [*constant, ""][:1] * len(examples)
     assert sum(score_all(module, constants, examples)) == int(right)
-    if "style" not in examples[0]:
-        assert len(module.prompt(examples[0])) == (11 if "shots" in examples[0] else 1)
 
 
 @needs_files
@@ -603,11 +546,11 @@ def test_reference_programs():
     examples = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     some = [examples[i] for i in (0, 10, 32, 38, 50, 64, 115, 163)]
     whole, bodies = [*map(humaneval.answer, some)], [example["solution"] for example in some]
-    scores = humaneval.score_batch([*whole, *bodies, *["    pass"] * 8], some * 3)
+    scores = score_all(humaneval, [*whole, *bodies, *["    pass"] * 8], some * 3)
     assert scores == [1.0] * 16 + [0.0] * 8
     examples = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
     some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510)]
-    assert mbpp.score_batch([*map(mbpp.answer, some)], some) == [1.0] * 8
+    assert score_all(mbpp, [*map(mbpp.answer, some)], some) == [1.0] * 8
     modes = [mbpp.job(mbpp.answer(example), example).mode for example in examples]
     assert [i + 11 for i, mode in enumerate(modes) if mode == "nonce"] == [367]
 
@@ -624,7 +567,7 @@ def test_every_reference_program():
         assert set(score_all(task, [*map(task.answer, examples)], examples)) == {1.0}
     del original[32]  # DARE's file lacks it
     texts, more = [*map(humaneval.answer, original)], f"{DATA}/dare/test_humanevalplus_1.parquet"
-    scores = dict(zip(texts, plus.score_batch(texts, plus.load("test", more)), strict=True))
+    scores = dict(zip(texts, score_all(plus, texts, plus.load("test", more)), strict=True))
     wrong = [i for i, text in enumerate(texts) if not scores[text]]
     slow = {38, 54, 62, 95, 126, 138}
     stricter = [22, 43, 48, 63, 75, 90, 94, 96, 110, 121, 122, 123, 124, 131, 139, 149]

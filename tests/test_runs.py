@@ -120,10 +120,11 @@ def test_repeats_and_subjects(tmp_path, cli):
     means = [statistics.mean(column) for column in zip(*table, strict=True)]
     assert result["stderr"] == pytest.approx(statistics.pstdev(means) / 2)
 
-    rows = [{"input": "x", "target": "yes", "task": task} for task in ("a", "b", "b", "b")]
-    given = completions(tmp_path / "c.jsonl", ["So the answer is yes.", "no", "Yes", "so?\nso."])
-    flags = "--data", write(tmp_path / "rows.jsonl", rows), "--out", tmp_path / "out"
-    result = cli("--completions", given, *flags, task="bbh")
+    row = {"question": "?", "choices": ["yes", "no"], "answer": 0}
+    path = write(tmp_path / "rows.jsonl", [row | {"subject": subject} for subject in "abbb"])
+    given = completions(tmp_path / "c.jsonl", ["ANSWER: A", "ANSWER: B", "(A)", "so?\nso."])
+    flags = "--data", f"{path}@cot", "--out", tmp_path / "out"
+    result = cli("--completions", given, *flags, task="mmlu")
     assert (result["accuracy"], result["answered"]) == (0.5, 0.75)
     assert result["macro_accuracy"] == pytest.approx(2 / 3)
 
