@@ -2,7 +2,6 @@
 training."""
 
 import math
-import os
 import re
 import sys
 from importlib import import_module
@@ -10,7 +9,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 
@@ -19,10 +17,6 @@ from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
 
-# tasks with train and validation rows of their own; to train on another task, give it a file with
-# --data
-TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "sudoku")
-FUNCTIONS = "load", "prompt", "extract", "score"  # of a task
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
 TRIAL = "```python\npass\n```"
@@ -44,12 +38,12 @@ OPERATORS = str.maketrans(
 
 def load_task(name):
     """--task NAME -> the module evals/NAME.py; or, for a path that ends in .py, that file as a
-    module, which needs FUNCTIONS. Its NAME is the file's, without the folder and .py.
+    module, which needs the functions of one. Its NAME is the file's, without the folder and .py.
 
     SystemExit lists the tasks if it is unknown, or says what the file lacks.
     """
     if name.endswith(".py"):
-        task = load_file(name, FUNCTIONS)
+        task = load_file(name, ["load", "prompt", "extract", "score"])
     else:
         files = Path(__file__).parent.glob("*.py")
         is_task = lambda file: f'main("{file.stem}")' in file.read_text(encoding="utf-8")
@@ -74,11 +68,6 @@ def load_file(path, functions):
     return module
 
 
-def main(task):
-    """The command line of evals/<task>.py."""
-    import_module("evals.run").main(task)
-
-
 def load_examples(task, split, data, limit=None, divided=False):
     """`load` of a task; SystemExit if there are no examples. divided: the problems of `split` among
     those to train on, a tenth each for validation and test. Equal prompts are in one split."""
@@ -86,8 +75,7 @@ def load_examples(task, split, data, limit=None, divided=False):
     if divided:
         examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
     if not examples:
-        hint = "; --eval-data names others, --eval-limit 0 needs none" if divided else ""
-        raise SystemExit(f"--data {data}: no problems in it for {split}{hint}")
+        raise SystemExit(f"--data {data}: no problems in it for {split}")
     return examples
 
 
@@ -139,8 +127,8 @@ def score_all(task, completions, examples):
         scores = list(task.score_batch(completions, examples))
     else:
         scores = in_threads(task.score, completions, examples)
-    is_good = lambda score: isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6
-    if len(scores) != len(completions) or not all(map(is_good, scores)):
+    valid = [score for score in scores if isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6]
+    if not len(valid) == len(scores) == len(completions):
         needed = f"{len(completions)} numbers in [0, 1] are needed as scores"
         raise SystemExit(f"--task {task.NAME}: {needed}, not {scores!r:.200}")
     return scores

@@ -1,7 +1,6 @@
 """The numbers of an evaluation: result.json of each task, and a table of them all."""
 
 import math
-from statistics import fmean as mean
 
 import pandas as pd
 
@@ -31,22 +30,22 @@ def summary(evaluation, rows):
     examples, settings = evaluation.examples, evaluation.settings
     numbers = pd.DataFrame(rows, columns=NUMBERS, dtype=float)
     score = lambda groups: numbers.groupby(groups)["score"].mean()
-    problems, total = score("index"), numbers.sum(skipna=False)
-    result = {"task": evaluation.task.NAME, "n": len(problems), "accuracy": numbers["score"].mean()}
+    problems, means = score("index"), numbers.mean()
+    result = {"task": evaluation.task.NAME, "n": len(problems), "accuracy": means["score"]}
     result["stderr"] = problems.std(ddof=0) / math.sqrt(len(problems))
     if settings["repeats"] > 1:
         result |= {"repeats": settings["repeats"], "accuracies": score("repeat").tolist()}
     if "subject" in examples[0]:  # subjects count alike, however many questions they have
         subjects = [examples[row["index"]]["subject"] for row in rows]
         result["macro_accuracy"] = score(subjects).mean()
-    result["answered"] = mean(row["answer"] is not None for row in rows)
+    result["answered"] = sum(row["answer"] is not None for row in rows) / len(rows)
     known = {
-        "truncated": total["truncated"] / len(rows),
-        "tokens": total["tokens"] / len(rows),
-        "tokens_per_forward": total["tokens"] / total["forwards"],
-        "tokens_per_s": total["tokens"] / total["seconds"],
+        "truncated": means["truncated"],
+        "tokens": means["tokens"],
+        "tokens_per_forward": means["tokens"] / means["forwards"],
+        "tokens_per_s": means["tokens"] / means["seconds"],
     }
-    result |= pd.Series(known).dropna()
+    result |= pd.Series(known).dropna()  # a file tells none of them
     if paid := [row["reward"] for row in rows if "reward" in row]:
         parts = pd.DataFrame(paid).mean()
         parts = {"mean": parts.sum(), "components": parts.to_dict()}

@@ -45,7 +45,6 @@ from distributed.disk import (
     new_directory,
     progress,
     write_atomically,
-    writing,
 )
 from distributed.groups import own_device
 from evals import TRIAL, load_examples, load_task
@@ -163,15 +162,15 @@ def by_task(flag, values, tasks):
 def directory(args, tasks):
     """-> the directory --resume, or a new one: --out or a default; no other process works there.
     config.json is written once: --resume always starts from the flags of the first run."""
-    if not (out := Path(args.resume or args.out)).name:
-        name = f"{'-'.join(tasks):.60}-{Path(args.model or args.completions[0]).name}"
-        out = new_directory(f"runs/eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    elif not args.resume:
-        with writing(out):  # it must be new
-            out.mkdir(parents=True)
-    hold(out)
+    out = Path(args.resume or args.out)
     if not args.resume:
+        name = f"{'-'.join(tasks):.60}-{Path(args.model or args.completions[0]).name}"
+        default = f"runs/eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if args.out and out.exists():
+            raise SystemExit(f"--out {out} exists: name another one, or continue with --resume")
+        out = new_directory(args.out or default)
         write_atomically(out / "config.json", json.dumps(asdict(args), indent=1))
+    hold(out)
     return out
 
 
@@ -191,8 +190,13 @@ class Evaluation:
         if args.reward:
             self.reward = load_reward(args.reward, task)
             self.reward([TRIAL], self.examples[:1])  # SystemExit if the examples do not suit it
-        self.settings = {"data": data, "split": args.split, "limit": args.limit}
-        self.settings |= {"reward": args.reward, "torch": torch.__version__}
+        self.settings = {
+            "data": data,
+            "split": args.split,
+            "limit": args.limit,
+            "reward": args.reward,
+            "torch": torch.__version__,
+        }
         if args.completions:
             self.read(file, args.repeats or 1)
         else:

@@ -12,12 +12,11 @@ batch, shared equally). About DETAILED rows of repeat 0, evenly spaced, also hav
 
 import json
 import math
-from pathlib import Path
 from time import perf_counter
 
 import pandas as pd
 
-from data.rows import read_jsonl, read_lines
+from data.rows import read_lines, read_rows
 from distributed.disk import write_atomically
 from evals import score_all
 from models import prompt_ids
@@ -33,15 +32,12 @@ def given(path, repeats, n):
     -> {(repeat, index): row}, {"unused": lines of other repeats or of other than the `n` examples,
     "missing": answers that the file lacks}
     """
-    if not Path(path).is_file():
-        raise SystemExit(f"--completions {path}: no such file")
     rows, unused = {}, 0
-    for line, row in read_jsonl(path):
+    for row in read_rows(path, "", ()):
         place = repeat, index = row.get("repeat", 0), row.get("index")
         text = row.get("completion")
         if place in rows or not isinstance(text, str):
-            needed = "one completion is needed for each index and repeat"
-            raise SystemExit(f"{path} line {line}: {needed}")
+            raise SystemExit(f"{path}: index {index} needs one completion for each repeat")
         if repeat in range(repeats) and index in range(n):
             rows[place] = {"index": index, "repeat": repeat, "completion": text}
         else:

@@ -30,7 +30,7 @@ REFUSALS = {
     "algos/bgpo.py --task nothing": "unknown task 'nothing': use one of",
     "algos/bgpo.py --reward nothing --eval-limit 0": "--reward nothing: no such reward",
     "algos/bgpo.py --data none.jsonl --eval-limit 0": "none.jsonl: no such",
-    f"algos/d1.py {ROWS}": "no problems in it for validation; --eval-data",
+    f"algos/d1.py {ROWS}": "no problems in it for validation",
     "algos/bgpo.py --model TMP/wide --task countdown --data small": "words, for tiny models",
     "algos/d1.py --task qa": "the task has no rows of its own: name a file",
     "algos/d1.py --task none.py": "none.py: no such file",
