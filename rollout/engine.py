@@ -40,37 +40,49 @@ HEAD_ROWS = 512  # tokens whose logits exist at the same time
 @dataclass
 class SamplingSettings:
     """How completions are drawn: keyword arguments of `Engine.generate` and `Engine.validate`,
-    recorded in Trace.settings.
+    recorded in Trace.settings, and flags of evals/run.py.
     """
 
-    gen_length: int = 256  # tokens; rounded up so that the last block is whole
-    # 0 or None: the model's own, which is the only one of a block-causal model
+    gen_length: int = 256
+    """tokens per completion, a multiple of the block length"""
     block_length: int | None = None
-    denoising_steps: int = 4  # per block; under schedule="ascending" those of the first block
-    temperature: float = 1.0  # 0: greedy
-    # See `truncate`; top_k 0 and top_p 1 keep all tokens. The learner's log-probabilities are those
-    # of the full distribution.
+    """tokens per block; 0 or None: the model's own, the only one of a block-causal model"""
+    denoising_steps: int = 4
+    """denoising steps per block; under the schedule "ascending" of the first block. As many as a
+    block has tokens: a rule with a threshold alone decides how many a step reveals, at least one
+    """
+    temperature: float = 1.0
+    """sampling temperature; 0 is greedy"""
+    # The learner's log-probabilities are those of the full distribution.
     top_k: int = 0
+    """sample only from this many most probable tokens; 0: from all"""
     top_p: float = 1.0
-    # The rule of `select` and `confidence_of`. With as many denoising_steps as a block has tokens,
-    # confidence_threshold, factor or eb_threshold alone decides how many are revealed, at least
-    # one.
+    """sample from the fewest tokens whose probabilities add up to this"""
     remasking: str = "low_confidence_dynamic"
+    """rule that chooses the positions to reveal; an unknown name prints the engine's rules"""
     confidence_threshold: float = 0.9
+    """low_confidence_dynamic reveals every position above this confidence"""
     factor: float = 1.0
-    eb_threshold: float = 0.35  # nats
-    # Token editing, for models trained for it: see rollout/block.py. None: off
+    """low_confidence_factor: Fast-dLLM's f; larger values reveal more per step"""
+    eb_threshold: float = 0.35
+    """entropy_bounded: nats revealed per step; SDAR's default"""
     editing_threshold: float | None = None
+    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for
+    speed); None: never"""
     max_post_steps: int = 16
-    schedule: str = "uniform"  # see rollout/schedules.py
-    # Of bidirectional models: "prefix" or "dual". Faster and approximate, and so are the logps of
-    # the trace.
+    """LLaDA2.1: maximum number of steps that only edit a block"""
+    schedule: str = "uniform"
+    """bidirectional models: tokens per step, uniform, timesteps (Dream) or ascending (ASS)"""
+    # The logps of a trace are then approximate too.
     cache: str = "none"
+    """bidirectional models: none, or Fast-dLLM's approximate prefix or dual cache"""
     # suppress: EOS has probability 0 (but not in the learner's log-probabilities); demote: EOS is
     # revealed last in its block; eoser: the confidence of EOS is lowered, see `eoser_weight`
     eos_policy: str = "none"
-    # Dream: the order is drawn from softmax(confidence / alg_temp); 0: the most confident first
+    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
+    """
     alg_temp: float = 0.0
+    """bidirectional models: Dream's temperature for a random order; 0: most confident first"""
 
     def flag(self, name):
         """-> the flag of a field and its value, for messages"""
@@ -243,7 +255,7 @@ class Engine:
     def title(self):
         return f"the sampler of a {self.model.attention} model"
 
-    def _settings(self, records, sampling):
+    def full_settings(self, records, sampling):
         """Fields of SamplingSettings -> settings of a trace. SystemExit names what is
         impossible.
         """
@@ -287,7 +299,7 @@ class Engine:
         sampler cannot do what is requested, or it keeps no such records. With records the cache
         must be exact, because records are replayed.
         """
-        settings = self._settings(records, sampling)
+        settings = self.full_settings(records, sampling)
         n, gen_length, cache = (settings[name] for name in ("block_length", "gen_length", "cache"))
         if records and cache != "none":
             raise SystemExit(
@@ -325,7 +337,7 @@ class Engine:
         no records.
         """
         is_part = canvas is not None or until is not None
-        settings = self._settings("steps" if is_part else records, sampling)
+        settings = self.full_settings("steps" if is_part else records, sampling)
         rows, mask_id = range(self.model.lm_head.out_features), self.model.mask_token_id
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")

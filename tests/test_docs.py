@@ -86,7 +86,7 @@ def test_commands_parse(page):
         assert (ROOT / program).is_file()
         if program.split("/")[0] == "tests" or program == "evals/report.py":
             continue
-        is_task = program in {f"evals/{task}.py" for task in TASKS - {"show"}}
+        is_task = program in {f"evals/{task}.py" for task in TASKS}
         module = import_module("evals.run" if is_task else program[:-3].replace("/", "."))
         if not hasattr(module, "Args"):
             tyro.extras.get_parser(module.main).parse_args(words)
