@@ -52,6 +52,7 @@ TINY = {  # what every method takes on the tiny models
 from typing import Literal
 
 from distributed.groups import all_reduce
+from rollout.traces import predictions_of
 
 
 @dataclass
@@ -101,30 +102,20 @@ USES_OLD = True  # policy_loss compares with the estimates before the first upda
 DRAWS_TOGETHER = False  # a row has one of them
 
 
-def predictions_of(tokens):
-    """What each step makes of the whole completion: its own draws at the masks, elsewhere the last
-    ones. tokens [B, S, L], -1 where not masked -> [B, S, L] int64
-    """
-    step = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
-    last = torch.where(tokens >= 0, step, 0).cummax(1).values
-    return tokens.long().gather(1, last)
-
-
 def step_rewards(trace, problems, examples):
     """Reward of every step's prediction up to its EOS; a step without a forward repeats the last.
 
     examples [B] -> [B, S]
     """
-    eos, tokens, texts = set(trace.settings["eos_token_ids"]), trace.records["tokens"], []
-    decode, made = problems.tokenizer.decode, (tokens >= 0).any(2)
-    for predictions, is_made in zip(predictions_of(tokens).tolist(), made, strict=True):
-        for ids, is_new in zip(predictions, is_made, strict=True):
-            end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
-            text = decode(ids[:end], skip_special_tokens=True) if is_new else texts[-1]
-            texts.append(text)
-    S = made.shape[1]
+    eos, decode = set(trace.settings["eos_token_ids"]), problems.tokenizer.decode
+    predictions, texts = predictions_of(trace.records["tokens"]), []
+    for ids in predictions.flatten(0, 1).tolist():
+        end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
+        texts.append(decode(ids[:end], skip_special_tokens=True))
+    S = predictions.shape[1]
     parts = problems.grade(texts, [example for example in examples for _ in range(S)])
-    return torch.tensor([sum(part.values()) for part in parts], device=made.device).view(-1, S)
+    values = [sum(part.values()) for part in parts]
+    return torch.tensor(values, device=predictions.device).view(-1, S)
 
 
 def sample_masks(batch, iteration, args):

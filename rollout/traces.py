@@ -271,6 +271,15 @@ def concatenate(traces, pad_token_id):
     return Trace(**{f.name: join(f.name, [vars(t)[f.name] for t in traces]) for f in fields(Trace)})
 
 
+def predictions_of(tokens):
+    """What each step makes of the whole completion: its own draws at the masks, elsewhere the last
+    ones. tokens [B, S, L], records of kind "states" -> [B, S, L] int64
+    """
+    step = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+    last = torch.where(tokens >= 0, step, 0).cummax(1).values
+    return tokens.long().gather(1, last)
+
+
 def gathered(trace, components, examples, pad_token_id):
     """This rank's rollout, what its completions earn, and their examples -> trace, rewards [N],
     components and examples of all ranks with which it shares rows. Collective.

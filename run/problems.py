@@ -28,7 +28,7 @@ class HeldOut:
         # of rollouts; refused here, before problems are fetched
         self.grade = load_reward(getattr(args, "reward", ""), self.task)
         is_preset = args.data.partition("@")[0] in self.task.PRESETS
-        eval_data = args.eval_data or ("" if train is not None or not is_preset else args.data)
+        eval_data = args.eval_data or (args.data if is_preset else "")
         self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )

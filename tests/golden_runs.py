@@ -27,7 +27,7 @@ GOLDEN = ROOT / "tests/golden"
 SMALL = {"task": "countdown", "lora_rank": 0, "gen_length": 12, "denoising_steps": 2}
 EVERY = {"max_steps": 2, "eval_every": 2, "eval_limit": 2, "learning_rate": 1e-4, "seed": 8}
 ROLLOUTS = {"prompts_per_step": 2, "num_generations": 4, "micro_batch_size": 6}
-ROLLOUTS |= {"reward": "countdown_coin"}
+ROLLOUTS |= {"reward": f"{__file__}:coin"}
 ANSWERS = {"batch_size": 4, "micro_batch_size": 3}
 CASES = {
     f"{script}-{family}": {"model": f"tiny-{family}"}
@@ -68,17 +68,15 @@ def parsed(script, *words):
 
 
 def _child(rank, ranks, nodes, port, script, flags, out):
-    from evals import rewards
     from run import flags as command
     from run import log as runlog
 
     torch.set_num_threads(1)
     torch.manual_seed(port)  # draws are keyed: the global generators change nothing
-    rewards.REWARDS["countdown_coin"], runlog.RunLog.plot = coin, lambda self: None
+    runlog.RunLog.plot = lambda self: None
     load_few_problems()
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "RANK": rank}
-    os.environ |= where | {name: str(size) for name, size in sizes.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "RANK": f"{rank}"}
+    os.environ |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks // nodes}"}
     module = importlib.import_module(f"algos.{script}")
     args = module.Args(**SMALL | flags, out=str(out))
     module.main(parsed(script, *command.flags_of(vars(args))))
@@ -94,8 +92,14 @@ def run_script(script, flags, ranks, out, nodes=1):
     """A script's own main in forked processes, as under torchrun. -> its run directory"""
     arguments = ranks, nodes, free_port(), script, flags, out
     mp.start_processes(_child, args=arguments, nprocs=ranks, start_method="fork")
-    (directory,) = Path(out).iterdir()
-    return directory
+    return next(Path(out).iterdir())
+
+
+def run_case(case, out, ranks=1, **flags):
+    """A case with other flags; SFT on two nodes of so many ranks. -> its run directory"""
+    script = case.split("-")[0]
+    nodes = 1 + (script == "sft" and ranks > 1)
+    return run_script(script, CASES[case] | flags, ranks * nodes, out, nodes)
 
 
 def rows_of(directory, name="metrics"):
@@ -121,10 +125,14 @@ def all_values():
     return json.loads(json.dumps(found))
 
 
-def assert_same_metrics(one, two):
-    """Rows of two layouts of a run: routing counts padding, probes and clocks differ by nature."""
+def assert_same(one, two):
+    """Metrics, and tokens of the first rollout, of two directories of a run in two layouts: routing
+    counts padding, probes and clocks differ by nature.
+    """
+    first = lambda run: [s["completion_ids"] for s in rows_of(run, "samples") if s["step"] == 1]
+    assert first(one) == first(two)
     other = ("time/", "speed/", "memory/", "router/", "probe/logp_gap")
-    for a, b in zip(one, two, strict=True):
+    for a, b in zip(rows_of(one), rows_of(two), strict=True):
         assert a.keys() == b.keys()
         for name in (name for name in a if not name.startswith(other)):
             is_close = math.isclose(a[name], b[name], rel_tol=1e-4, abs_tol=1e-5)
@@ -133,9 +141,10 @@ def assert_same_metrics(one, two):
 
 def write(scripts):
     runs = json.loads((GOLDEN / "runs.json").read_text())
-    for case in (case for case in CASES if case.split("-")[0] in scripts):
-        with tempfile.TemporaryDirectory() as out:
-            runs[case] = record(run_script(case.split("-")[0], CASES[case], 1, out))
+    for case in CASES:
+        if case.split("-")[0] in scripts:
+            with tempfile.TemporaryDirectory() as out:
+                runs[case] = record(run_case(case, out))
     runs["torch"] = torch.__version__.split("+")[0]
     (GOLDEN / "runs.json").write_text(json.dumps(runs).replace('"rows"', '\n"rows"') + "\n")
     (GOLDEN / "values.json").write_text(json.dumps(all_values()).replace("}, ", "},\n") + "\n")

@@ -43,22 +43,22 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1184, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1169, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(670, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "ebpo": Method(644, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
-    "dtreerpo": Method(1405, {"llada": LORA | TREES, "sdar": TREES}),
+    "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1251, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(723, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
-        2047,
+        2044,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        2355,
+        2343,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
@@ -97,10 +97,7 @@ def without(text, names):
     return SHARED.sub(cut, text)
 
 
-def main():
-    reference = sys.argv[1] if len(sys.argv) == 2 else ""
-    if reference not in METHODS:
-        raise SystemExit(f"usage: python tests/sync_shared.py {{{','.join(METHODS)}}}")
+def main(reference):
     for script in METHODS:
         skip = [block for name, block in EXCEPTIONS if name in (script, reference)]
         text = sync(source(reference), source(script), skip)
@@ -108,4 +105,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from golden_runs import CASES, assert_same_metrics, rows_of, run_script
+from golden_runs import CASES, assert_same, rows_of, run_case
 from sync_shared import METHODS
 from torch.distributed.tensor import DTensor
 
@@ -132,17 +132,13 @@ GRID = [
 def test_scripts_run_on_every_family(warm, tmp_path, script, family, lora_rank):
     """Full or LoRA: finite and moving; two ranks with other micro-batches equal one."""
     case = next(case for case in CASES if case.split("-")[0] == script)
-    flags = CASES[case] | {"model": family, "lora_rank": lora_rank}
-    one, two = (
-        rows_of(
-            run_script(script, flags | {"micro_batch_size": size}, ranks, tmp_path / str(ranks))
-        )
-        for ranks, size in ((1, flags["micro_batch_size"]), (2, 16 if script == "vrpo" else 5))
-    )
+    flags, size = {"model": family, "lora_rank": lora_rank}, 16 if script == "vrpo" else 5
+    one = run_case(case, tmp_path / "one", **flags)
+    two = run_case(case, tmp_path / "two", 2, micro_batch_size=size, **flags)
     experts = TINY_CONFIGS[family].get("num_experts")
-    steps = [row for row in one if "loss/total" in row]
+    steps = [row for row in rows_of(one) if "loss/total" in row]
     assert any(row["optim/grad_norm"] > 0 for row in steps)
     for row in steps:
         assert ("router/entropy" in row) == bool(experts)
         assert not experts or 0 < row["router/entropy"] < math.log(experts)
-    assert_same_metrics(one, two)
+    assert_same(one, two)
