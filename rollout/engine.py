@@ -1,5 +1,5 @@
-"""The base of all samplers: settings and their checks, the rules that choose which tokens to
-reveal, loading of weights.
+"""What all samplers share: settings and their checks, the rules that choose which tokens to reveal,
+the loops over blocks and denoising steps, loading of weights.
 """
 
 import math
