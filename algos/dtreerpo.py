@@ -147,8 +147,7 @@ def tree_segments(trace, args):
     """
     ids, block_length = trace.completion_ids, trace.settings["block_length"]
     forks = tree_forks(args, block_length)
-    blocks = ids.new_tensor([trace.blocks(i) for i in range(len(ids))])
-    step = blocks * args.denoising_steps + trace.step_map  # counted over all blocks
+    step = trace.blocks * args.denoising_steps + trace.step_map  # counted over all blocks
     number = torch.bucketize(step, ids.new_tensor(forks), right=True)
     number[trace.step_map < 0] = len(forks) + 1  # never
     since = number[:, None] - torch.arange(len(forks) + 1, device=ids.device)[:, None]

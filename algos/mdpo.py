@@ -96,9 +96,18 @@ BY_SIZE = {
     "full": {"learning_rate": 7e-7},
     "bidirectional": {"cache": "none"},
 }
-RECORDS = "states"  # the trace holds masks, predictions and confidences of every step
+RECORDS = "states"  # the trace holds what every step drew at all masks
 USES_OLD = True  # policy_loss compares with the estimates before the first update
 DRAWS_TOGETHER = False  # a row has one of them
+
+
+def predictions_of(tokens):
+    """What each step makes of the whole completion: its own draws at the masks, elsewhere the last
+    ones. tokens [B, S, L], -1 where not masked -> [B, S, L] int64
+    """
+    step = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+    last = torch.where(tokens >= 0, step, 0).cummax(1).values
+    return tokens.long().gather(1, last)
 
 
 def step_rewards(trace, problems, examples):
@@ -106,9 +115,9 @@ def step_rewards(trace, problems, examples):
 
     examples [B] -> [B, S]
     """
-    eos, made, texts = set(trace.settings["eos_token_ids"]), trace.records["masked"].any(2), []
-    decode = problems.tokenizer.decode
-    for predictions, is_made in zip(trace.records["predictions"].tolist(), made, strict=True):
+    eos, tokens, texts = set(trace.settings["eos_token_ids"]), trace.records["tokens"], []
+    decode, made = problems.tokenizer.decode, (tokens >= 0).any(2)
+    for predictions, is_made in zip(predictions_of(tokens).tolist(), made, strict=True):
         for ids, is_new in zip(predictions, is_made, strict=True):
             end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
             text = decode(ids[:end], skip_special_tokens=True) if is_new else texts[-1]
@@ -127,21 +136,20 @@ def sample_masks(batch, iteration, args):
     """
     if iteration > 0:
         return None
-    A, record = batch.advantages, batch.trace.records  # A [B, S]
+    A, tokens = batch.advantages, batch.trace.records["tokens"]  # A [B, S]
     # made [B, S]: the step ran a forward. G: sequences that share their chosen steps
-    made, G = record["masked"].any(2), args.num_generations if args.steps_of == "group" else 1
+    made, G = (tokens >= 0).any(2), args.num_generations if args.steps_of == "group" else 1
     in_groups = lambda values: values.view(-1, G, A.shape[1])
     # [B / G, S] |A| of a step; -1 if no sequence of the group made it: it is chosen last
     size = in_groups(A.abs() * made).sum(1).masked_fill(~in_groups(made).any(1), -1.0)
     chosen = size.argsort(dim=1, descending=True, stable=True).argsort(1) < args.train_steps
     index, step = (chosen.repeat_interleave(G, 0) & made).nonzero(as_tuple=True)  # [R]
-    state, predictions, q = (
-        record[name][index, step] for name in ("masked", "predictions", "confidences")
-    )  # [R, L]
+    state, q = tokens[index, step] >= 0, batch.trace.records["logps"][index, step].exp()  # [R, L]
     masked = torch.nn.functional.pad(state, (batch.P, 0))
     weights = torch.where(state, q, 0.0) / state.sum(1, keepdim=True)
     rows = Rows(batch, masked[:, None], weights[:, None], index)
-    rows.input_ids = torch.cat([rows.input_ids[:, : batch.P], predictions.long()], 1)
+    predictions = predictions_of(tokens)[index, step]
+    rows.input_ids = torch.cat([rows.input_ids[:, : batch.P], predictions], 1)
     rows.advantages, rows.temperature = A[index, step], args.temperature
     return rows
 

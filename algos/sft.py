@@ -38,7 +38,6 @@ from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
 from run.directory import Run
 from run.flags import RunFlags
-from run.plan import fit_answers
 from run.problems import HeldOut
 
 # B rows, T tokens of a row
@@ -305,7 +304,7 @@ def main(args):
     rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
-    args.micro_batch_size, at_once = fit_answers(rows, held_out.splits, model, args, tail=tail)
+    args.micro_batch_size, at_once = held_out.fit(rows, model, args, tail)
     # >>> shared: offline_engine
     engine = None
     if args.eval_limit:

@@ -98,7 +98,7 @@ def sample_masks(batch, iteration, args):
     Where the order does not depend on the draws, those not revealed are noise and are left out.
     -> Rows, R = B n / K; K divides n and fits a micro-batch. targets [R, K, T]: the draws
     """
-    draws, replay = batch.trace.records["draws"], batch.trace.replay_map[:, None]
+    draws, replay = batch.trace.records["tokens"], batch.trace.replay_map[:, None]
     (B, S, _), made = draws.shape, (draws >= 0).any(2)  # [B, S]
     n = args.num_draws(S)
     u = torch.stack([batch.uniform(iteration, step)[:, batch.P] for step in range(S)], 1)

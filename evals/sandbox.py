@@ -5,66 +5,52 @@ their rewards.
     results = run_batch(jobs)            keeps all cores busy; the calling thread only waits
 
 A program runs in a process of its own (evals/sandbox_child.py says how its three processes are
-arranged), with
-  - namespaces of its own for network (no device), IPC, processes and files (Python and the system's
-    libraries read-only, one empty directory), an unprivileged uid that no other program has, no
-    capabilities and no way to new ones;
+arranged), behind walls that every kernel of Linux has:
+  - a filter of system calls (seccomp): no sockets, no shared memory, no signals, no changes of
+    files; no capabilities, no way to new ones, and, where the caller is root, a uid of its own
   - limits: wall time, CPU time, address space, resident memory of all its processes together,
-    processes, files, file size;
-  - a clean environment; stdin, stdout and stderr are /dev/null;
-  - an end: everything that it started is killed before `run` returns, and its files are gone.
+    processes; it can write no file
+  - a clean environment; stdin, stdout and stderr are /dev/null
+  - an end: everything that it started is killed before `run` returns
+and, where the kernel gives them, namespaces of its own for network, IPC, processes and files, with
+a read-only root directory of Python and the system's libraries. Containers often forbid those;
+there Landlock keeps it to the same files. Where a kernel has neither, one line on stderr says so.
+Against a bug of the kernel itself only a virtual machine helps.
+
 Mode "proxy": the tests run in another process, and the functions under test are called over a pipe
 with plain values. So an object that equals everything, a patched builtin, a walk over the frames or
 memory, and an early exit win nothing. Mode "nonce": code and tests share a process, as in every
 published number; passed is a random number that is sent after the tests, so an early exit does not
 pass, but code that looks for the number can. Rewards use "proxy".
-
-Two protections need no namespace: a filter of system calls (seccomp) refuses sockets, shared
-memory and signals to others, and where a program has no file system of its own, Landlock keeps it
-out of the machine's. Containers often forbid namespaces. One line on stderr, printed once, names
-the protections that are lost nevertheless; `Result.missing` names them each time. Against a bug of
-the kernel itself only a virtual machine helps.
 """
 
+import itertools
 import json
 import os
-import secrets
 import select
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evals.sandbox_child import Gone, send
+from evals.sandbox_child import send
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
 # seconds that start and clean-up may take beyond the limit of a program, on a busy machine
 GRACE = 20.0
-LOSSES = {  # what is lost without a protection
-    "uid": "it runs as this user, so file permissions do not hold it back",
-    "network": "it can reach the network",
-    "ipc": "it can reach shared memory and message queues of its uid",
-    "system calls": "memory that it shares is not counted",
-    "files": "it can read and change what its uid may read and change",
-    "disk": "its files are on this disk until it ends, each of 4 MB at most",
-    "processes": "it can see other processes, and signal those of its uid",
-}
-_said, _lock = set(), threading.Lock()
+NO_WALLS = (
+    "sandbox: this machine gives neither namespaces nor Landlock: model-written code is run, and "
+    "it can read what its user may read"
+)
+WARNINGS = itertools.count()
 
 
 class SandboxError(SystemExit):
     """The sandbox itself did not work; says nothing about the program. A command ends in the one
     line that it has."""
-
-
-class NoAnswer(SandboxError):
-    """The supervisor of a program ended without an answer."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +83,13 @@ class Result:
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
     answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
     need mode "nonce"), "long" (not run), "lost" (its supervisor died).
-    detail: exception and message. missing: protections that are lost, because the kernel did
-    not give them, with its reason. uid: of the program, None for the caller's.
+    detail: exception and message. walls: what kept the program off the machine's files:
+    "namespaces", "Landlock", or "" for nothing but its uid.
     """
 
     reason: str
     detail: str = ""
-    missing: dict = field(default_factory=dict)
-    uid: int | None = None
+    walls: str = ""
 
     @property
     def passed(self):
@@ -115,24 +100,18 @@ def run(job, without=()):
     """Run the program of a Job to its end. -> Result. SandboxError where the sandbox does not work;
     never for what a program does.
 
-    without: protections (LOSSES, and "users", the user namespace of callers that are not root) to
-    do without, for tests.
+    without: walls to do without, for tests: "namespaces", "landlock".
     """
     if len(job.code) > MAX_CODE:
         return Result("long", f"{len(job.code)} characters")
-    folder = tempfile.mkdtemp(prefix="sandbox-")
-    try:
-        result = Result(**_supervised(job, folder, tuple(without)))
-    except NoAnswer as error:
-        if job == EMPTY:
-            raise
+    result = _supervised(job, without)
+    if result.reason != "lost":
+        if not result.walls and next(WARNINGS) == 0:
+            print(NO_WALLS, file=sys.stderr)
+    elif job == EMPTY:
+        raise SandboxError(f"sandbox: no answer from its supervisor ({result.detail})")
+    else:
         run(EMPTY, without)  # raises if the fault is the sandbox's own
-        result = Result("lost", str(error))
-    finally:
-        _remove(folder)
-    if result.reason == "setup":
-        raise SandboxError(f"sandbox: {result.detail}")
-    _say(result.missing)
     return result
 
 
@@ -164,73 +143,51 @@ def own_cores():
     return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _supervised(job, folder, without):
-    """Start the supervisor, send it the program and then the tests, read its one answer. -> fields
-    of a Result"""
+def _supervised(job, without):
+    """Start the supervisor, send it the program and its tests, read its one answer. -> Result"""
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    libraries = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix]
-    program = asdict(job) | {"folder": folder, "without": without, "site_packages": site_packages}
-    program["paths"] = [*libraries, *site_packages]
-    # the tests go by themselves, once the candidate has been forked
-    tests = {name: program.pop(name) for name in ("tests", "prelude")}
-    tests["nonce"] = secrets.token_hex(16)
+    paths = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *site_packages]
+    settings = vars(job) | {"without": without, "paths": paths, "site_packages": site_packages}
+    # these go by another way, which is read once the candidate has been forked
+    sources = [settings.pop(name) for name in ("code", "tests", "prelude")]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/",
         "PYTHONHASHSEED": "0",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
     }
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    answered = None
+    python = getattr(sys, "_base_executable", sys.executable)
     with subprocess.Popen(
-        [getattr(sys, "_base_executable", sys.executable), "-I", "-S", "-B", str(CHILD)],
-        stdin=subprocess.PIPE,  # stays open: its end would tell that we are gone
+        [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
+        stdin=subprocess.PIPE,  # stays open: its end tells that we are gone
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd="/",
         env=environment,
         start_new_session=True,
+        umask=0o022,
         bufsize=0,
     ) as process:
+        answered = None
         try:
-            with suppress(Gone):  # it has said why on stderr
-                send(process.stdin.fileno(), program)
-                send(process.stdin.fileno(), tests)
+            with (
+                suppress(BrokenPipeError),
+                open(process.stdin.fileno(), "wb", closefd=False) as sent,
+            ):
+                send(sent, sources)
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)
             answered = poll.poll((job.timeout + GRACE) * 1000)
         finally:
-            if not answered:
-                # an interrupt, or a supervisor that hangs; the PID namespace dies with it
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()  # it answers as it ends, in less than a pipe holds
-        try:
-            return json.loads(process.stdout.read())
+            if not answered:  # an interrupt, or a supervisor that hangs
+                process.stdin.close()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                process.kill()
+        try:  # it answers as it ends, in less than a pipe holds
+            return Result(*json.loads(process.stdout.read()))
         except ValueError:  # it is empty, or cut off
-            lines = (process.stderr.read(1 << 16) or b"").decode(errors="replace").splitlines()
-            said = lines[-1] if lines else f"exit {process.returncode}"
-            raise NoAnswer(f"sandbox: no answer from its supervisor ({said})") from None
-
-
-def _remove(folder):
-    """Delete what a program left where it had no file system of its own: by commands, because its
-    directories may be thousands deep."""
-    try:
-        os.rmdir(folder)
-    except OSError:
-        # permissions only where it needs them: it may be a hundred thousand directories
-        for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            if os.path.exists(folder):
-                subprocess.run([*command, folder], stderr=subprocess.DEVNULL)
-
-
-def _say(missing):
-    """Name missing protections {name: reason} in one line, each once per process."""
-    with _lock:
-        new = sorted(missing.keys() - _said)
-        _said.update(new)
-    if new:
-        lost = ", ".join(f"{name} ({missing[name]})" for name in new)
-        losses = "; ".join(LOSSES[name] for name in new)
-        said = f"sandbox: no protection of {lost}: model-written code is run, and {losses}"
-        print(said, file=sys.stderr)
+            lines = process.stderr.read().decode(errors="replace").splitlines()
+            return Result("lost", lines[-1] if lines else f"exit {process.wait()}")

@@ -1,10 +1,11 @@
 """Checkpoints in the official layout, in and out: config.json, safetensors, tokenizer files."""
 
 import json
-import sys
+from collections import defaultdict, deque
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 
 from distributed.disk import is_first_rank, whole_directory
 from distributed.sequence import check_heads
@@ -17,10 +18,10 @@ from models.tensors import (
     fitting_weights,
     full_tensor,
     materialize,
-    on_cpu,
     read_json,
     read_weights,
     tensor_parts,
+    tensor_shapes,
 )
 from models.tiny import byte_tokenizer, random_weights
 
@@ -90,7 +91,6 @@ def set_special_tokens(model, directory=None):
 
     They come from generation_config.json where it states them (SDAR ends at two ids), else from
     config.json, else from the model file. A single end id is preceded by the family's turn end.
-    SystemExit for an id outside the vocabulary of the model.
     """
     facts, named = dict(model.checkpoint_config), special_tokens(directory) if directory else {}
     if directory and (generation := directory / "generation_config.json").is_file():
@@ -107,22 +107,13 @@ def set_special_tokens(model, directory=None):
         eos = [eos] if turn_end == eos else [turn_end, eos]
     model.eos_token_ids = eos
     model.pad_token_id = facts.get("pad_token_id", eos[-1])
-    rows, ids = range(model.lm_head.out_features), [mask, *eos, model.pad_token_id]
-    if wrong := [i for i in ids if i not in rows]:
-        where = f"{directory or 'config.json'}: mask, end or padding ids {wrong}"
-        raise SystemExit(f"{where} are outside the vocabulary of {len(rows)}")
     return model
 
 
 def load_tokenizer(name_or_dir):
-    """The checkpoint's own tokenizer and chat template, without remote code.
-
-    From then on stdout prints the codes of characters that the terminal's encoding lacks.
-    """
+    """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
     directory = resolve(name_or_dir)
     if is_drawn(directory):
         return byte_tokenizer()
@@ -138,7 +129,6 @@ def load_tokenizer(name_or_dir):
         )
         if tokenizer.chat_template:  # what is damaged must not wait for the first prompt
             prompt_text(tokenizer, [{"role": "user", "content": "text"}])
-        tokenizer("text")
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exception; transformers almost anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -188,6 +178,23 @@ def export_weights(model, dtype=None, merge_lora=True):
         yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
 
+def write_weights(tensors, shapes, dtype, folder):
+    """Write pairs (name, tensor) to files of up to SHARD_BYTES, each as soon as it is full, and
+    their index if there are several.
+    """
+    like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    plan = split_torch_state_dict_into_shards(like, max_shard_size=SHARD_BYTES)
+    files = defaultdict(dict)
+    for name, tensor in tensors:
+        file = plan.tensor_to_filename[name]
+        files[file][name] = tensor.contiguous().cpu().clone()
+        if len(files[file]) == len(plan.filename_to_tensors[file]):
+            save_file(files.pop(file), folder / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+
+
 def save_model(model, directory, tokenizer):
     """Write a checkpoint that load_model and the official code read. Collective; rank 0 writes.
 
@@ -196,12 +203,17 @@ def save_model(model, directory, tokenizer):
     be written: then nothing appears under its name.
     """
     config = model.checkpoint_config
+    dtype = stored_dtype(config)
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
     with whole_directory(directory) as folder:
-        tensors = on_cpu(export_weights(model, stored_dtype(config)))
-        if is_first_rank():
-            save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
-            for name, content in (("config.json", config), ("generation_config.json", generation)):
-                (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-            if tokenizer:
-                tokenizer.save_pretrained(folder)
+        tensors = export_weights(model, dtype)
+        try:
+            if is_first_rank():
+                write_weights(tensors, tensor_shapes(model), dtype, folder)
+                files = {"config.json": config, "generation_config.json": generation}
+                for name, content in files.items():
+                    (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+                if tokenizer:
+                    tokenizer.save_pretrained(folder)
+        finally:
+            deque(tensors, maxlen=0)  # all ranks gather all of them, also if rank 0 fails

@@ -14,10 +14,8 @@ from safetensors.torch import save_file
 from distributed.disk import is_first_rank, whole_directory
 from models.names import pinned
 from models.tensors import (
-    check_tensors,
     full_tensor,
     local_rows,
-    on_cpu,
     open_tensors,
     read_json,
     tensor_parts,
@@ -129,8 +127,10 @@ def save_adapter(model, directory, base, tokenizer):
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
     with whole_directory(directory) as folder:
-        named = ((PREFIX + k.replace(".default.", "."), v) for k, v in export_adapter(model))
-        tensors = on_cpu(named)
+        tensors = {
+            PREFIX + name.replace(".default.", "."): value.contiguous().cpu().clone()
+            for name, value in export_adapter(model)
+        }
         if is_first_rank():
             save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
             config.save_pretrained(folder)
@@ -157,20 +157,16 @@ def merge_adapter(model, directory):
         raise SystemExit(f"{directory}: {only}; this one has {other}")
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         found = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
-    layers = {name.partition(".lora_")[0] for name in found}
+    parts, layers = tensor_parts(model), {name.partition(".lora_")[0] for name in found}
     if not layers:
         raise SystemExit(f"{directory} holds no adapters")
-    parts, wanted = tensor_parts(model), {}
     for layer in layers:
         value, index = parts.get(f"{layer}.weight", (None, None))
-        if index == ():
-            wanted[f"{layer}.lora_A.weight"] = (config["r"], *value.shape[1:])
-            wanted[f"{layer}.lora_B.weight"] = (len(value), config["r"])
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    check_tensors(f"{directory}, an adapter of rank {config['r']},", shapes, wanted)
-    for layer in layers:
-        weight, rows = local_rows(parts[f"{layer}.weight"][0])
-        a, b = found[f"{layer}.lora_A.weight"], found[f"{layer}.lora_B.weight"]
+        a, b = (found.get(f"{layer}.lora_{part}.weight") for part in "AB")
+        r, is_pair = config["r"], index == () and a is not None and b is not None
+        if not is_pair or (a.shape, b.shape) != ((r, value.shape[1]), (value.shape[0], r)):
+            raise SystemExit(f"{directory}, of rank {r}, does not fit its model at {layer}")
+        weight, rows = local_rows(value)
         a, b = (part.to(weight.device, torch.float32) for part in (a, b[rows.start : rows.stop]))
         weight.copy_(weight.float() + lora_scaling(config) * (b @ a))
     return model

@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed.disk import is_first_rank, progress
+from distributed.disk import progress
 from models.config import ARCHITECTURES, architecture, stored_dtype
 from models.experts import expert_parts
 
@@ -101,27 +101,16 @@ def full_tensor(value):
     return (value.full_tensor() if is_sharded(value) else value).detach()
 
 
-def on_cpu(tensors):
-    """tensors: pairs (name, full tensor) that all ranks walk, because gathering takes all of them
-    -> {name: copy on the CPU} on rank 0, {} on others
-    """
-    is_first = is_first_rank()
-    return {name: tensor.contiguous().cpu().clone() for name, tensor in tensors if is_first}
-
-
 def read_json(path):
     """The object that a JSON file holds."""
     if not path.is_file():
         needs = "a model directory needs config.json, *.safetensors and a tokenizer"
         raise SystemExit(f"{path} is missing: {needs}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a million brackets
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, not JSON
         problem = "it is truncated or damaged; copy it again"
         raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
-    return content
 
 
 def open_tensors(path):

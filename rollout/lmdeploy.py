@@ -14,19 +14,16 @@ import atexit
 import logging
 import os
 import threading
-import time
-from concurrent.futures import CancelledError
-from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, islice
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from distributed.groups import TIMEOUT
 from models.checkpoint import export_weights, load_model, meta_model
-from rollout.block import BlockEngine
 from rollout.engine import Engine
 from rollout.sampling import GOLDEN, keyed_uniform
 from rollout.traces import Trace, scored
@@ -37,7 +34,6 @@ MEMORY_SHARE = 0.3  # of what the weights leave free, for the KV cache; the lear
 # Tensors that are gathered before they are handed over: once for each lot lmdeploy walks over all
 # of its own.
 TOGETHER = 32
-STALL = 300.0  # seconds without a new token after which lmdeploy counts as hung
 
 
 class LmdeployEngine(Engine):
@@ -50,7 +46,6 @@ class LmdeployEngine(Engine):
         "remasking": ("low_confidence_static", "sequential", "low_confidence_dynamic")
     }
     records, title, refills = (None,), "lmdeploy", True
-    block_length = BlockEngine.block_length
 
     def __init__(self, name_or_dir, device="cuda", max_batch_size=256, request=None):
         self.model, self.dtype = meta_model(name_or_dir, torch.bfloat16), torch.bfloat16
@@ -114,93 +109,68 @@ class LmdeployEngine(Engine):
 
     def load_weights(self, weights):
         """weights: all pairs (official name, full tensor) of export_weights, copied in place.
-        ValueError names what does not fit or is missing.
 
         lmdeploy splits them into its fused projections; the addresses in its graphs stay valid.
         """
         torch.cuda.synchronize(self.device)  # no forward reads the old weights any more
-        served, gathered = self.agent.patched_model.get_model(), []
-
-        def hand_over():
+        served, weights = self.agent.patched_model.get_model(), iter(weights)
+        while lot := list(islice(weights, TOGETHER)):
             with self.agent.all_context():  # inference mode: the parameters were made in it
-                served.load_weights(gathered)
-            gathered.clear()
-
-        def handed_over():
-            for name, value in weights:
-                yield name, value
-                gathered.append((name, value))
-                if len(gathered) == TOGETHER:
-                    hand_over()
-
-        # checks names and shapes; a copy to `model` does nothing
-        super().load_weights(handed_over())
-        hand_over()
+                served.load_weights(lot)
+            lot.clear()  # before the next ones are gathered
         torch.cuda.synchronize(self.device)  # the forwards run on a stream of their own
 
     def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
-        from lmdeploy.messages import GenerationConfig
         from lmdeploy.pytorch.config import UnmaskingStrategy
 
-        n, eos = settings["block_length"], settings["eos_token_ids"]
         # read at every step, the same for all requests
         unmasking = self.agent.agent_strategy.unmasking_processor.dllm_config
         unmasking.unmasking_strategy = UnmaskingStrategy.from_str(settings["remasking"])
         unmasking.denoising_steps = settings["denoising_steps"]
         unmasking.confidence_threshold = settings["confidence_threshold"]
-        prompts, requests = [prompt_ids[i] for i in owner.tolist()], []
-        seeds = (keyed_uniform(settings["seed"], sample_index) * 2**53).long()
-        for ids, seed in zip(prompts, seeds.tolist(), strict=True):
-            request = GenerationConfig(
-                max_new_tokens=-(-(len(ids) + settings["gen_length"]) // n) * n - len(ids),
-                top_k=settings["top_k"],
-                top_p=settings["top_p"],
-                stop_token_ids=eos if stop_at_eos else [],
-                bad_token_ids=[self.model.mask_token_id],
-                random_seed=seed,
-            )
-            request.temperature = settings["temperature"]  # the constructor allows 2 at most
-            requests.append(request)
-        rows = self._result(self._decode(prompts, requests))
+        prompts, eos = [prompt_ids[i] for i in owner.tolist()], settings["eos_token_ids"]
+        seeds = (keyed_uniform(settings["seed"], sample_index) * 2**53).long().tolist()
+        work = self._decode(prompts, seeds, settings, eos if stop_at_eos else [])
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        rows = future.result(TIMEOUT.total_seconds())  # a loop that hangs ends the run
         canvas_length = torch.tensor(list(map(len, rows)), device=self.device)
         completion_ids = pad_sequence(rows, True, self.model.pad_token_id).to(self.device)
         return Trace(
             prompts, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
-            None, None, None, sample_index, None, settings,  # what it does not tell
+            None, None, sample_index, None, settings,  # what it does not tell
         )  # fmt: skip
 
-    def _result(self, work):
-        """-> the result of a coroutine in lmdeploy's thread. RuntimeError if it comes no nearer."""
-        future, self.progress = asyncio.run_coroutine_threadsafe(work, self.loop), time.monotonic()
-        while self.thread.is_alive() and time.monotonic() - self.progress < STALL:
-            with suppress(TimeoutError, CancelledError):  # cancelled: its thread has ended
-                return future.result(timeout=1)
-        raise RuntimeError(f"{FLAG}: its engine has died, or gave no token for {STALL:.0f} s")
+    async def _decode(self, prompts, seeds, settings, stops):
+        """-> for each prompt the token ids after it, through the terminal block"""
+        from lmdeploy.messages import GenerationConfig
 
-    async def _decode(self, prompts, requests):
-        """-> for each request the token ids after the prompt, through the terminal block"""
-        instance, n = self.engine.create_instance(), self.model.block_length
+        instance, n = self.engine.create_instance(), settings["block_length"]
+        mask = self.model.mask_token_id
 
-        async def complete(prompt, request):
-            session, ids, length = next(self.sessions), [], request.max_new_tokens
+        async def complete(prompt, seed):
+            P, session, ids = len(prompt), next(self.sessions), []
+            length = -(-(P + settings["gen_length"]) // n) * n - P
+            request = GenerationConfig(
+                max_new_tokens=length, top_k=settings["top_k"], top_p=settings["top_p"],
+                stop_token_ids=stops, bad_token_ids=[mask], random_seed=seed,
+            )  # fmt: skip
+            request.temperature = settings["temperature"]  # the constructor allows 2 at most
             async for output in instance.async_stream_infer(session, prompt, request):
-                self.progress = time.monotonic()
                 if output.status.name == "FINISH":  # its own token_ids end with the EOS
                     # the generator ends the session next
                     (sequence,) = self.engine.scheduler.get_session(session).sequences.values()
-                    ids = sequence.all_ids[len(prompt) :].tolist()
+                    ids = sequence.all_ids[P:].tolist()
             # lmdeploy does not stop at an EOS in the block that the prompt ends in
-            ends = [i for i, token in enumerate(ids[:length]) if token in request.stop_token_ids]
-            if ends:
-                length = ((len(prompt) + ends[0]) // n + 1) * n - len(prompt)
-            if len(ids) < length or self.model.mask_token_id in ids[:length]:
+            if ends := [i for i, token in enumerate(ids[:length]) if token in stops]:
+                length = ((P + ends[0]) // n + 1) * n - P
+            if len(ids) < length or mask in ids[:length]:
                 raise RuntimeError(
                     f"{FLAG}: a request ended with {output.status.name}, {len(ids)} of {length} "
                     "tokens; lmdeploy logs the cause"
                 )
             return torch.tensor(ids[:length])
 
-        return await asyncio.gather(*map(complete, prompts, requests))
+        return await asyncio.gather(*map(complete, prompts, seeds))
 
 
 def refuse_unsupported(model, device):

@@ -19,6 +19,7 @@ GOOD = {
 }
 
 
+@torch.no_grad()
 def replay_logps(model, trace):
     """Log-probabilities of a trace by the learner, each token at the denoising state at which it
     was revealed. -> [N, L] fp32
@@ -26,18 +27,14 @@ def replay_logps(model, trace):
     trace.num_replays forwards: equally many on every rank that holds a trace of the same settings.
     """
     input_ids, valid_mask = trace.sequences(model.pad_token_id)
-    L = trace.completion_ids.shape[1]
-    logps = torch.zeros(trace.completion_ids.shape, device=input_ids.device)
+    noisy, temperature = input_ids.clone(), trace.settings["temperature"] or 1.0
+    P, replay_map, logps = input_ids.shape[1] - trace.completion_ids.shape[1], trace.replay_map, 0
     for step, state in enumerate(trace.states(model.mask_token_id)):
-        scored = torch.zeros_like(valid_mask)
-        scored[:, -L:] = trace.replay_map == step
-        noisy_ids = torch.cat([input_ids[:, :-L], state], 1)
-        with torch.no_grad():
-            temperature = trace.settings["temperature"] or 1.0
-            noisy, scored = noisy_ids[:, None], scored[:, None]
-            step_logps = model.logps(input_ids, noisy, scored, valid_mask, temperature=temperature)
-            logps += step_logps[:, 0, -L:].float()
-    return logps
+        noisy[:, P:] = state
+        scored = torch.nn.functional.pad(replay_map == step, (P, 0))
+        copies = noisy[:, None], scored[:, None]
+        logps += model.logps(input_ids, *copies, valid_mask, temperature=temperature)
+    return logps[:, 0, P:].float()
 
 
 def shared_trace(trace):
@@ -56,7 +53,7 @@ def greedy_agreement(engine, model, prompt_ids, **settings):
         "stop_at_eos": False,
     }
     trace = shared_trace(engine.generate([prompt_ids], temperature=0.0, **settings | one_step))
-    trace.replay_map = torch.zeros_like(trace.completion_ids)
+    trace.step_map = torch.zeros_like(trace.completion_ids)
     trace.settings["temperature"] = 1e-6  # of the learner: its argmax has all the probability
     # 0.1: bf16 logits may tie
     return (replay_logps(model, trace).exp() > 0.1).float().mean().item()

@@ -15,7 +15,7 @@ class Trace:
     """N completions (num_samples of each prompt, contiguous) of width L. Ids, never text, go from
     here to the learner.
 
-    None where an engine does not tell: step_map, replay_map, logps, num_forwards of lmdeploy's.
+    None where an engine does not tell: step_map, logps, num_forwards of lmdeploy's.
     """
 
     prompt_ids: list[list[int]]  # N, each prompt repeated for its samples
@@ -28,8 +28,6 @@ class Trace:
     canvas_length: torch.Tensor
     # [N, L] int64, denoising step inside the position's own block; -1 where never revealed
     step_map: torch.Tensor | None
-    # [N, L] int64, number of the forward that replays the token; -1 where never revealed
-    replay_map: torch.Tensor | None
     # [N, L] fp32, log-probability with which the token was drawn: of softmax(logits / temperature)
     # after bans, top-k and top-p; at temperature 0 of softmax(logits)
     logps: torch.Tensor | None
@@ -37,17 +35,11 @@ class Trace:
     # [N] int64, forwards of this row: denoising and separate commits, without the prefill
     num_forwards: torch.Tensor | None
     settings: dict
-    # records="events": "events" [E, 4] int64, in order, each a change of a token: sample index,
-    # number of the replay whose forward decided it, position in the completion, new token (the mask
-    # token where it was masked again); "logps" [E] of the new tokens, 0 where masked again. The
+    # [N, K, L] of each of K = num_replays forwards: some "tokens" int32, -1 elsewhere, and their
+    # "logps", 0 elsewhere. Of kind "draws": those drawn at the masks of the block in work, revealed
+    # or not. "states": also those drawn at the masks behind it, so that they tell what the forward
+    # saw masked. "events": those that it wrote, the mask token with 0 where it masked again; the
     # maps and logps above are those of the last change.
-    # records="states", for each of K = num_replays forwards: "masked" [N, K, L] bool, what it saw
-    # masked, also after the current block; all False where the row made no such forward.
-    # "predictions" [N, K, L] int32: the whole completion, with a drawn token at every masked
-    # position; pad id where no forward was made. "confidences" [N, K, L] fp32: the probability of
-    # each drawn token, as in logps, 0 elsewhere. 9 N K L bytes in all.
-    # records="draws": "draws" [N, K, L] int32, for each of K = num_replays forwards the tokens that
-    # it drew at the masks of the block in work, revealed or not; -1 elsewhere.
     records: dict | None = None
 
     @property
@@ -56,9 +48,25 @@ class Trace:
         block models replay the step of all their blocks in one. The settings alone decide it, so it
         is equal on all ranks.
         """
+        return num_replays(self.settings)
+
+    @property
+    def replay_map(self):
+        """Number of the forward that replays each token. [N, L], -1 where never revealed"""
+        if self.settings["attention"] == "block-causal":
+            return self.step_map
+        lengths = self.step_map.new_tensor([0, *map(len, block_quotas(**self.settings))])
+        return torch.where(self.step_map >= 0, lengths.cumsum(0)[self.blocks] + self.step_map, -1)
+
+    @property
+    def blocks(self):
+        """Number of the block of each position of the completions, from 0. [N, L]"""
+        place = torch.arange(self.completion_ids.shape[1], device=self.completion_ids.device)
         if self.settings["attention"] == "bidirectional":
-            return sum(map(len, block_quotas(**self.settings)))
-        return most_steps(self.settings)
+            ends = place.new_tensor([*map(sum, block_quotas(**self.settings))]).cumsum(0)
+            return torch.bucketize(place, ends, right=True).expand_as(self.completion_ids)
+        n = self.settings["block_length"]  # the grid of blocks starts with the prompt
+        return (place.new_tensor([[len(ids) % n] for ids in self.prompt_ids]) + place) // n
 
     @property
     def truncated(self):
@@ -71,58 +79,42 @@ class Trace:
         """replay_map without gaps: forwards that revealed nothing are not counted. [N, L], -1 where
         never revealed
         """
-        replay = self.replay_map.clamp(min=0)  # number 0 always reveals a token
-        made = replay.new_zeros(len(replay), self.num_replays).scatter(1, replay, 1)
-        number = made.cumsum(1).gather(1, replay) - 1
-        return number.where(self.replay_map >= 0, -1)
-
-    def canvas(self, index):
-        """Rows to continue -> tokens, step map, logps [N, L], num_forwards [N]"""
-        names = "completion_ids", "step_map", "logps", "num_forwards"
-        return [getattr(self, name)[index] for name in names]
+        numbers = torch.stack([row.unique(return_inverse=True)[1] for row in self.replay_map])
+        return numbers - (self.replay_map < 0).any(1, keepdim=True).long()  # -1 is the lowest
 
     def completion(self, i):
         """Scored ids of completion i, the final EOS included. -> list[int]"""
         return self.completion_ids[i][self.completion_mask[i]].tolist()
 
     def completions(self):
-        """The same of all, without a copy from the GPU for each. -> N lists of int"""
-        ids, lengths = self.completion_ids[self.completion_mask].cpu(), self.completion_mask.sum(1)
-        return [row.tolist() for row in ids.split(lengths.tolist())]
+        """The same of all. -> N lists of int"""
+        return [self.completion(i) for i in range(len(self.prompt_ids))]
 
     def sequences(self, pad_token_id):
         """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no
         padding, only the canvas
         """
-        prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
+        P, device = max(map(len, self.prompt_ids)), self.completion_ids.device
+        padding = [P - len(ids) for ids in self.prompt_ids]
+        prompts = [
+            [pad_token_id] * n + ids for n, ids in zip(padding, self.prompt_ids, strict=True)
+        ]
+        prompts = torch.tensor(prompts, device=device)
+        valid = ~below(torch.tensor(padding, device=device), P)
         canvas = below(self.canvas_length, self.completion_ids.shape[1])
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, canvas], 1)
 
     def states(self, mask_token_id):
         """What the forward of each replay sees of the completions: num_replays tensors [N, L],
-        masked where not revealed. Not for records of kind "states", which hold them already.
+        masked where not revealed. Not for records of kind "states", which tell them already.
         """
-        records = self.records or {}
         state = torch.full_like(self.completion_ids, mask_token_id)
         for replay in range(self.num_replays):
             yield state
-            state = torch.where(self.replay_map == replay, self.completion_ids, state)
-            if "events" in records:  # they also tell which tokens were masked again
-                events = records["events"][records["events"][:, 1] == replay]
-                sample, _, position, token = events.unbind(1)
-                state[torch.searchsorted(self.sample_index, sample.contiguous()), position] = token
-
-    def blocks(self, i):
-        """-> number of the block of each of the L positions of completion i, from 0"""
-        if self.settings["attention"] == "bidirectional":
-            return [
-                block
-                for block, quota in enumerate(block_quotas(**self.settings))
-                for _ in range(sum(quota))
-            ]
-        n = self.settings["block_length"]
-        start = len(self.prompt_ids[i]) % n  # the grid of blocks starts with the prompt
-        return [(start + j) // n for j in range(self.step_map.shape[1])]
+            new = torch.where(self.replay_map == replay, self.completion_ids, -1)
+            if self.settings["records"] == "events":  # they also tell what was masked again
+                new = self.records["tokens"][:, replay].long()
+            state = torch.where(new >= 0, new, state)
 
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""
@@ -151,7 +143,7 @@ class Trace:
         ids, scored = self.completion(i), self.completion_mask[i]
         row = {"completion_ids": ids, "pieces": pieces(ids, tokenizer)}
         if self.step_map is not None:
-            row["blocks"] = self.blocks(i)[: len(ids)]
+            row["blocks"] = self.blocks[i][scored].tolist()
             row["step_map"] = self.step_map[i][scored].tolist()
             row["logps"] = [round(value, 4) for value in self.logps[i][scored].tolist()]
         return row
@@ -163,7 +155,7 @@ class Trace:
         prompt = f"prompt   {tokenizer.decode(self.prompt_ids[i])}"
         if self.step_map is None:
             return f"{prompt}\ntokens   {self.text(i, tokenizer)!r}"
-        blocks, top, bottom = self.blocks(i), "tokens   ", "step     "
+        blocks, top, bottom = self.blocks[i].tolist(), "tokens   ", "step     "
         columns = blocks, self.completion_ids[i].tolist(), self.step_map[i].tolist()
         before = blocks[0]
         for block, token, step in zip(*columns, strict=True):
@@ -200,29 +192,12 @@ def pieces(ids, tokenizer):
     return texts
 
 
-def most_steps(settings):
-    """Steps of a block that may change its tokens."""
+def num_replays(settings):
+    """See `Trace.num_replays`. settings: of a trace"""
+    if settings["attention"] == "bidirectional":
+        return sum(map(len, block_quotas(**settings)))
     edits = settings["max_post_steps"] if settings["editing_threshold"] is not None else 0
     return settings["denoising_steps"] + edits
-
-
-def events_of(tokens, logps, sample_index, first):
-    """Trace.records of kind "events".
-
-    tokens, logps [K, N, S]: of each step, -1 where it changed nothing; first [N]: where the
-    completions begin
-    """
-    step, i, column = when = (tokens >= 0).nonzero(as_tuple=True)
-    events = sample_index[i], step, column - first[i], tokens[when].long()
-    return {"events": torch.stack(events, 1), "logps": logps[when]}
-
-
-def left_padded(prompt_ids, pad_token_id, device):
-    """Lists of ids -> input_ids [N, P] int64, valid_mask [N, P] bool"""
-    P = max(map(len, prompt_ids))
-    padding = torch.tensor([P - len(ids) for ids in prompt_ids], device=device)
-    input_ids = [[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids]
-    return torch.tensor(input_ids, device=device), ~below(padding, P)
 
 
 def below(lengths, width):
@@ -279,7 +254,7 @@ def concatenate(traces, pad_token_id):
     """Traces of one rollout, generated in parts -> one Trace, padded to the widest."""
     width = max(trace.completion_ids.shape[1] for trace in traces)
     fills = {"completion_ids": pad_token_id, "completion_mask": False, "logps": 0.0}
-    fills |= {"step_map": -1, "replay_map": -1, "draws": -1}
+    fills |= {"step_map": -1, "tokens": -1}
 
     def join(name, parts):
         first = parts[0]
@@ -289,7 +264,7 @@ def concatenate(traces, pad_token_id):
             return {key: join(key, [part[key] for part in parts]) for key in first}
         if not isinstance(first, torch.Tensor):
             return first
-        if name in fills and first.dim() > 1:  # the logps of events have one
+        if name in fills:
             parts = [F.pad(x, (0, width - x.shape[-1]), value=fills[name]) for x in parts]
         return torch.cat(parts)
 

@@ -3,6 +3,7 @@ throughout.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,10 @@ import torch.nn.functional as F
 
 from models.experts import (
     Experts,
-    experts_grouped,
-    experts_loop,
+    combine_experts,
     router_metrics,
 )
-from models.tiny import TINY_LLADA2, TINY_SDAR_MOE, random_model
+from models.tiny import TINY_SDAR_MOE, random_model
 
 # leading sizes, experts, D, f, k, experts in use
 SIZES = [
@@ -69,20 +69,19 @@ def outcome(compute, x, index, weight, gate_up, down, dtype):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    "compute, dtype, tolerance",
+    "dtype, tolerance, grouped",
     [
-        (experts_loop, torch.float64, 1e-12),
-        (experts_loop, torch.float32, 1e-5),
-        (experts_grouped, torch.float32, 1e-5),
-        (experts_loop, torch.bfloat16, 0.05),
-        (experts_grouped, torch.bfloat16, 0.05),
+        (torch.float64, 1e-12, False),
+        (torch.float32, 1e-5, True),
+        (torch.bfloat16, 0.05, False),
+        (torch.bfloat16, 0.05, True),
     ],
 )
-def test_experts_and_their_gradients_are_those_of_the_definition(compute, dtype, tolerance, sizes):
+def test_experts_and_their_gradients_are_those_of_the_definition(dtype, tolerance, grouped, sizes):
     """Share of the largest entry; experts without tokens have gradient 0, not whatever lay in
     memory.
     """
-    values = case(*sizes)
+    values, compute = case(*sizes), partial(combine_experts, is_grouped=grouped)
     for got, want in zip(
         outcome(compute, *values, dtype),
         outcome(token_by_token, *values, torch.float64),
@@ -102,8 +101,9 @@ def test_weighted_outputs_are_summed_in_fp32():
     weight[0, 0] = 1
     tensors = x, index, weight, torch.full((E, 16, 8), 0.25), torch.full((E, 8, 8), 0.25)
     want = token_by_token(*tensors)
-    for compute in (experts_loop, experts_grouped):
-        y = compute(x.bfloat16(), index, weight, *(part.bfloat16() for part in tensors[3:]))
+    parts = [part.bfloat16() for part in tensors[3:]]
+    for is_grouped in (False, True):
+        y = combine_experts(x.bfloat16(), index, weight, *parts, is_grouped)
         assert (y / want - 1).abs().max() < 0.006
 
 
@@ -111,32 +111,21 @@ def test_weighted_outputs_are_summed_in_fp32():
 
 
 def test_metrics_by_hand():
-    """Three tokens, two experts each of four: loads 2, 3, 0, 1 of 6, mean weights (1.5, 1.25, 0,
-    0.25) / 3.
+    """Three tokens in two forwards, two experts each of four: loads 2, 3, 0, 1 of 6, mean weights
+    (1.5, 1.25, 0, 0.25) / 3. Nothing is recorded after an error.
     """
     index = torch.tensor([[0, 1], [1, 3], [0, 1]])
     weight = torch.tensor([[1.0, 1.0], [0.75, 0.25], [2.5, 0.0]])
     experts = Experts(4, 8, 8)
     with router_metrics(experts) as metrics:
-        experts(torch.zeros(3, 8), index, weight)
+        for rows in (slice(2), slice(2, 3)):
+            experts(torch.zeros(3, 8)[rows], index[rows], weight[rows])
     assert metrics["router/max_over_mean"] == pytest.approx(2)
     mean = [1.5 / 3, 1.25 / 3, 0.25 / 3]
     assert metrics["router/entropy"] == pytest.approx(-sum(p * math.log(p) for p in mean))
-
-
-def test_metrics_of_a_model():
-    """Over all forwards inside; nothing is recorded outside, nor after an error."""
-    model, ids = random_model(TINY_LLADA2), torch.arange(40).view(2, 20)
-    with router_metrics(model) as whole:
-        model.logits(ids)
-    with router_metrics(model) as parts:
-        for row in ids.split(1):
-            model.logits(row)
-    assert parts == pytest.approx(whole) and whole["router/max_over_mean"] > 1
-    assert 0 < whole["router/entropy"] < math.log(16)
-    with pytest.raises(RuntimeError, match="inside"), router_metrics(model):
+    with pytest.raises(RuntimeError, match="inside"), router_metrics(experts):
         raise RuntimeError("inside")
-    assert all(module.sums is None for module in model.modules() if isinstance(module, Experts))
+    assert experts.sums is None
 
 
 def test_metrics_reach_compiled_blocks():

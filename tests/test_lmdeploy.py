@@ -2,12 +2,10 @@
 lmdeploy itself.
 
 The stand-in keeps what was seen of the real engine: per-request values tiled over the rows of a
-block, one uniform a row from (seed, offset), no stop in the block that the prompt ends in, weights
-that can only be changed in inference mode, a loop that leaves its thread in that mode,
-temperatures up to 2.
+block, no stop in the block that the prompt ends in, weights that can only be changed in inference
+mode, a thread that stays in that mode, temperatures up to 2.
 """
 
-import asyncio
 import json
 import sys
 import zlib
@@ -54,7 +52,6 @@ class SamplingInputs:
     temperature: torch.Tensor
     bad_words: torch.Tensor
     random_seeds: torch.Tensor
-    random_offsets: torch.Tensor
 
 
 class DLLMSamplingStrategy:
@@ -67,37 +64,15 @@ class DLLMSamplingStrategy:
             temperature=tiled([param.temperature for param in params]),
             bad_words=torch.tensor([param.bad_token_ids for param in params for _ in range(N)]),
             random_seeds=tiled([param.random_seed & 0xFFFFFFFF for param in params]),
-            random_offsets=tiled([seq.num_valid_ids for seq in seqs]),
         )
 
 
-class Weights:
-    def __init__(self):
-        with torch.inference_mode():
-            weights = export_weights(random_model(CONFIG))
-            self.values = {name: value.clone() for name, value in weights}
-
-    def load_weights(self, weights):
-        for name, value in weights:
-            self.values[name].copy_(value)
-
-
-class Sequence:
-    def __init__(self, ids, request):
-        self.ids, self.prompt_length, self.sampling_param = list(ids), len(ids), request
-        self.num_valid_ids, self.finished = len(ids), False
-
-    @property
-    def all_ids(self):
-        return np.array(self.ids)
-
-
 class Engine:
-    """lmdeploy.pytorch.engine.Engine as far as rollout/lmdeploy.py uses it. fault(): before a
-    step
+    """lmdeploy.pytorch.engine.Engine as far as rollout/lmdeploy.py uses it. What it draws follows
+    from the weights, the prompt and, above temperature 0, the seed.
     """
 
-    fault = staticmethod(lambda: None)
+    status = "FINISH"
 
     @classmethod
     def from_pretrained(cls, directory, engine_config):
@@ -105,15 +80,22 @@ class Engine:
         return cls()
 
     def __init__(self):
-        self.sampling_strategy, self.model = DLLMSamplingStrategy(), Weights()
-        self.sessions, self.loop_task, self.unmasking = {}, None, SimpleNamespace()
+        self.sampling_strategy, self.sessions = DLLMSamplingStrategy(), {}
+        with torch.inference_mode():
+            weights = export_weights(random_model(CONFIG))
+            self.weights = {name: value.clone() for name, value in weights}
+        self.unmasking = SimpleNamespace()
         processor = SimpleNamespace(dllm_config=self.unmasking)
         agent = SimpleNamespace(
             agent_strategy=SimpleNamespace(unmasking_processor=processor),
             all_context=torch.inference_mode,
-            patched_model=SimpleNamespace(get_model=lambda: self.model),
+            patched_model=SimpleNamespace(get_model=lambda: self),
         )
         self.executor, self.scheduler = SimpleNamespace(model_agent=agent), self
+
+    def load_weights(self, weights):
+        for name, value in weights:
+            self.weights[name].copy_(value)
 
     def create_instance(self):
         return self
@@ -123,38 +105,21 @@ class Engine:
 
     async def async_stream_infer(self, session, ids, request):
         assert session not in self.sessions
-        self.request, self.sessions[session] = request, (sequence := Sequence(ids, request))
-        self.loop_task = self.loop_task or asyncio.create_task(self.main_loop())
-        output = lambda status: SimpleNamespace(status=SimpleNamespace(name=status))
-        while not (sequence.finished or self.loop_task.done()):
-            yield output("SUCCESS")
-            await asyncio.sleep(0.001)
-        yield output("FINISH" if sequence.finished else "ENGINE_STOP_ERROR")
+        torch.inference_mode().__enter__()
+        weights = zlib.crc32(b"".join(v.numpy().tobytes() for v in self.weights.values()))
+        key = (weights, *ids[-3:], *[request.random_seed] * (request.temperature > 0))
+        tokens = (keyed_uniform(*key, torch.arange(request.max_new_tokens)) * V).long().tolist()
+        tokens = [token + 3 if token in request.bad_token_ids else token for token in tokens]
+        for end in range(-len(ids) % N + N, len(tokens), N):
+            if set(tokens[end - N : end]) & set(request.stop_token_ids):
+                del tokens[end:]
+        self.request, self.sessions[session] = (
+            request,
+            SimpleNamespace(all_ids=np.array(ids + tokens)),
+        )
+        for status in ("SUCCESS", self.status):
+            yield SimpleNamespace(status=SimpleNamespace(name=status))
         del self.sessions[session]
-
-    async def main_loop(self):
-        with torch.inference_mode():  # the real one stays in it while it waits
-            while True:
-                await asyncio.sleep(0.001)
-                if live := [seq for seq in self.sessions.values() if not seq.finished]:
-                    self.fault()
-                    self.step(live)
-
-    def step(self, live):
-        inputs = self.sampling_strategy.make_sampling_inputs(live)
-        weights = zlib.crc32(b"".join(v.numpy().tobytes() for v in self.model.values.values()))
-        for i, seq in enumerate(live):
-            request, start = seq.sampling_param, len(seq.ids) // N * N
-            for j in range(len(seq.ids) - start, N):
-                key, row = (*seq.ids[-3:], start + j), i * N + j
-                if inputs.temperature[row]:
-                    key = inputs.random_seeds[row], inputs.random_offsets[row] + len(seq.ids) - j
-                token = int(keyed_uniform(weights, *key, torch.tensor(0)) * V)
-                seq.ids.append(token + 3 if token in request.bad_token_ids else token)
-            is_first = start < seq.prompt_length
-            stops = not is_first and set(seq.ids[start:]) & set(request.stop_token_ids)
-            length = len(seq.ids) - seq.prompt_length
-            seq.finished = bool(stops) or length >= request.max_new_tokens
 
 
 @pytest.fixture
@@ -166,20 +131,14 @@ def directory(tmp_path):
 @pytest.fixture
 def engine(monkeypatch, directory):
     """With lmdeploy's modules as far as rollout/lmdeploy.py imports them, and no GPU."""
-    contents = {
-        "lmdeploy": {},
-        "lmdeploy.messages": {
-            "GenerationConfig": GenerationConfig,
-            "PytorchEngineConfig": SimpleNamespace,
-        },
-        "lmdeploy.pytorch": {},
-        "lmdeploy.pytorch.engine": {"Engine": Engine},
-        "lmdeploy.pytorch.config": {"UnmaskingStrategy": SimpleNamespace(from_str=str.upper)},
-    }
+    messages = {"GenerationConfig": GenerationConfig, "PytorchEngineConfig": SimpleNamespace}
+    unmasking = {"UnmaskingStrategy": SimpleNamespace(from_str=str.upper)}
+    contents = {"": {}, ".messages": messages, ".pytorch": {}}
+    contents |= {".pytorch.engine": {"Engine": Engine}, ".pytorch.config": unmasking}
     for name, values in contents.items():
         module = ModuleType(name)
         vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, f"lmdeploy{name}", module)
     monkeypatch.setattr(backend, "refuse_unsupported", lambda *facts: None)
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -195,7 +154,9 @@ def rows_of(trace):
 
 def test_rows_have_the_values_of_their_sequence_and_a_stream_of_their_own():
     params = [(5, 7, [], [10], 0.5), (6, 2**62, [], [11], 1.5), (7, 5, [], [12], 1.0)]
-    of = lambda length, *param: Sequence([0] * length, GenerationConfig(8, 1.0, 0, *param))
+    names = "num_valid_ids", "random_seed", "stop_token_ids", "bad_token_ids", "temperature"
+    sequence = lambda param: SimpleNamespace(sampling_param=SimpleNamespace(**param))
+    of = lambda *param: sequence(dict(zip(names, param, strict=True)))
     strategy = DLLMSamplingStrategy()
     backend.repair_sampling(strategy, N)
     inputs = strategy.make_sampling_inputs([of(*param) for param in params])
@@ -214,21 +175,19 @@ def test_completions_end_with_the_block_of_their_first_eos(engine):
     ours = make_engine(random_model(CONFIG))
     ours.model.eos_token_ids, ours.model.pad_token_id = EOS, PAD
     prompts, seen = [list(range(3, 3 + length)) for length in (5, 6, 8)], set()
-    settings = {"num_samples": 30, "gen_length": 23, **STATIC}
-    long, again = (engine.generate(prompts, **settings, stop_at_eos=False) for _ in range(2))
-    assert len(set(rows_of(long))) == 90 and torch.equal(long.completion_ids, again.completion_ids)
-    want = ours.generate(prompts, **settings, stop_at_eos=False)
+    settings = {"num_samples": 60, "gen_length": 23, **STATIC}
+    long, want = (e.generate(prompts, **settings, stop_at_eos=False) for e in (engine, ours))
+    assert len(set(rows_of(long))) == 180 and long.settings == want.settings
     assert torch.equal(long.canvas_length, want.canvas_length)
-    assert long.prompt_ids == want.prompt_ids and long.settings == want.settings
     cut = engine.generate(prompts, **settings)
     for i, whole in enumerate(rows_of(long)):
-        P = len(cut.prompt_ids[i])
-        length, full = int(cut.canvas_length[i]), int(long.canvas_length[i])
+        P, length = len(cut.prompt_ids[i]), int(cut.canvas_length[i])
+        full = int(long.canvas_length[i])
         ends = [j for j, token in enumerate(whole[:full]) if token in EOS]
-        want = ((P + ends[0]) // N + 1) * N - P if ends else full
-        assert length == want and rows_of(cut)[i][:length] == whole[:length]
+        assert length == (((P + ends[0]) // N + 1) * N - P if ends else full)
+        assert rows_of(cut)[i][:length] == whole[:length]
         assert (cut.completion_ids[i, length:] == PAD).all()
-        scored = ends[0] + 1 if ends else want
+        scored = ends[0] + 1 if ends else length
         assert cut.completion_mask[i].nonzero().flatten().tolist() == list(range(scored))
         if ends:
             seen.add((ends[0] < -P % N, scored == length))  # in the block of the prompt
@@ -236,11 +195,6 @@ def test_completions_end_with_the_block_of_their_first_eos(engine):
 
 
 DYNAMIC = {"remasking": "low_confidence_dynamic", "denoising_steps": 4}
-REFUSED = [
-    ({"remasking": "random"}, ("--remasking random", "lmdeploy has low_confidence_static")),
-    ({"denoising_steps": 3}, ("--denoising-steps 3", "give a divisor of the block length 4")),
-    (DYNAMIC | {"denoising_steps": 2}, ("--denoising-steps 2", "give 4")),
-]
 
 
 def test_unmasking_is_set_for_a_rollout_and_what_is_not_the_same_is_refused(engine):
@@ -249,30 +203,33 @@ def test_unmasking_is_set_for_a_rollout_and_what_is_not_the_same_is_refused(engi
     request = engine.engine.request
     assert (request.temperature, request.top_k, request.top_p) == (100.0, 3, 0.5)
     assert list(vars(engine.engine.unmasking).values()) == ["LOW_CONFIDENCE_DYNAMIC", 4, 0.7]
-    for wrong, words in REFUSED:
-        with exits_with_one_line(*words):
-            engine.validate(gen_length=4, **STATIC | wrong)
-    with exits_with_one_line("lmdeploy keeps no records of kind 'steps'"):
-        engine.validate("steps", gen_length=4, **STATIC)
+    for wrong, words in (
+        ({"remasking": "random"}, "--remasking random: lmdeploy has low_confidence_static"),
+        ({"denoising_steps": 3}, "--denoising-steps 3: .* give a divisor of the block length 4"),
+        (DYNAMIC | {"denoising_steps": 2}, "--denoising-steps 2: .* give 4"),
+        ({"records": "steps"}, "lmdeploy keeps no records of kind 'steps'"),
+    ):
+        with exits_with_one_line(words):
+            engine.validate(**{"gen_length": 4, **STATIC} | wrong)
 
 
 @pytest.mark.parametrize(
-    "name, change, package, device, words",
+    "name, mask, package, device, words",
     [
-        (None, {"mask_token_id": 49}, "0.18.3", "cuda", "not sdar .* mask token 49"),
-        ("tiny-sdar", {}, "0.18.3", "cuda", "heads of 32"),
-        ("tiny-llada2", {}, "0.18.3", "cuda", "not llada2_moe with"),
-        (None, {}, "0.18.3", "cpu", "on cpu: leave it at auto"),
-        (None, {}, "", "cuda", "by version missing"),
+        (None, 49, "0.18.3", "cuda", "not sdar .* mask token 49"),
+        ("tiny-sdar", MASK, "0.18.3", "cuda", "heads of 32"),
+        ("tiny-llada2", MASK, "0.18.3", "cuda", "not llada2_moe with"),
+        (None, MASK, "0.18.3", "cpu", "on cpu: leave it at auto"),
+        (None, MASK, "", "cuda", "by version missing"),
     ],
 )
 def test_what_lmdeploy_cannot_serve_is_refused(
-    directory, monkeypatch, name, change, package, device, words
+    directory, monkeypatch, name, mask, package, device, words
 ):
     monkeypatch.setattr(backend, "MASK_TOKEN_ID", MASK)
-    monkeypatch.setattr(backend, "find_spec", lambda name: package)
-    monkeypatch.setattr(backend, "version", lambda name: package)
-    (directory / "config.json").write_text(json.dumps(CONFIG | change))
+    for look_up in ("find_spec", "version"):
+        monkeypatch.setattr(backend, look_up, lambda name: package)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"mask_token_id": mask}))
     with pytest.raises(SystemExit, match=f"^--rollout-backend lmdeploy serves sdar .*{words}"):
         make_engine(name or directory, "lmdeploy", device)
 
@@ -285,39 +242,25 @@ def test_new_weights_change_the_outputs_and_the_first_ones_bring_them_back(
     tasks wait.
     """
     monkeypatch.setattr(backend, "TOGETHER", size)
-    served = engine.engine.model
-    addresses = {name: value.data_ptr() for name, value in served.values.items()}
+    served = engine.engine.weights
+    addresses = {name: value.data_ptr() for name, value in served.items()}
     settings = {"num_samples": 4, "gen_length": 8, "temperature": 0.0, **STATIC}
     greedy = lambda: rows_of(engine.generate([[3, 4, 5], [6, 7, 8, 9, 10]], **settings))
     first, learner = greedy(), random_model(CONFIG, seed=1)
     engine.load_weights(export_weights(learner))
-    assert all(torch.equal(served.values[name], value) for name, value in export_weights(learner))
+    assert all(torch.equal(served[name], value) for name, value in export_weights(learner))
     assert greedy() != first
     engine.load_weights(export_weights(random_model(CONFIG)))
     assert greedy() == first
-    assert addresses == {name: value.data_ptr() for name, value in served.values.items()}
-    assert not torch.is_inference_mode_enabled()
+    assert addresses == {name: value.data_ptr() for name, value in served.items()}
     learner.logits(torch.tensor([[3, 4, 5]])).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["fails", "hangs", "is closed"])
-def test_an_engine_that_dies_ends_the_run(engine, monkeypatch, how):
-    def fault():
-        if any(len(seq.ids) > 8 for seq in engine.engine.sessions.values()):
-            raise RuntimeError("CUDA error: an illegal memory access")
-
-    async def infer(*request):
-        if how == "is closed":
-            engine.closed.set()
-        yield await asyncio.sleep(60)
-
-    engine.engine.fault = fault
-    if how != "fails":
-        engine.engine.async_stream_infer = infer
-    monkeypatch.setattr(backend, "STALL", 0.5 if how == "hangs" else 60)
-    words = "a request ended with ENGINE_STOP" if how == "fails" else "its engine has died, or gave"
-    with pytest.raises(RuntimeError, match=f"^--rollout-backend lmdeploy: {words}"):
-        engine.generate([[3, 4, 5]], num_samples=3, gen_length=24, stop_at_eos=False, **STATIC)
+def test_an_engine_that_stops_ends_the_run(engine):
+    engine.engine.status = "ENGINE_STOP_ERROR"
+    words = "^--rollout-backend lmdeploy: a request ended with ENGINE_STOP"
+    with pytest.raises(RuntimeError, match=words):
+        engine.generate([[3, 4, 5]], num_samples=3, gen_length=24, **STATIC)
 
 
 def tokenizer_with_the_mask():

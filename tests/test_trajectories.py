@@ -59,7 +59,7 @@ def test_cj_grpo_scores_every_token_once_where_it_was_revealed(family, how):
     (prepared,) = cj_grpo.prepare_rows(model, None, batch, args)
     assert prepared.masked.shape[:2] == (rows.weights.any(2).sum(), 1)
     for b in range(12):
-        when = list(zip(trace.blocks(b), trace.step_map[b].tolist(), strict=True))
+        when = list(zip(trace.blocks[b].tolist(), trace.step_map[b].tolist(), strict=True))
         tokens = Counter(at for at in when if at[1] >= 0)  # of each transition
         want = [1 / (len(tokens) * tokens[at]) if at in tokens else 0.0 for at in when]
         assert weights[b].tolist() == pytest.approx(want)
@@ -75,8 +75,9 @@ def test_mdpo_replays_what_the_sampler_predicted(family, how):
     model, args = model_of(SIZES[family], scale=9), mdpo.Args(num_generations=4, train_steps=100)
     batch, args.temperature = batch_of(mdpo, model, how, records="states"), 0.8
     trace = batch.trace
-    made = trace.records["masked"].any(2)
-    assert made.shape == (12, trace.num_replays) and trace.records["masked"][:, 0].all()
+    masked = trace.records["tokens"] >= 0
+    made = masked.any(2)
+    assert made.shape == (12, trace.num_replays) and masked[:, 0].all()
     batch.advantages = torch.ones(made.shape)
     rows = mdpo.sample_masks(batch, 0, args)
     assert len(rows.input_ids) == made.sum()
@@ -93,10 +94,8 @@ def test_mdpo_chooses_the_steps_with_the_largest_advantages():
     """By group the steps of the largest summed |A|, by sequence each its own; only steps that had a
     forward."""
     A = torch.tensor([[1.0, -4.0, 2.0], [0.5, 1.0, -9.0]])
-    masked = torch.ones(2, 3, 4, dtype=torch.bool)
-    masked[1, 2] = False  # this row made no third forward
-    records = {"masked": masked, "predictions": torch.zeros(2, 3, 4, dtype=torch.int32)}
-    records["confidences"] = torch.full((2, 3, 4), 0.5)
+    records = {"tokens": torch.zeros(2, 3, 4).int(), "logps": torch.full((2, 3, 4), 0.5).log()}
+    records["tokens"][1, 2] = -1  # this row made no third forward
     ids = torch.arange(8).view(2, 4)
     batch = changed(
         Batch.__new__(Batch), trace=SimpleNamespace(records=records), advantages=A, P=0,
