@@ -170,8 +170,9 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         if hasattr(script, "RECORDS"):
             assert args.reward in (*REWARDS, "")
             make_engine(net).validate(script.RECORDS, **sampling_of(args))
-            lengths = [(args.max_prompt_length, args.gen_length)]
-            made = planned(net, args, lengths, {}, script.DRAWS_TOGETHER, script.USES_OLD)
+            asked = SimpleNamespace(splits={"test": [(None, range(args.max_prompt_length))]})
+            facts = script.DRAWS_TOGETHER, script.USES_OLD
+            made = problems.Problems.fit_rollouts(asked, net, args, *facts)
         else:
             sides = 2 if "mc_num" in vars(args) else 1
             answers = SimpleNamespace(lengths=torch.full((1, 1 + sides), args.max_length // 2))

@@ -1,14 +1,24 @@
-"""What a month of training meets: kills at any moment, full disks."""
+"""What a month of training meets: kills at any moment, full disks, ranks whose work differs."""
 
+import importlib
+import math
 import random
 import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
+import torch
+from oracles import CONFIGS, small_args, tiny_model
+from sync_shared import METHODS, ONLINE
 from test_resume import OFFLINE as OFFLINE_RUN
 from test_resume import ROOT, RUN, Run, assert_same_record, no_figures  # noqa: F401
+
+from rollout import make_engine
+from rollout.rows import Batch
+from run.problems import sampling_of
 
 pytestmark = pytest.mark.full
 SFT = "sft", OFFLINE_RUN + " --save-every 1 --max-length 64 --pack-length 64", 2
@@ -77,3 +87,39 @@ def test_a_disk_that_fills_up(tmp_path, share):
     if (kept / "second").exists():
         (directory,) = (kept / "run").iterdir()
         assert_same_record(directory, whole)
+
+
+def uneven(rank, ranks, script, folder):
+    """Updates on three groups, of which the first, that of rank 0, is dead."""
+    module = importlib.import_module(f"algos.{script}")
+    args = small_args(module, learning_rate=0.1, max_grad_norm=math.inf)
+    family = next(family for family in METHODS[script]["families"] if family in CONFIGS)
+    model, reference = tiny_model(family), tiny_model(family, seed=1)
+    mine, G = slice(rank, 3 if rank or ranks == 1 else 1), args.num_generations
+    how = {"records": module.RECORDS, "seed": 6, "num_samples": G} | sampling_of(args)
+    generate = make_engine(model).generate
+    if script == "dtreerpo":
+        generate = partial(module.sample_trees, make_engine(model), args)
+    prompts = [[4, 1, 2, 3, 0, 1], [1, 2, 3], [2]][mine]
+    batch = Batch(generate(prompts, sample_offset=mine.start * G, **how), model)
+    rewards = torch.tensor([[1.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])[mine]
+    rewards = rewards[:, :G].double().flatten()
+    if module.RECORDS == "states":  # one for every step
+        rewards = rewards[:, None] * torch.arange(1, batch.trace.num_replays + 1)
+    batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.5
+    for each in (model, reference):
+        module.parallelize(each, args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for rows in module.prepare_rows(model, reference, batch, args):
+        metrics = module.update(model, optimizer, rows, 0, args)
+    found = metrics, [p.full_tensor().detach() for p in model.parameters()]
+    if ranks == 1:
+        return torch.save(found, folder / "alone")
+    torch.testing.assert_close(found, torch.load(folder / "alone"), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("script", ONLINE)
+def test_ranks_with_different_work(run_ranks, tmp_path, script):
+    """Numbers of groups, lengths and live rows: the metrics and weights of one rank."""
+    for ranks in (1, 2):
+        run_ranks(ranks, uneven, script, tmp_path)
