@@ -294,8 +294,8 @@ def load_rows(held_out, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
-    rows, asked = training_rows(held_out.task, args.data), held_out.prompts()
-    rows = encode(rows, held_out.tokenizer, model, args.max_length, asked)
+    rows = training_rows(held_out.task, args.data)
+    rows = encode(rows, held_out.tokenizer, model, args.max_length, held_out.prompts())
     return rows.at_least(args.batch_size)
 
 

@@ -47,8 +47,6 @@ from run.problems import HeldOut
 class Args(RunFlags):
     data: str = ""
     """chosen/rejected rows (file, folder, hub id); empty or a preset: gold against wrong answers"""
-    eval_pairs: str = ""
-    """held-out pairs, --eval-limit of them; empty: other splits of --data, where it has them"""
     max_length: int = 2048
     """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
     batch_size: int = 16
@@ -327,17 +325,13 @@ def load_pairs(held_out, model, args):
     """-> training pairs, {split: held-out pairs}"""
     task, how = held_out.task, (held_out.tokenizer, model, args.max_length)
     compared = {
-        split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit, score_all)
+        split: held_out_pairs(task, split, args.data, args.eval_limit, score_all)
         for split in held_out.splits
     }
     asked = [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
     pairs = pairs_of(task, args.data, "train", score_all)
     pairs = encode(pairs, *how, asked + held_out.prompts())
     compared = {split: encode(rows, *how) for split, rows in compared.items()}
-    for split, rows in compared.items():
-        if args.eval_pairs and not rows:
-            reasons = "; ".join(rows.dropped) or "no such split"
-            raise SystemExit(f"--eval-pairs {args.eval_pairs}: no pairs for {split}: {reasons}")
     return pairs.at_least(args.batch_size), compared
 
 

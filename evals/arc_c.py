@@ -20,17 +20,16 @@ from evals.choices import LETTERS, Choices, Form
 
 
 class ArcC(Choices):
-    HUB, config, PRESETS = "allenai/ai2_arc", "ARC-Challenge", ("dare",)
+    HUB, parts, PRESETS = "allenai/ai2_arc", ("ARC-Challenge",), ("dare",)
     splits = {name: name for name in ("train", "validation", "test")}
     needs = "question, choices.text, choices.label and answerKey, which is one of the labels"
     forms = {"": Form("OpenCompass ARC_c_gen_1e0de5", "Question: {question}\n{options}\nAnswer:")}
 
     def load(self, split, path=None, limit=None):
         """As Choices.load. "dare": the validation rows with four options."""
-        if path == "dare":
-            examples = super().load("validation")
-            return [example for example in examples if len(example["options"]) == 4][:limit]
-        return super().load(split, path, limit)
+        dare = path == "dare"
+        examples = super().load("validation") if dare else super().load(split, path)
+        return [one for one in examples if not dare or len(one["options"]) == 4][:limit]
 
     def read(self, row):
         # some rows label their options 1 to 4: only the position counts

@@ -2,7 +2,7 @@
 because test has no labels.
 
     python evals/ceval.py --model llada2-mini --gen-length 32 --denoising-steps 32  ceval/ceval-exam
-    python evals/ceval.py --completions FILE.jsonl --data ceval.zip  the original csv files
+    python evals/ceval.py --completions FILE.jsonl --data rows.csv
 
 --split test reads the val rows. The prompt shows five examples of the subject (dev rows 0-4) as
   chat turns: OpenCompass' ceval_gen_5f30c7, which has no published length for these models.
@@ -80,7 +80,7 @@ ASK = "以下是中国关于{topic}考试的单项选择题，请选出其中的
 
 
 class CEval(Choices):
-    HUB, splits, columns = "ceval/ceval-exam", {"test": "val"}, None
+    HUB, splits = "ceval/ceval-exam", {"test": "val"}
     parts = topics = SUBJECTS
     needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
     forms = {"": Form("OpenCompass ceval_gen_5f30c7", ASK, shot=(ASK, "{gold}"))}

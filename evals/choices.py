@@ -3,15 +3,11 @@
 A benchmark is a file with a subclass of Choices and, as `task`, its one object.
 """
 
-import csv
-import io
 import re
-import zipfile
-from pathlib import Path
 from typing import NamedTuple
 
-from data.rows import read_rows
-from evals.examples import as_text, one_split, parse_rows, source_and_style, user
+from data.rows import is_hub_id, read_rows
+from evals.examples import one_split, parse_rows, source_and_style, user
 from evals.math_grader import MAX_TEXT
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -78,12 +74,13 @@ def letter(completion, letters="ABCD"):
     """
     completion = SPECIAL.sub("\n", completion[-MAX_TEXT:])
     said = [
-        next(filter(None, match.groups())).upper()
+        choice
         for match in EXPLICIT.finditer(completion)
-        if not NOT_SAID.search(completion[max(0, match.start() - 40) : match.start()])
+        if (choice := next(filter(None, match.groups())).upper()) in letters
+        and not NOT_SAID.search(completion[max(0, match.start() - 40) : match.start()])
         and not RETRACTED.match(completion, match.end())
     ]
-    if said := [choice for choice in said if choice in letters]:
+    if said:
         return said[-1]
     lone, labels = set(), set()
     for match in LABEL.finditer(completion):
@@ -110,15 +107,14 @@ class Form(NamedTuple):
 class Choices:
     """A benchmark whose answers are letters.
 
-    HUB, config: its rows; parts: configs instead, one for each subject. splits: {split: the hub's
-    name of it}. columns: of the files in the original zip; None if they have a header, () if there
-    is no zip. needs: what a row must have. forms: {style: Form}, the default first. styles: {name
-    behind --data FILE@: style}, names that are also data of their own. topics: {subject: its
-    words}. `read` makes an example of a row: question, options (a list, or a dict by letter), gold
-    (a letter), and subject if there are several.
+    HUB, parts: its rows, and their configs there, one for each subject if there are several.
+    splits: {split: the hub's name of it}. needs: what a row must have. forms: {style: Form}, the
+    default is "". styles: {name behind --data FILE@: style}, names that are also data of their own.
+    topics: {subject: its words}. `read` makes an example of a row: question, options (a list, or a
+    dict by letter), gold (a letter), and subject if there are several.
     """
 
-    PRESETS, config, parts, columns, styles, topics = (), None, (), (), {}, {}
+    PRESETS, parts, styles, topics = (), (None,), {}, {}
     splits = {"test": "test", "validation": "validation"}
 
     @property
@@ -126,20 +122,17 @@ class Choices:
         return {style: form.version for style, form in self.forms.items()}
 
     def load(self, split, path=None, limit=None):
-        """The first `limit` examples, subject after subject. With a style of its own: "style"; if
-        that shows worked examples "shots", the first SHOTS of the subject.
+        """The first `limit` examples, subject after subject. With a style other than "": "style";
+        if it shows worked examples "shots", the first SHOTS of the subject.
 
         path: empty for the hub's rows, or a file or hub id with HUB's columns; or a style, or one
-        behind a path. A file gives the same rows for every split.
+        behind a path. A file gives the same rows for every split, and its worked examples are the
+        hub's.
         """
         path, style = source_and_style(path, self.HUB, self.styles)
-        part = one_split(self.NAME, split, self.splits)
-        default = next(iter(self.forms))
-        style = style or ({"style": default} if default else {})
-        parse = lambda rows: parse_rows(self.problem, self.needs, path, rows)
-        examples = parse(self.rows(path, part, style)[:limit])
+        examples = self.examples(path, one_split(self.NAME, split, self.splits))[:limit]
         if self.form(style).shot:
-            shots = parse(self.rows(path, "dev", style))
+            shots = self.examples(path if is_hub_id(path) else self.HUB, "dev")
             for example in examples:
                 own = [shot for shot in shots if shot["subject"] == example["subject"]]
                 example["shots"] = own[:SHOTS]
@@ -148,19 +141,14 @@ class Choices:
                     raise SystemExit(f"{path}: {few}")
         return [example | style for example in examples]
 
-    def rows(self, path, part, style):
-        """Rows of a split; part "dev": those of the worked examples."""
-        if self.columns != () and Path(path).exists():
-            return list(read_zip(path, part, self.columns))
-        if self.parts:
-            return read_parts(path, part, self.parts)
-        return read_rows(path, part, self.PRESETS, config=self.config)
+    def examples(self, path, part):
+        rows = read_parts(path, part, self.parts, self.PRESETS)
+        return parse_rows(self.problem, self.needs, path, rows)
 
     def problem(self, row):
         example = self.read(row)
         options = labelled(example["options"])
-        for text in (*options.values(), example.get("subject", "")):
-            as_text(text)
+        "".join([*options.values(), example.get("subject", "")])  # TypeError if one is no text
         if example["gold"] not in options:
             raise ValueError("the answer is no option")
         return example
@@ -173,7 +161,7 @@ class Choices:
         return user(self.filled(form.ask, example, form), shots)
 
     def form(self, example):
-        return self.forms.get(example.get("style")) or next(iter(self.forms.values()))
+        return self.forms[example.get("style", "")]
 
     def filled(self, text, example, form):
         options, subject = labelled(example["options"]), example.get("subject", "")
@@ -200,22 +188,10 @@ def labelled(options):
     return options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
 
 
-def read_parts(path, split, parts):
-    """Rows of a hub data set with one config for each subject, each row with its "subject"."""
-    read = lambda part: read_rows(path, split, (), config=part)
+def read_parts(path, split, parts, presets=()):
+    """Rows of a file, or those of a hub data set with these configs, each with its config as
+    "subject" if it has none."""
+    if not is_hub_id(path):
+        return read_rows(path, split, presets)
+    read = lambda part: read_rows(path, split, presets, config=part)
     return [{"subject": part} | row for part in parts for row in read(part)]
-
-
-def read_zip(path, split, columns):
-    """Rows of <split>/<subject>_<split>.csv in a zip, subjects by name, each row with its
-    "subject". Values are text. Of a part "validation" the files say val. SystemExit if the file is
-    no such zip."""
-    suffix = f"_{split.replace('validation', 'val')}.csv"
-    archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
-    names = [name for name in archive.namelist() if name.endswith(suffix)] if archive else ()
-    if not names:
-        raise SystemExit(f"--data {path}: no <subject>{suffix} in it; takes a .zip or a hub id")
-    for name in sorted(names):
-        subject = Path(name).name.removesuffix(suffix)
-        with io.TextIOWrapper(archive.open(name), encoding="utf-8-sig", newline="") as file:
-            yield from ({"subject": subject} | row for row in csv.DictReader(file, columns))

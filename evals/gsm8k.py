@@ -30,7 +30,7 @@ from evals.examples import (
     user,
     worked,
 )
-from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER, rewritten, rules
+from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, rewritten, rules
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -158,14 +158,13 @@ COLUMNS = (
 )
 
 # LaTeX around numbers: \$1{,}450 -> 1,450, \text{eggs} -> eggs, \frac{1}{2} -> 1/2; 2:00 pm -> 2 pm
-PLAIN = rules(r"""
+PLAIN = r"""
 \{,\} => ,
 [–−] => -
 \\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
 (?<=[0-9]):00\b(?!:) =>
-((?<![\w)])-)?[$€£] * =>  \1
-""")
-PLAIN = [(WORDS, r"\1"), *PLAIN, (FRACTION, OVER)]
+((?<![\w)])-)?[$€£] * =>  \1"""
+PLAIN = [(WORDS, r"\1"), *rules(PLAIN + FRACTION)]
 
 SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.
@@ -207,10 +206,11 @@ def load(split, path=None, limit=None):
     the same rows for every split.
     """
     path, style = source_and_style(path, HUB, PRESETS)
-    own, held = is_of(path, HUB), split != "test"
-    part, config = ("train" if held else split, "main") if own else (split, None)
+    own = is_of(path, HUB)
+    held = own and split != "test"
+    part, config = "train" if held else split, "main" if own else None
     rows = read_rows(path, part, PRESETS, config=config)
-    if own and held:
+    if held:
         rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
     examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
     return [{"style": "boxed"} | example | style for example in examples]

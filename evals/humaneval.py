@@ -10,14 +10,16 @@ without any. OpenCompass, and so DARE, takes the first block and strips the inde
 which then does not parse.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("humaneval")
+
 import re
-import sys
 import textwrap
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import evalplus, main
 from evals.examples import chat_row, read_examples, user, worked
-from evals.programs import code_of, defines, first_program, scorers
+from evals.programs import code_of, defines, first_program, passed
 from evals.sandbox import Job
 
 HUB = "openai/openai_humaneval"
@@ -25,14 +27,14 @@ VERSION = "OpenCompass humaneval_gen_8e312c"  # name of the prompt
 INSTRUCTION = "Complete the following python code:\n"  # OpenCompass' humaneval_gen_8e312c, DARE
 COLUMNS = (
     "prompt, test, entry_point and canonical_solution, or prompt and reward_model.ground_truth "
-    f"(DARE), or {evalplus.COLUMNS} (EvalPlus)"
+    "(DARE)"
 )
 TIMEOUT = 5.0  # seconds of wall time for all tests of a problem; the slowest reference takes 0.1
 
 
 def load(split, path=None, limit=None, hub=HUB):
     """The first `limit` examples {"prompt", "entry_point", "tests", "solution": "" if unknown},
-    those of EvalPlus also with "seconds": their limit of time.
+    those of the plus variants also with "seconds": their limit of time.
 
     path: empty for the hub's rows, which are "test" only; a .jsonl, .jsonl.gz, .csv or .parquet
     file; or a hub id.
@@ -83,7 +85,9 @@ def job(completion, example):
     return code and Job(code, example["tests"], (name,), prelude=example["prompt"], timeout=seconds)
 
 
-score, score_batch = scorers(job)
+def score(completion, example):
+    """1.0 if the program passes its tests, else 0.0."""
+    return passed(job(completion, example))
 
 
 def answer(example, draw=0):
@@ -93,8 +97,6 @@ def answer(example, draw=0):
 
 
 def _problem(row):
-    if "plus_input" in row:
-        return evalplus.example_of(row)
     if chat := chat_row(row):
         text, tests = chat[0].removeprefix(INSTRUCTION), chat[1]
         # helpers come before the function
@@ -102,10 +104,8 @@ def _problem(row):
     else:
         text, tests, name = row["prompt"], row["test"], row["entry_point"]
         solution = row.get("canonical_solution") or ""
+    # HumanEval+ unpacks the result of HumanEval/32 where it means the input: nobody would pass
+    tests = tests.replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
     if not re.search(rf"^check\({re.escape(name)}\)\s*\Z", tests, re.MULTILINE):
         tests += f"\ncheck({name})\n"  # the hub's tests define `check` without calling it
     return {"prompt": text, "entry_point": name, "tests": tests, "solution": solution}
-
-
-if __name__ == "__main__":
-    main("humaneval")

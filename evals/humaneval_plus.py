@@ -1,19 +1,23 @@
 """HumanEval+: HumanEval with up to 1,100 inputs per problem (EvalPlus); same prompt and reading of
 completions.
 
-    python evals/humaneval_plus.py --model llada-8b
+    python evals/humaneval_plus.py --model llada-8b  evalplus/humanevalplus
     python evals/humaneval_plus.py --completions FILE.jsonl --data test_humanevalplus_1.parquet
 
 All tests of a problem together have 60 seconds; DARE allows 1 second for each input, up to 18
-minutes. DARE's file lacks HumanEval/32. Of its 163 rows, HumanEval's own solutions
-pass 144: the tests of 16 are stricter, and on 55, 63 and 127 the solutions take over a minute.
+minutes. DARE's file lacks this problem. Of its 163 rows, HumanEval's own
+solutions pass 144: the tests of 16 are stricter, and on 55, 63 and 127 the solutions take over a
+minute.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import humaneval, main
-from evals.humaneval import answer, extract, job, prompt, score, score_batch  # noqa: F401
+    main("humaneval_plus")
+
+
+from evals import humaneval
+from evals.humaneval import answer, extract, job, prompt, score  # noqa: F401
 
 HUB = "evalplus/humanevalplus"
 VERSION = humaneval.VERSION
@@ -23,7 +27,3 @@ TIMEOUT = 60.0  # seconds of wall time; the slowest reference that passes comput
 def load(split, path=None, limit=None):
     """As humaneval.load, of HUB, with more time."""
     return [{"seconds": TIMEOUT} | row for row in humaneval.load(split, path, limit, HUB)]
-
-
-if __name__ == "__main__":
-    main("humaneval_plus")

@@ -13,25 +13,24 @@ runner calls it as a function with a fake stdin. There is no train split. LLaDA2
 31.50, for a window of dates that it does not give.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("livecodebench")
+
 import base64
 import json
-import os
 import pickletools
 import re
-import sys
-from pathlib import Path
-
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
 import zlib
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
+from pathlib import Path
 
-from data.rows import json_object, one_line, reach_hub, read_rows
-from evals import main
+from data.rows import json_object, one_line, reach_hub
 from evals.examples import as_text, one_split, parse_rows
-from evals.programs import code_of, scorers
-from evals.sandbox import Job, own_cores
+from evals.programs import code_of, passed
+from evals.sandbox import Job
 
 HUB = "livecodebench/code_generation_lite"
 VERSION = "LiveCodeBench generic"  # name of the prompt
@@ -39,15 +38,14 @@ VERSION = "LiveCodeBench generic"  # name of the prompt
 RELEASES = {f"release_v{n}": range(1, n + 1) for n in range(1, 7)}
 RELEASES |= {f"v{n}": (n,) for n in range(1, 7)}
 PRESETS = (*RELEASES, "release_v6@2024-08-01..2025-01-31")
-RELEASES[HUB] = RELEASES["release_v6"]
-WINDOW = re.compile(r"(.*)@(\d{4}-\d\d-\d\d)?\.\.(\d{4}-\d\d-\d\d)?")
+RELEASES[HUB] = RELEASES[""] = RELEASES["release_v6"]
+WINDOW = re.compile(r"(.*?)(?:@(\d{4}-\d\d-\d\d)?\.\.(\d{4}-\d\d-\d\d)?)?")
 COLUMNS = (
     "question_content, starter_code, contest_date, public_test_cases, private_test_cases and "
     "metadata"
 )
 TIMEOUT = 6  # seconds per test; (TIMEOUT + 1) * tests + 5 for all of them
 MEMORY = 4 << 30  # bytes
-JUDGING = 15  # bytes of memory for each byte of packed tests, while they are judged
 
 SYSTEM = (
     "You are an expert Python programmer. You will be given a question (problem specification) "
@@ -184,28 +182,49 @@ for number, (given, want) in enumerate(json.loads({tests!r})):
 
 def load(split, path=None, limit=None):
     """The first `limit` examples {"question", "starter": code or "", "name": method, "" for stdin,
-    "public": tests, "private": packed tests, or their place (file, offset, bytes), "source": file
-    and row}.
+    "public": tests, "private": packed tests, or their place (file, offset)}.
 
     path: empty for release_v6 of HUB; another release, release_v1 to release_v6, or what one added,
-    v1 to v6; a .jsonl (such as HUB's test6.jsonl), .jsonl.gz or .parquet file with HUB's columns;
-    or a hub id. A release or hub id with @REVISION behind it is read at that revision; with
-    @FIRST..LAST behind it only the contests of these days, both included; either day may be left
-    out. Private tests take gigabytes, so they are unpacked only when needed.
+    v1 to v6; or a .jsonl file with HUB's columns, such as its test6.jsonl. With @FIRST..LAST behind
+    it only the contests of these days, both included; either day may be left out. Private tests
+    take gigabytes, so they are read when their program is judged.
     """
-    window = WINDOW.fullmatch(path or "")
-    path, first, last = window.groups("") if window else (path, "", "")
-    path = path or HUB
-    split = one_split(HUB, split, {"test": "test"}) if release(path)[0] else split
+    source, first, last = WINDOW.fullmatch(path or "").groups("")
     examples = []
-    for number, (source, row, place) in enumerate(_rows(path, split), 1):
-        [example] = parse_rows(_problem, COLUMNS, source, [row], number)
-        if first <= example.pop("date") <= (last or "9999"):
-            example["source"] = f"{source} row {number}"
-            examples.append(example | ({"private": place} if place else {}))
-        if len(examples) == limit:
-            break
+    for name in files_of(source, split):
+        with open(name, "rb") as file:
+            lines = filter(bytes.strip, iter(file.readline, b""))
+            for number, line in enumerate(lines, 1):
+                row = {}
+                with suppress(ValueError):  # parse_rows refuses it with its number
+                    row = json_object(line)
+                [example] = parse_rows(_problem, COLUMNS, name, [row], number)
+                if first <= example.pop("date") <= (last or "9999"):
+                    examples.append(example | {"private": (name, file.tell() - len(line))})
+                if len(examples) == limit:
+                    return examples
     return examples
+
+
+def files_of(path, split):
+    """The files of a release, or the one at `path`."""
+    if path not in RELEASES:
+        if not Path(path).is_file():
+            known = ", ".join(PRESETS)
+            raise SystemExit(f"--data {path}: no such preset or file; presets: {known}")
+        return [path]
+    import huggingface_hub  # here, because scoring a file does not need it
+
+    one_split(HUB, split, {"test": "test"})
+    reach_hub()
+    fetch = partial(huggingface_hub.hf_hub_download, HUB, repo_type="dataset")
+    try:
+        return [fetch(f"test{n if n > 1 else ''}.jsonl") for n in RELEASES[path]]
+    except Exception as error:  # no network, no such file; httpx has errors of its own
+        raise SystemExit(
+            f"--data {path}: {HUB} is not available from the hub ({one_line(error)}); "
+            "--data FILE.jsonl reads a copy"
+        ) from error
 
 
 def prompt(example):
@@ -226,114 +245,49 @@ def extract(completion, example):
 
 
 def job(completion, example):
-    """The program of a completion, which must have one, and its tests."""
-    code, name, tests = extract(completion, example), example["name"], tests_of(example)
+    """The program of a completion and its tests; None if it is empty."""
+    code, name = extract(completion, example), example["name"]
+    if code is None:
+        return None
     if name:
         code = IMPORTS + FUNCTION.format(code=code, name=name)
     else:
         code = PROGRAM.format(code=code, imports=IMPORTS)
+    tests = tests_of(example)
     judge = JUDGE.format(tests=json.dumps(tests), functional=bool(name), timeout=TIMEOUT)
     seconds = (TIMEOUT + 1) * len(tests) + 5
     return Job(code, judge, ("_judged_call",), timeout=seconds, memory=MEMORY)
 
 
-def job_in_turn(completion, example):
-    """A function that makes the job, so that tests are in memory only while their program runs;
-    None if there is no program."""
-    return extract(completion, example) and partial(job, completion, example)
-
-
-def workers(examples):
-    """How many programs run at a time: all cores, as far as memory allows."""
-    tests = [example["private"] for example in examples]
-    packed = max((len(t) if isinstance(t, str) else t[2] for t in tests), default=0)
-    return max(1, min(free_memory() // (JUDGING * max(packed, 1)), own_cores()))
-
-
-score, score_batch = scorers(job_in_turn, workers)
-
-
-def free_memory():
-    """Bytes that this rank may use: its share of what the machine has left and its container may
-    have."""
-    free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
-    with suppress(OSError, ValueError):  # no container, or one without a limit
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _rows(path, split):
-    """(file or hub id, row, (file, offset, bytes) of the row if it can be read again) of `path`, in
-    order."""
-    files = [path] if path.endswith(".jsonl") and Path(path).is_file() else []
-    numbers, revision = release(path)
-    if numbers:
-        import huggingface_hub  # here, because scoring a file does not need it
-
-        reach_hub()
-        fetch = partial(huggingface_hub.hf_hub_download, HUB, repo_type="dataset")
-        try:
-            files = [fetch(f"test{n if n > 1 else ''}.jsonl", revision=revision) for n in numbers]
-        except Exception as error:  # no network, no such file; httpx has errors of its own
-            raise SystemExit(
-                f"--data {path}: {HUB} is not available from the hub ({one_line(error)}); "
-                "--data FILE.jsonl reads a copy"
-            ) from error
-    for name in files:
-        with open(name, "rb") as file:
-            while line := file.readline():
-                if line.strip():
-                    try:
-                        row = json_object(line)
-                    except ValueError:
-                        row = {}  # `load` refuses it with the number of the row
-                    yield name, row, (name, file.tell() - len(line), len(line))
-    if not files:
-        for row in read_rows(path, split, PRESETS):
-            yield path, row, None
-
-
-def release(path):
-    """ "v5@revision" -> numbers of the files of v5, revision; (None, ...) for other paths"""
-    name, _, revision = path.partition("@")
-    return None if ".." in revision else RELEASES.get(name), revision or None  # dates have ".."
+def score(completion, example):
+    """1.0 if the program passes its tests, else 0.0."""
+    return passed(job(completion, example))
 
 
 def _problem(row):
     """Example of a row, with its date; private tests stay packed."""
-    public = json.loads(row["public_test_cases"])
-    kinds = {test["testtype"] for test in public}
-    name = json.loads(row.get("metadata") or "{}").get("func_name") or ""
-    if kinds != ({"functional"} if name else {"stdin"}):
-        raise ValueError("func_name and testtype do not agree")
     return {
         "question": row["question_content"],
         "starter": row.get("starter_code") or "",
-        "name": name,
-        "public": _tests(public),
+        "name": json.loads(row.get("metadata") or "{}").get("func_name") or "",
+        "public": _tests(row["public_test_cases"]),
         "private": as_text(row["private_test_cases"]),
-        "date": str(datetime.fromisoformat(str(row["contest_date"])).date()),
+        "date": row["contest_date"][:10],
     }
 
 
 def tests_of(example):
-    """[input, output] of all tests, the public ones first. SystemExit names the row if its private
-    tests are damaged."""
+    """[input, output] of all tests, the public ones first."""
     text = example["private"]
     if not isinstance(text, str):
         with open(text[0], "rb") as file:
             file.seek(text[1])
             text = json.loads(file.readline())["private_test_cases"]
-    try:
-        private = _tests(json.loads(text if text.lstrip()[:1] == "[" else unpacked(text)))
-    except (ValueError, TypeError, KeyError, zlib.error) as error:
-        said = f"private_test_cases cannot be read ({error})"
-        raise SystemExit(f"{example['source']}: {said}") from error
-    return example["public"] + private
+    return example["public"] + _tests(text if text.lstrip()[:1] == "[" else unpacked(text))
 
 
-def _tests(tests):
-    return [[as_text(test["input"]), as_text(test["output"])] for test in tests]
+def _tests(text):
+    return [[as_text(test["input"]), as_text(test["output"])] for test in json.loads(text)]
 
 
 def unpacked(text):
@@ -342,7 +296,3 @@ def unpacked(text):
     data = zlib.decompress(base64.b64decode(text, validate=True))
     [packed] = (value for _, value, _ in pickletools.genops(data) if isinstance(value, str))
     return packed
-
-
-if __name__ == "__main__":
-    main("livecodebench")

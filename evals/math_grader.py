@@ -11,10 +11,13 @@ therefore imports nothing slow.
 """
 
 import json
+import logging
 import os
 import re
+import resource
 import signal
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -31,10 +34,10 @@ UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
-FRACTION = re.compile(  # in running text - is a sign unless it subtracts
-    r"((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
-)
-OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
+# \frac{1}{2} as 1/2, a line of `rules`; in running text - is a sign unless it subtracts
+FRACTION = r"""
+((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9])) =>  \1\2\4/\3\5
+"""
 
 
 def rules(table):
@@ -49,12 +52,11 @@ def rewritten(text, rules):
     return text.strip()
 
 
-COUNTED = rules(r"""
+COUNTED = r"""
 \{,\} => ,
 \\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
-[ .%$\\]+$ =>
-""")
-COUNTED.append((FRACTION, OVER))
+[ .%$\\]+$ =>"""
+COUNTED = rules(COUNTED + FRACTION)
 
 
 def boxes(text, unclosed=False):
@@ -100,7 +102,8 @@ def math_verify(answer, gold, tolerance=0.0):
             return True
         if ours.denominator == theirs.denominator == 1:
             return False
-    return IGNORED.findall(answer) == IGNORED.findall(gold) and _judged(answer, gold, tolerance)
+    same = IGNORED.findall(answer) == IGNORED.findall(gold)
+    return same and bool(_verdict(answer, gold, tolerance))
 
 
 def number(answer):
@@ -155,81 +158,44 @@ def hendrycks(answer, gold):
 # the processes of Math-Verify and of Python's parser
 
 
-class Worker:
+IDLE = defaultdict(list)  # processes that wait for a question; they end with this one
+
+
+def start(kind):
     """A process that answers one question at a time. kind: a key of JUDGES."""
-
-    def __init__(self, kind):
-        # no secrets in its environment, a process group of its own, and the same string hashes
-        # (order of sympy's sets) in every process
-        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
-        self.process = Popen(
-            [sys.executable, os.path.abspath(__file__), kind], stdin=PIPE, stdout=PIPE,
-            stderr=DEVNULL, env=environment, start_new_session=True, text=True
-        )  # fmt: skip
-        if not self.process.stdout.readline():
-            self.kill()
-            advice = f"pip install -r requirements.txt; python evals/math_grader.py {kind} says why"
-            raise SystemExit(f"The {kind} grader does not start: {advice}")
-
-    def ask(self, *question):
-        """What the function of JUDGES says to the arguments `question`. None if the process died,
-        as it does at TIMEOUT; it is unusable then."""
-        with suppress(BrokenPipeError):
-            print(json.dumps([TIMEOUT, question]), file=self.process.stdin, flush=True)
-            if said := self.process.stdout.readline():
-                return json.loads(said)
-        self.kill()
-
-    def kill(self):
-        self.process.kill()
-        self.process.communicate()  # waits and closes the pipes
-
-
-# processes that wait for a question, by kind; they end with this one
-IDLE = {"math": [], "python": []}
-# answers and programs that killed a process or took longer than TIMEOUT, once for every time they
-# were judged
-NO_VERDICT = []
-# two processes must not share one pipe
-os.register_at_fork(after_in_child=lambda: IDLE.update({kind: [] for kind in IDLE}))
+    # no secrets in its environment, a process group of its own, and the same string hashes (order
+    # of sympy's sets) in every process
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
+    process = Popen(
+        [sys.executable, os.path.abspath(__file__), kind], stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+        env=environment, start_new_session=True, text=True
+    )  # fmt: skip
+    if not process.stdout.readline():
+        advice = f"pip install -r requirements.txt; python evals/math_grader.py {kind} says why"
+        raise SystemExit(f"The {kind} grader does not start: {advice}")
+    return process
 
 
 def ask(kind, *question):
-    """`Worker.ask` of a process of this kind. A question that kills it is named on stderr."""
+    """What the function of JUDGES says to the arguments `question`. None if its process dies, as it
+    does at TIMEOUT: then the question is named on stderr."""
+    idle = IDLE[kind, os.getpid()]  # a fork must not share its parent's pipes
     try:
-        worker = IDLE[kind].pop()
+        process = idle.pop()
     except IndexError:
-        worker = Worker(kind)
-    if worker.process.poll() is not None:  # killed from outside
-        worker.kill()
-        worker = Worker(kind)
-    said = worker.ask(*question)
-    if said is None:
-        wrong = f"no verdict in {TIMEOUT:g} s, counted as wrong: {str(question[0])[:80]!a}"
-        print(f"{kind} grader: {wrong}", file=sys.stderr)
-    else:
-        IDLE[kind].append(worker)
-    return said
-
-
-def lacks_verdict(task, completion, example):
-    """Whether the score of a completion, which was just computed, lacks a verdict. Scores it again:
-    Math-Verify's verdicts come from the cache. No other thread may grade meanwhile."""
-    before = len(NO_VERDICT)
-    if before:
-        task.score(completion, example)
-    return len(NO_VERDICT) > before
+        process = start(kind)
+    with suppress(BrokenPipeError):
+        print(json.dumps([TIMEOUT, question]), file=process.stdin, flush=True)
+        if said := process.stdout.readline():
+            idle.append(process)
+            return json.loads(said)
+    process.kill()
+    process.communicate()  # waits and closes the pipes
+    wrong = f"no verdict in {TIMEOUT:g} s, counted as wrong: {str(question[0])[:80]!a}"
+    print(f"{kind} grader: {wrong}", file=sys.stderr)
 
 
 _verdict = lru_cache(maxsize=2**16)(partial(ask, "math"))
-
-
-def _judged(answer, gold, tolerance=0.0):
-    """The verdict of a process; without one the answer is wrong."""
-    verdict = _verdict(answer, gold, tolerance)
-    if verdict is None:
-        NO_VERDICT.append(answer)
-    return bool(verdict)
 
 
 def _by_math_verify(answer, gold, tolerance):
@@ -256,37 +222,35 @@ def _first_program(texts):
     return len(texts)
 
 
-JUDGES = {"math": _by_math_verify, "python": _first_program}
+def _is_zero(formula):
+    from sympy import parse_expr, simplify
+
+    return simplify(parse_expr(formula.replace("^", "**"), transformations="implicit")) == 0
+
+
+JUDGES = {"math": _by_math_verify, "python": _first_program, "zero": _is_zero}
 
 
 def serve(kind):
-    """The program of a Worker: reads JSON lines [seconds, arguments of JUDGES[kind]] from stdin and
-    writes what that says to stdout until stdin ends."""
-    import resource
-
+    """The program of these processes: reads JSON lines [seconds, arguments of JUDGES[kind]] from
+    stdin and writes what that says to stdout until stdin ends."""
     sys.path.pop(0)  # this folder: its modules are not top-level ones
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if kind == "math":
-        import logging
-
-        import math_verify  # noqa: F401, slow: before the first question
-
-        # Math-Verify warns that its own timeout is off: it needs SIGALRM, which is used below
-        logging.disable(logging.CRITICAL)
+    replies, sys.stdout = sys.stdout, sys.stderr
+    # Math-Verify warns that its own timeout is off: it could not end sympy
+    logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     if kind == "math" and not _by_math_verify("0.5", "\\frac{1}{2}", 0.0):
         raise SystemExit("Math-Verify reads no LaTeX: its parser, antlr4, is missing")
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         seconds, question = json.loads(line)
-        # without a handler SIGALRM ends this process, whatever sympy does
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # of computing, however busy the machine is: then the signal ends this process
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             said = JUDGES[kind](*question)
         except Exception:  # what sympy cannot read is wrong
             said = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(said), file=replies, flush=True)
 
 

@@ -10,17 +10,19 @@
    nobody solves 367 there, and its RL reward keeps the quotes around an answer.
 """
 
+if __name__ == "__main__":
+    from command import main
+
+    main("mbpp")
+
 import ast
 import builtins
 import json
 import re
-import sys
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
 from data.rows import is_of, read_rows
-from evals import main
 from evals.examples import as_text, parse_rows, user, worked
-from evals.programs import code_of, defines, scorers
+from evals.programs import code_of, defines, passed
 from evals.sandbox import Job
 
 HUB = "google-research-datasets/mbpp"
@@ -32,8 +34,7 @@ TASK = (
     "these tests:\n\n {tests}  \n"
 )
 COLUMNS = (
-    "text (or prompt), code, test_list (test_setup_code, test_imports); "
-    "or prompt and reward_model.ground_truth (DARE)"
+    "text, code and test_list (test_setup_code), or prompt and reward_model.ground_truth (DARE)"
 )
 # tasks 2, 3 and 4 as OpenCompass' mbpp_gen_830460 shows them, to the byte of DARE's file
 SHOWN = """\
@@ -127,10 +128,7 @@ def unquoted(text):
 def names_of(example):
     """What a program must define: names that the set-up code and the tests use and neither they nor
     Python define."""
-    try:
-        nodes = [*ast.walk(ast.parse(_tests(example)))]
-    except SyntaxError:
-        nodes = []
+    nodes = [*ast.walk(ast.parse(_tests(example)))]
     names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
     # of functions, classes, imports, arguments
     own = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "arg")}
@@ -147,7 +145,9 @@ def job(completion, example):
     return code and Job(code, _tests(example), tuple(names), timeout=TIMEOUT, mode=mode)
 
 
-score, score_batch = scorers(job)
+def score(completion, example):
+    """1.0 if the program passes its tests, else 0.0."""
+    return passed(job(completion, example))
 
 
 def answer(example, draw=0):
@@ -161,19 +161,13 @@ def _tests(example):
 
 
 def _problem(row):
-    setup = row.get("test_setup_code") or ""
     if isinstance(row.get("reward_model"), dict):
         asked = row["prompt"][2 * len(SHOTS)]["content"]
         text = asked.partition(" task: ")[2].rpartition(" Your code should pass")[0]
         tests = json.loads(row["reward_model"]["ground_truth"])
     else:
-        text, tests = row.get("text") or row["prompt"], row["test_list"]
-        setup = "\n".join([*(row.get("test_imports") or []), setup]).strip("\n")
+        text, tests = row["text"], row["test_list"]
     if not isinstance(tests, list) or not tests:
         raise ValueError("no list of tests")
-    tests = [*map(as_text, tests)]
-    return {"text": text, "tests": tests, "setup": setup, "solution": row.get("code") or ""}
-
-
-if __name__ == "__main__":
-    main("mbpp")
+    setup, solution = row.get("test_setup_code") or "", row.get("code") or ""
+    return {"text": text, "tests": [*map(as_text, tests)], "setup": setup, "solution": solution}

@@ -1,31 +1,37 @@
 """MBPP+: 378 tasks of MBPP with about a hundred inputs each (EvalPlus).
 
-    python evals/mbpp_plus.py --model llada-8b --data MbppPlus-v0.2.0.jsonl.gz
-    python evals/mbpp_plus.py --completions FILE.jsonl --data MbppPlus-v0.2.0.jsonl.gz
+    python evals/mbpp_plus.py --model llada-8b  evalplus/mbppplus
+    python evals/mbpp_plus.py --completions FILE.jsonl --data rows.jsonl
 
 The prompt is EvalPlus' own, a docstring with the first test; the words that EvalPlus puts in front
-of the answer are left out. Completions are read as for HumanEval.
+of the answer are left out. Completions are read as for HumanEval. The hub's tests of three tasks
+(check_str, text_match_three, text_starta_endb) compare and assert nothing: that is mended here.
 """
 
-import sys
+if __name__ == "__main__":
+    from command import main
 
-sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from evals import evalplus, main
+    main("mbpp_plus")
+
+import re
+
 from evals.examples import read_examples, user
-from evals.humaneval import answer, extract, job, score, score_batch  # noqa: F401
+from evals.humaneval import answer, extract, job, score  # noqa: F401
+from evals.humaneval_plus import TIMEOUT
 
+HUB = "evalplus/mbppplus"
 VERSION = "EvalPlus"  # name of the prompt
+COLUMNS = "prompt, code, test_imports, test_list and test"
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
     "code block:"
 )
+COMPARED = "exact_match = exp == (out is not None)\n"
 
 
 def load(split, path=None, limit=None):
-    """As humaneval.load, of EvalPlus' file."""
-    if not path:
-        raise SystemExit("mbpp_plus: name EvalPlus' file, MbppPlus-v0.2.0.jsonl.gz, with --data")
-    return read_examples(evalplus.example_of, evalplus.COLUMNS, path, split, limit=limit)
+    """As humaneval.load, of HUB."""
+    return read_examples(_problem, COLUMNS, path, split, limit=limit, own=(HUB, "test"))
 
 
 def prompt(example):
@@ -33,5 +39,12 @@ def prompt(example):
     return user(f"{INSTRUCTION}\n```\n{example['prompt'].strip()}\n```\n")
 
 
-if __name__ == "__main__":
-    main("mbpp_plus")
+def _problem(row):
+    tests = row["test"].replace(COMPARED, f"{COMPARED}    assert exact_match\n")
+    return {
+        "prompt": f'"""\n{row["prompt"]}\n{row["test_list"][0]}\n"""\n',
+        "entry_point": re.search(r"(\w+)\(\*inp\)", tests)[1],
+        "tests": "\n".join([*row["test_imports"], tests]),
+        "solution": f"{row['code']}\n",
+        "seconds": TIMEOUT,
+    }

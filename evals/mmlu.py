@@ -2,17 +2,17 @@
 
     python evals/mmlu.py --model llada-8b  cais/mmlu, test
     python evals/mmlu.py --model sdar-8b --data cot --gen-length 4096 --denoising-steps 4
-    python evals/mmlu.py --completions FILE.jsonl --data mmlu.zip  the zip of the original csv files
+    python evals/mmlu.py --completions FILE.jsonl --data rows.jsonl@cot
 
-There are two prompts. "direct", the default, shows five examples of the subject (dev rows 0-4) as
-chat turns and expects a letter: OpenCompass' mmlu_gen_a484b3, which DARE uses for LLaDA, Dream (128
-tokens) and LLaDA2 (256). Its last question says Q and A, its examples Question and Answer. "cot"
-(--data cot) is simple-evals' prompt without examples, used in DARE's lmdeploy runs of SDAR (4,096
-tokens; its transformers runs use "direct" with Question and Answer throughout). result.json has the
-mean over all questions, as lm-eval weights them, and macro_accuracy, the plain mean of the 57
-subjects, which OpenCompass and DARE's table print. DARE's table: LLaDA-8B-Instruct 65.24,
-Dream-7B-Instruct 66.83, SDAR-8B-Chat 77.23, LLaDA2.0-mini 72.54. Always answering A scores 22.95 %,
-always D 26.89 %.
+There are two prompts. The default shows five examples of the subject (dev rows 0-4) as chat turns
+and expects a letter: OpenCompass' mmlu_gen_a484b3, which DARE uses for LLaDA, Dream (128 tokens)
+and LLaDA2 (256). Its last question says Q and A, its examples Question and Answer. "cot" (--data
+cot) is simple-evals' prompt without examples, used in DARE's lmdeploy runs of SDAR (4,096 tokens;
+its transformers runs use the default with Question and Answer throughout). result.json has the mean
+over all questions, as lm-eval weights them, and macro_accuracy, the plain mean of the 57 subjects,
+which OpenCompass and DARE's table print. The worked examples of a file are the hub's. DARE's table:
+LLaDA-8B-Instruct 65.24, Dream-7B-Instruct 66.83, SDAR-8B-Chat 77.23, LLaDA2.0-mini 72.54. Always
+answering A scores 22.95 %, always D 26.89 %.
 """
 
 if __name__ == "__main__":
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     main("mmlu")
 
-from evals.choices import Choices, Form
+from evals.choices import LETTERS, Choices, Form
 
 HINT = (
     "There is a single choice question about {topic}. Answer the question by replying A, B, C or D."
@@ -33,12 +33,11 @@ COT = (
 
 
 class Mmlu(Choices):
-    HUB, config = "cais/mmlu", "all"
-    columns = ["question", *"ABCD", "answer"]
-    needs = "question, subject, four choices (or A-D) and answer (index or letter)"
+    HUB, parts = "cais/mmlu", ("all",)
+    needs = "question, subject, four choices and answer (index of one)"
     styles = PRESETS = {"cot": "cot"}
     forms = {
-        "direct": Form(
+        "": Form(
             "OpenCompass mmlu_gen_a484b3",
             HINT + "\nQ: {question}\n{options}\nA: ",
             shot=(HINT + "\nQuestion: {question}\n{options}\nAnswer: ", "{gold}\n"),
@@ -52,13 +51,8 @@ class Mmlu(Choices):
     }
 
     def read(self, row):
-        """A row of a csv file (A-D, letter) or of the hub (choices, index of the answer)."""
-        return {
-            "question": row["question"],
-            "options": row["choices"] if "choices" in row else [row[label] for label in "ABCD"],
-            "gold": dict(enumerate("ABCD")).get(row["answer"], row["answer"]),
-            "subject": row["subject"],
-        }
+        example = {"question": row["question"], "options": row["choices"]}
+        return example | {"gold": LETTERS[row["answer"]], "subject": row["subject"]}
 
 
 task = Mmlu()

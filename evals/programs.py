@@ -3,8 +3,8 @@
 import re
 import textwrap
 
-from evals import math_grader
-from evals.sandbox import MAX_CODE, run_batch
+from evals.math_grader import ask
+from evals.sandbox import MAX_CODE, run
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
@@ -12,13 +12,14 @@ MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
 def fenced(text):
-    """(language, code, closed) of the fenced blocks; only the last one may be unclosed."""
-    blocks, marks = [], FENCE.finditer(text)
+    """(rank, code) of the fenced blocks; only the last one may be unclosed. rank: 2 for closed
+    blocks of Python, 1 for other closed ones, 0."""
+    marks = FENCE.finditer(text)
     for opening in marks:
         closing = next(marks, None)
+        is_python = opening[1].lower() in ("python", "py", "python3")
         code = text[opening.end() + 1 : closing.start() if closing else len(text)]
-        blocks.append((opening[1].lower(), code, closing is not None))
-    return blocks
+        yield (1 + is_python if closing else 0), code
 
 
 def defines(code, names):
@@ -38,16 +39,13 @@ def code_of(text, names):
     indentation of a body. Only the last MAX_CODE characters are read.
     """
     text = text[-MAX_CODE:]
-    blocks = fenced(text)
-    closed = [block for block in blocks if block[2]]
-    python = [code for language, code, _ in closed if language in ("python", "py", "python3")]
-    every = [code for _, code, _ in blocks]
-    for group in (python, [code for _, code, _ in closed], every):
-        if defining := [code for code in group if defines(code, names)]:
-            return textwrap.dedent(defining[-1])
+    blocks = [*fenced(text)]
+    ranked = sorted(blocks, key=lambda block: block[0])
+    if defining := [code for _, code in ranked if defines(code, names)]:
+        return textwrap.dedent(defining[-1])
     if defines(text, names):
         return trimmed(textwrap.dedent(text))
-    code = (python or every or [text])[-1]
+    _, code = [(0, text), *(ranked if 2 in dict(blocks) else blocks)][-1]
     return code if code.strip() else None
 
 
@@ -67,33 +65,12 @@ def trimmed(text):
 def first_program(texts):
     """The first text that Python's parser accepts, of those that the sandbox would run; None if
     there is none. It runs in another process, for five seconds at most: a long chain of dots or
-    calls takes it longer, and then there is none, which stderr and NO_VERDICT say."""
+    calls takes it longer, and then there is none, which stderr says."""
     texts = [text for text in texts if len(text) <= MAX_CODE]
-    number = math_grader.ask("python", texts) if texts else 0
-    if number is None:
-        math_grader.NO_VERDICT.append(texts[0])
-        return None
-    return next(iter(texts[number:]), None)
+    number = ask("python", texts) if texts else None
+    return None if number is None else next(iter(texts[number:]), None)
 
 
-def scorers(job, workers=lambda examples: None):
-    """`score` and `score_batch` of a task whose programs run as job(completion, example); None
-    scores 0.0. workers(examples): how many at a time, None for one per core."""
-
-    def score_batch(completions, examples):
-        """1.0 where a program passes its tests, else 0.0. Uses all cores."""
-        pairs = zip(completions, examples, strict=True)
-        return pass_or_fail([job(*pair) for pair in pairs], workers(examples))
-
-    def score(completion, example):
-        """1.0 if the program passes its tests, else 0.0."""
-        return score_batch([completion], [example])[0]
-
-    return score, score_batch
-
-
-def pass_or_fail(jobs, workers=None):
-    """1.0 where a program passes its tests, 0.0 where it fails or is None. Uses all cores, or runs
-    at most `workers` programs at a time."""
-    results = iter(run_batch([job for job in jobs if job is not None], workers))
-    return [0.0 if job is None else float(next(results).passed) for job in jobs]
+def passed(job):
+    """1.0 if the program of a Job passes its tests, 0.0 if it fails or there is none."""
+    return float(bool(job) and run(job).passed)

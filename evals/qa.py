@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     main("qa")
 
-import json
 import re
 import string
 
@@ -23,8 +22,8 @@ from evals.examples import as_text, chat_row, read_examples, user
 
 INSTRUCTION = r"Put your final answer, as short as possible, within \boxed{}."
 COLUMNS = (
-    "question and answer or answers (text, a whole number, or a list of these; answers of a csv "
-    "file as JSON), or prompt and reward_model.ground_truth (DARE)"
+    "question and answer or answers (text, a whole number, or a list of these), or prompt and "
+    "reward_model.ground_truth (DARE)"
 )
 # but for the sign and the point of a number
 PUNCTUATION = re.compile(rf"(?!(?<=\d)\.(?=\d)|-(?=\d))[{re.escape(string.punctuation)}]")
@@ -70,7 +69,6 @@ def normalised(text):
 
 def _problem(row):
     question, gold = chat_row(row) or (row["question"], row.get("answers", row.get("answer")))
-    gold = json.loads(gold) if "answers" in row and isinstance(gold, str) else gold
     gold = gold if isinstance(gold, list) else [gold]
     gold = [str(one) if type(one) is int else as_text(one) for one in gold]
     if not all(map(normalised, gold)) or not gold:

@@ -13,8 +13,17 @@ from contextlib import suppress
 from numbers import Real
 
 from evals import load_file, mbpp, score_all
-from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes, hendrycks, last_box, rewritten, rules
-from evals.programs import first_program, pass_or_fail
+from evals.math_grader import (
+    MAX_LENGTH,
+    MAX_TEXT,
+    ask,
+    boxes,
+    hendrycks,
+    last_box,
+    rewritten,
+    rules,
+)
+from evals.programs import first_program
 from evals.sandbox import in_threads
 
 
@@ -23,8 +32,7 @@ def d1_answer(completion, example):
     first opening. None without one."""
     if example["style"] == "compact":
         return completion.strip() or None
-    complete = completion[: completion.rfind("</answer>") + len("</answer>")]
-    found = re.findall("<answer>(.*?)</answer>", complete, re.DOTALL)
+    found = re.findall("<answer>(.*?)</answer>", completion, re.DOTALL)
     return found[-1].strip() if found else None
 
 
@@ -93,8 +101,7 @@ def math500_d1(completion, example):
     answer tag, also one that is never closed, else 0.25, because d1 looks for \boxed with its \b
     read as a backspace."""
     needs_tags("math500_d1", example)
-    answer = boxes(completion[max(completion.rfind("\\boxed"), 0) :])
-    answer = answer[0] if answer else completion
+    [answer, *_] = [*boxes(completion[max(completion.rfind("\\boxed"), 0) :]), completion]
     correct = rewritten(answer, MATHD) == rewritten(example["gold"], MATHD)
     layout = 0.25 + 0.5 * ("<answer>" in completion)
     return {"correctness": 2.0 * correct, "layout": layout}
@@ -103,8 +110,89 @@ def math500_d1(completion, example):
 def math500_hendrycks(completion, example):
     """1.0 if the last box equals the gold answer as a normalised string: the matcher of DARE's MATH
     of 5,000 problems."""
-    answer = last_box(completion)
-    return {"correct": float(answer is not None and hendrycks(answer, example["gold"]))}
+    return {"correct": float(hendrycks(last_box(completion) or "", example["gold"]))}
+
+
+# PRM800K's normal form: without units and signs, LaTeX as text, mixed numbers as sums
+PLAIN = r"""
+^\\text\{(.+?)\} => \1
+\\?[$%] =>
+[ ](?:or|and)[ ] => ,
+million => *10^6
+billion => *10^9
+trillion => *10^12
+(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es)?s? *(?:\^[0-9]+)?|\^ *\\circ =>
+^\{([^\0]*)\}$ => \1
+,\\! * =>
+\\[td]?frac *(?:([0-9])([0-9])|\{([^{}]*)\} *\{([^{}]*)\}) =>  \1\3/\2\4
+\\sqrt *(?:\[[^\]]*\])? *(?:\{([^{}]*)\}|(\\?\w)) => sqrt(\1\2)
+\\(?:text|textbf|mathrm|mathbf|mbox) *\{([^{}]*)\} => \1
+\\((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|min|max)(?![A-Za-z]) => \1
+"""  # noqa: E501
+SYMBOLS = r"""
+\\pi(?![A-Za-z]) => pi
+\\infty => inf
+\\cup => U
+\\cdot(?![A-Za-z])|\\times => *
+\\leq?(?![A-Za-z]) => ≤
+\\geq?(?![A-Za-z]) => ≥
+\\alpha => α
+\\beta => β
+\\gamma => γ
+\\[Dd]elta => δ
+\\theta => θ
+\\lambda => λ
+\\mu(?![A-Za-z]) => μ
+\\phi => φ
+\\[Oo]mega => ω
+\\(?:[A-Za-z]+|.) =>
+- * => -
+([0-9]) +([0-9]) => \1+\2
+[ {}]|(?<=\d),(?=\d\d\d(?:\D|$)) =>
+^(-?)\+?0*([0-9]+)(?:\.0*)?$ => \1\2
+"""
+PRM800K = rules(3 * PLAIN + SYMBOLS)  # LaTeX is nested
+
+
+def math500_deepscaler(completion, example):
+    """1.0 if the last box is the gold answer by DeepScaleR's rule: what BGPO and DARE train with.
+
+    It is if it is the same string by the rule of MATH's authors or by PRM800K's, or if sympy finds
+    no difference between them (for tuples and intervals in equal brackets: between their parts).
+    Fractions must be in lowest terms, and an integer must be written as one; nothing is calculated
+    with more than two letters.
+    """
+    answers = last_box(completion) or "", example["gold"]
+    authors = [(r"^\\text\{(.+?)\}$", r"\1"), *MATHD]
+    texts = ours, theirs = [rewritten(text, PRM800K).lower() for text in answers]
+    parts, golds = (
+        inside[1].split(",")
+        if (inside := re.fullmatch(r"[\[(]([^()\[\]]+)[\])]", text))
+        else [text]
+        for text in texts
+    )
+    ends = len(golds) == 1 or ours[:1] + ours[-1:] == theirs[0] + theirs[-1]
+    equal = ours == theirs or len({rewritten(text, authors) for text in answers}) == 1
+    alike = len(parts) == len(golds) and ends
+    return {"correct": float(equal or alike and all(map(same_part, parts, golds)))}
+
+
+def same_part(answer, gold):
+    """Whether sympy finds no difference. It is not asked about powers of two digits, which can take
+    it for ever."""
+    is_fraction = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?").fullmatch
+    if is_fraction(answer) and is_fraction(gold):
+        return answer == gold
+    is_whole = re.compile(r"[-+]?[0-9]+(?:\.0*)?").fullmatch
+    difference = f"({gold})-({answer})"
+    letters = {*filter(str.isalpha, difference.replace("sqrt", "").replace("frac", ""))}
+    calculated = r"(?!.*(?:_|\^[{(]|\^[0-9]+\^|\^[0-9][0-9]))[\w\s+\-*/^().!]*"
+    return (
+        len(letters) <= 2
+        and bool(is_whole(answer)) == bool(is_whole(gold))
+        and re.fullmatch(calculated, difference)
+        and ask("zero", difference)
+    )
 
 
 TAGS = ("<reasoning>\n", "\n</reasoning>\n", "\n<answer>\n", "\n</answer>")  # d1's layout
@@ -161,16 +249,25 @@ def mbpp_diffucoder(completion, example):
     There a test passes by exit status 0, so that sys.exit(0) earns everything, and one timeout
     voids the completion.
     """
-    form, jobs = code_format(completion, example), []
-    if form["syntax"]:
-        jobs = [mbpp.job(completion, example | {"tests": [test]}) for test in example["tests"]]
-    return form | {"passed": 2.0 * sum(pass_or_fail(jobs)) / len(jobs) if jobs else 0.0}
+    form, tests = code_format(completion, example), example["tests"]
+    alone = [
+        mbpp.score(completion, example | {"tests": [test]}) for test in tests if form["syntax"]
+    ]
+    return form | {"passed": 2.0 * sum(alone) / len(tests)}
 
 
-REWARDS = (countdown_d1, sudoku_d1, gsm8k_d1, math500_d1, math500_hendrycks, mbpp_diffucoder)
+REWARDS = (
+    countdown_d1,
+    sudoku_d1,
+    gsm8k_d1,
+    math500_d1,
+    math500_hendrycks,
+    math500_deepscaler,
+    mbpp_diffucoder,
+)
 REWARDS = {reward.__name__: reward for reward in REWARDS}
 
-METRICS = {"mean", "std", "square", "zero_std_frac"}  # reward/... of rollout_metrics
+METRICS = "mean", "std", "square", "zero_std_frac"  # reward/... of rollout_metrics
 
 
 def load_reward(name, task):
@@ -186,28 +283,24 @@ def load_reward(name, task):
     function = REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
-        function = getattr(load_file(file, {function_name: 2}), function_name)
+        function = getattr(load_file(file, [function_name]), function_name)
     elif name and not (function and name.startswith(f"{task.NAME}_")):
         problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(
             f"--reward {name}: {problem}; known: path.py:function, {', '.join(REWARDS)}"
         )
-    parts = []  # that the first completion, the trial, is paid: the same on all ranks
+    parts = {}  # that the first completion, the trial, is paid: the same on all ranks
 
     def checked(completion, paid):
         paid = paid if isinstance(paid, dict) else {"reward": paid}
-        parts.extend(paid if not parts else ())
-        problem = ""
-        if not paid or paid.keys() != {*parts}:
-            problem = f"the first has the parts {parts}: give 0 for what is not earned"
-        elif METRICS.intersection(parts):
-            problem = "that is a metric: rename the part"
-        elif not all(isinstance(part, Real) and math.isfinite(part) for part in paid.values()):
-            problem = "not a finite number"
-        if problem:
-            where = f"--reward {name or 'none: the score'} of {task.NAME}"
-            paid = f"completion {completion[:60]!a} is paid {paid!r:.200}"
-            raise SystemExit(f"{where}: {paid}: {problem}")
+        parts.update({} if parts else paid)
+        finite = all(isinstance(part, Real) and math.isfinite(part) for part in paid.values())
+        if not paid or not finite or paid.keys() != parts.keys() or paid.keys() & METRICS:
+            raise SystemExit(
+                f"--reward {name or 'none: the score'} of {task.NAME}: completion "
+                f"{completion[:60]!a} is paid {paid!r:.200}: not a finite number for each of "
+                f"{[*parts]}, the parts of the first; none may be called {', '.join(METRICS)}"
+            )
         return {part: float(paid[part]) for part in parts}
 
     def rewards(completions, examples):

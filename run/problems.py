@@ -36,10 +36,6 @@ class HeldOut:
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
-    def prompts(self):
-        """-> those that the run is scored on; rows that ask the same are not trained on"""
-        return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
-
     def fit(self, rows, model, args, tail=0):
         """-> the micro-batch size, how many completions are decoded together: see run/plan.py
 
@@ -52,6 +48,10 @@ class HeldOut:
             packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
             lengths = torch.cat([lengths, packed])
         return fit(model, args, lengths, self.splits, len(sides))
+
+    def prompts(self):
+        """-> those that the run is scored on; rows that ask the same are not trained on"""
+        return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
 
     def score(self, engine, split, name):
         """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
@@ -74,7 +74,10 @@ class Problems(HeldOut):
         self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
-        args.micro_batch_size, self.at_once = self.fit_rollouts(model, args, together, uses_old)
+        prompts = [ids for problems in self.splits.values() for _, ids in problems]
+        lengths = [(len(ids), args.gen_length) for ids in prompts]
+        fitting = fit(model, args, lengths, self.splits, together, uses_old)
+        args.micro_batch_size, self.at_once = fitting
         self.facts = f"{len(self.train)} training problems; {self.facts}"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}
@@ -87,12 +90,6 @@ class Problems(HeldOut):
             add_lora(engine.model, *args.lora, engine.dtype)
         self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
         return engine
-
-    def fit_rollouts(self, model, args, together, uses_old):
-        """-> as of `fit`"""
-        prompts = [ids for problems in self.splits.values() for _, ids in problems]
-        lengths = [(len(ids), args.gen_length) for ids in prompts]
-        return fit(model, args, lengths, self.splits, together, uses_old)
 
     def chosen(self, step):
         """-> [(example, prompt ids)] of this rank in a step"""

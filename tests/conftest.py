@@ -94,13 +94,9 @@ def patient(monkeypatch):
     """Give programs at least a minute, so that a busy machine causes no timeout."""
     from evals import programs
 
-    run_batch = programs.run_batch
-    patiently = lambda job: replace(job, timeout=max(60.0, job.timeout))
-    monkeypatch.setattr(
-        programs,
-        "run_batch",
-        lambda jobs, *most: run_batch([patiently(j() if callable(j) else j) for j in jobs], *most),
-    )
+    run = programs.run
+    patiently = lambda job: run(replace(job, timeout=max(60.0, job.timeout)))
+    monkeypatch.setattr(programs, "run", patiently)
 
 
 @pytest.fixture(scope="session")
@@ -119,7 +115,7 @@ def warm_up():
     from run import saves  # noqa: F401
 
     load_tokenizer("tiny-sdar")
-    small_problems()
+    small_problems("train")
     for script in METHODS:
         importlib.import_module(f"algos.{script}")
 

@@ -86,7 +86,7 @@ def test_commands_parse(page):
         assert (ROOT / program).is_file()
         if program.split("/")[0] == "tests" or program == "evals/report.py":
             continue
-        is_task = program in {f"evals/{task}.py" for task in TASKS - {"show"}}
+        is_task = program in {f"evals/{task}.py" for task in TASKS}
         module = import_module("evals.run" if is_task else program[:-3].replace("/", "."))
         if not hasattr(module, "Args"):
             tyro.extras.get_parser(module.main).parse_args(words)
@@ -170,9 +170,8 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         if hasattr(script, "RECORDS"):
             assert args.reward in (*REWARDS, "")
             make_engine(net).validate(script.RECORDS, **sampling_of(args))
-            asked = SimpleNamespace(splits={"test": [(None, range(args.max_prompt_length))]})
-            facts = script.DRAWS_TOGETHER, script.USES_OLD
-            made = problems.Problems.fit_rollouts(asked, net, args, *facts)
+            lengths = [(args.max_prompt_length, args.gen_length)]
+            made = planned(net, args, lengths, {}, script.DRAWS_TOGETHER, script.USES_OLD)
         else:
             sides = 2 if "mc_num" in vars(args) else 1
             answers = SimpleNamespace(lengths=torch.full((1, 1 + sides), args.max_length // 2))

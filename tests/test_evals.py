@@ -6,12 +6,10 @@ refused), and prompts. Real files are read from the folder in CLEANDLLM_DATA; wi
 are skipped.
 """
 
-import gzip
 import json
 import os
 import sys
 import time
-import zipfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import (
-    TRAIN_TASKS,
     load_problems,
     load_splits,
     load_task,
@@ -43,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 GOLDEN = [json.loads(line) for line in (ROOT / "tests/golden/evals.jsonl").read_text().splitlines()]
 TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
 PRIVATE = {"private": ""}
+TRAIN = "arc_c countdown gsm8k hellaswag math500 mbpp qa sudoku".split()
 RECALL = {  # of judged completions, at least: of the forms that scorers were tuned on, of others
     "number": (0.91, 0.88),
     "expression": (0.89, 0.45),
@@ -81,7 +79,7 @@ def write(path, rows):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_verdicts(task, tmp_path):
+def test_verdicts(task):
     """Scores, single and in a batch, and extracted answers."""
     module, wrong = load_task(task), []
     for case in of("scores", task):
@@ -237,10 +235,6 @@ def row_of(task, **changed):
     return next(case["row"] for case in of("row", task) if case["loaded"]) | changed
 
 
-MATH_PARTS = (
-    "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
-    "precalculus"
-).split()
 # task, data set, config, hub's name of the test split
 HUB = """
 arc_c           allenai/ai2_arc                     ARC-Challenge       test
@@ -254,6 +248,7 @@ olympiad        Hothan/OlympiadBench                OE_TO_maths_en_COMP train
 mmlu_pro        TIGER-Lab/MMLU-Pro                  -                   test
 humaneval       openai/openai_humaneval             -                   test
 humaneval_plus  evalplus/humanevalplus              -                   test
+mbpp_plus       evalplus/mbppplus                   -                   test
 mbpp            google-research-datasets/mbpp       full                test
 """.strip().splitlines()
 
@@ -274,19 +269,20 @@ def test_hub_rows(line, hub):
 def test_held_out_rows_are_fixed(hub):
     """512 train rows are validation; the others are train, in the hub's order."""
     swag = next(case["row"] for case in of("row", "hellaswag") if "ctx_a" in case["row"])
-    names = "openai/gsm8k", "Rowan/hellaswag", "EleutherAI/hendrycks_math"
+    math = "EleutherAI/hendrycks_math"
     rows = {
-        (names[0], "main", "train"): [row_of("gsm8k", question=f"{i}?") for i in range(1000)],
-        (names[1], None, "train"): [swag | {"ctx_a": f"Text {i}."} for i in range(600)],
+        ("openai/gsm8k", "main", "train"): [row_of("gsm8k", question=f"{i}?") for i in range(1000)],
+        ("Rowan/hellaswag", None, "train"): [swag | {"ctx_a": f"Text {i}."} for i in range(600)],
     }
-    for part in MATH_PARTS:
-        math = [{"problem": f"{part} {i}?", "solution": f"\\boxed{{{i}}}"} for i in range(101)]
-        rows |= {(names[2], part, "train"): math[:100], (names[2], part, "test"): math[100:]}
-    hub(rows | {(f"{name}@v1", *part): found for (name, *part), found in rows.items()})
-    for task, key, size, held, data in (
-        ("gsm8k", "question", 1000, "198?", "openai/gsm8k@v1@d1"),
-        ("hellaswag", "text", 600, "Text 115. He", "Rowan/hellaswag@v1"),
-        ("math500", "question", 700, "counting_and_probability 51?", "full@v1"),
+    for part in load_task("math500").PARTS:
+        some = [{"problem": f"{part} {i}?", "solution": f"\\boxed{{{i}}}"} for i in range(101)]
+        rows |= {(math, part, "train"): some[:100], (math, part, "test"): some[100:]}
+        rows[f"{math}@v1", part, "train"] = some[:100]
+    hub(rows)
+    for task, key, size, held in (
+        ("gsm8k", "question", 1000, "198?"),
+        ("hellaswag", "text", 600, "Text 115. He"),
+        ("math500", "question", 700, "counting_and_probability 51?"),
     ):
         load = load_task(task).load
         train, validation = load("train"), load("validation")
@@ -294,58 +290,37 @@ def test_held_out_rows_are_fixed(hub):
         assert len({row[key] for row in train + validation}) == size
         assert load("validation", limit=3) == validation[:3]
         assert validation[100][key] == held, "the same rows for ever"
-        style = {"style": "tags"} if "d1" in data else {}
-        assert load("validation", data) == [row | style for row in validation]
+    assert load("validation", "full@v1") == validation and len(load("test", "full")) == 7
+    assert load("train", "d1") == [row | {"style": "tags"} for row in train]
     ids = [int(row["question"][:-1]) for row in load_task("gsm8k").load("train")]
     assert ids == sorted(ids)
-    d1 = [row | {"style": "tags"} for row in train]
-    assert load("train", "d1") == d1 and len(load("test", "full")) == 7
-    with pytest.raises(SystemExit, match="HuggingFaceH4/MATH-500@v1"):
-        load("train", "HuggingFaceH4/MATH-500@v1")
 
 
-def test_worked_examples_and_subjects(hub):
-    mmlu, ceval, bbh, arc = map(load_task, ("mmlu", "ceval", "bbh", "arc_c"))
+def test_worked_examples_and_subjects(tmp_path, hub):
+    """Of the own subject; the rows of a file have the hub's."""
+    mmlu, ceval, arc = map(load_task, ("mmlu", "ceval", "arc_c"))
     row = {"question": "?", "subject": "law", "choices": list("wxyz"), "answer": 2}
     dev = [row | {"question": f"dev {i}?"} for i in range(6)]
-    parts = {("cais/mmlu", "all", "dev"): dev, ("cais/mmlu", "all", "test"): [row] * 2}
-    hub(parts)
+    other = [row | {"question": "other?", "subject": "art"}] * 5
+    hub({("cais/mmlu", "all", "dev"): other + dev, ("cais/mmlu", "all", "test"): [row] * 2})
     first, _ = mmlu.load("test")
     assert [shot["question"] for shot in first["shots"]] == [f"dev {i}?" for i in range(5)]
-    (cot,) = mmlu.load("test", "cot", 1)
-    assert cot | {"shots": first["shots"]} == first | {"style": "cot"} and first["gold"] == "C"
-    hub(parts | {("cais/mmlu", "all", "dev"): dev[:4]})
-    assert one_line(mmlu.load, "test") == "cais/mmlu: fewer than 5 dev rows of 'law'"
+    path = write(tmp_path / "rows.jsonl", [row])
+    assert mmlu.load("test", path) == [first] and first["gold"] == "C"
+    [cot] = mmlu.load("test", f"{path}@cot")
+    assert cot | {"shots": first["shots"]} == first | {"style": "cot"}
+    assert len(mmlu.prompt(first)) == 11 and len(mmlu.prompt(cot)) == 1
+    path = write(tmp_path / "rows.jsonl", [row | {"subject": "new"}])
+    assert one_line(mmlu.load, "test", path) == f"{path}: fewer than 5 dev rows of 'new'"
     row = {"question": "?", "A": "w", "B": "x", "C": "y", "D": "z", "answer": "C"}
     counts = {"dev": 5, "val": 2}
     hub({("ceval/ceval-exam", s, p): [row] * n for s in ceval.topics for p, n in counts.items()})
     subjects = Counter(example["subject"] for example in ceval.load("test"))
     assert subjects == dict.fromkeys(ceval.topics, 2) and len(subjects) == 52
-    hub({("lukaemon/bbh", task, "test"): [{"input": "x", "target": "y"}] * 2 for task in bbh.TASKS})
-    assert Counter(e["subject"] for e in bbh.load("test")) == dict.fromkeys(bbh.TASKS, 2)
     three = row_of("arc_c")
     four = three | {"choices": {"text": list("wxyz"), "label": list("ABCD")}}
     hub({("allenai/ai2_arc", "ARC-Challenge", "validation"): [three, four, three, four]})
     assert [len(example["options"]) for example in arc.load("test", "dare")] == [4, 4]
-
-
-def test_worked_examples_of_mmlu_pro(tmp_path, hub):
-    """Validation rows of the category; of a file the rows with a worked answer."""
-    pro, row = load_task("mmlu_pro"), row_of("mmlu_pro")
-    worked = lambda i: f"A: Let's think step by step. Because {i}. The answer is (J)."
-    dev = [row | {"question": f"dev {i}?", "cot_content": worked(i)} for i in range(6)]
-    other = row | {"category": "math", "cot_content": worked(9)}
-    hub({("TIGER-Lab/MMLU-Pro", None, part): rows
-         for part, rows in {"validation": [other, *dev], "test": [row] * 2}.items()})  # fmt: skip
-    [plain, _], [first, _] = found = pro.load("test"), pro.load("test", "5-shot")
-    reasons = [f"Because {i}. The answer is (J)." for i in range(5)]
-    assert [shot["reason"] for shot in first["shots"]] == reasons
-    assert first == plain | {"style": "reasons", "shots": first["shots"]}
-    assert len(pro.prompt(first)) == 11 and len(pro.prompt(plain)) == 1
-    path = write(tmp_path / "rows.jsonl", [row, other, *dev, row])
-    assert pro.load("test", f"{path}@5-shot") == found[1] and len(pro.load("test", path)) == 9
-    path = write(tmp_path / "rows.jsonl", [row, *dev[:4]])
-    assert "fewer than 5 dev rows of 'law'" in one_line(pro.load, "test", f"{path}@5-shot")
 
 
 def test_worked_examples_of_gpqa(tmp_path):
@@ -365,55 +340,20 @@ def test_worked_examples_of_gpqa(tmp_path):
         assert "no five_shot_prompt" in one_line(gpqa.load, "test", f"{path}@{other}")
 
 
-def test_evalplus_rows(tmp_path):
-    """Inputs without outputs: the reference says what is right, with EvalPlus' exceptions."""
-    rows, bodies, right = zip(*of("evalplus")[0]["evalplus"], strict=True)
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    plus, human = load_task("mbpp_plus"), load_task("humaneval_plus")
-    examples = plus.load("test", str(path))
-    assert human.load("test", str(path)) == examples
-    assert "MbppPlus-v0.2.0.jsonl.gz" in one_line(plus.load, "test")
-    code = "```python\ndef {}(*x):\n    return {}\n```"
-    texts = [code.format(row["entry_point"], body) for row, body in zip(rows, bodies, strict=True)]
-    assert plus.score_batch(texts, examples) == list(map(float, right))
-    gold = [plus.answer(example) for example in examples[:12]]
-    cheats = "__import__('sys').exit(0)", "type('Yes', (), {'__eq__': lambda *_: True})()"
-    cheats = [code.format("f", cheat) for cheat in cheats] + ["import os\nos._exit(0)\ndef f(): 0"]
-    scores = human.score_batch([*gold, *cheats], [*examples[:12], *[examples[4]] * 3])
-    assert scores == [1.0] * 12 + [0.0] * 3
-
-
-def zipped(path, files):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return str(path)
-
-
-@pytest.mark.parametrize("task", ["mmlu", "ceval"])
-def test_zips(task, tmp_path):
-    """MMLU's csv files have no header; C-Eval's have one, and a number in front."""
-    module, name, test = load_task(task), "high_school_physics", "test" if task == "mmlu" else "val"
-    row, head = 'Which?,"w, or so",x,y,z,C\n', ""
-    if task == "ceval":
-        row, head = f"0,{row}", "\ufeffid,question,A,B,C,D,answer\n"
-    files = {f"a/dev/{name}_dev.csv": head + row * 5, f"a/{test}/{name}_{test}.csv": head + row * 2}
-    examples = module.load("test", zipped(tmp_path / "a.zip", files))
-    assert len(examples) == 2 and len(examples[0]["shots"]) == 5 and examples[0]["gold"] == "C"
-    assert examples[0]["options"] == ["w, or so", "x", "y", "z"]
-    file, text = files.popitem()
-    assert "csv in it" in one_line(module.load, "test", zipped(tmp_path / "c.zip", files))
-    bad = zipped(tmp_path / "b.zip", files | {file: text.replace(",C\n", ",E\n")})
-    assert "cannot read a problem" in one_line(module.load, "test", bad)
-    rows = write(tmp_path / "rows.jsonl", [{}])
-    assert "takes a .zip or a hub id" in one_line(module.load, "test", rows)
+@pytest.mark.parametrize("task", ["humaneval_plus", "mbpp_plus"])
+def test_tests_of_the_hub_are_mended(task, tmp_path):
+    [case] = of("mended", task)
+    module, bodies = load_task(task), case["mended"]["bodies"]
+    [example] = module.load("test", write(tmp_path / "rows.jsonl", [case["mended"]["row"]]))
+    texts = [f"def {example['entry_point']}(*x):\n    return {body}" for body, _ in bodies]
+    scores = score_all(module, [module.answer(example), *texts], [example] * (len(texts) + 1))
+    assert scores == [1.0, *(score for _, score in bodies)]
 
 
 def test_bbh_clone(tmp_path):
     bbh, problem = load_task("bbh"), json.dumps({"examples": [{"input": "?", "target": "(A)"}]})
-    for folder in "bbh", "cot-prompts":
-        (tmp_path / folder).mkdir()
+    (tmp_path / "bbh").mkdir()
+    (tmp_path / "cot-prompts").mkdir()
     for task in bbh.TASKS:
         (tmp_path / f"bbh/{task}.json").write_text(problem)
         shots = "BENCHMARK DATA\n-----\nDo it.\n\nQ: why\nIt is (A).\n"
@@ -421,18 +361,17 @@ def test_bbh_clone(tmp_path):
     examples = bbh.load("test", str(tmp_path))
     assert [example["subject"] for example in examples] == bbh.TASKS
     assert {e["shots"] for e in examples} == {"Do it.\n\nQ: why\nIt is (A)."}
-    assert len(bbh.load("test", str(tmp_path), 3)) == 3
+    assert bbh.load("test", str(tmp_path), 3) == examples[:3]
     (tmp_path / "cot-prompts/snarks.txt").unlink()
     assert "cot-prompts/snarks.txt" in one_line(bbh.load, "test", str(tmp_path))
 
 
 def test_splits(tmp_path):
-    """Tasks without a train split name those to train on; MBPP's splits are task numbers."""
+    """Few tasks have a train split; MBPP's splits are task numbers."""
     for name in TASKS:
-        if name not in (*TRAIN_TASKS, "qa", "mbpp_plus"):
+        if name not in TRAIN:
             said = one_line(load_problems, load_task(name), "train", "", None, 1024)
-            assert f"--split train: {load_task(name).HUB}" in said or f"{name} has only" in said
-            assert "train on another task: arc_c, countdown" in said
+            assert said.startswith("--split train: ") and " has only test" in said
     rows = [row_of("mbpp", task_id=number) for number in (1, 10, 11, 510, 511, 600, 601, 974)]
     path, mbpp = write(tmp_path / "rows.jsonl", rows), load_task("mbpp")
     assert [len(mbpp.load(split, path)) for split in ("test", "validation", "train")] == [2, 2, 2]
@@ -447,9 +386,8 @@ def test_splits(tmp_path):
 def test_load_reward(monkeypatch):
     """Equal completions are judged once; a reward that is not finite stops the run and names its
     place."""
-    mbpp, asked, judge = load_task("mbpp"), [], programs.run_batch
-    record = lambda jobs, workers: asked.extend(jobs) or judge(jobs, workers)
-    monkeypatch.setattr(programs, "run_batch", record)
+    mbpp, asked, judge = load_task("mbpp"), [], programs.run
+    monkeypatch.setattr(programs, "run", lambda job: asked.append(job) or judge(job))
     case = of("scores", "mbpp")[0]
     right, example = case["scores"][0][0], case["example"]
     other = example | {"tests": ["assert mul(1, 3) == 4"]}
@@ -464,10 +402,11 @@ def test_load_reward(monkeypatch):
     assert reward(["y"], [example]) == [{"a": 1.0, "b": 0.0}] and reward([], []) == []
     said = one_line(reward, ["y", "y", "x"], [example] * 3)
     assert said.startswith("--reward countdown_odd of countdown: completion 'x' is paid {")
-    assert said.endswith("'b': nan}: not a finite number")
-    for paid, words in ("1.0", "'1.0'}: not a finite"), ({"mean": 1.0}, "is a metric"):
+    assert "'b': nan}: not a finite number for each of ['a', 'b']" in said
+    for paid in "1.0", {"mean": 1.0}, {}:
         monkeypatch.setitem(REWARDS, "countdown_odd", lambda *_, paid=paid: paid)
-        assert words in one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
+        said = one_line(load_reward("countdown_odd", load_task("countdown")), ["x"], [{}])
+        assert "none may be called" in said
     boxed = {"question": "?", "gold": "18", "style": "boxed"}
     assert "--data d1" in one_line(load_reward("math500_d1", load_task("math500")), ["18"], [boxed])
 
@@ -499,7 +438,7 @@ def test_files_of_a_user(tmp_path):
     [parts] = load_reward(f"{path}:number", task)(["four"], [example])
     assert parts == {"reward": 4} and type(parts["reward"]) is float
     said = one_line(load_reward(f"{path}:uneven", task), ["one", ""], [example] * 2)
-    assert "is paid {'empty': 1.0}: the first has the parts ['same', 'length']: give 0" in said
+    assert "is paid {'empty': 1.0}: not a finite number for each of ['same', 'length']" in said
     scored = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
     assert score_all(scored(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
     for scores, said in ((1.5,), "not [1.5]"), ((None,), "not [None]"), ((), "not []"):
@@ -528,12 +467,11 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
 
 def test_load_problems(tmp_path):
     tokenizer, gsm8k = load_tokenizer("tiny-sdar"), load_task("gsm8k")
-    rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99, "<|MASK|>")]
+    rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99)]
     load = lambda rows, length: load_problems(
         gsm8k, "train", write(tmp_path / "train.jsonl", rows), tokenizer, length
     )
-    assert "prompt 2 contains the mask token" in one_line(load, rows, 9999)
-    kept, dropped = load(rows[:2], 300)
+    kept, dropped = load(rows, 300)
     assert [example["question"] for example, _ in kept] == ["How many?"] and dropped == 1
     assert kept[0][1] == list(kept[0][1]) and len(kept[0][1]) <= 300
 
@@ -553,8 +491,6 @@ math500   dare/test_math500_1.parquet      500   18 \boxed{2}
 math500   dare/train_math_1.parquet       7470    0
 aime24    dare/test_aime2024.parquet        30    0
 aime25    dare/test_aime2025.parquet        30    0
-mmlu      mmlu/mmlu.zip                  14042 3222 A
-ceval     ceval/ceval.zip                 1346  354 D
 """.strip().splitlines()
 
 
@@ -570,8 +506,6 @@ def test_gold_and_constant_answers_of_real_files(line):
     assert len(examples) == int(rows) and {*score_all(module, gold, examples[: len(gold)])} <= {1.0}
     constants = [*constant, ""][:1] * len(examples)
     assert sum(score_all(module, constants, examples)) == int(right)
-    if "style" not in examples[0]:
-        assert len(module.prompt(examples[0])) == (11 if "shots" in examples[0] else 1)
 
 
 @needs_files
@@ -603,12 +537,12 @@ def test_reference_programs():
     humaneval, mbpp = load_task("humaneval"), load_task("mbpp")
     examples = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     some = [examples[i] for i in (0, 10, 32, 38, 50, 64, 115, 163)]
-    whole, bodies = [*map(humaneval.answer, some)], [example["solution"] for example in some]
-    scores = humaneval.score_batch([*whole, *bodies, *["    pass"] * 8], some * 3)
+    texts = [*map(humaneval.answer, some), *(example["solution"] for example in some)]
+    scores = score_all(humaneval, [*texts, *["    pass"] * 8], some * 3)
     assert scores == [1.0] * 16 + [0.0] * 8
     examples = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
     some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510)]
-    assert mbpp.score_batch([*map(mbpp.answer, some)], some) == [1.0] * 8
+    assert score_all(mbpp, [*map(mbpp.answer, some)], some) == [1.0] * 8
     modes = [mbpp.job(mbpp.answer(example), example).mode for example in examples]
     assert [i + 11 for i, mode in enumerate(modes) if mode == "nonce"] == [367]
 
@@ -625,7 +559,7 @@ def test_every_reference_program():
         assert set(score_all(task, [*map(task.answer, examples)], examples)) == {1.0}
     del original[32]  # DARE's file lacks it
     texts, more = [*map(humaneval.answer, original)], f"{DATA}/dare/test_humanevalplus_1.parquet"
-    scores = dict(zip(texts, plus.score_batch(texts, plus.load("test", more)), strict=True))
+    scores = dict(zip(texts, score_all(plus, texts, plus.load("test", more)), strict=True))
     wrong = [i for i, text in enumerate(texts) if not scores[text]]
     slow = {38, 54, 62, 95, 126, 138}
     stricter = [22, 43, 48, 63, 75, 90, 94, 96, 110, 121, 122, 123, 124, 131, 139, 149]
