@@ -302,7 +302,7 @@ def test_values_survive_the_wire():
 
 def test_types_of_the_library_become_plain():
     space = {"numpy": numpy, "Liar": type("Liar", (list,), {"__iter__": lambda self: iter([2])})}
-    exec(f"from collections import *\nvalues = {PLAIN}", space)
+    exec(f"from collections import *\nvalues = ({PLAIN})", space)
     for value, want in zip(space["values"][::2], space["values"][1::2], strict=True):
         assert type(through(value)) is type(want) and through(value) == want
     assert list(through(x * x for x in range(3))) == list(through({0: 1, 1: 1, 4: 1}.keys()))
