@@ -64,16 +64,17 @@ target is 5, a valid answer is: <answer>
 EVALUATION = """Using only the provided numbers, create an arithmetic expression that evaluates to \
 exactly the provided target number. You may use the operations +, -, *, and / as needed, but each \
 number must be used exactly once. Think step-by-step. After reasoning, provide only your final \
-expression inside \\boxed{} tags without including an equals sign or the target number. For \
-example: \\boxed{a + b * c}Respond in the following format:
+expression inside \\boxed{{}} tags without including an equals sign or the target number. For \
+example: \\boxed{{a + b * c}}Respond in the following format:
 <reasoning>
 Your reasoning here
 </reasoning>
 <answer>
-\\boxed{...}
+\\boxed{{...}}
 </answer>
 
-"""
+Numbers: {numbers}
+Target: {target}"""
 
 COLUMNS = (
     "numbers (or nums) and target, input and output (d1, Dream), "
@@ -102,9 +103,8 @@ def prompt(example):
     numbers, target = example["numbers"], example["target"]
     if example["style"] == "compact":
         return user(f"{' '.join(f'{n:2d}' for n in numbers)} = {target:3d}")
-    if example["style"] == "boxed-tags":
-        return user(f"{EVALUATION}Numbers: {numbers}\nTarget: {target}")
-    return user(PROMPT.format(numbers=numbers, target=target))
+    text = EVALUATION if example["style"] == "boxed-tags" else PROMPT
+    return user(text.format(numbers=numbers, target=target))
 
 
 def extract(completion, example):

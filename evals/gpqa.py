@@ -25,7 +25,8 @@ from random import Random
 
 from evals.choices import LETTERS, Choices, Form
 
-COLUMNS = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+COLUMNS = ["Question", "Correct Answer", "Incorrect Answer 1"]
+COLUMNS += ["Incorrect Answer 2", "Incorrect Answer 3"]
 ANSWER = "The correct answer is ({gold})"
 
 

@@ -30,7 +30,7 @@ from evals.examples import (
     user,
     worked,
 )
-from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, OVER, rewritten, rules
+from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, rewritten, rules
 
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
@@ -158,14 +158,13 @@ COLUMNS = (
 )
 
 # LaTeX around numbers: \$1{,}450 -> 1,450, \text{eggs} -> eggs, \frac{1}{2} -> 1/2; 2:00 pm -> 2 pm
-PLAIN = rules(r"""
+PLAIN = r"""
 \{,\} => ,
 [–−] => -
 \\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
 (?<=[0-9]):00\b(?!:) =>
-((?<![\w)])-)?[$€£] * =>  \1
-""")
-PLAIN = [(WORDS, r"\1"), *PLAIN, (FRACTION, OVER)]
+((?<![\w)])-)?[$€£] * =>  \1"""
+PLAIN = [(WORDS, r"\1"), *rules(PLAIN + FRACTION)]
 
 SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.

@@ -104,6 +104,8 @@ def _problem(row):
     else:
         text, tests, name = row["prompt"], row["test"], row["entry_point"]
         solution = row.get("canonical_solution") or ""
+    # HumanEval+ unpacks the result of HumanEval/32 where it means the input: nobody would pass
+    tests = tests.replace("_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))")
     if not re.search(rf"^check\({re.escape(name)}\)\s*\Z", tests, re.MULTILINE):
         tests += f"\ncheck({name})\n"  # the hub's tests define `check` without calling it
     return {"prompt": text, "entry_point": name, "tests": tests, "solution": solution}

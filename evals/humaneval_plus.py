@@ -5,8 +5,7 @@ completions.
     python evals/humaneval_plus.py --completions FILE.jsonl --data test_humanevalplus_1.parquet
 
 All tests of a problem together have 60 seconds; DARE allows 1 second for each input, up to 18
-minutes. The hub's test of HumanEval/32 unpacks the result where it means the input, so that nobody
-passes: that is mended here. DARE's file lacks this problem. Of its 163 rows, HumanEval's own
+minutes. DARE's file lacks this problem. Of its 163 rows, HumanEval's own
 solutions pass 144: the tests of 16 are stricter, and on 55, 63 and 127 the solutions take over a
 minute.
 """
@@ -23,11 +22,8 @@ from evals.humaneval import answer, extract, job, prompt, score  # noqa: F401
 HUB = "evalplus/humanevalplus"
 VERSION = humaneval.VERSION
 TIMEOUT = 60.0  # seconds of wall time; the slowest reference that passes computes for 15
-MENDED = "_poly(*candidate(*inp), inp)", "abs(_poly(*inp, candidate(*inp)))"
 
 
 def load(split, path=None, limit=None):
     """As humaneval.load, of HUB, with more time."""
-    examples = humaneval.load(split, path, limit, HUB)
-    mend = lambda tests: {"tests": tests.replace(*MENDED), "seconds": TIMEOUT}
-    return [example | mend(example["tests"]) for example in examples]
+    return [{"seconds": TIMEOUT} | row for row in humaneval.load(split, path, limit, HUB)]

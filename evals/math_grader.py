@@ -34,10 +34,10 @@ UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
 IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
 NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
-FRACTION = re.compile(  # in running text - is a sign unless it subtracts
-    r"((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9]))"
-)
-OVER = r" \1\2\4/\3\5"  # a match of FRACTION as 1/2
+# \frac{1}{2} as 1/2, a line of `rules`; in running text - is a sign unless it subtracts
+FRACTION = r"""
+((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9])) =>  \1\2\4/\3\5
+"""
 
 
 def rules(table):
@@ -52,12 +52,11 @@ def rewritten(text, rules):
     return text.strip()
 
 
-COUNTED = rules(r"""
+COUNTED = r"""
 \{,\} => ,
 \\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
-[ .%$\\]+$ =>
-""")
-COUNTED.append((FRACTION, OVER))
+[ .%$\\]+$ =>"""
+COUNTED = rules(COUNTED + FRACTION)
 
 
 def boxes(text, unclosed=False):

@@ -32,8 +32,7 @@ def d1_answer(completion, example):
     first opening. None without one."""
     if example["style"] == "compact":
         return completion.strip() or None
-    complete = completion[: completion.rfind("</answer>") + len("</answer>")]
-    found = re.findall("<answer>(.*?)</answer>", complete, re.DOTALL)
+    found = re.findall("<answer>(.*?)</answer>", completion, re.DOTALL)
     return found[-1].strip() if found else None
 
 
@@ -102,8 +101,7 @@ def math500_d1(completion, example):
     answer tag, also one that is never closed, else 0.25, because d1 looks for \boxed with its \b
     read as a backspace."""
     needs_tags("math500_d1", example)
-    answer = boxes(completion[max(completion.rfind("\\boxed"), 0) :])
-    answer = answer[0] if answer else completion
+    [answer, *_] = [*boxes(completion[max(completion.rfind("\\boxed"), 0) :]), completion]
     correct = rewritten(answer, MATHD) == rewritten(example["gold"], MATHD)
     layout = 0.25 + 0.5 * ("<answer>" in completion)
     return {"correctness": 2.0 * correct, "layout": layout}
