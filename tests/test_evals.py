@@ -463,17 +463,8 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     assert all(fewer[split] <= found[split] for split in found)
     assert len(load(3, paths[0])["test"]) == 3
     assert len(load(0, paths[0])["train"]) == 300 == len(load(9, *paths)["train"])
-
-
-def test_load_problems(tmp_path):
-    tokenizer, gsm8k = load_tokenizer("tiny-sdar"), load_task("gsm8k")
-    rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99)]
-    load = lambda rows, length: load_problems(
-        gsm8k, "train", write(tmp_path / "train.jsonl", rows), tokenizer, length
-    )
-    kept, dropped = load(rows, 300)
-    assert [example["question"] for example, _ in kept] == ["How many?"] and dropped == 1
-    assert kept[0][1] == list(kept[0][1]) and len(kept[0][1]) <= 300
+    path = write(tmp_path / "long.jsonl", [*rows, {"question": "long" * 99, "answer": "1"}])
+    assert load_splits(qa, path, "", tokenizer, 300, 0)[1] == {"train": 1}
 
 
 # --------------------------------------------------------------------------------------------------
