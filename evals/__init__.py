@@ -22,7 +22,7 @@ from models import is_tiny, prompt_ids
 
 # tasks with train and validation rows of their own; to train on another task, give it a file with
 # --data
-TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "hellaswag", "math500", "mbpp", "sudoku")
+TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "math500", "mbpp", "sudoku")
 # what a task has, and how many arguments it takes
 FUNCTIONS = {"load": 3, "prompt": 1, "extract": 2, "score": 2}
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
