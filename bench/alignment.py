@@ -23,8 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
 from models.checkpoint import checkpoint_config
 from models.config import architecture

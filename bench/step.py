@@ -127,8 +127,8 @@ def training_step(model, batch, args, matmul):
 def main(args):
     device = setup_distributed(args.sequence_parallel)
     args.model = str(resolve(args.model))
-    facts = {"ranks": dist.get_world_size(), "torch": torch.__version__}
-    matmul = report(facts | vars(args) | {"what": "matmul"}, matmul_rate, device)["tflops"]
+    facts = {"what": "matmul", "ranks": dist.get_world_size()} | vars(args)
+    matmul = report(facts, matmul_rate, device)["tflops"]
     model = sft.parallelize(sft.build_policy(device, args), args)
     report({"what": "load"}, load, model, args, device)
     batch = make_batch(args, model.mask_token_id, device)

@@ -72,11 +72,13 @@ def encode(rows, tokenizer, model, max_length, asked=()):
         kept, dropped, source = [], {}, progress(rows, "tokenising")
         for number, row in enumerate(encode_rows(source, tokenizer, model, max_length, asked), 1):
             if isinstance(row, Dropped):
-                first = f"row {number}, {str(row.detail)[:200]}"
-                dropped.setdefault(row.reason, [0, first])[0] += 1
+                dropped.setdefault(row.reason, [0, number, row.detail])[0] += 1
             else:
                 kept.append([array("i", part) for part in row])
-        lines = [f"{n:,} {reason}; the first: {first}" for reason, (n, first) in dropped.items()]
+        lines = [
+            f"{count:,} {reason}; the first: row {number}, {str(detail)[:200]}"
+            for reason, (count, number, detail) in dropped.items()
+        ]
         return TokenRows(kept, lines)
 
     return from_first_rank(tokenise)
@@ -95,12 +97,12 @@ def encode_rows(rows, tokenizer, model, max_length, asked):
     while chunk := list(islice(rows, CHUNK)):
         texts = [render(row, tokenizer, asked) for row in chunk]
         kept = [text for text in texts if not isinstance(text, Dropped)]
-        columns = map(list, zip(*kept, strict=True))  # prompts, then one of answers for each side
-        ids = [
-            tokenizer(column, add_special_tokens=False, split_special_tokens=i > 0)["input_ids"]
-            for i, column in enumerate(columns)
+        # prompts, then answers, or chosen and rejected ones
+        columns = [
+            tokenizer(list(part), add_special_tokens=False, split_special_tokens=i > 0)["input_ids"]
+            for i, part in enumerate(zip(*kept, strict=True))
         ]
-        encoded = zip(*ids, strict=True)
+        encoded = zip(*columns, strict=True)
         for row, text in zip(chunk, texts, strict=True):
             if isinstance(text, Dropped):
                 yield text

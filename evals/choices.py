@@ -110,8 +110,8 @@ class Choices:
     HUB, parts: its rows, and their configs there, one for each subject if there are several.
     splits: {split: the hub's name of it}. needs: what a row must have. forms: {style: Form}, the
     default is "". styles: {name behind --data FILE@: style}, names that are also data of their own.
-    topics: {subject: its words}. `read` makes an example of a row: question, options (a list, or a
-    dict by letter), gold (a letter), and subject if there are several.
+    topics: {subject: its words}. `read` makes an example of a row: question, options (a list), gold
+    (a letter), and subject if there are several.
     """
 
     PRESETS, parts, styles, topics = (), (None,), {}, {}
@@ -157,15 +157,15 @@ class Choices:
         """Worked examples as chat turns, then the question."""
         form = self.form(example)
         shots = example["shots"] if form.shot else ()
-        shots = [[self.filled(text, shot, form) for text in form.shot] for shot in shots]
-        return user(self.filled(form.ask, example, form), shots)
+        shots = [[self.filled(text, shot) for text in form.shot] for shot in shots]
+        return user(self.filled(form.ask, example), shots)
 
     def form(self, example):
         return self.forms[example.get("style", "")]
 
-    def filled(self, text, example, form):
-        options, subject = labelled(example["options"]), example.get("subject", "")
-        lines = "\n".join(form.option.format(*pair) for pair in options.items())
+    def filled(self, text, example):
+        option, subject = self.form(example).option, example.get("subject", "")
+        lines = "\n".join(option.format(*pair) for pair in labelled(example["options"]).items())
         topic = self.topics.get(subject, subject.replace("_", " "))
         more = {"options": lines, "stripped_options": lines.strip(), "topic": topic}
         return text.format(**example | more)
@@ -184,8 +184,9 @@ class Choices:
 
 
 def labelled(options):
-    """{letter: option}"""
-    return options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
+    """{letter: option}, without those of MMLU-Pro that are "N/A"."""
+    pairs = zip(LETTERS, options, strict=False)
+    return {letter: option for letter, option in pairs if option != "N/A"}
 
 
 def read_parts(path, split, parts, presets=()):

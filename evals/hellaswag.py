@@ -4,12 +4,11 @@ because test has no labels.
     python evals/hellaswag.py --model llada-8b  Rowan/hellaswag
     python evals/hellaswag.py --completions FILE.jsonl --data rows.jsonl
 
---split test reads the hub's validation split; train and validation are its 39,905 train rows, 512
-  of them for validation. The prompt is OpenCompass' hellaswag_gen_6faab5, without worked examples
-  and without the activity in front of the text. DARE's lengths: LLaDA 3, Dream 128, LLaDA2 256,
-  SDAR 4,096. DARE's table: LLaDA-8B-Instruct 75.30, Dream-7B-Instruct 63.23, SDAR-8B-Chat 87.59,
-  LLaDA2.0-mini 82.35. lm-eval compares likelihoods of the endings (per byte in acc_norm): a
-  different quantity.
+The only split, test, is the hub's validation split. The prompt is OpenCompass'
+hellaswag_gen_6faab5, without worked examples and without the activity in front of the text. DARE's
+lengths: LLaDA 3, Dream 128, LLaDA2 256, SDAR 4,096. DARE's table: LLaDA-8B-Instruct 75.30,
+Dream-7B-Instruct 63.23, SDAR-8B-Chat 87.59, LLaDA2.0-mini 82.35. lm-eval compares likelihoods of
+the endings (per byte in acc_norm): a different quantity.
 """
 
 if __name__ == "__main__":
@@ -19,15 +18,11 @@ if __name__ == "__main__":
 
 import re
 
-from data.planning import stable_hash
-from data.rows import is_of
 from evals.choices import LETTERS, Choices, Form
-from evals.examples import held_out
 
 
 class HellaSwag(Choices):
-    HUB = "Rowan/hellaswag"
-    splits = {"test": "validation", "train": "train", "validation": "train"}
+    HUB, splits = "Rowan/hellaswag", {"test": "validation"}
     needs = "ctx_a, ctx_b, four endings and label (0 to 3)"
     forms = {
         "": Form(
@@ -36,14 +31,6 @@ class HellaSwag(Choices):
             "You may choose from 'A', 'B', 'C', 'D'.\nAnswer:",
         )
     }
-
-    def load(self, split, path=None, limit=None):
-        """As Choices.load; of the hub's train rows those of `split`."""
-        examples = super().load(split, path)
-        if split != "test" and is_of(path or self.HUB, self.HUB):
-            key = lambda i: stable_hash("hellaswag", examples[i]["text"], i)
-            examples = held_out(examples, split, key)
-        return examples[:limit]
 
     def read(self, row):
         text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")

@@ -73,6 +73,7 @@ IMPORTS += f"import {', '.join(STARS.split())}\nsys.setrecursionlimit(50000)\n"
 
 # runs in the program's process; its names are unlikely in a program
 FUNCTION = """
+exec({imports!r})
 exec(compile({code!r}, "<solution>", "exec"), globals())
 def _judged_call(*arguments):
     owner = Solution() if "class Solution" in {code!r} else None
@@ -249,10 +250,7 @@ def job(completion, example):
     code, name = extract(completion, example), example["name"]
     if code is None:
         return None
-    if name:
-        code = IMPORTS + FUNCTION.format(code=code, name=name)
-    else:
-        code = PROGRAM.format(code=code, imports=IMPORTS)
+    code = (FUNCTION if name else PROGRAM).format(code=code, name=name, imports=IMPORTS)
     tests = tests_of(example)
     judge = JUDGE.format(tests=json.dumps(tests), functional=bool(name), timeout=TIMEOUT)
     seconds = (TIMEOUT + 1) * len(tests) + 5

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
     main("mmlu_pro")
 
-from evals.choices import LETTERS, Choices, Form
+from evals.choices import Choices, Form
 
 INSTRUCTION = (
     "Answer the following multiple choice question. The last line of your response should be of "
@@ -36,14 +36,8 @@ class MmluPro(Choices):
     }
 
     def read(self, row):
-        """Options "N/A" are left out; the others keep their letters."""
-        labelled = zip(LETTERS, row["options"], strict=False)
-        return {
-            "question": row["question"],
-            "options": {label: text for label, text in labelled if text != "N/A"},
-            "gold": row["answer"],
-            "subject": row["category"],
-        }
+        example = {"question": row["question"], "options": row["options"]}
+        return example | {"gold": row["answer"], "subject": row["category"]}
 
 
 task = MmluPro()

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import re
 
-from data.rows import is_of
 from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
 from evals.math500 import extract
@@ -56,8 +55,7 @@ def load(split, path=None, limit=None):
     path: empty for the hub's rows, which are "test" only; a .jsonl or .parquet file with the hub's
     columns, which gives the same rows for every split; or a hub id.
     """
-    config = CONFIG if is_of(path or HUB, HUB) else None
-    return read_examples(_problem, COLUMNS, path, split, (), limit, config, (HUB, "train"))
+    return read_examples(_problem, COLUMNS, path, split, (), limit, CONFIG, (HUB, "train"))
 
 
 def prompt(example):

@@ -52,7 +52,7 @@ def countdown_d1(completion, example):
     is_given = sorted(map(int, re.findall(r"\d+", short))) == sorted(example["numbers"])
     # a tower like 93**100**30 never ends
     if is_given and LEGAL.fullmatch(short) and short.count("**") < 2:
-        with suppress(SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
+        with suppress(Exception):
             solved = abs(eval(short) - example["target"]) < 1e-5
     return {"solved": float(solved), "answered": 0.0 if solved or text is None else 0.1}
 

@@ -87,7 +87,8 @@ WATCH = 0.1  # seconds between looks at the memory
 TESTS_MEMORY = 4 << 30  # bytes of address space of the tests, which are trusted
 COLLECTIONS = tuple, set, frozenset
 # what an object of JSON stands for, by its one key
-KINDS = {kind.__name__: kind for kind in (*COLLECTIONS, dict, complex)} | {"iterator": iter}
+KINDS = {kind.__name__: kind for kind in (*COLLECTIONS, dict, complex)}
+KINDS |= {"iterator": iter, "int": lambda digits: int(digits, 16)}
 
 
 class Unsupported(BaseException):
@@ -125,8 +126,12 @@ def encode(value):
     Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Unsupported for
     functions, objects of the candidate's classes and all else.
     """
-    if value is None or isinstance(value, (int, float, str)):  # JSON ignores what is overridden
+    if value is None or isinstance(value, (bool, float, str)):  # JSON ignores what is overridden
         return value
+    if isinstance(value, int):
+        value = int.__int__(value)
+        # the time of hex is linear in the length, that of decimals is not
+        return value if abs(value) < 1 << 63 else {"int": hex(value)}
     if isinstance(value, list):
         return [encode(item) for item in list.__iter__(value)]
     for kind in COLLECTIONS:

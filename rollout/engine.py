@@ -1,5 +1,5 @@
-"""The base of all samplers: settings and their checks, the rules that choose which tokens to
-reveal, loading of weights.
+"""What all samplers share: settings and their checks, the rules that choose which tokens to reveal,
+the loops over blocks and denoising steps, loading of weights.
 """
 
 import math
@@ -422,7 +422,8 @@ class Engine:
         for quota in progress(blocks, "blocks"):
             if first_step >= settings["steps"].stop:
                 break
-            here, stop = (row, slice(start, start + sum(quota))), start + sum(quota)
+            stop = start + sum(quota)
+            here = row, slice(start, stop)
             live = Samples(*(values[row] for values in samples))
             block = self._open(cache, live, start, quota, first_step, settings)
             tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
@@ -447,7 +448,7 @@ class Engine:
                 break
             # commit; with editing, the last forward of _denoise was the commit
             if self.is_block and settings["editing_threshold"] is None:
-                block.forward(start, sum(quota), None)
+                block.forward(start, stop - start, None)
                 num_forwards[row] += goes_on
             if not goes_on.all():
                 row = row[goes_on]

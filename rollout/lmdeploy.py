@@ -107,6 +107,7 @@ class LmdeployEngine(Engine):
             served = n if is_dynamic else f"a divisor of the block length {n}"
             raise SystemExit(f"--denoising-steps {steps}: with lmdeploy's {rule} give {served}")
 
+    @torch.no_grad()
     def load_weights(self, weights):
         """weights: all pairs (official name, full tensor) of export_weights, copied in place.
 

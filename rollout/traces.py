@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from distributed.groups import all_reduce
 from distributed.sequence import gather_objects
@@ -94,13 +95,10 @@ class Trace:
         """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no
         padding, only the canvas
         """
-        P, device = max(map(len, self.prompt_ids)), self.completion_ids.device
-        padding = [P - len(ids) for ids in self.prompt_ids]
-        prompts = [
-            [pad_token_id] * n + ids for n, ids in zip(padding, self.prompt_ids, strict=True)
-        ]
-        prompts = torch.tensor(prompts, device=device)
-        valid = ~below(torch.tensor(padding, device=device), P)
+        device = self.completion_ids.device
+        prompts = [torch.tensor(ids, device=device) for ids in self.prompt_ids]
+        P, prompts = max(map(len, prompts)), pad_sequence(prompts, True, pad_token_id, "left")
+        valid = ~below(torch.tensor([P - len(ids) for ids in self.prompt_ids], device=device), P)
         canvas = below(self.canvas_length, self.completion_ids.shape[1])
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, canvas], 1)
 
@@ -108,10 +106,10 @@ class Trace:
         """What the forward of each replay sees of the completions: num_replays tensors [N, L],
         masked where not revealed. Not for records of kind "states", which tell them already.
         """
-        state = torch.full_like(self.completion_ids, mask_token_id)
+        replay_map, state = self.replay_map, torch.full_like(self.completion_ids, mask_token_id)
         for replay in range(self.num_replays):
             yield state
-            new = torch.where(self.replay_map == replay, self.completion_ids, -1)
+            new = torch.where(replay_map == replay, self.completion_ids, -1)
             if self.settings["records"] == "events":  # they also tell what was masked again
                 new = self.records["tokens"][:, replay].long()
             state = torch.where(new >= 0, new, state)

@@ -101,10 +101,6 @@ def patient(monkeypatch):
 
 @pytest.fixture(scope="session")
 def warm():
-    warm_up()
-
-
-def warm_up():
     """Import what the scripts import, once, so that every fork shares it."""
     import peft  # noqa: F401
     import tyro  # noqa: F401

@@ -268,28 +268,25 @@ def test_hub_rows(line, hub):
 
 def test_held_out_rows_are_fixed(hub):
     """512 train rows are validation; the others are train, in the hub's order."""
-    swag = next(case["row"] for case in of("row", "hellaswag") if "ctx_a" in case["row"])
     math = "EleutherAI/hendrycks_math"
     rows = {
         ("openai/gsm8k", "main", "train"): [row_of("gsm8k", question=f"{i}?") for i in range(1000)],
-        ("Rowan/hellaswag", None, "train"): [swag | {"ctx_a": f"Text {i}."} for i in range(600)],
     }
     for part in load_task("math500").PARTS:
         some = [{"problem": f"{part} {i}?", "solution": f"\\boxed{{{i}}}"} for i in range(101)]
         rows |= {(math, part, "train"): some[:100], (math, part, "test"): some[100:]}
         rows[f"{math}@v1", part, "train"] = some[:100]
     hub(rows)
-    for task, key, size, held in (
-        ("gsm8k", "question", 1000, "198?"),
-        ("hellaswag", "text", 600, "Text 115. He"),
-        ("math500", "question", 700, "counting_and_probability 51?"),
+    for task, size, held in (
+        ("gsm8k", 1000, "198?"),
+        ("math500", 700, "counting_and_probability 51?"),
     ):
         load = load_task(task).load
         train, validation = load("train"), load("validation")
         assert (len(train), len(validation)) == (size - 512, 512)
-        assert len({row[key] for row in train + validation}) == size
+        assert len({row["question"] for row in train + validation}) == size
         assert load("validation", limit=3) == validation[:3]
-        assert validation[100][key] == held, "the same rows for ever"
+        assert validation[100]["question"] == held, "the same rows for ever"
     assert load("validation", "full@v1") == validation and len(load("test", "full")) == 7
     assert load("train", "d1") == [row | {"style": "tags"} for row in train]
     ids = [int(row["question"][:-1]) for row in load_task("gsm8k").load("train")]
@@ -463,17 +460,8 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
     assert all(fewer[split] <= found[split] for split in found)
     assert len(load(3, paths[0])["test"]) == 3
     assert len(load(0, paths[0])["train"]) == 300 == len(load(9, *paths)["train"])
-
-
-def test_load_problems(tmp_path):
-    tokenizer, gsm8k = load_tokenizer("tiny-sdar"), load_task("gsm8k")
-    rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99)]
-    load = lambda rows, length: load_problems(
-        gsm8k, "train", write(tmp_path / "train.jsonl", rows), tokenizer, length
-    )
-    kept, dropped = load(rows, 300)
-    assert [example["question"] for example, _ in kept] == ["How many?"] and dropped == 1
-    assert kept[0][1] == list(kept[0][1]) and len(kept[0][1]) <= 300
+    path = write(tmp_path / "long.jsonl", [*rows, {"question": "long" * 99, "answer": "1"}])
+    assert load_splits(qa, path, "", tokenizer, 300, 0)[1] == {"train": 1}
 
 
 # --------------------------------------------------------------------------------------------------

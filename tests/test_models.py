@@ -490,6 +490,10 @@ def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     assert len(asked) == 3 and {*asked} == {(hub_id, "v1.0")}
     load_model("sdar-8b")
     assert asked[3:] == [(hub_id, None)]
+    (tmp_path / name).symlink_to(models.names.MODELS["tiny-sdar"])
+    monkeypatch.chdir(tmp_path)
+    load_model(name)  # a directory
+    assert len(asked) == 4
 
 
 # --- config files --------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ import datasets
 import pytest
 from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns, write_jsonl
 
+from data import sft
 from data.preferences import gold_pairs, held_out_pairs, pairs_of, preference
+from data.rows import split_name
 from data.tokens import Dropped
 from evals import score_all
 
@@ -80,22 +82,27 @@ def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
         list(training(data))
 
 
-HUB = [  # splits of a data set; split and rows of train, validation, test
-    (["train_prefs", "train_sft", "test_prefs", "test_sft", "train"],
-     ("train_prefs", "01234"), ("test_prefs", "024"), ("test_prefs", "13")),
-    (["train", "validation"], ("train", "01234"), ("validation", "01234"), None),
-]  # fmt: skip
+HUB = ["train_prefs", "train_sft", "test_prefs", "test_sft", "train"]
 
 
-@pytest.mark.parametrize("names, want", [(names, want) for names, *want in HUB])
+@pytest.mark.parametrize(
+    "names, want",
+    [
+        (HUB, [("train_prefs", "01234"), ("test_prefs", "024"), ("test_prefs", "13")]),
+        (["train", "validation"], [("train", "01234"), ("validation", "01234"), (None, "")]),
+    ],
+)
 def test_splits_of_a_hub_data_set(monkeypatch, names, want):
-    rows, asked = [{"prompt": "1+1", "chosen": str(i), "rejected": "x"} for i in range(5)], []
+    def load(split, **_):
+        rows = [{"prompt": "1+1", "chosen": str(i), "rejected": split} for i in range(5)]
+        return datasets.Dataset.from_list(rows)
+
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda path, revision: names)
-    load = lambda split, **_: asked.append(split) or datasets.Dataset.from_list(rows)
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = [chosen(training("owner/name")), *(chosen(held_out(s, "owner/name")) for s in SPLITS)]
-    assert found == [list(part[1]) if part else [] for part in want]
-    assert asked == [part[0] for part in want if part]
+    found = [training("owner/name"), *(held_out(split, "owner/name") for split in SPLITS)]
+    pairs = [[(pair["rejected"], pair["chosen"]) for pair in part] for part in found]
+    assert pairs == [[(split, i) for i in rows] for split, rows in want]
+    assert split_name("owner/name", sft.SPLITS) == ("train_sft" if names is HUB else "train")
 
 
 # --- pairs of a task's gold answers, and of a model's own ----------------------------------------
@@ -113,15 +120,14 @@ def test_gold_pairs_are_scored_in_batches():
 
     def score_batch(answers, problems):
         calls.append(len(answers))
-        distance = [(int(text) - i) % 30 for i, text in zip(problems, answers, strict=True)]
-        return [0.5 - 0.5 * (lower.get(i, 3) == k) for i, k in zip(problems, distance, strict=True)]
+        pairs = zip(problems, map(int, answers), strict=True)
+        return [0.5 * ((text - i) % 30 != lower.get(i, 3)) for i, text in pairs]
 
     load = lambda *_: [*range(9), 30, *range(9, 30)]
     task = SimpleNamespace(load=load, answer=answer, prompt=turns, score_batch=score_batch)
-    pairs = gold_pairs(task, "train", "", score_all)
-    found = {i: str((i + lower.get(i, 3)) % 30) for i in range(30) if i != 2}
-    want = [(turns(i), str(i), text) for i, text in found.items()]
-    assert [tuple(pair.values()) for pair in pairs] == want
+    found = [tuple(pair.values()) for pair in gold_pairs(task, "train", "", score_all)]
+    solved = [i for i in range(30) if i != 2]
+    assert found == [(turns(i), str(i), str((i + lower.get(i, 3)) % 30)) for i in solved]
     assert calls == [30, 30, 29, 28, 2, 2, 2, 2, 2]
 
 

@@ -17,6 +17,7 @@ from distributed import disk
 from evals import countdown, decoding, run, samples, sandbox
 from models.config import architecture
 from rollout import make_engine
+from rollout.engine import Engine
 
 AIME = [{"problem": f"Is it {i}?", "answer": str(i)} for i in range(4)]
 TINY = "tiny-sdar tiny-llada tiny-llada-moe tiny-dream tiny-llada2".split()
@@ -48,30 +49,19 @@ def completions(path, texts):
     return write(path, [{"index": i, "completion": text} for i, text in enumerate(texts)])
 
 
-class Recorder:
-    """A sampler that keeps its calls, and stops before the sample `stop`."""
-
-    calls, stop, refills = [], None, False
-
-    def __init__(self, *args, **how):
-        self.engine = make_engine(*args, **how)
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def generate(self, prompts, **settings):
-        first = settings["sample_offset"]
-        self.calls.append((len(prompts), first, settings["seed"]))
-        if self.stop is not None and first >= self.stop:
-            raise KeyboardInterrupt
-        return self.engine.generate(prompts, **settings)
-
-
 @pytest.fixture
-def recorder(monkeypatch):
-    monkeypatch.setattr(run, "make_engine", Recorder)
-    monkeypatch.setattr(Recorder, "calls", [])
-    return lambda **values: [monkeypatch.setattr(Recorder, *pair) for pair in values.items()]
+def calls(monkeypatch):
+    """(repeat, indices) of the calls of an engine; after "stop" one beyond example 5 fails"""
+    calls = []
+
+    def generated(*arguments):
+        calls.append(arguments[-2:])
+        if "stop" in calls and arguments[-1][0] > 5:
+            raise InterruptedError
+        return samples.generated(*arguments)
+
+    monkeypatch.setattr(run, "generated", generated)
+    return calls
 
 
 # --- files of completions -------------------------------------------------------------------------
@@ -84,10 +74,8 @@ def test_completions_are_scored_end_to_end(tmp_path, cli):
     result = cli("--completions", completions(tmp_path / "c.jsonl", texts), "--out", out)
     assert result == json.loads((out / "result.json").read_text())
     want = {"task": "countdown", "n": 8, "accuracy": 0.75, "stderr": math.sqrt(0.75 * 0.25 / 8)}
-    want |= {"answered": 0.75, "failed": 0, "unused": 0}
-    assert list(result) == [*want, "missing", "settings"] and result.items() >= want.items()
-    rows = rows_of(out, "samples")
-    assert [row["score"] for row in rows] == [1.0] * 6 + [0.0] * 2
+    assert result.items() >= (want | {"answered": 0.75, "failed": 0, "unused": 0}).items()
+    assert [row["score"] for row in rows_of(out, "samples")] == [1.0] * 6 + [0.0] * 2
     reward = "--reward", "countdown_d1", "--out", tmp_path / "again"
     again = cli("--completions", out / "samples.jsonl", *reward)
     assert again["accuracy"] == 0.75 and again["reward"]["mean"] == pytest.approx(0.75)
@@ -95,30 +83,31 @@ def test_completions_are_scored_end_to_end(tmp_path, cli):
 
 def test_lines_that_cannot_be_used(tmp_path):
     """Those of other problems are counted; without a completion or twice they are refused."""
-    row = lambda **row: {"index": 0, "completion": "1"} | row
-    given = lambda *rows: samples.given(write(tmp_path / "c.jsonl", rows), 2, 3)
-    rows, counts = given(row(), row(repeat=1), row(index=2), row(index=3), row(repeat=2))
-    assert [*rows] == [(0, 0), (1, 0), (0, 2)] and counts == {"unused": 2, "missing": 3}
-    for rows in [row(), row()], [row(completion=None)], [row(index=3)]:
-        assert "c.jsonl" in one_line(given, *rows)
+    places = (0, 0), (1, 0), (0, 2), (0, 3), (2, 0)
+    lines = [{"repeat": repeat, "index": i, "completion": "1"} for repeat, i in places]
+    given = lambda lines: samples.given(write(tmp_path / "c.jsonl", lines), 2, 3)
+    rows, counts = given(lines)
+    assert (*rows,) == places[:3] and counts == {"unused": 2, "missing": 3}
+    for bad in lines[:1] * 2, [lines[0] | {"completion": None}], lines[3:]:
+        assert "c.jsonl" in one_line(given, bad)
 
 
 def test_repeats_and_subjects(tmp_path, cli):
     """The error is that of the problems' means: answers to one problem are not independent.
     Subjects count alike: 1 of 1 and 1 of 3 is 2/3; of all rows it is 2 of 4.
     """
-    table = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 1]]
+    rights = {(0, 0), (0, 1), (1, 0)}
     rows = [
-        {"index": i, "repeat": repeat, "completion": rf"\boxed{{{i if right else 999}}}"}
-        for repeat, rights in enumerate(table)
-        for i, right in enumerate(rights)
+        {"index": i, "repeat": repeat, "completion": f"\\boxed{{{i}{'' if right else 99}}}"}
+        for i in range(3)
+        for repeat in range(2)
+        for right in [(repeat, i) in rights]
     ]
-    flags = "--data", write(tmp_path / "rows.jsonl", AIME), "--repeats", 3, "--completions"
-    given = write(tmp_path / "given.jsonl", rows[::-1])
-    result = cli(*flags, given, "--out", tmp_path / "aime", task="aime24")
-    assert (result["n"], result["repeats"], result["accuracies"]) == (4, 3, [0.5, 0.25, 0.75])
-    means = [statistics.mean(column) for column in zip(*table, strict=True)]
-    assert result["stderr"] == pytest.approx(statistics.pstdev(means) / 2)
+    flags = "--data", write(tmp_path / "rows.jsonl", AIME), "--limit", 3, "--repeats", 2
+    given = write(tmp_path / "given.jsonl", rows)
+    result = cli(*flags, "--completions", given, "--out", tmp_path / "aime", task="aime24")
+    assert (result["n"], result["accuracies"]) == (3, [pytest.approx(2 / 3), pytest.approx(1 / 3)])
+    assert result["stderr"] == pytest.approx(statistics.pstdev([1, 0.5, 0]) / 3**0.5)
 
     row = {"question": "?", "choices": ["yes", "no"], "answer": 0}
     path = write(tmp_path / "rows.jsonl", [row | {"subject": subject} for subject in "abbb"])
@@ -152,28 +141,28 @@ def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, cli):
 # --- models ---------------------------------------------------------------------------------------
 
 
-def test_neither_batches_nor_calls_change_completions(tmp_path, cli, recorder):
-    flags = "--model tiny-sdar --limit 10 --seed 5 --temperature 0.5 --rollout-backend block"
+def test_neither_batches_nor_calls_change_completions(tmp_path, monkeypatch, cli, calls):
+    flags = "--model tiny-sdar --limit 10 --temperature 0.5 --rollout-backend block".split()
     results = []
     for size in (4, 64):
-        result = cli(*flags.split(), "--batch-size", size, "--out", tmp_path / f"{size}")
-        assert result.pop("tokens_per_s")
-        results.append(result)
-    result, how = results[0], results[0]["settings"]
+        result = cli(*flags, "--seed", 5, "--batch-size", size, "--out", tmp_path / f"{size}")
+        results.append({key: result[key] for key in result if key != "tokens_per_s"})
     rows = timeless(tmp_path / "4")
-    assert result == results[1] and rows == timeless(tmp_path / "64")
-    assert Recorder.calls == [(4, 0, 5), (4, 4, 5), (2, 8, 5), (10, 0, 5)]
+    assert results[0] == results[1] and rows == timeless(tmp_path / "64")
     # of the style of the examples, of the flags, of the model
     want = {"gen_length": 12, "denoising_steps": 2, "temperature": 0.5, "block_length": 4}
-    assert how.items() >= want.items() and how["seed"] == 5 and how["weights"]
+    assert result["settings"].items() >= want.items() and result["settings"]["weights"]
     tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forwards"))
     assert result["tokens_per_forward"] == pytest.approx(tokens / forwards)
     for row, example in zip(rows, countdown.load("test", limit=10), strict=True):
         assert row["score"] == countdown.score(row["completion"], example)
-    recorder(refills=True)
-    flags = flags.replace("10", "19").split()
-    cli(*flags, "--batch-size", 4, "--repeats", 2, "--out", tmp_path / "refills")
-    assert Recorder.calls[4:] == [(16, 0, 5), (3, 16, 5), (16, 0, 6), (3, 16, 6)]
+    monkeypatch.setattr(Engine, "refills", True)
+    many = "--seed", 4, "--repeats", 2, "--batch-size", 2, "--out", tmp_path / "many"
+    cli(*flags, *many)
+    sizes = [(repeat, len(indices)) for repeat, indices in calls]
+    assert sizes == [(0, 4), (0, 4), (0, 2), (0, 10), (0, 8), (0, 2), (1, 8), (1, 2)]
+    texts = [row["completion"] for row in timeless(tmp_path / "many")]
+    assert texts[10:] == [row["completion"] for row in rows] != texts[:10]
 
 
 def on_ranks(rank, world_size, flags, out):
@@ -205,15 +194,15 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
         assert first["settings"] == second["settings"] and (two / name / "report.html").exists()
 
 
-def test_an_interrupted_run_continues(tmp_path, cli, recorder):
-    """Samples that are finished stay, of other ranks too; half a row does not; other settings are
-    refused.
+def test_an_interrupted_run_continues(tmp_path, cli, calls):
+    """Samples that are finished stay, of other ranks too; half a row does not; other settings and
+    weights are refused.
     """
     flags = "--model tiny-sdar --limit 10 --batch-size 2 --seed 5 --out".split()
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     result, rows = cli(*flags, whole), timeless(whole)
-    recorder(stop=6)
-    with pytest.raises(KeyboardInterrupt):
+    calls.append("stop")
+    with pytest.raises(InterruptedError):
         cli(*flags, cut)
     assert timeless(cut, "samples-0") == rows[:6], "what was generated is scored and kept"
     assert "exists: name another one" in one_line(cli, *flags, cut)
@@ -221,17 +210,15 @@ def test_an_interrupted_run_continues(tmp_path, cli, recorder):
         file.write(json.dumps(rows[6])[:-20])
     others = (whole / "samples.jsonl").read_text().splitlines(keepends=True)
     (cut / "samples-1.jsonl").write_text("".join(others[8:]))
-    recorder(stop=None, calls=[])
+    calls.clear()
     for flag, words in CHANGED.items():
         assert words in one_line(cli, "--resume", cut, *flag.split())
-    settings = json.loads((cut / "result.json").read_text())
-    settings["settings"]["weights"] = [0]
-    assert Recorder.calls == []
+    begun = (cut / "result.json").read_text()
     resumed = cli("--resume", cut)
-    assert Recorder.calls == [(2, 6, 5)] and not list(cut.glob("samples-*"))
+    assert calls == [(0, range(6, 8))] and not list(cut.glob("samples-*"))
     assert timeless(cut) == rows and resumed["accuracy"] == result["accuracy"]
-    (cut / "result.json").write_text(json.dumps(settings))  # the model's files were replaced
-    assert "was begun with weights [0], now" in one_line(cli, "--resume", cut)
+    (cut / "result.json").write_text(begun.replace('"weights": [', '"weights": [1.0, '))
+    assert "was begun with weights [1.0, " in one_line(cli, "--resume", cut)
 
 
 CHANGED = {

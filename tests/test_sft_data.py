@@ -7,7 +7,6 @@ from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import pandas
 import pytest
 from tokenizers import AddedToken
@@ -19,9 +18,9 @@ from evals import load_task
 from models import load_tokenizer, prompt_ids
 from models.tiny import byte_tokenizer
 
-EOS, MASK, COUNTDOWN, GSM8K = 256, 257, load_task("countdown"), load_task("gsm8k")
+EOS, MASK, COUNTDOWN = 256, 257, load_task("countdown")
 TINY = SimpleNamespace(eos_token_ids=[EOS, 0], mask_token_id=MASK)  # the first closes an answer
-HF, FILES = (os.environ.get(name) for name in ("CLEANDLLM_HF", "CLEANDLLM_DATA"))
+HF = os.environ.get("CLEANDLLM_HF")
 
 
 def row(prompt, response):
@@ -63,7 +62,7 @@ def test_rows_are_left_out_and_counted(tmp_path, bad, reason):
     tokenizer.chat_template = refuse + tokenizer.chat_template
     good = [{"prompt": "1+1", "response": "2"}, {"prompt": "a" * 16, "response": "b"}]  # 20 tokens
     path = write_jsonl(tmp_path / "rows.jsonl", [good[0], bad, good[1], bad])
-    rows = ids(training_rows(COUNTDOWN, path), 20, tokenizer, asked=[turns("5 7 1 = 11")])
+    rows = ids(training_rows(COUNTDOWN, path), 20, tokenizer, asked=[turns("a question")])
     assert list(rows) == list(ids([row(**each) for each in good], 20)) and len(rows) == 2
     assert [*rows.dropped] == rows.report("rows").split("\n  dropped: ")[1:]
     assert re.fullmatch(f"2 {reason}.*; the first: row 2, .*", *rows.dropped)
@@ -71,40 +70,20 @@ def test_rows_are_left_out_and_counted(tmp_path, bad, reason):
         rows.at_least(3)
 
 
-def test_a_hub_id_is_loaded_by_datasets(monkeypatch):
-    found = datasets.Dataset.from_list([{"prompt": "a", "response": "b"}])
-    for names, want in (["train", "train_sft"], "train_sft"), ([], "train"):
-        load = lambda path, split, want=want, **_: found if split == want else None
-        monkeypatch.setattr(datasets, "load_dataset", load)
-        names_of = lambda path, revision, names=names: names
-        monkeypatch.setattr(datasets, "get_dataset_split_names", names_of)
-        assert list(training_rows(COUNTDOWN, "owner/name")) == [row("a", "b")]
-
-
-def test_a_task_gives_its_prompts_with_gold_answers(tmp_path, monkeypatch):
-    """Its own, those of a file of problems, and those of its hub id."""
-    held_out = COUNTDOWN.load("validation") + COUNTDOWN.load("test")
+def test_a_task_gives_its_prompts_with_gold_answers(tmp_path):
+    """Its own, and those of a file of problems."""
     problems, rows = COUNTDOWN.load("train"), list(training_rows(COUNTDOWN, "small"))
     assert len(rows) > len(problems) == 5052
-    asked = map(COUNTDOWN.prompt, held_out)  # its splits share no problem
-    assert ids(rows, 1000, asked=asked).dropped == []
+    asked = map(COUNTDOWN.prompt, COUNTDOWN.load("validation") + COUNTDOWN.load("test"))
+    assert ids(rows, asked=asked).dropped == []  # its splits share no problem
     answers = [r["response"] for r in rows if r["prompt"] == COUNTDOWN.prompt(problems[0])]
     assert {COUNTDOWN.score(text, problems[0]) for text in answers} == {1.0}
     path = write_jsonl(tmp_path / "p.jsonl", [{"numbers": [1, 2], "target": n} for n in (9, 3)])
     rows = ids(training_rows(COUNTDOWN, path), 1000)
     assert len(rows) == 2 and rows.dropped[0].startswith("1 have no answer; the first: row 1, ")
-    found = [{"question": "1 + 1?", "answer": "Two.\n#### 2"}]
-    monkeypatch.setattr(GSM8K, "read_rows", lambda *_, **__: found)
-    monkeypatch.setattr(GSM8K, "held_out", lambda rows, split, _: rows if split == "train" else [])
-    (own,) = training_rows(GSM8K, "openai/gsm8k")
-    assert [own] == list(training_rows(GSM8K, "")) and own["response"].startswith("Two.")
     path = write_jsonl(tmp_path / "r.jsonl", [{"question": "a"}])
-    for task, message in (
-        (COUNTDOWN, "row 1: cannot read a problem from question; .*or, "),
-        (load_task("aime24"), "^aime24 has no answers: "),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            list(training_rows(task, path))
+    with pytest.raises(SystemExit, match="row 1: cannot read a problem from question; .*or, "):
+        list(training_rows(COUNTDOWN, path))
 
 
 # directory -> text of the turn end; how a rendered dialogue differs from prompt + answer
@@ -142,47 +121,40 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
     assert mask is None or mask not in answer
 
 
-@pytest.mark.skipif(not FILES, reason="CLEANDLLM_DATA is not set")
-def test_real_problems_that_the_run_is_scored_on_are_left_out():
-    """Also with other case and white space."""
-    path = f"{FILES}/gsm8k/train.jsonl"
-    rows = list(training_rows(GSM8K, path))[:300]
-    asked = [turns(each["prompt"][-1]["content"].upper() + " \n") for each in rows[100:200]]
-    assert list(ids(rows, 5000, asked=asked)) == list(ids(rows[:100] + rows[200:], 5000))
-
-
 # --- streams, ranks ------------------------------------------------------------------------------
 
 
 def test_the_stream_gives_every_item_once_per_epoch_in_a_keyed_order():
-    items, streams = list(range(7)), [ShuffledStream(list(range(7)), seed) for seed in (3, 3, 4)]
-    first, other = ([stream[i] for i in range(21)] for stream in streams[1:])
+    """Any position at any time."""
+    streams = [ShuffledStream(list(range(7)), seed) for seed in (3, 3, 4)]
+    orders = range(21), range(20, -1, -1), range(21)
+    first, again, other = ([s[i] for i in at] for s, at in zip(streams, orders, strict=True))
     epochs = [tuple(first[i : i + 7]) for i in (0, 7, 14)]
-    assert all(sorted(epoch) == items for epoch in epochs) and len(set(epochs)) == 3
-    assert [streams[0][i] for i in (20, 3)] == [first[i] for i in (20, 3)] and first != other
+    assert all(sorted(epoch) == [*range(7)] for epoch in epochs) and len(set(epochs)) == 3
+    assert again[::-1] == first != other
 
 
 def token_rows(rows):
     return TokenRows([[array("i", row)] for row in rows], [])
 
 
-@pytest.mark.parametrize("make", [list, token_rows])
+HASHES = {list: "8c3a016bb7edb6fb", token_rows: "107373ad87760ac7"}  # old runs can be resumed
+
+
+@pytest.mark.parametrize("make", HASHES)
 def test_a_resumed_run_finds_the_rows_that_it_began_with(tmp_path, make):
     """Another row, another order, a row cut elsewhere, one row more: each is another stream."""
     rows, config = [[1, 2, 3], [4], [5, 6]], tmp_path / "config.json"
     check_items(make(rows), config)  # no run that could be resumed: nothing to note
-    config.write_text(json.dumps({"args": {"seed": 1}}))
+    config.write_text('{"args": 1}')
     for _ in range(2):
         check_items(make(rows), config)
-        kept = json.loads(config.read_text())
-        assert kept["args"] == {"seed": 1} and kept["rows"]["count"] == 3
-    hashes = {list: "8c3a016bb7edb6fb", token_rows: "107373ad87760ac7"}  # old runs can be resumed
-    assert kept["rows"]["hash"] == hashes[make]
-    cut, others = [[1, 2], [3, 4], [5, 6]], ([*rows[:2], [5, 7]], [rows[1], rows[0], rows[2]])
-    for other in (cut, *others, [*rows, [7]]):
+        kept = {"args": 1, "rows": {"count": 3, "hash": HASHES[make]}}
+        assert json.loads(config.read_text()) == kept
+    cut, order = [[1, 2], [3, 4], [5, 6]], [rows[1], rows[0], rows[2]]
+    for other in (cut, order, [*rows[:2], [5, 7]], [*rows, [7]]):
         with pytest.raises(SystemExit, match="^--resume: the rows to train on are others"):
             check_items(make(other), config)
-    assert json.loads(config.read_text()) == kept
 
 
 def rank_reads(rank, world_size):

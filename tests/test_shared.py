@@ -120,12 +120,6 @@ def test_the_printed_line_and_the_help_have_the_values_of_the_run(script, capsys
         assert f"  {' '.join(flags_of({name: value}))} ({where})\n" in shown
 
 
-def test_a_by_size_of_unknown_fields_is_refused():
-    d1 = importlib.import_module("algos.d1")
-    with pytest.raises(SystemExit, match="BY_SIZE sets betta, which Args does not have"):
-        values_for(d1.Args, {"full": {"betta": 0.1}}, "tiny-sdar")
-
-
 def test_rooms_import_downwards():
     """But make_engine takes kernels/. No script is imported."""
     for path, tree in TREES.items():
