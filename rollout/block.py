@@ -87,7 +87,7 @@ class BlockEngine(Engine):
             self.model.hidden(prompts, position_ids, attend)
         return cache
 
-    def _open(self, cache, samples, start, quota, first_step, settings):
+    def _block(self, cache, samples, start, quota, first_step, settings):
         tokens, positions, offset, index = samples
         first = start - offset[:, start, None]
         return CachedBlock(

@@ -177,7 +177,7 @@ class Engine:
 
     A subclass knows the attention pattern. `_generate` calls what it defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
-        _open(cache, samples, start, quota, first_step, settings) -> the block that begins at
+        _block(cache, samples, start, quota, first_step, settings) -> the block that begins at
             column `start` of some rows; first_step: number of steps in earlier blocks. Its fields
             are those of rollout/masked.py's.
     """
@@ -425,7 +425,7 @@ class Engine:
             stop = start + sum(quota)
             here = row, slice(start, stop)
             live = Samples(*(values[row] for values in samples))
-            block = self._open(cache, live, start, quota, first_step, settings)
+            block = self._block(cache, live, start, quota, first_step, settings)
             tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
             # NaN counts as the highest confidence, so it has been revealed and is found here.
             if (broken := ~new_logps.isfinite().all(1)).any():
@@ -467,7 +467,7 @@ class Engine:
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
         revealed up to this step; all others are masked again, earlier reveals too. A token keeps
         the confidence of its own draw.
-        block: what `_open` returns
+        block: what `_block` returns
         -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
         number of its replay, tokens, -1 where none, and their log-probabilities
         """

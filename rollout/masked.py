@@ -103,7 +103,7 @@ class MaskedEngine(Engine):
     def _prefill(self, *prompts):
         return []  # every block runs the prompt anew
 
-    def _open(self, cache, samples, start, quota, first_step, settings):
+    def _block(self, cache, samples, start, quota, first_step, settings):
         position, kept = samples.position, None if settings["cache"] == "none" else {}  # a new one
         bias = (position >= 0)[:, None, None].to(self.dtype).log()
         P = samples.tokens.shape[1] - sum(map(sum, block_quotas(**settings)))
