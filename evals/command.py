@@ -1,7 +1,6 @@
 """Where `python evals/<task>.py` begins: the repository replaces this folder on the path."""
 
 import sys
-from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path[0] = __file__.rpartition("/evals/")[0]
 from evals.run import main  # noqa: F401

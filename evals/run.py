@@ -108,9 +108,12 @@ def main(name=""):
     if "RANK" in os.environ and not dist.is_initialized():
         # a rank may finish a long task much earlier than another
         dist.init_process_group("gloo", timeout=timedelta(days=2))
-    how = {"backend": args.rollout_backend, "max_batch_size": args.batch_size}
     # weights are read once the problems of a task are found
-    engine = cache(lambda: make_engine(args.model, device=own_device(), **how))
+    engine = cache(
+        lambda: make_engine(
+            args.model, args.rollout_backend, own_device(), max_batch_size=args.batch_size
+        )
+    )
     ready, skipped, results = {}, {}, {}
     for name, task in tasks.items():
         try:
