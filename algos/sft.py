@@ -38,7 +38,6 @@ from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
 from run.directory import Run
 from run.flags import RunFlags
-from run.plan import fit_answers
 from run.problems import HeldOut
 
 # B rows, T tokens of a row
@@ -295,8 +294,8 @@ def load_rows(held_out, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
-    rows, asked = training_rows(held_out.task, args.data), held_out.prompts()
-    rows = encode(rows, held_out.tokenizer, model, args.max_length, asked)
+    rows = training_rows(held_out.task, args.data)
+    rows = encode(rows, held_out.tokenizer, model, args.max_length, held_out.prompts())
     return rows.at_least(args.batch_size)
 
 
@@ -305,7 +304,7 @@ def main(args):
     rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
-    args.micro_batch_size, at_once = fit_answers(rows, held_out.splits, model, args, tail=tail)
+    args.micro_batch_size, at_once = held_out.fit(rows, model, args, tail)
     # >>> shared: offline_engine
     engine = None
     if args.eval_limit:

@@ -38,7 +38,6 @@ from rollout import keyed_uniform, make_engine, sync_engine
 from rollout.rows import choose_in_blocks
 from run.directory import Run
 from run.flags import RunFlags
-from run.plan import fit_answers
 from run.problems import HeldOut
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
@@ -48,8 +47,6 @@ from run.problems import HeldOut
 class Args(RunFlags):
     data: str = ""
     """chosen/rejected rows (file, folder, hub id); empty or a preset: gold against wrong answers"""
-    eval_pairs: str = ""
-    """held-out pairs, --eval-limit of them; empty: other splits of --data, where it has them"""
     max_length: int = 2048
     """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
     batch_size: int = 16
@@ -73,6 +70,9 @@ class Args(RunFlags):
     sft_coef: float = 0.05
     """weight of the supervised term on the chosen answer (paper: 0.05)"""
     RANGES = {"batch_size": 1, "max_length": 1, "beta": 1e-9}
+
+    def num_draws(self, replays):
+        return self.mc_num * self.masks_per_timestep
 
 
 # What differs on the tiny models, and with all weights of others.
@@ -130,7 +130,7 @@ def sample_masks(batch, args, stream="masks"):
     hidden = batch.valid_mask & ~c & (c.cumsum(1) > 0)
     u, position = batch.uniform(stream, "count", block), torch.arange(c.shape[1], device=c.device)
     masked, weights = [], []
-    for j in range(args.mc_num * args.masks_per_timestep):
+    for j in range(args.num_draws(0)):
         shifted = (u + j // args.masks_per_timestep / args.mc_num) % 1
         noise = batch.uniform(stream, j, position)
         chosen, k, m = choose_in_blocks(c, block, shifted, noise)
@@ -325,17 +325,13 @@ def load_pairs(held_out, model, args):
     """-> training pairs, {split: held-out pairs}"""
     task, how = held_out.task, (held_out.tokenizer, model, args.max_length)
     compared = {
-        split: held_out_pairs(task, split, args.data, args.eval_pairs, args.eval_limit, score_all)
+        split: held_out_pairs(task, split, args.data, args.eval_limit, score_all)
         for split in held_out.splits
     }
     asked = [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
     pairs = pairs_of(task, args.data, "train", score_all)
     pairs = encode(pairs, *how, asked + held_out.prompts())
     compared = {split: encode(rows, *how) for split, rows in compared.items()}
-    for split, rows in compared.items():
-        if args.eval_pairs and not rows:
-            reasons = "; ".join(rows.dropped) or "no such split"
-            raise SystemExit(f"--eval-pairs {args.eval_pairs}: no pairs for {split}: {reasons}")
     return pairs.at_least(args.batch_size), compared
 
 
@@ -344,10 +340,7 @@ def main(args):
     rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, compared = load_pairs(held_out, model, args)
-    draws = args.mc_num * args.masks_per_timestep
-    args.micro_batch_size, at_once = fit_answers(
-        rows, held_out.splits, model, args, draws, has_reference=True
-    )
+    args.micro_batch_size, at_once = held_out.fit(rows, model, args)
     # >>> shared: offline_engine
     engine = None
     if args.eval_limit:

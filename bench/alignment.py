@@ -90,12 +90,11 @@ def settings(script, method, temperature, args):
         "temperature": temperature, "prompts_per_step": args.prompts, "num_generations": 8,
         "micro_batch_size": 8 * args.prompts, "max_steps": args.blocks, "schedule_steps": 1 << 30,
         "num_iterations": 1, "beta": 0.0, "max_grad_norm": math.inf, "eval_limit": 0,
-        "dead_steps": 0, "compile": False, "out": f"{args.out}/runs",
+        "dead_steps": 0, "compile": False, "positions": 4, "out": f"{args.out}/runs",
     }  # fmt: skip
     if method == EXACT:
         fields["train_steps"] = args.gen_length  # all
     known = script.Args.__dataclass_fields__
-    fields |= {"positions": 4}
     return script.Args(**{name: value for name, value in fields.items() if name in known})
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from algos import sft
 from bench.timing import report, timed
-from distributed.groups import setup_distributed
+from distributed.groups import StepMetrics, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients
 from models import load_weights
@@ -113,13 +113,13 @@ def training_step(model, batch, args, matmul):
     optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.0, fused=params[0].is_cuda)
 
     def step():
-        loss = 0
+        sums = StepMetrics()
         for rows in torch.arange(args.rows).split(args.micro_batch_size):
             reduce_gradients(model, bool(rows[-1] + 1 == args.rows), False)
-            share = -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
-            share.backward()
-            loss += share.detach()
-        sft.optimizer_step(optimizer, {"loss/total": loss}, 0, args)
+            loss = -model.logps(ids[rows], noisy[rows, None], masked[rows, None]).sum() / scored
+            loss.backward()
+            sums.add(loss, {})
+        sft.optimizer_step(optimizer, sums, 0, args)
 
     return rates(step, args, flops(model, args, scored.item(), True), matmul)
 

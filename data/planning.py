@@ -46,7 +46,7 @@ def countdown(preset, split, limit=None):
     drawn presets hold each problem once.
     """
     problems, style = drawn_problems(preset, split), COUNTDOWN[preset]["style"]
-    problems = small_problems()[split] if preset == "small" else islice(problems, ROWS[split])
+    problems = small_problems(split) if preset == "small" else islice(problems, ROWS[split])
     return [
         {"numbers": list(numbers), "target": target, "style": style}
         for numbers, target in islice(problems, limit)
@@ -90,19 +90,16 @@ def split_of(*problem):
 
 
 @cache
-def small_problems():
-    """-> {split: all (numbers, target), in all distinct number orders, shuffled by hash}"""
-    settings, problems = COUNTDOWN["small"], {split: [] for split in ROWS}
+def small_problems(split):
+    """-> all (numbers, target) of a split, in all distinct number orders, shuffled by hash"""
+    settings, problems = COUNTDOWN["small"], []
     pool = range(1, settings["largest"] + 1)
     for numbers in combinations_with_replacement(pool, settings["count"]):
         values = {value for value, _ in expressions(numbers, settings["operators"]).values()}
-        for target in values.intersection(settings["targets"]):
-            split = split_of(numbers, target := int(target))
-            problems[split] += [(order, target) for order in set(permutations(numbers))]
-    return {
-        split: sorted(rows, key=lambda problem: stable_hash(*problem))
-        for split, rows in problems.items()
-    }
+        for target in map(int, values.intersection(settings["targets"])):
+            if split_of(numbers, target) == split:
+                problems += [(order, target) for order in set(permutations(numbers))]
+    return sorted(problems, key=lambda problem: stable_hash(*problem))
 
 
 def drawn_problems(preset, split):

@@ -1,26 +1,20 @@
 """Preference pairs: one prompt with a chosen and a rejected answer, one object from file to loss.
 
-Pairs can be made of a model's own answers, scored by the task: sample several answers to each
-prompt of a split, then pair them.
+They may be a model's own answers, scored by the task. After this, for each split, the folder
+runs/samples holds pairs:
 
     python evals/countdown.py --model tiny-sdar --split train --repeats 8 --temperature 1 \\
         --out runs/samples/train
-    python data/preferences.py --samples runs/samples/train/samples.jsonl \\
-        --out runs/pairs/train.jsonl
 """
 
-import json
-import sys
 from contextlib import suppress
-from itertools import islice
-from pathlib import Path
+from itertools import chain, islice
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.rows import is_own, open_rows, split_name, splits_of
+from data.sft import answer_of
 from data.tokens import Dropped, answered
-from distributed.disk import write_atomically
 
-SPLITS = "train", "validation", "test"
+PAIRS = 2  # most pairs of a prompt from samples of an evaluation
 COLUMNS = (
     "chosen and rejected, as messages that end with an assistant turn or as text, and a prompt"
 )
@@ -33,32 +27,32 @@ def pairs_of(task, data, split, score_all):
     data: a file, a folder of files named as their splits (train.jsonl, validation.jsonl,
     test.jsonl) or a hub id, with columns chosen and rejected, each text or messages, and prompt,
     which is optional with messages (the layout of ultrafeedback_binarized, whose splits are called
-    train_prefs and test_prefs). Empty or a preset of the task: see gold_pairs.
-    score_all: that of evals.
+    train_prefs and test_prefs); or samples.jsonl of an evaluation. Empty or a preset of the task:
+    see gold_pairs. score_all: that of evals.
     """
     if is_own(task, data):
         yield from gold_pairs(task, split, data, score_all)
-    else:
-        name = split_name(data, (f"{split}_prefs", split))
-        yield from map(preference, open_rows(data, name, task.PRESETS))
+        return
+    rows = open_rows(data, split_name(data, (f"{split}_prefs", split)), task.PRESETS)
+    first = next(rows, {})
+    rows = chain([first], rows)
+    yield from pairs_of_samples(rows) if "completion" in first else map(preference, rows)
 
 
-def held_out_pairs(task, split, data, eval_pairs, limit, score_all):
-    """-> at most `limit` pairs that are not trained on. split: validation or test.
+def held_out_pairs(task, split, data, limit, score_all):
+    """-> at most `limit` pairs of a split, validation or test; a file of rows has none.
 
-    eval_pairs: file (the same pairs for both splits), folder or hub id. Empty: the splits of
-    `data`, the training data; a file has none. If there is a test split but no validation split,
-    its even rows are for validation and its odd ones for testing.
+    If there is a test split but no validation split, its even rows are for validation and its odd
+    ones for testing.
     """
-    source, first, step = eval_pairs or data, 0, 1
-    if not is_own(task, source):
-        names = {name.removesuffix("_prefs") for name in splits_of(source)}
-        names = names or (SPLITS if eval_pairs else ())
+    first, step = 0, 1
+    if not is_own(task, data):
+        names = {name.removesuffix("_prefs") for name in splits_of(data)}
         if "test" in names and "validation" not in names:
             split, first, step = "test", int(split == "test"), 2
         if split not in names:
             return []
-    pairs = pairs_of(task, source, split, score_all)
+    pairs = pairs_of(task, data, split, score_all)
     return list(islice(pairs, first, first + step * limit, step))
 
 
@@ -66,13 +60,10 @@ def gold_pairs(task, split, preset, score_all):
     """-> the task's gold answers, each with the first of the next eight that scores less on its
     problem as the rejected side.
     """
-    if not hasattr(task, "answer"):
-        needed = f"--data must name rows of {COLUMNS}"
-        raise SystemExit(f"{task.NAME} has no answers to make pairs of: {needed}")
-    answers, problems = [], []
+    answer, answers, problems = answer_of(task, COLUMNS), [], []
     for problem in task.load(split, preset):
         with suppress(ValueError):  # a problem without a solution makes no pair
-            answers.append(task.answer(problem, 0))
+            answers.append(answer(problem, 0))
             problems.append(problem)
     rejected, right = {}, score_all(task, answers, problems)
     for k in range(1, 9):
@@ -100,12 +91,11 @@ def preference(row):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def pairs_of_samples(rows, per_prompt):
-    """Scored answers, several to a prompt -> pairs.
+def pairs_of_samples(rows):
+    """Scored answers, several to a prompt, in samples.jsonl of an evaluation -> pairs.
 
-    rows: {"index", "prompt": messages, "completion", "score"}, of samples.jsonl of an evaluation.
     Of the distinct answers to a prompt the best goes with the worst, the second with the second to
-    last, at most per_prompt times and only if the scores differ: no answer is used twice.
+    last, for at most PAIRS and only if the scores differ: no answer is used twice.
     """
     answers, prompts = {}, {}
     for row in rows:
@@ -115,29 +105,6 @@ def pairs_of_samples(rows, per_prompt):
     for index, scores in sorted(answers.items()):
         # The sort is stable: equal scores stay in the order of sampling.
         best = sorted(scores, key=scores.get, reverse=True)
-        for chosen, rejected in islice(zip(best, best[::-1], strict=True), per_prompt):
+        for chosen, rejected in islice(zip(best, best[::-1], strict=True), PAIRS):
             if scores[chosen] > scores[rejected]:
                 yield {"prompt": prompts[index], "chosen": chosen, "rejected": rejected}
-
-
-def main(samples: str, out: str, per_prompt: int = 1):
-    """Pair the answers of an evaluation with --repeats above 1 and a temperature.
-
-    Args:
-        samples: its samples.jsonl
-        out: .jsonl of pairs to write; algos/vrpo.py --data takes a folder with train.jsonl,
-            validation.jsonl and test.jsonl
-        per_prompt: most pairs of a prompt, no answer in two of them
-    """
-    pairs = list(pairs_of_samples(open_rows(samples, "", ()), per_prompt))
-    if not pairs:
-        raise SystemExit(f"--samples {samples}: no prompt has two answers of different score")
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(Path(out), "".join(json.dumps(pair) + "\n" for pair in pairs))
-    print(f"{len(pairs)} pairs: {out}")
-
-
-if __name__ == "__main__":
-    import tyro
-
-    tyro.cli(main)

@@ -83,9 +83,10 @@ def reach_hub():
 
 
 def files_of(folder):
-    """-> {split: its file}: train.jsonl, or another file of rows, for the split train"""
-    files = (file for file in sorted(Path(folder).iterdir()) if file.suffix in READERS)
-    return {file.name.partition(".")[0]: file for file in files}
+    """-> {split: its file}: train.jsonl, or another file of rows, or train/samples.jsonl"""
+    files = [file for file in sorted(Path(folder).iterdir()) if file.suffix in READERS]
+    found = {file.parent.name: file for file in Path(folder).glob("*/samples.jsonl")}
+    return found | {file.name.partition(".")[0]: file for file in files}
 
 
 def splits_of(path):

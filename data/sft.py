@@ -35,19 +35,23 @@ def conversation(row):
     return dict(zip(("prompt", "response"), found, strict=True))
 
 
+def answer_of(task, columns):
+    """-> the function of a task that answers a problem; SystemExit if it has none"""
+    if not hasattr(task, "answer"):
+        raise SystemExit(f"{task.NAME} has no answers: --data must name rows of {columns}")
+    return task.answer
+
+
 def gold_answers(task, data):
     """Problems of the task's train split, each with up to DRAWS different right answers."""
-    if not hasattr(task, "answer"):
-        raise SystemExit(
-            f"{task.NAME} has no answers to train on: --data must name rows of {COLUMNS}"
-        )
+    answer = answer_of(task, COLUMNS)
     try:
         problems = task.load("train", data)
     except SystemExit as error:
         raise SystemExit(f"{error}; or, to train on rows as they are, {COLUMNS}") from error
     for problem in problems:
         try:
-            answers = sorted({task.answer(problem, draw) for draw in range(DRAWS)})
+            answers = sorted({answer(problem, draw) for draw in range(DRAWS)})
         except ValueError as error:
             yield Dropped("have no answer", error)
         else:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import chain
 
 import torch
 
@@ -31,8 +32,8 @@ def check_items(items, config_file):
     if not config_file.is_file():
         return
     parts = [repr(items).encode()]
-    if hasattr(items, "tokens"):  # a data.tokens.TokenRows
-        parts = [items.tokens.numpy(), items.lengths.flatten().cumsum(0).numpy()]
+    if hasattr(items, "rows"):  # a data.tokens.TokenRows
+        parts = [*chain(*items.rows), items.lengths.flatten().cumsum(0).numpy()]
     digest = hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
     found = {"count": len(items), "hash": digest}
     config = json.loads(config_file.read_text(encoding="utf-8"))

@@ -8,7 +8,6 @@ from array import array
 from itertools import chain, islice
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jinja2 import TemplateError
 
@@ -28,26 +27,28 @@ class Dropped(NamedTuple):
 class TokenRows:
     """rows[i] -> tuple of lists of ids, one per part: prompt, answer; or prompt, chosen, rejected.
 
-    tokens: [total] int32, of all rows. lengths: [rows, parts] int64. Lists of Python ints would
-    take ten times the memory. dropped: lines, one for each reason.
+    rows: the same as arrays; Python ints would take ten times the memory. dropped: lines, one for
+    each reason.
     """
 
-    def __init__(self, tokens, lengths, dropped):
-        self.tokens, self.lengths, self.dropped = tokens, lengths, dropped
-        self.ends = lengths.sum(1).cumsum(0)
+    def __init__(self, rows, dropped):
+        self.rows, self.dropped = rows, dropped
 
     def __len__(self):
-        return len(self.lengths)
+        return len(self.rows)
 
     def __getitem__(self, i):
-        end, lengths = self.ends[i].item(), self.lengths[i].tolist()
-        parts = self.tokens[end - sum(lengths) : end].split(lengths)
-        return tuple(part.tolist() for part in parts)
+        return tuple(part.tolist() for part in self.rows[i])
+
+    @property
+    def lengths(self):
+        """[rows, parts]"""
+        return torch.tensor([[len(part) for part in row] for row in self.rows])
 
     def report(self, name):
         """-> lines: the number of rows, and how many were dropped for each reason."""
-        longest = max(self.lengths.sum(1).tolist(), default=0)
-        facts = f"{len(self):,} {name}, {len(self.tokens):,} tokens, the longest has {longest}"
+        lengths = [sum(map(len, row)) for row in self.rows] or [0]
+        facts = f"{len(self):,} {name}, {sum(lengths):,} tokens, the longest has {max(lengths)}"
         return "\n  dropped: ".join([facts, *self.dropped])
 
     def at_least(self, batch_size):
@@ -68,19 +69,15 @@ def encode(rows, tokenizer, model, max_length, asked=()):
     asked = set(map(question, asked))
 
     def tokenise():
-        tokens, lengths, parts, dropped = array("i"), array("q"), 1, {}
-        source = progress(rows, "tokenising")
+        kept, dropped, source = [], {}, progress(rows, "tokenising")
         for number, row in enumerate(encode_rows(source, tokenizer, model, max_length, asked), 1):
             if isinstance(row, Dropped):
                 first = f"row {number}, {str(row.detail)[:200]}"
                 dropped.setdefault(row.reason, [0, first])[0] += 1
-                continue
-            parts = len(row)
-            lengths.extend(map(len, row))
-            tokens.extend(chain(*row))
+            else:
+                kept.append([array("i", part) for part in row])
         lines = [f"{n:,} {reason}; the first: {first}" for reason, (n, first) in dropped.items()]
-        tokens, lengths = (torch.from_numpy(np.array(values)) for values in (tokens, lengths))
-        return TokenRows(tokens, lengths.view(-1, parts), lines)
+        return TokenRows(kept, lines)
 
     return from_first_rank(tokenise)
 
@@ -98,22 +95,23 @@ def encode_rows(rows, tokenizer, model, max_length, asked):
     while chunk := list(islice(rows, CHUNK)):
         texts = [render(row, tokenizer, asked) for row in chunk]
         kept = [text for text in texts if not isinstance(text, Dropped)]
-        ids = lambda texts, **how: iter(
-            tokenizer(texts, add_special_tokens=False, **how)["input_ids"] if texts else ()
-        )
-        prompts = ids([prompt for prompt, *_ in kept])
-        answers = ids([t for _, *texts in kept for t in texts], split_special_tokens=True)
+        columns = map(list, zip(*kept, strict=True))  # prompts, then one of answers for each side
+        ids = [
+            tokenizer(column, add_special_tokens=False, split_special_tokens=i > 0)["input_ids"]
+            for i, column in enumerate(columns)
+        ]
+        encoded = zip(*ids, strict=True)
         for row, text in zip(chunk, texts, strict=True):
             if isinstance(text, Dropped):
                 yield text
                 continue
-            parts = [next(prompts), *(next(answers) + model.eos_token_ids[:1] for _ in text[1:])]
-            if model.mask_token_id in chain(*parts):
+            prompt, *answers = next(encoded)
+            if model.mask_token_id in chain(prompt, *answers):
                 yield Dropped("hold a mask token", row)
-            elif len(parts[0]) + max(map(len, parts[1:])) > max_length:
+            elif len(prompt) + max(map(len, answers)) >= max_length:
                 yield Dropped(f"exceed --max-length {max_length}", row)
             else:
-                yield tuple(parts)
+                yield prompt, *(ids + model.eos_token_ids[:1] for ids in answers)
 
 
 def render(row, tokenizer, asked):

@@ -2,16 +2,13 @@
 training."""
 
 import math
-import os
 import re
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import signature
 from numbers import Real
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
 import torch.distributed as dist
 
@@ -20,11 +17,6 @@ from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
 
-# tasks with train and validation rows of their own; to train on another task, give it a file with
-# --data
-TRAIN_TASKS = ("arc_c", "countdown", "gsm8k", "math500", "mbpp", "sudoku")
-# what a task has, and how many arguments it takes
-FUNCTIONS = {"load": 3, "prompt": 1, "extract": 2, "score": 2}
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
 TRIAL = "```python\npass\n```"
@@ -46,12 +38,12 @@ OPERATORS = str.maketrans(
 
 def load_task(name):
     """--task NAME -> the module evals/NAME.py; or, for a path that ends in .py, that file as a
-    module, which needs FUNCTIONS. Its NAME is the file's, without the folder and .py.
+    module, which needs the functions of one. Its NAME is the file's, without the folder and .py.
 
     SystemExit lists the tasks if it is unknown, or says what the file lacks.
     """
     if name.endswith(".py"):
-        task = load_file(name, FUNCTIONS)
+        task = load_file(name, ["load", "prompt", "extract", "score"])
     else:
         files = Path(__file__).parent.glob("*.py")
         is_task = lambda file: f'main("{file.stem}")' in file.read_text(encoding="utf-8")
@@ -64,26 +56,16 @@ def load_task(name):
 
 
 def load_file(path, functions):
-    """A Python file, anywhere, as a module. functions: {name: number of arguments} that it needs.
-    SystemExit says what is missing."""
+    """A Python file, anywhere, as a module. SystemExit says which of the `functions` it lacks."""
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file")
     spec = spec_from_file_location(Path(path).stem, path)
     module = module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
     spec.loader.exec_module(module)
-    for name, count in functions.items():
-        try:
-            signature(getattr(module, name)).bind(*range(count))
-        except (AttributeError, TypeError) as error:
-            needed = f"needs a function {name} of {count} arguments"
-            raise SystemExit(f"{path}: {needed} ({error})") from error
+    if missing := [name for name in functions if not hasattr(module, name)]:
+        raise SystemExit(f"{path}: needs a function {missing[0]}")
     return module
-
-
-def main(task):
-    """The command line of evals/<task>.py."""
-    import_module("evals.run").main(task)
 
 
 def load_examples(task, split, data, limit=None, divided=False):
@@ -93,8 +75,7 @@ def load_examples(task, split, data, limit=None, divided=False):
     if divided:
         examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
     if not examples:
-        hint = "; --eval-data names others, --eval-limit 0 needs none" if divided else ""
-        raise SystemExit(f"--data {data}: no problems in it for {split}{hint}")
+        raise SystemExit(f"--data {data}: no problems in it for {split}")
     return examples
 
 
@@ -102,24 +83,18 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
     """-> [(example, prompt ids)] of load_examples, number of problems dropped because their prompt
     is too long.
 
-    SystemExit if no problem is left, if a prompt is no list of messages or contains the mask token,
-    which samplers refuse, or if prompts without words are for a model that is not tiny.
+    SystemExit if no problem is left, if a prompt is no list of messages, or if prompts without
+    words are for a model that is not tiny.
     """
-    examples, problems = load_examples(task, split, data, limit, divided), []
+    examples = load_examples(task, split, data, limit, divided)
     if examples[0].get("style") == "compact" and not is_tiny(tokenizer.name_or_path):
         raise SystemExit(
             f"--data {data or 'default'}: prompts without words, for tiny models; "
             "for others countdown has cd3, sudoku sudoku4-tags"
         )
-    # every model family has "mask" in the name of its mask token
-    masks = {i for name, i in tokenizer.get_added_vocab().items() if "mask" in name.lower()}
-    for number, example in enumerate(examples):
-        if not isinstance(prompt := task.prompt(example), list | tuple):
-            raise SystemExit(f"prompt(example) gives {prompt!r:.60}, not a list of messages")
-        ids = prompt_ids(tokenizer, prompt)
-        if masks.intersection(ids):
-            raise SystemExit(f"--data {data}: prompt {number} contains the mask token: remove it")
-        problems.append((example, ids))
+    if not isinstance(prompt := task.prompt(examples[0]), list | tuple):
+        raise SystemExit(f"prompt(example) gives {prompt!r:.60}, not a list of messages")
+    problems = [(example, prompt_ids(tokenizer, task.prompt(example))) for example in examples]
     kept = [problem for problem in problems if len(problem[1]) <= max_prompt_length]
     if not kept:
         flag = f"--max-prompt-length (or --max-length) {max_prompt_length}"
@@ -137,12 +112,10 @@ def load_splits(task, data, eval_data, tokenizer, max_prompt_length, eval_limit)
     problems, dropped, own = {}, {}, data or ""
     divided = bool(eval_limit and not eval_data and Path(own.partition("@")[0]).is_file())
     for split, source in {"train": data, "validation": eval_data, "test": eval_data}.items():
-        is_train = split == "train"
-        if source is None or not (is_train or eval_limit):
-            continue
-        limit = None if is_train else eval_limit
-        where = source or own, tokenizer, max_prompt_length, limit, divided
-        problems[split], dropped[split] = load_problems(task, split, *where)
+        limit = None if split == "train" else eval_limit
+        if source is not None and limit != 0:
+            where = source or own, tokenizer, max_prompt_length, limit, divided
+            problems[split], dropped[split] = load_problems(task, split, *where)
     return problems, dropped
 
 
@@ -154,8 +127,8 @@ def score_all(task, completions, examples):
         scores = list(task.score_batch(completions, examples))
     else:
         scores = in_threads(task.score, completions, examples)
-    is_good = lambda score: isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6
-    if len(scores) != len(completions) or not all(map(is_good, scores)):
+    valid = [score for score in scores if isinstance(score, Real) and -1e-6 <= score <= 1 + 1e-6]
+    if not len(valid) == len(scores) == len(completions):
         needed = f"{len(completions)} numbers in [0, 1] are needed as scores"
         raise SystemExit(f"--task {task.NAME}: {needed}, not {scores!r:.200}")
     return scores

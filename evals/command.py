@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from evals import main  # noqa: F401
+from evals.run import main  # noqa: F401

@@ -6,78 +6,22 @@ yjyddq/DARE); * is for tasks without a number of their own there. Where DARE has
 this is the plain one, without a rule for the end of text. Examples and prompts belong to the task.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 
 from models.config import architecture
 from models.names import pinned
+from rollout.engine import SamplingSettings
 
-MAX = 1 << 31  # of numbers: a seed times 2^32 has 63 bits
-
-
-@dataclass
-class SamplerFlags:
-    """Arguments of engine.generate. None: the setting of TABLE."""
-
-    gen_length: int | None = None
-    """tokens generated per prompt, a multiple of the block length"""
-    block_length: int | None = None
-    """tokens per block; fixed by their configuration for block-causal models"""
-    denoising_steps: int | None = None
-    """denoising steps per block"""
-    remasking: str | None = None
-    """rule that chooses the positions to reveal; an unknown name prints the engine's rules"""
-    confidence_threshold: float | None = None
-    """dynamic remasking reveals every position above this confidence; static remasking ignores it
-    """
-    factor: float = 1.0
-    """low_confidence_factor: Fast-dLLM's f; larger values reveal more per step"""
-    eb_threshold: float = 0.35
-    """entropy_bounded: nats revealed per step; SDAR's default"""
-    editing_threshold: float | None = None
-    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for
-    speed)"""
-    max_post_steps: int = 16
-    """LLaDA2.1: maximum number of steps that only edit a block"""
-    cache: str | None = None
-    """bidirectional models: none, or Fast-dLLM's approximate prefix or dual cache"""
-    schedule: str | None = None
-    """bidirectional models: tokens per step, uniform, timesteps (Dream) or ascending (ASS)"""
-    alg_temp: float = 0.0
-    """bidirectional models: Dream's temperature for a random order; 0: most confident first"""
-    eos_policy: str | None = None
-    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
-    """
-    temperature: float | None = None
-    """sampling temperature; 0 is greedy"""
-    top_k: int = 0
-    """sample only from this many most probable tokens; 0: from all"""
-    top_p: float | None = None
-    """sample from the fewest tokens whose probabilities add up to this"""
-    seed: int = 0
-    """sampling seed; sample i draws from (seed, i)"""
-
-    def __post_init__(self):
-        """SystemExit names a number that no flag takes; `Engine.validate` knows closer ranges."""
-        for name, value in vars(self).items():
-            low = int(name in ("batch_size", "limit", "repeats"))
-            if isinstance(value, int | float) and not low <= value < MAX:
-                raise SystemExit(f"--{name.replace('_', '-')} {value} must be from {low} to {MAX}")
-
-
-SAMPLING = tuple(field.name for field in fields(SamplerFlags))
-
+# Flags with the names and help texts of SamplingSettings. None: the setting of TABLE
+SamplerFlags = make_dataclass(
+    "SamplerFlags",
+    [(field.name, field.type | None, None) for field in fields(SamplingSettings)],
+    bases=(SamplingSettings,),
+)
 # what no line of TABLE sets
-BASE = {
-    "remasking": "low_confidence_static",
-    "confidence_threshold": 0.9,
-    "schedule": "uniform",
-    "cache": "none",
-    "eos_policy": "none",
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "repeats": 1,
-}
+BASE = asdict(SamplingSettings(temperature=0.0, remasking="low_confidence_static"))
+BASE |= {"repeats": 1}
 
 # Names of --model or model_type of config.json, tasks, tokens, block (own: the model's), steps per
 # block, other settings. The other settings of a model's line * hold for all its tasks. A later
@@ -156,24 +100,16 @@ def read(table):
 SETTINGS = read(TABLE)
 
 
-def chosen(flags, model, task, style):
-    """SamplerFlags of an engine's model, their None filled in from `settings`. -> arguments of
-    engine.generate, repeats"""
+def sampling_for(flags, model, task, style):
+    """Flags that are given, otherwise the `settings` of an engine's model."""
     known = settings(flags.model, architecture(model.checkpoint_config), task, style)
-    given = {name: getattr(flags, name, None) for name in (*SAMPLING, "repeats")}
-    given = {name: known.get(name) if flag is None else flag for name, flag in given.items()}
-    return given, given.pop("repeats")
+    given = vars(flags)
+    return {k: v if given[k] is None else given[k] for k, v in known.items()}
 
 
 def settings(model, model_type, task, style=""):
     """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
-    with that name) or else its architecture. style: of the task's examples. SystemExit for an
-    architecture without settings."""
-    rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS.get(model_type)
-    if rows is None:
-        raise SystemExit(
-            f"evals/decoding.py has no settings of a {model_type!r} model; known: "
-            f"{', '.join(SETTINGS)}"
-        )
+    with that name) or else its architecture. style: of the task's examples"""
+    rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS[model_type]
     rows = SETTINGS["compact"] if style == "compact" else rows
     return BASE | (rows.get(task) or rows["*"])

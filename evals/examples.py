@@ -4,7 +4,6 @@ from itertools import chain, cycle
 from pathlib import Path
 
 from data.rows import is_of, read_rows
-from evals import TRAIN_TASKS
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
 # styles of examples, by their name behind --data FILE@: d1's prompts for training and evaluation
@@ -93,8 +92,7 @@ def planning_row(row, question, answer):
 def one_split(task, split, known):
     """The name of `split` in the data set of a task. SystemExit if the task has no such split."""
     if split not in known:
-        other = f"; train on another task: {', '.join(TRAIN_TASKS)}" if split == "train" else ""
-        raise SystemExit(f"--split {split}: {task} has only {' and '.join(known)}{other}")
+        raise SystemExit(f"--split {split}: {task} has only {' and '.join(known)}; give it --data")
     return known[split]
 
 

@@ -283,7 +283,7 @@ def load_reward(name, task):
     function = REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
-        function = getattr(load_file(file, {function_name: 2}), function_name)
+        function = getattr(load_file(file, [function_name]), function_name)
     elif name and not (function and name.startswith(f"{task.NAME}_")):
         problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(

@@ -34,7 +34,7 @@ from models.experts import Experts
 from rollout.block import BlockEngine
 from rollout.engine import ADAPTIVE, ALL, BROKEN, select
 from rollout.sampling import int64
-from rollout.traces import most_steps
+from rollout.traces import num_replays
 
 # Shapes are rounded up, so that few graphs serve all: cache widths to multiples of WIDTHS, the
 # number of slots to one of SLOTS or a multiple of 32.
@@ -166,7 +166,7 @@ class FastBlockEngine(BlockEngine):
         n = settings["block_length"]
         width = -(-max(-(-(longest + settings["gen_length"]) // n), 2) * n // WIDTHS) * WIDTHS
         # Behind the N samples are R finished ones: the contents of free slots.
-        sizes = N + R, R, width, most_steps(settings) + 1 if settings["records"] else 0
+        sizes = N + R, R, width, num_replays(settings) + 1 if settings["records"] else 0
         have = self.slots.sizes if self.slots else (0, 0, 0, 0)
         # also for calls like the last: rollouts and evaluations take turns
         sizes = tuple(map(max, have, sizes))

@@ -4,7 +4,9 @@ reveal, loading of weights.
 
 import math
 import sys
+from collections import namedtuple
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -13,8 +15,8 @@ from distributed.sharding import cuda_bytes
 from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from rollout.sampling import keyed_uniform, sample_categorical
-from rollout.schedules import block_quotas
-from rollout.traces import concatenate
+from rollout.schedules import block_quotas, eoser_weight, reveal_shares
+from rollout.traces import Trace, among, below, concatenate, num_replays, scored
 
 # what the training scripts offer
 REMASKING = "low_confidence_static", "low_confidence_dynamic", "random"
@@ -38,37 +40,49 @@ HEAD_ROWS = 512  # tokens whose logits exist at the same time
 @dataclass
 class SamplingSettings:
     """How completions are drawn: keyword arguments of `Engine.generate` and `Engine.validate`,
-    recorded in Trace.settings.
+    recorded in Trace.settings, and flags of evals/run.py.
     """
 
-    gen_length: int = 256  # tokens; rounded up so that the last block is whole
-    # 0 or None: the model's own, which is the only one of a block-causal model
+    gen_length: int = 256
+    """tokens per completion, a multiple of the block length"""
     block_length: int | None = None
-    denoising_steps: int = 4  # per block; under schedule="ascending" those of the first block
-    temperature: float = 1.0  # 0: greedy
-    # See `truncate`; top_k 0 and top_p 1 keep all tokens. The learner's log-probabilities are those
-    # of the full distribution.
+    """tokens per block; 0 or None: the model's own, the only one of a block-causal model"""
+    denoising_steps: int = 4
+    """denoising steps per block; under the schedule "ascending" of the first block. As many as a
+    block has tokens: a rule with a threshold alone decides how many a step reveals, at least one
+    """
+    temperature: float = 1.0
+    """sampling temperature; 0 is greedy"""
+    # The learner's log-probabilities are those of the full distribution.
     top_k: int = 0
+    """sample only from this many most probable tokens; 0: from all"""
     top_p: float = 1.0
-    # The rule of `select` and `confidence_of`. With as many denoising_steps as a block has tokens,
-    # confidence_threshold, factor or eb_threshold alone decides how many are revealed, at least
-    # one.
+    """sample from the fewest tokens whose probabilities add up to this"""
     remasking: str = "low_confidence_dynamic"
+    """rule that chooses the positions to reveal; an unknown name prints the engine's rules"""
     confidence_threshold: float = 0.9
+    """low_confidence_dynamic reveals every position above this confidence"""
     factor: float = 1.0
-    eb_threshold: float = 0.35  # nats
-    # Token editing, for models trained for it: see rollout/block.py. None: off
+    """low_confidence_factor: Fast-dLLM's f; larger values reveal more per step"""
+    eb_threshold: float = 0.35
+    """entropy_bounded: nats revealed per step; SDAR's default"""
     editing_threshold: float | None = None
+    """LLaDA2.1: replace a revealed token by one more probable than this (its authors: 0.5, or 0 for
+    speed); None: never"""
     max_post_steps: int = 16
-    schedule: str = "uniform"  # see rollout/schedules.py
-    # Of bidirectional models: "prefix" or "dual". Faster and approximate, and so are the logps of
-    # the trace.
+    """LLaDA2.1: maximum number of steps that only edit a block"""
+    schedule: str = "uniform"
+    """bidirectional models: tokens per step, uniform, timesteps (Dream) or ascending (ASS)"""
+    # The logps of a trace are then approximate too.
     cache: str = "none"
+    """bidirectional models: none, or Fast-dLLM's approximate prefix or dual cache"""
     # suppress: EOS has probability 0 (but not in the learner's log-probabilities); demote: EOS is
     # revealed last in its block; eoser: the confidence of EOS is lowered, see `eoser_weight`
     eos_policy: str = "none"
-    # Dream: the order is drawn from softmax(confidence / alg_temp); 0: the most confident first
+    """bidirectional models: none, suppress, demote or eoser, which keep answers from ending early
+    """
     alg_temp: float = 0.0
+    """bidirectional models: Dream's temperature for a random order; 0: most confident first"""
 
     def flag(self, name):
         """-> the flag of a field and its value, for messages"""
@@ -127,6 +141,11 @@ def confidence_of(logits, logps, temperature, remasking):
     return best - second
 
 
+def marked(where, tokens, logps):
+    """-> for a record: tokens, -1 elsewhere; logps, 0 elsewhere"""
+    return torch.where(where, tokens, -1).int(), logps.where(where, 0.0)
+
+
 def truncate(logits, temperature, top_k=0, top_p=1.0):
     """Keep the top_k most probable tokens (0: all), then of these the fewest whose probabilities
     under softmax(logits / temperature) reach top_p; tokens as probable as the last one kept stay
@@ -148,13 +167,19 @@ def truncate(logits, temperature, top_k=0, top_p=1.0):
     return logits
 
 
+# Of each row: tokens [R, S]; positions in the text [R, S], below 0 on padding; places in the
+# completion [R, S], below 0 in the prompt; number of the sample [R]
+Samples = namedtuple("Samples", "tokens position offset index")
+
+
 class Engine:
     """Sampler whose `model` is its own copy of the weights.
 
-    A subclass knows the attention pattern: its _generate(prompt_ids, owner, sample_index, settings,
-    stop_at_eos, canvas) -> Trace decodes one batch, in which row i continues prompt_ids[owner[i]];
-    owner, sample_index [N]. settings["steps"] is the range of steps to make, counted over all
-    blocks; canvas, what to continue: tokens, step map, logps [N, L] and num_forwards [N], or None.
+    A subclass knows the attention pattern. `_generate` calls what it defines:
+        _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
+        _open(cache, samples, start, quota, first_step, settings) -> the block that begins at
+            column `start` of some rows; first_step: number of steps in earlier blocks. Its fields
+            are those of rollout/masked.py's.
     """
 
     # the values that this engine accepts
@@ -168,6 +193,8 @@ class Engine:
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
     records = (None, "steps")
+    # Rules under which a step may find no mask left: it asks. Under others the schedule tells.
+    adaptive = ()
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
     # bytes on the GPU after the last make_room, None: there was none; most that an update took more
@@ -212,16 +239,23 @@ class Engine:
 
     def block_length(self, given):
         """given: tokens per block, 0 or None for the model's own. -> tokens per block"""
-        return given or self.model.block_length
+        n = self.model.block_length
+        if self.is_block and given not in (None, 0, n):
+            raise SystemExit(f"--block-length {given}: this model was trained with blocks of {n}")
+        return given or n
 
     def check(self, settings):
         """SystemExit names settings that this engine cannot combine, each of them a choice."""
 
     @property
+    def is_block(self):
+        return self.model.attention == "block-causal"
+
+    @property
     def title(self):
         return f"the sampler of a {self.model.attention} model"
 
-    def _settings(self, records, sampling):
+    def full_settings(self, records, sampling):
         """Fields of SamplingSettings -> settings of a trace. SystemExit names what is
         impossible.
         """
@@ -265,7 +299,7 @@ class Engine:
         sampler cannot do what is requested, or it keeps no such records. With records the cache
         must be exact, because records are replayed.
         """
-        settings = self._settings(records, sampling)
+        settings = self.full_settings(records, sampling)
         n, gen_length, cache = (settings[name] for name in ("block_length", "gen_length", "cache"))
         if records and cache != "none":
             raise SystemExit(
@@ -303,7 +337,7 @@ class Engine:
         no records.
         """
         is_part = canvas is not None or until is not None
-        settings = self._settings("steps" if is_part else records, sampling)
+        settings = self.full_settings("steps" if is_part else records, sampling)
         rows, mask_id = range(self.model.lm_head.out_features), self.model.mask_token_id
         if not prompt_ids or not all(prompt_ids):
             raise SystemExit("every rollout needs a prompt, and every prompt at least one token")
@@ -336,6 +370,216 @@ class Engine:
                     f"a rollout of {size} rows ran out of GPU memory: {LOWER}"
                 ) from None
         return concatenate(parts, self.model.pad_token_id)
+
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
+        """Decode one batch, in which row i continues prompt_ids[owner[i]], one block after the
+        other. -> Trace
+
+        owner, sample_index [N]. settings["steps"]: the range of steps to make, counted over all
+        blocks. canvas: what to continue, tokens, step map, logps [N, L] and num_forwards [N], or
+        None.
+        """
+        N, device, quotas = len(owner), self.device, block_quotas(**settings)
+        n = self.model.block_length if self.is_block else 1
+        length = settings["gen_length"] if self.is_block else sum(map(sum, quotas))
+        # Rows are padded on the left by whole blocks, so that their blocks share columns:
+        #     padding | whole blocks of the prompt | rest of the prompt, masks | masks ... |
+        #             pads[i]                      prefilled                               end[i]
+        # Position p of row i is column pads[i] + p. Its completion begins at column first[i].
+        # Blocks of a bidirectional model begin there too.
+        lengths = torch.tensor([len(ids) for ids in prompt_ids])
+        prefilled = int(lengths.max()) // n * n
+        pads = prefilled - lengths // n * n
+        first = pads + lengths
+        end = pads + (lengths + length + n - 1) // n * n
+        width = int(end.max())
+        tokens = torch.full((len(prompt_ids), width), self.model.mask_token_id)
+        for i, ids in enumerate(prompt_ids):
+            tokens[i, pads[i] : first[i]] = torch.tensor(ids)
+        tokens, pads, first, end = (values.to(device) for values in (tokens, pads, first, end))
+        cache = self._prefill(tokens[:, :prefilled], pads, owner, width)
+
+        # from a row per prompt to a row per sample
+        tokens, pads, first, end = (values[owner] for values in (tokens, pads, first, end))
+        column = torch.arange(width, device=device)
+        offset = column - first[:, None]
+        samples = Samples(tokens, column - pads[:, None], offset, sample_index)
+        step_map, num_forwards = torch.full_like(tokens, -1), torch.zeros_like(sample_index)
+        logps = torch.zeros_like(tokens, dtype=torch.promote_types(self.dtype, torch.float32))
+        if canvas:  # a part of a rollout
+            *held, num_forwards = canvas
+            i, j = revealed = (held[1] >= 0).nonzero(as_tuple=True)
+            for values, known in zip((tokens, step_map, logps), held, strict=True):
+                values[i, first[i] + j] = known[revealed]
+        history = None
+        if settings["records"]:
+            replays = num_replays(settings)
+            history = [values.repeat(replays, 1, 1) for values in (step_map.int(), logps)]
+
+        row = torch.arange(N, device=device)  # rows that are still generating
+        start, first_step = prefilled, 0
+        blocks = quotas[:1] * ((width - prefilled) // n) if self.is_block else quotas
+        for quota in progress(blocks, "blocks"):
+            if first_step >= settings["steps"].stop:
+                break
+            here, stop = (row, slice(start, start + sum(quota))), start + sum(quota)
+            live = Samples(*(values[row] for values in samples))
+            block = self._open(cache, live, start, quota, first_step, settings)
+            tokens[here], steps, new_logps, forwards, changes = self._denoise(block, settings)
+            # NaN counts as the highest confidence, so it has been revealed and is found here.
+            if (broken := ~new_logps.isfinite().all(1)).any():
+                bad = sample_index[row[broken]].unique().tolist()
+                raise SystemExit(BROKEN.format(bad[:8]))
+            # a token is revealed in one part only: elsewhere its step is -1 and its logp 0
+            step_map[here] = torch.maximum(steps, step_map[here])
+            logps[here] += new_logps
+            num_forwards[row] += forwards
+            for number, *made in changes if history else ():
+                for kept, values in zip(history, made, strict=True):
+                    kept[number, row, start : start + values.shape[1]] = values
+
+            # Finish the rows that are complete or hold an EOS: the rest cannot change the text.
+            is_eos = among(tokens[here], settings["eos_token_ids"]) & (offset[here] >= 0)
+            goes_on = (end[row] > stop) & ~(is_eos.any(1) & stop_at_eos)
+            if self.is_block:
+                end[row[~goes_on]] = stop
+            if not goes_on.any():
+                break
+            # commit; with editing, the last forward of _denoise was the commit
+            if self.is_block and settings["editing_threshold"] is None:
+                block.forward(start, sum(quota), None)
+                num_forwards[row] += goes_on
+            if not goes_on.all():
+                row = row[goes_on]
+                cache = [(keys[goes_on], values[goes_on]) for keys, values in cache]
+            start, first_step = stop, first_step + len(quota)
+        canvas = tokens, step_map, logps
+        return self._finish(
+            prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
+        )
+
+    def _denoise(self, block, settings):
+        """Denoise one block: run the model, draw a token for every mask, reveal some; repeat until
+        no row has a mask, or with token editing (rollout/block.py) until a forward changes nothing.
+
+        rcr (running confidence remasking, MDPO, arXiv 2508.13148): a step draws a token for every
+        mask of the block. The most confident tokens of the block stay, as many as the schedule has
+        revealed up to this step; all others are masked again, earlier reveals too. A token keeps
+        the confidence of its own draw.
+        block: what `_open` returns
+        -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
+        number of its replay, tokens, -1 where none, and their log-probabilities
+        """
+        remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
+        ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read
+        step_map, num_forwards = torch.full_like(ids, -1), torch.zeros_like(block.sample_index)
+        masked, logps, history = ids == self.model.mask_token_id, 0.0 * ids, []
+        # rcr: confidences of the block's tokens, and how many of them stay after this step
+        running, due = logps, 0
+        uniform = partial(self.keyed_uniform, settings["seed"], block.sample_index[:, None])
+        columns = torch.arange(block.first, block.tokens.shape[1], device=self.device)
+        # places in the completion: of the block, and of the masks behind it
+        inside, behind = (columns - block.prompt_length).tensor_split([n], -1)
+        window = None  # the first forward of a block runs all columns
+        edits = settings["editing_threshold"] is not None
+        working, post_steps = masked.any(1), 0  # rows that need more forwards
+        later = [0] * (settings["max_post_steps"] + 1) if edits else []  # steps that only edit
+        for number, quota in enumerate(block.quota + later, block.first_step):
+            step = number - block.first_step
+            if not (working.any() if remasking in self.adaptive else quota):
+                continue  # no mask is left, or this step of the schedule reveals nothing
+            if number not in settings["steps"]:
+                continue  # another part of the rollout
+            drawing, draws = masked, uniform(inside, step, "token")
+            if kind == "states":  # also predict the masks behind the block, for the record alone
+                more = uniform(behind, number, "guess")
+                drawing = torch.cat([masked, masked.any(1, keepdim=True).expand(more.shape)], 1)
+                draws = torch.cat([draws, more], 1)
+            hidden = block.forward(block.first, draws.shape[1], window)
+            window = {"none": None, "prefix": len(columns), "dual": n}[settings["cache"]]
+            drawn = self._sample(hidden.flatten(0, 1), draws.flatten(), settings)
+            drawn = [values.view(draws.shape) for values in drawn]
+            replay = step if self.is_block else number
+            if kind in ("draws", "states"):
+                history.append((replay, *marked(drawing, *drawn[:2])))
+            token, token_logps, confidence = (values[:, :n] for values in drawn)
+            order = partial(uniform, inside, step, "order")
+            score = self._score(confidence, token, number, order, settings)
+            due += quota
+            num_forwards += working
+            if remasking == "rcr":
+                running = torch.where(masked, score, running)
+                stays = select(running, torch.ones_like(masked), due, **settings)
+            elif remasking == "origin":  # Dream: reveal each mask with the probability `share`
+                share = reveal_shares(block.quota, settings["schedule"])[step]
+                stays = ~masked | (order() < share)
+            else:  # the most confident masks, `quota` of them or more
+                stays = ~masked | select(score, masked, quota, **settings)
+            new, again = masked & stays, ~(masked | stays)  # revealed, and masked again (rcr)
+            if edits:  # what earlier steps revealed; the prompt's tokens are never edited
+                is_noisy = masked.any(1)
+                may_edit = working & (is_noisy | (post_steps < settings["max_post_steps"]))
+                is_sure = token_logps.exp() > settings["editing_threshold"]
+                new |= may_edit[:, None] & ~masked & (inside >= 0) & (token != ids) & is_sure
+                post_steps += ~is_noisy
+            ids.copy_(torch.where(new, token, ids).masked_fill(again, self.model.mask_token_id))
+            logps = torch.where(new, token_logps, logps).masked_fill(again, 0.0)
+            step_map, masked = step_map.masked_fill(new, step), ~stays
+            working = working & new.any(1) if edits else masked.any(1)
+            if kind == "events":
+                history.append((replay, *marked(new | again, ids, logps)))
+        # with editing the last forward may be the commit, which changes nothing
+        return ids, step_map, logps, num_forwards, history[: num_replays(settings)]
+
+    def _score(self, score, token, step, order, settings):
+        """Confidences of drawn tokens -> scores; the highest are revealed first. All [R, n]
+
+        step: counted over the whole completion. order() -> uniform numbers [R, n]. alg_temp (Dream)
+        adds Gumbel noise, so that the positions to reveal are drawn without replacement from
+        softmax(score / alg_temp).
+        """
+        if settings["remasking"] == "random":
+            score = order().to(score.dtype)
+        is_eos = lambda: among(token, self.model.eos_token_ids)
+        if settings["eos_policy"] == "eoser":
+            num_steps = sum(map(len, block_quotas(**settings)))
+            weight = eoser_weight(step, num_steps, settings["schedule"])
+            score = torch.where(is_eos(), weight * score, score)
+        if settings["alg_temp"]:
+            gumbel = -(-order().clamp(min=2**-54).log()).log()
+            score = score / settings["alg_temp"] + gumbel.to(score.dtype)
+        if settings["eos_policy"] == "demote":  # finite: revealed when nothing else is left
+            score = score.masked_fill(is_eos(), torch.finfo(score.dtype).min)
+        return score
+
+    def _finish(
+        self, prompt_ids, owner, canvas, history, first, end, sample_index, num_forwards, settings
+    ):
+        """Cut the completions out of the columns, [N, S] -> [N, L]. -> Trace
+
+        canvas: tokens, step_map, logps [N, S]; history: tokens, -1 where none, and their logps
+        [K or more, N, S], or None; first, end [N]: columns of the completions
+        """
+        canvas_length = end - first
+        on_canvas = below(canvas_length, int(canvas_length.max()))  # [N, L]
+        offset = torch.arange(on_canvas.shape[1], device=self.device)
+        at = torch.where(on_canvas, first[:, None] + offset, 0)
+        completion_ids, step_map, logps = (values.gather(1, at) for values in canvas)
+        step_map = step_map.where(on_canvas, -1)
+        # before masks become padding, which may be an EOS
+        completion_mask = scored(completion_ids, canvas_length, settings["eos_token_ids"])
+        completion_ids = completion_ids.where(step_map >= 0, self.model.pad_token_id)
+        trace = Trace(
+            [prompt_ids[i] for i in owner.tolist()], completion_ids, completion_mask, canvas_length,
+            step_map, logps.where(step_map >= 0, 0.0), sample_index, num_forwards, settings,
+        )  # fmt: skip
+        if history:  # behind the canvas those of column 0: none
+            drawn, logps = (
+                values[: trace.num_replays].take_along_dim(at[None], 2).transpose(0, 1)
+                for values in history
+            )
+            trace.records = {"tokens": drawn.int(), "logps": logps.where(drawn >= 0, 0.0)}
+        return trace
 
     def _sample(self, hidden, uniform, settings):
         """hidden [M, D], uniform [M] -> tokens, logps, confidence [M]. The mask is never drawn."""

@@ -24,7 +24,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from distributed.groups import TIMEOUT
 from models.checkpoint import export_weights, load_model, meta_model
-from rollout.block import BlockEngine
 from rollout.engine import Engine
 from rollout.sampling import GOLDEN, keyed_uniform
 from rollout.traces import Trace, scored
@@ -47,7 +46,6 @@ class LmdeployEngine(Engine):
         "remasking": ("low_confidence_static", "sequential", "low_confidence_dynamic")
     }
     records, title, refills = (None,), "lmdeploy", True
-    block_length = BlockEngine.block_length
 
     def __init__(self, name_or_dir, device="cuda", max_batch_size=256, request=None):
         self.model, self.dtype = meta_model(name_or_dir, torch.bfloat16), torch.bfloat16

@@ -48,9 +48,7 @@ class Trace:
         block models replay the step of all their blocks in one. The settings alone decide it, so it
         is equal on all ranks.
         """
-        if self.settings["attention"] == "bidirectional":
-            return sum(map(len, block_quotas(**self.settings)))
-        return most_steps(self.settings)
+        return num_replays(self.settings)
 
     @property
     def replay_map(self):
@@ -96,7 +94,13 @@ class Trace:
         """Prompt (padded on the left) + completion. -> input_ids [N, T], valid_mask [N, T] bool: no
         padding, only the canvas
         """
-        prompts, valid = left_padded(self.prompt_ids, pad_token_id, self.completion_ids.device)
+        P, device = max(map(len, self.prompt_ids)), self.completion_ids.device
+        padding = [P - len(ids) for ids in self.prompt_ids]
+        prompts = [
+            [pad_token_id] * n + ids for n, ids in zip(padding, self.prompt_ids, strict=True)
+        ]
+        prompts = torch.tensor(prompts, device=device)
+        valid = ~below(torch.tensor(padding, device=device), P)
         canvas = below(self.canvas_length, self.completion_ids.shape[1])
         return torch.cat([prompts, self.completion_ids], 1), torch.cat([valid, canvas], 1)
 
@@ -188,18 +192,12 @@ def pieces(ids, tokenizer):
     return texts
 
 
-def most_steps(settings):
-    """Steps of a block that may change its tokens."""
+def num_replays(settings):
+    """See `Trace.num_replays`. settings: of a trace"""
+    if settings["attention"] == "bidirectional":
+        return sum(map(len, block_quotas(**settings)))
     edits = settings["max_post_steps"] if settings["editing_threshold"] is not None else 0
     return settings["denoising_steps"] + edits
-
-
-def left_padded(prompt_ids, pad_token_id, device):
-    """Lists of ids -> input_ids [N, P] int64, valid_mask [N, P] bool"""
-    P = max(map(len, prompt_ids))
-    padding = torch.tensor([P - len(ids) for ids in prompt_ids], device=device)
-    input_ids = [[pad_token_id] * (P - len(ids)) + ids for ids in prompt_ids]
-    return torch.tensor(input_ids, device=device), ~below(padding, P)
 
 
 def below(lengths, width):

@@ -6,7 +6,7 @@
 Values are the last ones of the runs. A difference is that to the first group: where both groups
 have two or more seeds in common, the mean difference between runs of one seed, with its standard
 error; otherwise (pairs 0) the difference of the means, with Welch's standard error. Curves are
-means over seeds, shaded from the lowest to the highest.
+means over the seeds that have reached a step.
 """
 
 import sys
@@ -33,19 +33,18 @@ def read_runs(folders):
     their files do. Prints which directories are left out.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
-    runs, told = {}, []
+    runs, told = [], []
     for folder in map(Path, folders):
         config = read_json(folder / "config.json")
         rows = pd.DataFrame(read_rows(folder), dtype=float)
         if {*TRAINED} <= {*rows}:
-            runs[folder] = with_units(rows)
-            args = {flag: str(value) for flag, value in config["args"].items()}
-            told.append({"script": config["script"], "code": str(config.get("code"))} | args)
+            runs.append(with_units(rows))
+            told.append({"script": config["script"], "code": config.get("code")} | config["args"])
         else:
             print(f"left out, as metrics.jsonl has no whole training step: {folder}")
     if not runs:
         raise SystemExit("no run to compare")
-    told = pd.DataFrame(told)
+    told = pd.DataFrame(told, dtype=object).map(str)
     told["code"] = told.groupby("script")["code"].transform(lambda code: code.factorize()[0] + 1)
     flags = told.drop(columns=FREE, errors="ignore")
     flags = flags.loc[:, flags.nunique() > 1].to_dict("records")
@@ -53,7 +52,7 @@ def read_runs(folders):
     keys = pd.MultiIndex.from_arrays([names, told["seed"]])
     for group, seed in keys[keys.duplicated()]:
         raise SystemExit(f"two runs of seed {seed} in the group {group!r}; leave one out")
-    return pd.concat(runs.values(), keys=keys, names=["group", "seed"])
+    return pd.concat(runs, keys=keys, names=["group", "seed"])
 
 
 def with_units(rows):
@@ -91,25 +90,15 @@ def table(runs, metric):
 
 
 def draw(runs, metric, path):
-    """Curves of a metric over UNITS, at the steps that all runs of a group have. A run without a
-    value after step 0 is left out.
-    """
+    """Curves of a metric over UNITS."""
     from matplotlib.figure import Figure
 
     figure = Figure((12, 4.2), layout="constrained")
-    figure.suptitle(metric)
     panels = figure.subplots(1, len(UNITS), sharey=True)
-    runs = runs.dropna(subset=metric)
-    runs = runs[runs.groupby(["group", "seed"])["step"].transform("max") > 0]
-    for name, rows in runs.groupby("group", sort=False):
-        steps = rows.groupby("step")
-        means = steps.mean()[steps.size() == rows.index.unique("seed").size]
-        values = steps[metric].agg(["min", "max"]).loc[means.index]
+    for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):
+        means = rows.groupby("step").mean()
         for axes, unit in zip(panels, UNITS, strict=True):
-            means.plot(unit, metric, ax=axes, style=".-", label=name, legend=False)
-            axes.fill_between(means[unit], values["min"], values["max"], alpha=0.15)
-            axes.locator_params("x", nbins=5)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
+            means.plot(unit, metric, ax=axes, style=".-", label=name, ylabel=metric)
     figure.savefig(path)
 
 

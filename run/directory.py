@@ -1,10 +1,11 @@
 """The directory of a run: its steps, its log, its saves, and when it stops."""
 
 from data.stream import check_items
+from distributed.disk import from_first_rank
 from distributed.groups import close_distributed
 from rollout import sync_engine
 from run.log import RunLog, Stop, Stopwatch, machine_metrics
-from run.saves import Saves
+from run.saves import Saves, newest_step
 
 
 class Run:
@@ -13,10 +14,11 @@ class Run:
     def __init__(self, script, args, problems, model, optimizer):
         """script: its file. problems: a HeldOut, whose `train` a resumed run must have too."""
         task = problems.task.NAME
-        self.start = Saves.load(args.resume, model, optimizer)
+        self.start = from_first_rank(lambda: newest_step(args.resume))
         self.log = RunLog(script, args, task, self.start)
         scores = self.log.history(f"eval/{task}")
-        self.saves = Saves(self.log.run_dir, model, optimizer, problems.tokenizer, args, scores)
+        pair = model, optimizer
+        self.saves = Saves(self.log.run_dir, *pair, problems.tokenizer, args, scores, self.start)
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say, self.write = self.log.say, self.log.write

@@ -8,17 +8,21 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from collections import ChainMap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
+from data.rows import read_json
 from models import is_tiny, sampling_facts
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
-MAX = 1 << 31  # of integers: a seed times 2^32 has 63 bits
+MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
+# of a field in the source: a title above it; its name and what it is
+FIELD = re.compile(r'^    (?:# (.+?)\n|(\w+): .*?"""(.*?)""")', re.M | re.S)
 
 
 @dataclass
@@ -92,7 +96,7 @@ class RunFlags:
     track: bool = False
     """mirror the log to wandb"""
 
-    # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0.
+    # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0, MAX
     RANGES = {
         "max_steps": 1,
         "gen_length": 1,
@@ -108,6 +112,10 @@ class RunFlags:
     def parse(cls, by_size):
         """-> the flags of the command line, see `command_line`"""
         return command_line(cls, by_size)
+
+    def num_draws(self, replays):
+        """Noisy copies of a sequence in a step. replays: denoising steps that can be replayed"""
+        return 1
 
     @property
     def lora(self):
@@ -175,10 +183,6 @@ class RolloutFlags(RunFlags):
             raise SystemExit(f"--rollout-backend lmdeploy {needed}")
         return args
 
-    def num_draws(self, replays):
-        """Noisy copies of a completion in a step. replays: denoising steps that can be replayed"""
-        return 1
-
 
 def values_for(arguments, by_size, model, task=None, lora_rank=None):
     """-> {field: (value, where from)} that a run takes instead of the defaults in `arguments`
@@ -187,19 +191,21 @@ def values_for(arguments, by_size, model, task=None, lora_rank=None):
     model or one of under 10 million parameters; "full": others without LoRA; "bidirectional": in
     addition, those of that attention. task, lora_rank: as given; None: not given.
     """
-    known = {field.name: field.default for field in fields(arguments)}
-    if unknown := set().union(*by_size.values()) - known.keys():
-        raise SystemExit(f"BY_SIZE sets {', '.join(sorted(unknown))}, which Args does not have")
-    facts, values, sizes = sampling_facts(model), {}, ["tiny"]
-    if not is_tiny(model):
-        sizes = ["full"] * ((known["lora_rank"] if lora_rank is None else lora_rank) == 0)
-        sizes += ["bidirectional"] * (facts.get("cache", "none") != "none")
-        if (task or known["task"]) in WORDED:
-            values["data"] = WORDED[task], "the task's problems with words"
-    kinds = get_type_hints(arguments)
-    usable = {k: v for k, v in facts.items() if k in known and is_of(v, kinds[k])}
-    values |= {name: (value, "models/names.py") for name, value in usable.items()}
-    for size in sizes:
+    facts, tiny, values, kinds = (
+        sampling_facts(model),
+        is_tiny(model),
+        {},
+        get_type_hints(arguments),
+    )
+    full = (arguments.lora_rank if lora_rank is None else lora_rank) == 0
+    if not tiny and (task or arguments.task) in WORDED:
+        values["data"] = WORDED[task or arguments.task], "the task's problems with words"
+    for name, value in facts.items():
+        if name in kinds and value in (get_args(kinds[name]) or [value]):
+            values[name] = value, "models/names.py"
+    masked = facts.get("cache", "none") != "none"
+    applies = {"tiny": tiny, "full": not tiny and full, "bidirectional": not tiny and masked}
+    for size in filter(applies.get, applies):
         of_size = by_size.get(size, {}).items()
         values |= {name: (value, f"BY_SIZE[{size!r}]") for name, value in of_size}
     return values
@@ -208,151 +214,92 @@ def values_for(arguments, by_size, model, task=None, lora_rank=None):
 def command_line(arguments, by_size):
     """The flags of a script as its dataclass `arguments`; by_size: see `values_for`.
 
-    --resume DIR: that run's flags are the defaults. SystemExit if a flag has another value than the
-    run had, but for CHANGEABLE.
+    What a model sets, or with --resume DIR that run had, stands in front of the flags given.
+    SystemExit if a resumed run would get another value than it had, but for CHANGEABLE; if a number
+    is outside of its range. Files of --task and --reward get their whole path.
     """
-    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("model", "task", "resume"):
-        asked.add_argument(
-            f"--{name}", default=None if name == "task" else getattr(arguments, name)
-        )
-    asked.add_argument("--lora-rank", "--lora_rank", type=int)
-    asked, _ = asked.parse_known_args()
-    if asked.resume:
-        return resumed(arguments, Path(asked.resume))
-    found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
-    values = {name: value for name, (value, _) in found.items()} | {"model": asked.model}
-    defaults = arguments(**values)
-    if {"-h", "--help"} & {*sys.argv}:
-        print_help(defaults, asked.model, found)
-    given = parsed(arguments, defaults)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"settings: {sys.argv[0]} {flags_of(given)}", file=sys.stderr)
-    return given
-
-
-def parsed(arguments, defaults):
-    """The flags as the dataclass, checked; files of --task and --reward with their whole path."""
     import tyro
 
-    args = tyro.cli(arguments, default=defaults)
+    # before tyro reads the rest: what the values of others depend on
+    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    asked.add_argument("--model", default=arguments.model)
+    asked.add_argument("--task")
+    asked.add_argument("--lora-rank", "--lora_rank", type=int)
+    asked.add_argument("--resume")
+    asked, _ = asked.parse_known_args()
+    had = saved_flags(Path(asked.resume)) if asked.resume else {}
+    found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
+    if {"-h", "--help"} & {*sys.argv}:
+        print_help(arguments, found | {"model": (asked.model, "")})
+        raise SystemExit(0)
+    first = had or {name: value for name, (value, _) in found.items()}
+    args = tyro.cli(arguments, args=[*flags_of(first), *sys.argv[1:]])
     for name in ("task", "reward"):
         if ".py" in (path := getattr(args, name, "")):
             setattr(args, name, str(Path(path).resolve()))
-    return check_numbers(args)
-
-
-def resumed(arguments, directory):
-    """The flags of the run in `directory`, with those given now."""
-    path, script = directory / "config.json", Path(sys.argv[0]).stem
-    if not path.is_file():
-        raise SystemExit(f"--resume {directory} is no run directory: it has no config.json")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise SystemExit(f"{path} is damaged: {error}") from error
-    if config.get("script", script) != script:
-        other = f"a run of {config['script']}.py, not of {script}.py"
-        raise SystemExit(f"--resume {directory} is {other}")
-    before = restored(arguments, config.get("args"), path)
-    now = parsed(arguments, before)
-    for name, then in vars(before).items():
-        if (here := getattr(now, name)) != then and name not in CHANGEABLE:
+    check_numbers(args)
+    now = json.loads(json.dumps(vars(args)))
+    for name in had.keys() - CHANGEABLE:
+        if now[name] != had[name]:
             flag = name.replace("_", "-")
-            raise SystemExit(f"--resume: the run had --{flag} {then}, now it is {here}")
-    return now
+            raise SystemExit(f"--resume: the run had --{flag} {had[name]}, now it is {now[name]}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"settings: {sys.argv[0]} {shlex.join(flags_of(vars(args)))}", file=sys.stderr)
+    return args
 
 
-def restored(arguments, saved, path):
-    """-> the flags that config.json, the file `path`, keeps of a run, as their dataclass
-
-    SystemExit names those that this version of the script does not have, or not with such a value.
-    """
-    if not isinstance(saved, dict):
-        raise SystemExit(f"{path} has no flags of a training run")
-    kinds = get_type_hints(arguments)
-    if wrong := {k: v for k, v in saved.items() if k not in kinds or not is_of(v, kinds[k])}:
-        shown = ", ".join(f"{name} = {value!r:.40}" for name, value in wrong.items())
-        now = "go on with the version of the run, or take them out of that file"
-        raise SystemExit(f"{path} has {shown}, which this version does not take: {now}")
-    is_tuple = lambda k, v: isinstance(v, list) and get_origin(kinds[k]) is not list
-    return arguments(**{k: tuple(v) if is_tuple(k, v) else v for k, v in saved.items()})
+def saved_flags(directory):
+    """-> {field: value} of the run of this script in `directory`"""
+    config, script = read_json(directory / "config.json"), Path(sys.argv[0]).stem
+    if (other := config.get("script")) != script:
+        raise SystemExit(f"--resume {directory} is a run of {other}.py, not of {script}.py")
+    return config["args"]
 
 
-def is_of(value, kind):
-    """Whether a value of a JSON file is one of a field of this type."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in inner
-    if origin in (list, tuple):
-        parts = value if isinstance(value, list) else [()]
-        kinds = inner if origin is tuple and ... not in inner else inner[:1] * len(parts)
-        return len(parts) == len(kinds) and all(map(is_of, parts, kinds))
-    if inner:  # int | None
-        return any(is_of(value, one) for one in inner)
-    return type(value) is kind or kind is float and type(value) is int
-
-
-def print_help(defaults, model, found):
-    """--help: flags in groups, whose titles are comments in the source of their dataclass, with the
-    values that `model` gets.
-    """
-    import tyro
-
-    groups, left = {}, dict(defaults.__dataclass_fields__)
-    for kind in [kind for kind in type(defaults).__mro__ if kind is not object]:
-        title = "the method's own"
-        for heading, name in re.findall(r"^    (?:# (.+)|(\w+): )", inspect.getsource(kind), re.M):
-            title = heading or title
-            if name in left:
-                groups.setdefault(title, {})[name] = left.pop(name)
-    shown = {}
-    for title, own in groups.items():
-        group = type(title, (type(defaults),), {"__dataclass_fields__": own})
-        shown[title] = object.__new__(group)
-        shown[title].__dict__ |= {name: getattr(defaults, name) for name in own}
-    lines = [
-        f"--{name.replace('_', '-')} {value}: {where}" for name, (value, where) in found.items()
-    ]
-    note = f"Values are those of --model {model}. These come before the defaults of the script:\n"
-    description = note + "\n".join(lines)
-    tyro.cli(tyro.conf.OmitArgPrefixes[dict], default=shown, description=description, args=["-h"])
-
-
-def flags_of(args):
-    """-> all fields that hold something or were emptied, as flags of a command line"""
+def flags_of(values):
+    """{field: value} -> words of a command line"""
     words = []
-    for name, value in vars(args).items():
+    for name, value in values.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value not in ("", ()) or value != getattr(type(args), name, value):
-            values = value if isinstance(value, tuple) else [value]
-            words += [f"--{flag}", *map(str, values)]
-    return shlex.join(words)
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple | list) else [value])]
+    return words
+
+
+def print_help(arguments, found):
+    """--help: flags in groups, whose titles are comments in the source of their dataclass, with the
+    values of a run, and where those come from that the script does not set.
+    """
+    print(
+        "Values of the run as flags; in brackets, where those are from that the script does not set"
+    )
+    left = get_type_hints(arguments)
+    for kind in arguments.__mro__[:-1]:
+        title = "the method's own"
+        for heading, name, about in FIELD.findall(inspect.getsource(kind)):
+            if heading:
+                title = heading
+            elif name in left:
+                value, source = found.get(name, (getattr(arguments, name), ""))
+                if title:
+                    print(f"\n{title}:")
+                title, options = "", get_args(left.pop(name))
+                print(" ", *flags_of({name: value}), f"({source})" * bool(source))
+                if isinstance(value, str) and options:
+                    print("      one of", *options)
+                print("     ", *about.split())
 
 
 def check_numbers(args):
-    """-> args; SystemExit names the first number outside of RANGES, or elsewhere one that is
-    infinite, huge or, where the default is not, negative; and a name that no file can have.
-    """
-    ranges = {}
-    for kind in reversed(type(args).__mro__):
-        ranges |= vars(kind).get("RANGES", {})
+    """-> args; SystemExit names the first number outside of its range."""
+    ranges = ChainMap(*(vars(kind).get("RANGES", {}) for kind in type(args).__mro__))
     for name, value in vars(args).items():
-        values = value if isinstance(value, tuple) else (value,)
-        flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
-        numbers = [one for one in values if type(one) in (int, float)]
-        default = getattr(type(args), name, 0)
-        is_signed = type(default) in (int, float) and default < 0
-        bounds = ranges.get(name, -MAX if is_signed else 0)
+        bounds = ranges.get(name, 0)
         low, high = bounds if isinstance(bounds, tuple) else (bounds, MAX)
-        if not all(low <= one <= high and (type(one) is float or one < MAX) for one in numbers):
-            wanted = f"from {low:.12g} to {high:.12g}" if low < high else f"{low}"
-            raise SystemExit(f"{flag} must be {wanted}")
-        if name.endswith("_range") and numbers != sorted(numbers):
-            raise SystemExit(f"{flag}: the lower end comes first")
-        parts = re.split(r"[/,\s]", value) if isinstance(value, str) and name != "prompt" else ()
-        if any(len(part.encode(errors="replace")) > 255 for part in parts):
-            raise SystemExit(f"{flag[:60]}...: no name has more than 255 bytes")
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(low <= one <= high for one in values if type(one) in (int, float)):
+            flag = " ".join(flags_of({name: value}))
+            raise SystemExit(f"{flag} must be from {low:.12g} to {high:.12g}")
     return args

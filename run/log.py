@@ -9,7 +9,6 @@ The two .jsonl files are the state of the log: table, figure and page are made f
 """
 
 import atexit
-import gc
 import json
 import math
 import os
@@ -23,11 +22,11 @@ import time
 import zlib
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from data.rows import read_lines
 from distributed.disk import (
@@ -58,6 +57,9 @@ NO_LOSS = 1e-6  # rounding: with one update per rollout the advantages cancel
 COLUMNS = "step prompt completion gold reward".split()  # of the table of samples in wandb
 DEAD_STATUS = 3  # exit status of a run that ends because it is dead
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
+# metrics that tell the reasons apart
+WHY_DEAD = ("reward/mean", "reward/std", "completion/truncated_frac", "completion/empty_frac")
+WHY_DEAD += ("completion/distinct_frac",)
 
 
 class RunLog:
@@ -70,8 +72,7 @@ class RunLog:
         SystemExit if the run is beyond --max-steps already.
         """
         if step > args.max_steps:
-            beyond = f"at step {step} already, beyond --max-steps {args.max_steps}"
-            raise SystemExit(f"--resume {args.resume}: the run is {beyond}")
+            raise SystemExit(f"--resume: the run is at step {step}, beyond --max-steps")
         self.is_writer, self.max_steps, self.wandb_run = is_first_rank(), args.max_steps, None
         self.started = self.next_plot = time.perf_counter()
         name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
@@ -80,7 +81,6 @@ class RunLog:
         if not self.is_writer:
             return
         if args.resume:
-            read_rows(self.run_dir)  # SystemExit if it is damaged
             for file in ("metrics.jsonl", "samples.jsonl"):
                 truncate_rows(self.run_dir / file, step)
         else:
@@ -92,7 +92,6 @@ class RunLog:
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
         # own handler, which ends its run: the last one is called first.
         atexit.register(self.close, 1)
-        self.bar = tqdm(total=args.max_steps, initial=step, disable=None)  # only on a terminal
 
     def write(self, step, metrics):
         """One row, if there are metrics: numbers, 0-d tensors. step: training steps finished, 0
@@ -106,7 +105,6 @@ class RunLog:
         row = {key: float(value) for key, value in metrics.items()}
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
         self.append("metrics.jsonl", [{"step": step} | finite])
-        self.bar.update(step - self.bar.n)
         if shown := summary(row):
             place = f"step {step:{len(str(self.max_steps))}}/{self.max_steps}"
             self.say("  ".join([place, *shown]))
@@ -134,10 +132,8 @@ class RunLog:
         return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
     def say(self, text):
-        """Print a line without breaking the bar."""
         if self.is_writer:
-            tqdm.write(text)
-            sys.stdout.flush()  # otherwise a pipe shows it late
+            print(text, flush=True)  # otherwise a pipe shows it late
 
     def plot(self):
         """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html,
@@ -151,7 +147,6 @@ class RunLog:
             table = pd.DataFrame(rows).set_index("step").astype(float)
             table.to_csv(self.run_dir / "metrics.csv")
             draw_curves(table, self.run_dir)
-            gc.collect()  # a figure is full of cycles: several MB that would wait for the collector
             samples = write_report(self.run_dir)
         if self.wandb_run and samples:
             import wandb
@@ -166,8 +161,8 @@ class RunLog:
         self.close(status)
 
     def close(self, status=0):
-        """Draw the last plot, end the bar and the wandb run. status: of the process; unless it is
-        0, where the record of the run is goes to stderr.
+        """Draw the last plot, end the wandb run. status: of the process; unless it is 0, where the
+        record of the run is goes to stderr.
         """
         if not self.is_writer:
             return
@@ -177,7 +172,6 @@ class RunLog:
         try:
             self.plot()
         finally:
-            self.bar.close()
             if self.wandb_run:
                 self.wandb_run.finish(exit_code=status)
 
@@ -197,9 +191,9 @@ def follow(run_dir, config):
 
     # tables wait there for `wandb sync`, which may be on another machine; a home may be read-only
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-    kept, how = run_dir / "wandb-id", {"project": "cleandllm", "resume": "allow", "dir": run_dir}
+    kept, how = run_dir / "wandb-id", {"project": "cleandllm", "name": run_dir.name, "dir": run_dir}
     known = kept.read_text() if kept.exists() else None
-    run = wandb.init(name=run_dir.name, config=config, id=known, **how)
+    run = wandb.init(config=config, id=known, resume="allow", **how)
     kept.write_text(run.id)
     return run
 
@@ -218,31 +212,20 @@ class Stop:
 
     def is_set(self, advantages=None, metrics=None):
         """On any rank. advantages: of this rank's completions; metrics: with those of the rollout,
-        for the line that after DEAD_STEPS dead steps, and at the end, says why. Collective.
+        which say after DEAD_STEPS dead steps why. Collective.
         """
         is_alive = advantages is None or advantages.any()
         received, alive = all_reduce({"received": self.received, "alive": is_alive}).values()
         self.dead = 0 if alive else self.dead + 1
-        is_dead = 0 < self.dead_steps <= self.dead
-        if is_first_rank() and (is_dead or self.dead == DEAD_STEPS):
-            tqdm.write(why_dead(self.dead, metrics, self.dead_steps), file=sys.stderr)
-        if is_dead:
-            self.reason = f"stopped, because no completion had an advantage for {self.dead} steps"
-            self.status = DEAD_STATUS
-        return bool(received or is_dead)
-
-
-def why_dead(steps, metrics, most):
-    """A line with the figures that tell the reasons apart."""
-    return (
-        f"warning: for {steps} steps no completion had an advantage, because in every "
-        f"group all rewards were equal, or the group was left out: mean reward "
-        f"{metrics['reward/mean']:.3g}, std {metrics['reward/std']:.2g}; of the completions "
-        f"{metrics['completion/truncated_frac']:.0%} are cut off, "
-        f"{metrics['completion/empty_frac']:.0%} empty, "
-        f"{metrics['completion/distinct_frac']:.0%} distinct within their group"
-        + (f"; the run ends after {most} such steps (--dead-steps)" if steps < most else "")
-    )
+        dead = f"for {self.dead} steps no completion had an advantage"
+        if self.dead == DEAD_STEPS and is_first_rank():
+            facts = ", ".join(f"{name} {metrics[name]:.3g}" for name in WHY_DEAD)
+            why = "in every group all rewards were equal, or the group was left out"
+            ends = f"the run ends after {self.dead_steps} (--dead-steps)" * bool(self.dead_steps)
+            print(f"warning: {dead}: {why}; {facts}; {ends}", file=sys.stderr)
+        if 0 < self.dead_steps <= self.dead:
+            self.reason, self.status = f"stopped: {dead}", DEAD_STATUS
+        return bool(received or self.status)
 
 
 class Stopwatch(dict):
@@ -266,49 +249,36 @@ class Stopwatch(dict):
 
 
 def machine_metrics():
-    """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU; on
-    GPU also how many graphs torch.compile has made so far, and its seconds.
-    """
-    if torch.cuda.is_available():
-        compiler = torch._dynamo.utils
-        return {
-            "memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-            "speed/compiled_graphs": compiler.counters["stats"]["unique_graphs"],
-            "speed/compile_s": compiler.calculate_time_spent()["total_wall_time"],
-        }
+    """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU"""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+    return {"memory/peak_gb": peak / 1e9}
 
 
 def make_run_dir(out, name):
     """Create out/name-<MMDD-HHMMSS>, with -2, -3 ... if that exists."""
-    try:
+    with writing(out):
         return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
-    except OSError as error:
-        problem = f"the run directory cannot be made ({error.strerror})"
-        raise SystemExit(f"--out {out}: {problem}") from error
 
 
 def describe_run(script, args):
-    """-> what one needs to repeat the run"""
+    """-> what one needs to repeat the run; code: checksums of the script and of the user's files"""
+    names = script, args.task, getattr(args, "reward", "")
+    files = [Path(name.partition(":")[0]) for name in names]
     return {
         "script": Path(script).stem,
         "args": vars(args),
         "command": shlex.join(sys.orig_argv),
         "git": describe_git(),
-        "code": checksums(script, args.task, getattr(args, "reward", "")),
+        "code": [zlib.crc32(file.read_bytes()) for file in files if file.is_file()],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": describe_device(),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
-
-
-def checksums(*names):
-    """-> CRC-32 of the files among them, each path.py or path.py:function"""
-    files = [Path(name.partition(":")[0]) for name in names]
-    return [zlib.crc32(file.read_bytes()) for file in files if file.is_file()]
 
 
 def describe_git():
@@ -339,16 +309,13 @@ def draw_curves(table, run_dir):
     """curves.png: those of PANELS whose keys the run has. table: metrics over steps"""
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
-    table = table.round({"loss/total": 6})
-    panels = [(*panel, table.filter(regex=f"^({panel[1]}|{panel[2]})$")) for panel in PANELS]
-    panels = [panel for panel in panels if panel[-1].size]
-    rows = math.ceil(len(panels) / 4) or 1
-    figure = Figure((20, 4 * rows), layout="constrained")
+    table, place = table.round({"loss/total": 6}), count(1)
+    figure = Figure((20, 12), layout="constrained")
     figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")
-    for place, (title, _, right, curves) in enumerate(panels, start=1):
-        axes = figure.add_subplot(rows, 4, place, title=title)
-        for key, values in curves.items():
-            values = values.dropna()
-            mean = values.rolling(len(values) // 20 + 1, center=True, min_periods=1).mean()
-            mean.plot(ax=axes, style=".-", ms=4, secondary_y=key == right, label=key, legend=True)
-    figure.savefig(run_dir / "curves.png")
+    for title, left, right in PANELS:
+        curves = table.filter(regex=f"^({left}|{right})$").dropna(how="all")
+        if curves.size:
+            axes = figure.add_subplot(3, 4, next(place), title=title)
+            mean = curves.rolling(len(curves) // 20 + 1, center=True, min_periods=1).mean()
+            mean.plot(ax=axes, style=".-", ms=4, secondary_y=[right])
+    figure.savefig(run_dir / "curves.png", bbox_inches="tight")

@@ -6,9 +6,8 @@ bench/step.py and to the samplers' tables. docs/models.md compares plans with me
 """
 
 import math
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch._functorch.config
@@ -23,7 +22,6 @@ from distributed.sharding import (
 )
 from models.attention import check_backend
 from models.layers import memory_budget
-from rollout.engine import KEPT_BELOW
 
 # Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
 GPUS = {"H100": (0.69e15, 3.35e12), "H200": (0.69e15, 4.8e12)}
@@ -33,6 +31,7 @@ RESERVE = 0.07
 LOGITS = 1024 * 8  # rows of logits that exist together, times bytes of each logit
 # Rows, and tokens of prompts, that a sampler takes at once; its cache's width is a multiple
 ROWS, PREFILL, WIDTHS = 256, 1 << 15, 128
+ON_CPU = 256  # micro-batch
 # Gradients and recomputed tensors of the block in work, as a multiple of what a block keeps
 IN_WORK = 2
 # Training: all products, as a share of the rate of a large one; how often a forward and backward
@@ -42,11 +41,11 @@ PRODUCTS, TOUCHES, SDPA, FLEX, LAUNCH = 0.92, 11, 285e12, 130e12, 6e-4
 # A sampler's forward: share of the roofline; seconds of an adapter, which takes four kernels
 SAMPLER, ADAPTER = 0.66, 2e-5
 
-CHANGES = {
-    "--sync-every-backward": {"sync_every_backward": True},
-    "--activation-checkpointing": {"activation_checkpointing": True},
-    "--sequence-parallel 2": {"sequence_parallel": 2},
-}
+# What takes less memory, where no micro-batch fits
+ADVICE = (
+    "--sync-every-backward, --activation-checkpointing, --lora-rank 128, more GPUs (for long rows "
+    "with --sequence-parallel), or a smaller model"
+)
 
 
 def kept_per_token(model, compiled, dtype=torch.bfloat16):
@@ -61,12 +60,8 @@ def kept_per_token(model, compiled, dtype=torch.bfloat16):
         cos, sin = model.rope(torch.arange(128)[None], dtype)
     layer = deepcopy(model.layers[-1]).to(dtype)  # of a mixture: the first may be dense
     own = {value.untyped_storage()._cdata for value in (*layer.parameters(), cos, sin)}
-    kept = {}  # holds the storages, so that no other takes the number of one
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor
+    kept = {}  # a tensor of each storage
+    keep = lambda tensor: kept.setdefault(tensor.untyped_storage()._cdata, tensor)
 
     def attend(number, q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
@@ -77,7 +72,7 @@ def kept_per_token(model, compiled, dtype=torch.bfloat16):
     with budget, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x, cos, sin, attend)
     torch._dynamo.reset()
-    return sum(kept[number].nbytes() for number in kept.keys() - own) / 128
+    return sum(kept[number].untyped_storage().nbytes() for number in kept.keys() - own) / 128
 
 
 @dataclass
@@ -90,24 +85,24 @@ class Plan:
 
     model: torch.nn.Module  # the policy on the meta device, with its adapters
     args: object  # flags of the script
-    lengths: torch.Tensor  # [N, 2] tokens of the prompt, and scored, of every sequence
+    lengths: list  # [N, 2] tokens of the prompt, and scored, of every sequence
     held_out: int  # completions in an evaluation
-    sequences: int  # of a step
-    draws: Callable  # draws(steps that replay a rollout) -> noisy copies of each
     coupled: int  # sequences whose draws one forward must hold; 0: not even those of one
-    room: int  # bytes of memory of a GPU
+    has_old: bool  # values before the first update
+    room: float  # bytes of memory of a GPU
     gpu: str  # its name
     ranks: int
-    has_old: bool = False  # values before the first update
-    has_reference: bool = False  # a frozen model; under adapters it is the policy's own
-    rollout: int = 0  # completions that the sampler makes
 
     def __post_init__(self):
         net, args = self.model, self.args
         config, self.is_block = net.config, net.attention == "block-causal"
-        # updates of a rollout; whether they divide its sequences; a second trained model
-        self.updates = getattr(args, "num_iterations", 1)
-        self.divides = getattr(args, "minibatches", False)
+        self.lengths = torch.as_tensor(self.lengths)
+        # completions of a step, updates that each is in, a frozen and a second trained model
+        self.rollout = getattr(args, "prompts_per_step", 0) * getattr(args, "num_generations", 0)
+        self.epochs = (
+            1 if getattr(args, "minibatches", False) else getattr(args, "num_iterations", 1)
+        )
+        self.has_reference = getattr(args, "beta", 0) > 0
         self.values = getattr(args, "value_model", False)
         self.base = sum(p.numel() for name, p in net.named_parameters() if "lora_" not in name)
         # a token takes a few of a block's experts
@@ -119,16 +114,15 @@ class Plan:
         self.kept = kept_per_token(net, args.compile)
         self.n = n = args.block_length or net.block_length
         self.blocks, self.steps = math.ceil(args.gen_length / n), min(args.denoising_steps, n)
-        self.copies = self.draws(self.steps * (1 if self.is_block else self.blocks))
-        # of a rank, and of those that share rows with it
-        self.noised = self.sequences * self.copies * args.sequence_parallel // self.ranks
+        # of a sequence; of a rank, and of those that share rows with it
+        self.copies = args.num_draws(self.steps * (1 if self.is_block else self.blocks))
+        sequences = self.rollout or args.batch_size * self.coupled
+        self.noised = sequences * self.copies * args.sequence_parallel // self.ranks
         self.rows = min(ROWS, math.ceil(max(self.rollout, self.held_out) / self.ranks))
-        self.mean = self.lengths.double().mean(0).tolist()
         self.canvas = int(self.lengths.amax(0)[0]) + args.gen_length  # the sampler's longest row
-        # bytes of keys and values, of a token and of a completion
+        # bytes of keys and values of a token
         self.cached = 4 * len(net.layers) * config.num_key_value_heads * config.head_dim
         self.cached *= self.is_block or args.cache != "none"
-        self.row_cache = self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
         self.least = max(1, self.coupled * self.copies)  # copies that one forward must hold
         sizes = [self.least]
         while sizes[-1] < self.noised:
@@ -152,13 +146,11 @@ class Plan:
         """-> {term: bytes} with micro-batches of this size"""
         net, args, ranks = self.model, self.args, ranks_of_a_copy(self.ranks)
         whole, layers = replicated(net, ranks, self.room), len(net.layers)
-        gathered = lambda module: gathered_bytes(module, whole)
-        most = gathered(net)
-        if gathers_once(net, whole, self.room):
-            # on several ranks the buffer that they fill is freed after the first forward
-            most *= min(ranks, 2)
-        else:  # embedding and head, the block in work and the next one
-            most += 2 * gathered(net.layers[-1]) - gathered(net.layers)
+        gathered = gathered_bytes(net, whole)
+        if not gathers_once(net, whole, self.room):
+            # embedding and head, the block in work and the next one
+            blocks = gathered_bytes(net.layers, whole)
+            gathered += 2 * gathered_bytes(net.layers[-1], whole) - blocks
         asked, scored = self.lengths.amax(0).tolist()
         rows, _, length = self.layout(size, int(self.lengths.sum(1).max()) - scored, scored)
         tokens = math.ceil(rows * length / args.sequence_parallel)
@@ -168,25 +160,22 @@ class Plan:
         head = LOGITS * net.lm_head.out_features
         if not args.lora_rank:
             head += 6 * net.lm_head.weight.numel()
-        work = max(head, in_block)
+        # of the sampler
+        cache = self.rows * self.cached * math.ceil(self.canvas / WIDTHS) * WIDTHS
         sampled = min(self.rows * asked, PREFILL) if self.is_block else self.rows * self.canvas
         is_reduced = args.sync_every_backward or self.noised <= size  # in every backward
         policy = sum(p.nbytes / (1 if p in whole else ranks) for p in net.parameters())
         moments = 8 * self.trained / ranks
         terms = {
             "policy": policy,
-            "gathered": most,
+            "gathered": gathered,
             "optimizer": moments,
             "gradients": 4 * self.trained / (ranks if is_reduced else 1),
             "reference": 2 * self.base / ranks * (self.has_reference and not args.lora_rank),
             "value model": (policy + moments) * self.values,
             "sampler": 2 * (self.base + self.adapters) * bool(self.rows),
-            "activations": kept,
-            "head or block": work,
-            # the sampler frees them before an update that needs their memory
-            "cache and tokens of the sampler, beyond these": max(
-                0, self.rows * self.row_cache + self.kept * sampled - kept - work
-            ),
+            # of an update or a rollout: the sampler frees its cache where an update needs it
+            "activations": max(kept + max(head, in_block), cache + self.kept * sampled),
         }
         return terms | {"sum": sum(terms.values())}
 
@@ -196,29 +185,25 @@ class Plan:
         if not rates:
             return {}
         ((flop_rate, byte_rate),), args, net, n = rates, self.args, self.model, self.n
-        (prompt, scored), dimensions = (
-            self.mean,
-            net.config.num_attention_heads * net.config.head_dim,
-        )
+        prompt, scored = self.lengths.double().mean(0).tolist()
         adapters = sum("lora_A" in name for name, _ in net.named_parameters())
+        products = lambda tokens, scored: tokens * self.active + scored * net.lm_head.weight.numel()
 
-        def products(tokens, scored, passes, gradients=0):
-            """Those with all weights, and those that give their gradients"""
-            flops = tokens * self.active + scored * net.lm_head.weight.numel()
-            trained = min(flops, tokens * self.trained)
-            return 2 * (passes * flops + gradients * trained) / flop_rate
-
-        def training(passes, gradients):
-            """Passes over the sequences of a step; three are a forward and a backward pass"""
-            rows, K, length = self.layout(self.size, prompt, scored)
-            pairs = length**2 / SDPA  # of tokens that see each other
-            if self.is_block:
-                pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
-            # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
-            other = 14 * pairs * dimensions + length * self.kept * TOUCHES / byte_rate
-            layers = len(net.layers) * (passes + gradients) / 3
-            work = products(length, K * scored, passes, gradients) / PRODUCTS + other * layers
-            return self.noised / K * (work / args.sequence_parallel + LAUNCH / rows * layers)
+        together, K, length = self.layout(self.size, prompt, scored)
+        pairs = length**2 / SDPA  # of tokens that see each other
+        if self.is_block:
+            pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
+        # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
+        other = 14 * pairs * net.config.num_attention_heads * net.config.head_dim
+        other += length * self.kept * TOUCHES / byte_rate + LAUNCH / together
+        other *= len(net.layers) / 3
+        flops = products(length, K * scored)
+        # of all sequences of a step: a forward pass, which takes as long as the gradients of the
+        # inputs, and those of the trained weights
+        in_products = lambda flops: 2 * flops / flop_rate / PRODUCTS
+        rows = self.noised / K / args.sequence_parallel
+        forward = rows * (in_products(flops) + other)
+        gradients = rows * (in_products(min(flops, length * self.trained)) + other)
 
         def sampling(completions):
             """All ranks make so many completions."""
@@ -227,25 +212,20 @@ class Plan:
             window = n if self.cached else canvas  # tokens of a forward after the first of a block
             first = 2 * n if self.is_block else canvas
             tokens = rows * (first + (self.steps - 1) * window) / self.steps
-            forward = max(products(tokens, rows * n / 2, 1), 2 * self.base / byte_rate)
-            forward += self.cached * rows * canvas / byte_rate
-            forward = forward / SAMPLER + ADAPTER * adapters * bool(self.adapters)
-            return number / max(rows, 1) * self.blocks * self.steps * forward
+            one = max(2 * products(tokens, rows * n / 2) / flop_rate, 2 * self.base / byte_rate)
+            one = (one + self.cached * rows * canvas / byte_rate) / SAMPLER
+            one += ADAPTER * adapters * bool(self.adapters)
+            return number / max(rows, 1) * self.blocks * self.steps * one
 
-        # a backward pass counts as one for the inputs and one for trained weights
-        epochs = 1 if self.divides else self.updates
-        update = epochs * training(2 + args.activation_checkpointing, 1)
-        # clipping and AdamW
-        update += self.updates * 40 * self.trained / self.ranks / byte_rate
-        frozen = training(1, 0)
-        values = (self.has_old and self.updates > 1) + self.has_reference
-        if self.draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
-            values *= epochs
+        update = self.epochs * ((2 + args.activation_checkpointing) * forward + gradients)
+        values = (self.has_old and getattr(args, "num_iterations", 1) > 1) + self.has_reference
+        if args.num_draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
+            values *= self.epochs
         phases = {
             "rollout": sampling(self.rollout),
-            "old and reference values": values * frozen,
+            "old and reference values": values * forward,
             "update": update,
-            "value model": (2 * frozen + update) * self.values,
+            "value model": (2 * forward + update) * self.values,
             "evaluations": sampling(self.held_out) / (args.eval_every or math.inf),
         }
         return phases | {"step": sum(phases.values())}
@@ -254,99 +234,45 @@ class Plan:
         """-> the plan in lines"""
         line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
         memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
-        # the sampler keeps its cache where it fits, without rollouts never
-        cache = self.rows * self.row_cache * bool(self.rollout)
-        later = min(memory["sum"] + cache / 1e9, KEPT_BELOW * self.room / 1e9)
-        more = f", up to about {later:.3g} in later steps" * (later > memory["sum"])
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
             f"{self.rows} completions at a time\n"
-            f"  GB of {self.room / 1e9:.3g}: {line(memory)}{more}\n"
+            f"  GB of {self.room / 1e9:.3g}: {line(memory)}\n"
             f"  seconds: {line(self.seconds()) or 'unknown on this GPU'}"
         )
 
-    def refusal(self):
-        """-> None, or a line: this cannot fit, and ways in which it would or might"""
+    def check(self):
+        """SystemExit if the micro-batch does not fit, with what would."""
         size = self.size or self.least
         needed = self.memory(size)["sum"]
-        if self.size and needed < self.room:  # a size of the user's own may take RESERVE
-            return None
-        shares = lambda change: self.ranks % change.get("sequence_parallel", 1) == 0
-        changed = lambda change: replace(self, args=replace(self.args, **change))
-        if self.fitting:
-            ways = [f"--micro-batch-size {self.fitting[-1]}"]
-        else:
-            ways = [way for way, to in CHANGES.items() if shares(to) and changed(to).fitting]
-            ways += ["--lora-rank 128"] * (not self.args.lora_rank)
-            ways += ["more GPUs, for long rows with --sequence-parallel", "a smaller model"]
-        return (
-            f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
-            f"{self.room / 1e9:.3g} GB: try {', or '.join(ways)}"
-        )
+        # a size of the user's own may take RESERVE
+        if not self.size or needed >= self.room:
+            raise SystemExit(
+                f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
+                f"{self.room / 1e9:.3g} GB: try "
+                + (f"--micro-batch-size {self.fitting[-1]}" if self.fitting else ADVICE)
+            )
 
 
-def fit(on_cpu, model, args, **numbers):
-    """numbers: the rest of a Plan -> the micro-batch size of the run, asked for or the largest that
-    fits, and the completions that its sampler makes together; on CPUs on_cpu and ROWS.
+def fit(model, args, lengths, splits, coupled, has_old=False):
+    """-> the micro-batch size of the run, asked for or the largest that fits, and the completions
+    that its sampler makes together; on CPUs ON_CPU and ROWS. splits {split: held-out problems}; the
+    others: see `Plan`.
 
     Prints the plan. SystemExit for an --attention that cannot serve the model, if the size asked
     for does not hold what one forward must, or if the run does not fit the GPU.
     """
     check_backend(args.attention, model.attention, "cuda" if cuda_bytes() else "cpu")
-    size, together = args.micro_batch_size, numbers["coupled"] * numbers["draws"](1)
+    size, together = args.micro_batch_size, coupled * args.num_draws(1)
     if 0 < size < together:
         raise SystemExit(
             f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
         )
     if not (room := cuda_bytes()):
-        return size or max(on_cpu, together), ROWS
-    machine = {"room": room, "gpu": torch.cuda.get_device_name(), "ranks": dist.get_world_size()}
-    plan = Plan(model, args, **machine, **numbers)
-    if line := plan.refusal():
-        raise SystemExit(line)
+        return size or max(ON_CPU, together), ROWS
+    machine = room, torch.cuda.get_device_name(), dist.get_world_size()
+    plan = Plan(model, args, lengths, len(splits.get("test", ())), coupled, has_old, *machine)
+    plan.check()
     if not dist.get_rank():
         print(plan.table(), flush=True)
     return plan.size, plan.rows
-
-
-def fit_rollouts(problems, model, args, together, uses_old):
-    """`fit` for a script with rollouts. problems {split: [(example, prompt ids)]}"""
-    sequences = args.prompts_per_step * args.num_generations
-    prompts = [len(ids) for rows in problems.values() for _, ids in rows]
-    return fit(
-        256,
-        model,
-        args,
-        lengths=torch.tensor([(prompt, args.gen_length) for prompt in prompts]),
-        held_out=len(problems.get("test", ())),
-        sequences=sequences,
-        rollout=sequences,
-        draws=args.num_draws,
-        coupled=together,
-        has_old=uses_old,
-        has_reference=args.beta > 0,
-    )
-
-
-def fit_answers(rows, held_out, model, args, draws=1, tail=0, **numbers):
-    """`fit` for a script without rollouts. The answers of a row share a forward.
-
-    rows: TokenRows of prompts and answers; held_out {split: problems}; draws: noisy copies of an
-    answer; tail: tokens behind it. Flag pack_length: of rows that hold several answers.
-    """
-    prompt, *sides = rows.lengths.T
-    lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
-    if pack_length := getattr(args, "pack_length", 0):
-        packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
-        lengths = torch.cat([lengths, packed])
-    return fit(
-        64,
-        model,
-        args,
-        lengths=lengths,
-        held_out=len(held_out.get("test", ())),
-        sequences=args.batch_size * len(sides),
-        draws=lambda replays: draws,
-        coupled=len(sides),
-        **numbers,
-    )

@@ -2,6 +2,8 @@
 
 from dataclasses import fields
 
+import torch
+
 from data.stream import ShuffledStream
 from distributed.groups import rank_share
 from evals import TRIAL, load_splits, load_task, mean_score
@@ -10,7 +12,7 @@ from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics
 from rollout.engine import SamplingSettings
 from rollout.rows import Batch
-from run.plan import fit_rollouts
+from run.plan import fit
 
 
 class HeldOut:
@@ -33,6 +35,19 @@ class HeldOut:
         self.facts = f"problems with too long a prompt, dropped: {dropped}"
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
+
+    def fit(self, rows, model, args, tail=0):
+        """-> the micro-batch size, how many completions are decoded together: see run/plan.py
+
+        rows: TokenRows of prompts and answers; the answers of a row share a forward. tail: tokens
+        behind an answer. Flag pack_length: of rows that hold several answers.
+        """
+        prompt, *sides = rows.lengths.T
+        lengths = torch.stack([prompt, torch.stack(sides).amax(0) + tail], 1)
+        if pack_length := getattr(args, "pack_length", 0):
+            packed = pack_length * lengths.sum(0, keepdim=True) // lengths.sum()
+            lengths = torch.cat([lengths, packed])
+        return fit(model, args, lengths, self.splits, len(sides))
 
     def prompts(self):
         """-> those that the run is scored on; rows that ask the same are not trained on"""
@@ -59,9 +74,10 @@ class Problems(HeldOut):
         self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
         self.stream = ShuffledStream(self.train, args.seed)
-        args.micro_batch_size, self.at_once = fit_rollouts(
-            self.splits, model, args, together, uses_old
-        )
+        prompts = [ids for problems in self.splits.values() for _, ids in problems]
+        lengths = [(len(ids), args.gen_length) for ids in prompts]
+        fitting = fit(model, args, lengths, self.splits, together, uses_old)
+        args.micro_batch_size, self.at_once = fitting
         self.facts = f"{len(self.train)} training problems; {self.facts}"
         self.rollout = dict(self.sampling)
         self.sampling |= {"temperature": args.eval_temperature, "seed": -1 - args.seed}

@@ -6,9 +6,6 @@ All else is keyed by the step.
 import json
 import shutil
 import sys
-import zlib
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,13 +13,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from distributed.disk import from_first_rank, hold, is_first_rank, whole_directory, writing
+from distributed.disk import hold, is_first_rank, whole_directory, writing
 from models import save_model, source_of
 from models.lora import has_lora, save_adapter
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-FACTS, CHECKSUMS = "facts.json", "checksums.json"  # of a state; the latter: {file: CRC-32}
+FACTS = "facts.json"  # of a state: number of ranks, sizes of its files
 
 
 class Saves:
@@ -30,15 +27,16 @@ class Saves:
 
     checkpoints/step-000050    weights in Hugging Face layout, or a LoRA adapter in peft's
     checkpoints/best           link to the weights with the best validation score
-    resume/step-000050         the state that `load` reads
+    resume/step-000050         the state that `include` reads
     """
 
-    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores=()):
-        """args: RunFlags. scores: [(step, validation score)] so far"""
+    def __init__(self, run_dir, model, optimizer, tokenizer, args, scores=(), step=0):
+        """args: RunFlags. scores: [(step, validation score)] so far. step: see `include`"""
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
-        self.pairs, self.tokenizer, self.args = [(model, optimizer)], tokenizer, args
-        self.scores = dict(scores)
+        self.model, self.tokenizer, self.args = model, tokenizer, args
+        self.scores, self.parts = dict(scores), {}
         self.newest = max(saves_in(self.checkpoints), default=(0, None))[1]
+        self.include(model, optimizer, step)
         self.tag_best()
 
     @property
@@ -46,35 +44,14 @@ class Saves:
         """The step with the best validation score, the first of equals; 0: there is none"""
         return max(self.scores, key=self.scores.get, default=0)
 
-    @staticmethod
-    def load(run_dir, model, optimizer):
-        """Fill both from the newest undamaged state, delete what was saved after it. -> its step
-
-        run_dir: "" for a new run, which starts at step 0. SystemExit if a process works in it, or
-        if the state is of another number of ranks or another model.
-        """
-        if not run_dir:
-            return 0
-        from_first_rank(lambda: hold(run_dir))
-        states, weights = Path(run_dir) / "resume", Path(run_dir) / "checkpoints"
-        state = from_first_rank(partial(newest_state, states))
-        facts, ranks = json.loads((state / FACTS).read_text()), dist.get_world_size()
-        if (saved := facts["world_size"]) != ranks:
-            raise SystemExit(f"--resume: {state} was saved by {saved} ranks, this run has {ranks}")
-        load_pair(state, model, optimizer, 0)
-        for folder in states, weights:
-            delete(path for step, path in saves_in(folder) if step > facts["step"])
-        return facts["step"]
-
     def include(self, model, optimizer, step):
-        """Save another pair with every state: a value model, or a reference that moves, which has
-        no optimizer (None).
-
-        step: > 0 in a resumed run; the pair is then loaded from that step's state.
+        """Save a pair with every state, the policy or a value model; without optimizer (None) a
+        reference that moves. step: > 0 in a resumed run; the pair is filled from that step's state.
         """
+        part = {f"part-{len(self.parts)}": Trained(model, optimizer) if optimizer else model}
         if step:
-            load_pair(self.resume / f"step-{step:06d}", model, optimizer, len(self.pairs))
-        self.pairs.append((model, optimizer))
+            dcp.load(part, checkpoint_id=self.resume / f"step-{step:06d}/state")
+        self.parts |= part
 
     def after_step(self, step, metrics, stopped=False):
         """Save weights and state every --save-every steps and when the run is stopped; the weights
@@ -83,14 +60,14 @@ class Saves:
         for name, value in metrics.items():
             if name.startswith("eval/"):
                 self.scores[step] = value
-        model, every = self.pairs[0][0], self.args.save_every
+        every = self.args.save_every
         is_due = stopped or (every and step % every == 0)
         if is_due or step in (self.best, self.args.max_steps):
             self.newest = self.checkpoints / f"step-{step:06d}"
-            if has_lora(model):
-                save_adapter(model, self.newest, source_of(self.args.model), self.tokenizer)
+            if has_lora(self.model):
+                save_adapter(self.model, self.newest, source_of(self.args.model), self.tokenizer)
             else:
-                save_model(model, self.newest, self.tokenizer)
+                save_model(self.model, self.newest, self.tokenizer)
         if step == self.best:
             self.tag_best()
         if is_due:
@@ -110,19 +87,17 @@ class Saves:
     def save_state(self, step):
         """Save into resume/step-<step>, delete older states than --keep-saves. Collective.
 
-        The state takes its name only when all of it is on disk, its checksums too.
+        The state takes its name only when all of it is on disk.
         """
-        facts, parts = {"step": step, "world_size": dist.get_world_size()}, {}
-        for number, pair in enumerate(self.pairs):
-            parts |= pair_parts(*pair, number)
         with whole_directory(self.resume / f"step-{step:06d}") as folder:
             try:  # a full disk raises on every rank
-                dcp.save(parts, checkpoint_id=folder / "state")
+                dcp.save(self.parts, checkpoint_id=folder / "state")
             except CheckpointException as error:
-                raise OSError(first_cause(error)) from error
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise OSError(f"{cause!r:.300} (rank {rank})") from error
             if is_first_rank():
+                facts = {"world_size": dist.get_world_size(), "sizes": sizes(folder)}
                 (folder / FACTS).write_text(json.dumps(facts) + "\n")
-                seal(folder)
         self.prune(self.resume)
 
     def prune(self, directory, spare=None):
@@ -131,40 +106,24 @@ class Saves:
             delete(path for step, path in saves_in(directory)[:-keep] if step != spare)
 
 
-def checksums(state):
-    """-> {file: CRC-32}
+class Trained:
+    """A model and its optimizer, as `dcp` saves and fills them: trained parameters and moments."""
 
-    A core takes half a second for a GB. A CRC misses one damage in 4 billion, never a single byte.
-    """
-    files = {str(path.relative_to(state)): path for path in state.rglob("*") if path.is_file()}
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(files, pool.map(crc32, files.values()), strict=True))
+    def __init__(self, model, optimizer):
+        self.pair = model, optimizer
 
+    def state_dict(self):
+        parameters, moments = get_state_dict(*self.pair, options=OPTIONS)
+        return {"model": parameters, "optimizer": moments}
 
-def crc32(path):
-    value = 0
-    with open(path, "rb") as file:
-        while part := file.read(2**24):
-            value = zlib.crc32(part, value)
-    return value
+    def load_state_dict(self, state):
+        parameters, moments = state["model"], state["optimizer"]
+        filled = {"model_state_dict": parameters, "optim_state_dict": moments}
+        set_state_dict(*self.pair, **filled, options=OPTIONS)
 
 
-def seal(state):
-    """Write the checksums of its files."""
-    (state / CHECKSUMS).write_text(json.dumps(checksums(state)) + "\n")
-
-
-def damage(state):
-    """-> names of the files that have changed since the state was saved. SystemExit if one cannot
-    be read: it may be whole.
-    """
-    try:
-        known, found = json.loads((state / CHECKSUMS).read_text()), checksums(state)
-    except (FileNotFoundError, ValueError):
-        return CHECKSUMS
-    except OSError as error:
-        raise SystemExit(f"--resume: cannot read {state}: {error}") from error
-    return ", ".join(name for name, value in known.items() if found.get(name) != value)
+def sizes(state):
+    return {path.name: path.stat().st_size for path in (state / "state").glob("*")}
 
 
 def saves_in(directory):
@@ -173,52 +132,35 @@ def saves_in(directory):
     return sorted((int(step), path) for step, path in named if step.isdecimal())
 
 
-def newest_state(directory):
-    """-> path of the newest state that is not damaged, after a line on each that is. SystemExit if
-    there is none.
-    """
-    for _, state in reversed(saves_in(directory)):
-        if not (wrong := damage(state)):
-            return state
-        line = f"--resume: {state} is damaged ({wrong}); trying the save before it"
-        print(line, file=sys.stderr, flush=True)
-    raise SystemExit(
-        f"--resume: {directory} holds no undamaged save; runs make one every --save-every steps"
-    )
-
-
-def pair_parts(model, optimizer, number):
-    """-> what a state holds of its pair of that number: the model's trained parameters and their
-    moments; without optimizer (None) all of the model
-    """
-    if optimizer is None:
-        return {f"model-{number}": model.state_dict()}
-    parameters, moments = get_state_dict(model, optimizer, options=OPTIONS)
-    return {f"model-{number}": parameters, f"optimizer-{number}": moments}
-
-
-def load_pair(state, model, optimizer, number):
-    """Fill a pair from a state. Collective."""
-    parts = pair_parts(model, optimizer, number)
+def facts_of(state):
+    """-> what a state says of itself; None: it is damaged, as a copy that was cut off is"""
     try:
-        dcp.load(parts, checkpoint_id=state / "state")
-        if optimizer:
-            parameters, moments = parts.values()
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=parameters,
-                optim_state_dict=moments,
-                options=OPTIONS,
-            )
-    except CheckpointException as error:
-        raise SystemExit(f"--resume: {state} is of another model: {first_cause(error)}") from error
+        facts = json.loads((state / FACTS).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return facts if facts.get("sizes") == sizes(state) else None
 
 
-def first_cause(error):
-    """A CheckpointException has one (exception, stack) per failed rank. -> the first, as a line"""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"{cause!r:.300} (rank {rank})"
+def newest_step(run_dir):
+    """-> step of the newest whole state of a run, after a line on each that is not; what was saved
+    after it is deleted. 0 for a new run, "". Call it on the first rank.
+
+    SystemExit if there is none, if it is of another number of ranks, or if a process works there.
+    """
+    if not run_dir:
+        return 0
+    hold(run_dir)
+    folders = [Path(run_dir) / name for name in ("resume", "checkpoints")]
+    for step, state in reversed(saves_in(folders[0])):
+        if facts := facts_of(state):
+            if (saved := facts["world_size"]) != (now := dist.get_world_size()):
+                raise SystemExit(
+                    f"--resume: {state} was saved by {saved} ranks, this run has {now}"
+                )
+            delete(path for folder in folders for at, path in saves_in(folder) if at > step)
+            return step
+        print(f"--resume: {state} is damaged; trying the save before it", file=sys.stderr)
+    raise SystemExit(f"--resume: no undamaged save in {folders[0]} (--save-every)")
 
 
 def delete(saves):

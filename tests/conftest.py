@@ -115,7 +115,7 @@ def warm_up():
     from run import saves  # noqa: F401
 
     load_tokenizer("tiny-sdar")
-    small_problems()
+    small_problems("train")
     for script in METHODS:
         importlib.import_module(f"algos.{script}")
 

@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import os
-import shlex
 import socket
 import sys
 import tempfile
@@ -35,10 +34,12 @@ CASES = {
     | EVERY
     | (ANSWERS if script in OFFLINE else ROLLOUTS)
     | flags
-    for script, facts in METHODS.items()
-    for family, flags in facts["runs"].items()
+    for script, method in METHODS.items()
+    for family, flags in method.runs.items()
 }
-flags_of = CASES.get
+# the tiny model; others of either attention with LoRA, and with all weights
+MODELS = "", "--model sdar-8b", "--model sdar-8b --lora-rank 0"
+MODELS += "--model llada-8b", "--model llada-8b --lora-rank 0"
 SHOWN = "loss/total optim/grad_norm reward/mean loss/kl router/entropy eval/countdown".split()
 SHOWN += ["test/countdown"]
 
@@ -80,7 +81,7 @@ def _child(rank, ranks, nodes, port, script, flags, out):
     os.environ |= where | {name: str(size) for name, size in sizes.items()}
     module = importlib.import_module(f"algos.{script}")
     args = module.Args(**SMALL | flags, out=str(out))
-    module.main(parsed(script, *shlex.split(command.flags_of(args))))
+    module.main(parsed(script, *command.flags_of(vars(args))))
 
 
 def free_port():
@@ -111,32 +112,13 @@ def record(directory):
     }
 
 
-def values(script, folder):
-    """-> {kind of model and training: {flag: value}} that a command line without flags resolves"""
-    from models.tiny import TINY_LLADA, TINY_SDAR
-
-    found = {"tiny": parsed(script)}
-    wide = {"block": TINY_SDAR | {"hidden_size": 4096}, "bidirectional": TINY_LLADA}
-    for kind, config in wide.items():
-        model = Path(folder, kind)
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps({"d_model": 4096, **config, "n_layers": 9}))
-        found[f"{kind}, LoRA"] = parsed(script, "--model", model)
-        found[f"{kind}, full"] = parsed(script, "--model", model, "--lora-rank", 0)
-    kept = {name: {**vars(args), "model": Path(args.model).name} for name, args in found.items()}
-    return json.loads(json.dumps(kept))
-
-
 def all_values():
-    """-> {script: values}, each as differences from those of d1 on the tiny model, and these"""
-    with tempfile.TemporaryDirectory() as folder:
-        found = {script: values(script, folder) for script in METHODS}
-    first = found["d1"]["tiny"]
-    differing = lambda one: {k: v for k, v in one.items() if k not in first or v != first[k]}
-    return {"first": first} | {
-        script: {name: differing(one) for name, one in kinds.items()}
-        for script, kinds in found.items()
-    }
+    """-> {script: {flag: its values on MODELS}}, where no other flag is given"""
+    found = {}
+    for script in METHODS:
+        runs = [vars(parsed(script, *words.split())) for words in MODELS]
+        found[script] = {name: [run[name] for run in runs] for name in runs[0]}
+    return json.loads(json.dumps(found))
 
 
 def assert_same_metrics(one, two):

@@ -14,7 +14,7 @@ import torch
 
 from models.tiny import TINY_DREAM, TINY_LLADA, TINY_LLADA2, TINY_SDAR, random_model
 from rollout import make_engine
-from rollout.rows import Batch
+from rollout.rows import Batch, Rows
 
 MASK, EOS = 6, 5
 TOKENS = {"vocab_size": 8, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
@@ -41,17 +41,18 @@ class Group:
     set_requires_all_reduce = set_reshard_after_backward = lambda self, value, recurse: None
 
 
-def updated(module, model, rows, args):
-    """One `update` of an online script, the gradient not clipped, whose model is not sharded and
-    takes no step. -> metrics, gradient
+def updated(module, model, *given):
+    """One `update` of a script, the gradient not clipped, whose model is not sharded and takes no
+    step. given: rows (of SFT: batch, noise), args. -> metrics, gradient
     """
+    *rows, args = given
     found, group = [], {"params": list(model.parameters())}
     optimizer = SimpleNamespace(param_groups=[group], zero_grad=model.zero_grad)
     optimizer.step = lambda: found.append(gradient(model))
     norm = SimpleNamespace(full_tensor=lambda: gradient(model).norm())
     model.zero_grad()
     with mock.patch("torch.nn.utils.clip_grad_norm_", lambda *_: norm):
-        return module.update(model, optimizer, rows, 0, args), *found
+        return module.update(model, optimizer, *rows, 0, args), *found
 
 
 def tiny_model(family="sdar", seed=0, shift=0.0, **config):
@@ -70,6 +71,12 @@ def tiny_model(family="sdar", seed=0, shift=0.0, **config):
     return model
 
 
+def few_tokens(family, n):
+    """Settings of a model with n tokens, the EOS and the mask the last of them."""
+    ids = {"vocab_size": n, "mask_token_id": n - 1, "eos_token_id": n - 2, "pad_token_id": n - 2}
+    return ids | ({"embedding_size": n} if family == "llada" else {})
+
+
 def changed(thing, **fields):
     """A copy with other attributes."""
     thing = copy.copy(thing)
@@ -86,7 +93,10 @@ def small_args(module, **fields):
     return module.Args(**{name: value for name, value in small.items() if name in known})
 
 
-def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (2, 2))):
+PROMPTS = (4, 1, 2, 3, 0, 1), (1, 2, 3), (2, 2)
+
+
+def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     """A rollout of ragged prompts: advantages of both signs, and the last group dead."""
     G, engine = args.num_generations, make_engine(model)
     names = ("gen_length", "denoising_steps", "temperature", "remasking")
@@ -94,7 +104,7 @@ def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (
     generate = lambda prompts, **how: engine.generate(prompts, **how)
     if hasattr(module, "sample_trees"):
         generate = lambda prompts, **how: module.sample_trees(engine, args, prompts, **how)
-    trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=0, **how)
+    trace = generate([list(p) for p in prompts], num_samples=G, sample_offset=sample_offset, **how)
     batch = Batch(trace, model)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]] * (len(prompts) - 1) + [[1.0] * 4]).double()
     rewards = rewards[:, :G].flatten()
@@ -105,7 +115,7 @@ def rollout_batch(module, model, args, prompts=((1, 2, 3), (4, 1, 2, 3, 0, 1), (
     return batch
 
 
-def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=4, mask=MASK):
+def made_batch(input_ids, completion_mask, block_ids=None, block_length=4, mask=MASK):
     """A batch without a rollout. input_ids [B, T], completion_mask [B, L]"""
     B, L = completion_mask.shape
     settings = {"block_length": block_length, "seed": 3}
@@ -124,23 +134,14 @@ def made_batch(module, input_ids, completion_mask, block_ids=None, block_length=
     )
 
 
-def made_rows(module, weights, advantages):
+def made_rows(weights, advantages):
     """Rows for a loss or an estimate alone. weights [R, K, L]"""
     weights = torch.as_tensor(weights, dtype=torch.float64)
     R, K, L = weights.shape
     c = (weights != 0).any(1)
-    batch = made_batch(module, torch.zeros(R, L, dtype=torch.long), c)
+    batch = made_batch(torch.zeros(R, L, dtype=torch.long), c)
     batch.advantages = torch.as_tensor(advantages, dtype=torch.float64)
-    return changed(module.Rows(batch, weights != 0, weights), weights=weights)
-
-
-def blocks_of(batch):
-    """Likelihood blocks with scored tokens. -> [(sequence, columns of its scored tokens)]"""
-    found = []
-    for b, (ids, scored) in enumerate(zip(batch.block_ids, batch.completion_mask, strict=True)):
-        for block in ids[scored].unique():
-            found.append((b, (ids == block).logical_and(scored).nonzero().flatten()))
-    return found
+    return changed(Rows(batch, weights != 0, weights), weights=weights)
 
 
 def log_probs(model, ids):
@@ -182,10 +183,8 @@ class OneBlock:
     chances = torch.tensor([1 / (4 * math.comb(4, int(p.sum()))) for p in patterns]).double()
     times = (48 * chances).round().long()
 
-    def __init__(self, family="sdar", shift=0.0):
-        ids = {"vocab_size": 6, "mask_token_id": 5, "eos_token_id": 4, "pad_token_id": 4}
-        ids |= {"embedding_size": 6} if family == "llada" else {}
-        self.model = tiny_model(family, 0, shift, **ids)
+    def __init__(self, family="sdar"):
+        self.model = tiny_model(family, **few_tokens(family, 6))
         self.ids = torch.cat([torch.tensor([self.prompt] * 625), self.completions], 1)
 
     def by_order(self):
@@ -212,6 +211,20 @@ class OneBlock:
         return torch.stack(found)
 
 
+def row_logps(model, clean, noisy, temperature=1.0):
+    """Log-probabilities of every token at every place of one row, [T] ids -> [T, V], by passes over
+    [clean blocks before, noisy block]; for bidirectional models over the noisy row.
+    """
+    size = model.block_length if model.attention == "block-causal" else len(clean)
+    rows = [
+        torch.cat([clean[:start], noisy[start : start + size]])
+        for start in range(0, len(clean), size)
+    ]
+    logits = torch.cat([model.logits(ids[None])[0, i * size :] for i, ids in enumerate(rows)])
+    is_mask = torch.arange(logits.shape[-1]) == model.mask_token_id
+    return (logits / temperature).masked_fill(is_mask, -math.inf).log_softmax(-1)
+
+
 def naive_logps(model, rows):
     """draw_logps with a forward and a graph for every block of every draw. -> [R, K, L]"""
     (R, K, L), found = rows.weights.shape, []
@@ -219,15 +232,9 @@ def naive_logps(model, rows):
         valid = rows.valid_mask[r]
         clean, masked = rows.input_ids[r][valid], rows.masked[r, k][valid]
         targets = clean if rows.targets is None else rows.targets[r, k][valid]
-        logps, P = [], len(valid) - L - int((~valid[:-L]).sum())
-        # a block model sees clean blocks and the token's own; others see the noisy canvas
-        size = 4 if model.attention == "block-causal" else len(clean)
-        for start in range(0, len(clean), size):
-            noisy = torch.where(masked, MASK, clean)[start : start + size]
-            logits = model.logits(torch.cat([clean[:start], noisy])[None])[0, start:]
-            logits = torch.where(torch.arange(8) == MASK, -math.inf, logits / rows.temperature)
-            logps.append(logits.log_softmax(-1).gather(1, targets[start:][:size, None])[:, 0])
-        logps = torch.nn.functional.pad(torch.cat(logps)[P:], (0, L - len(clean) + P))
+        log_p = row_logps(model, clean, torch.where(masked, MASK, clean), rows.temperature)
+        logps, P = log_p.gather(1, targets[:, None])[:, 0], int(valid[:-L].sum())
+        logps = torch.nn.functional.pad(logps[P:], (0, L - len(clean) + P))
         found.append(torch.where(rows.weights[r, k] != 0, logps, 0.0))
     return torch.stack(found).view(R, K, L)
 

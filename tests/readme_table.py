@@ -26,14 +26,13 @@ def table():
         "| script | method and its page | paper | families | lines | lines added to |",
         "|---|---|---|---|---|---|",
     ]
-    for script, facts in METHODS.items():
-        name, what = facts["title"].split(": ", 1)
-        families = facts["families"]
-        served = "all" if families == ALL else ", ".join(NAMES[family] for family in families)
+    for script, method in METHODS.items():
+        head, what = source(script)[3:].partition(".\n")[0].split(": ", 1)
+        served = "all" if method.families == ALL else ", ".join(map(NAMES.get, method.families))
         reference = "sft" if script in OFFLINE else "d1"
         added = f"{reference}.py: {added_lines(script, reference)}" if script != reference else "-"
-        paper = facts["paper"]
-        link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper else "ours"
+        paper = re.search(r"\d{4}\.\d{5}|$", head)[0]
+        name, link = head.split(" (")[0], f"[{paper}](https://arxiv.org/abs/{paper})" * bool(paper)
         rows.append(
             f"| [algos/{script}.py](algos/{script}.py) | [{name}](docs/algos/{script}.md): {what} "
             f"| {link} | {served} | {len(source(script).splitlines())} | {added} |"

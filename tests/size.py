@@ -11,7 +11,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from sync_shared import METHODS, shared_blocks, source
+from sync_shared import METHODS, shared_blocks, source, without
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = {
@@ -48,13 +48,10 @@ def sizes(root=ROOT):
 def copied():
     """-> tokens of the scripts' shared blocks beyond the first copy of each"""
     seen, tokens = set(), 0
-    for script in METHODS:
-        lines = source(script).splitlines(keepends=True)
-        for name, (start, end) in shared_blocks("".join(lines), script).items():
-            indent = lines[start - 1].partition("#")[0]
-            rest = lines[:start] + [f"{indent}pass\n"] + lines[end:]
-            tokens += (size("".join(lines)) - size("".join(rest)) + 1) * (name in seen)
-            seen.add(name)
+    for text in map(source, METHODS):
+        names = shared_blocks(text).keys()
+        tokens += size(text) - size(without(text, seen)) + len(names & seen)
+        seen |= names
     return tokens
 
 

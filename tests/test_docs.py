@@ -19,7 +19,7 @@ from evals.rewards import REWARDS, load_reward
 from models.names import MODELS
 from rollout import make_engine
 from rollout.rows import Batch
-from run import plan
+from run import plan, problems
 from run.flags import check_numbers
 from run.problems import sampling_of
 
@@ -86,7 +86,7 @@ def test_commands_parse(page):
         assert (ROOT / program).is_file()
         if program.split("/")[0] == "tests" or program == "evals/report.py":
             continue
-        is_task = program in {f"evals/{task}.py" for task in TASKS - {"show"}}
+        is_task = program in {f"evals/{task}.py" for task in TASKS}
         module = import_module("evals.run" if is_task else program[:-3].replace("/", "."))
         if not hasattr(module, "Args"):
             tyro.extras.get_parser(module.main).parse_args(words)
@@ -152,8 +152,10 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
             monkeypatch.setitem(MODELS, name, str(folder))
     monkeypatch.setitem(MODELS, "DiffuCoder-7B-Instruct", MODELS["dream-7b"])  # is a Dream
     machine, networks = {"room": 85e9, "gpu": "H100"}, {}
-    planned = lambda _, *what, **numbers: plan.Plan(*what, **machine, **numbers)
-    monkeypatch.setattr(plan, "fit", planned)
+    planned = lambda model, args, lengths, splits, coupled, has_old=False: plan.Plan(
+        model, args, lengths, 128, coupled, has_old, **machine
+    )
+    monkeypatch.setattr(problems, "fit", planned)
     # counted, it is 74,000 to 107,000 bytes, and takes seconds
     monkeypatch.setattr(plan, "kept_per_token", lambda *_: 1e5)
     for command, ranks in rows:
@@ -168,10 +170,10 @@ def test_recipes_parse_and_fit_the_gpus_that_they_name(monkeypatch):
         if hasattr(script, "RECORDS"):
             assert args.reward in (*REWARDS, "")
             make_engine(net).validate(script.RECORDS, **sampling_of(args))
-            problems = {"test": [(None, range(args.max_prompt_length))] * 128}
-            made = plan.fit_rollouts(problems, net, args, script.DRAWS_TOGETHER, script.USES_OLD)
+            lengths = [(args.max_prompt_length, args.gen_length)]
+            made = planned(net, args, lengths, {}, script.DRAWS_TOGETHER, script.USES_OLD)
         else:
-            sides, draws = (2, args.mc_num) if "mc_num" in vars(args) else (1, 1)
+            sides = 2 if "mc_num" in vars(args) else 1
             answers = SimpleNamespace(lengths=torch.full((1, 1 + sides), args.max_length // 2))
-            made = plan.fit_answers(answers, {"test": range(128)}, net, args, draws)
+            made = problems.HeldOut.fit(SimpleNamespace(splits={}), answers, net, args)
         assert made.fitting, command

@@ -1,5 +1,7 @@
 """d-TreeRPO: the segments, targets and likelihoods of trees; released values."""
 
+import math
+
 import pytest
 import torch
 from oracles import EOS, tilted, tiny_model, updated
@@ -12,58 +14,40 @@ from rollout.rows import Batch
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 REWARDS = [3.0, 2, 1, 0, 0, 0, 1, 2, 5, 0, 0, 1]
-SHAPE = {"num_generations": 12, "branches": (3, 2, 2), "gen_length": 8, "block_length": 4}
-ONE_STEP = {"num_generations": 96, "temperature": 1.5, "branches": (24, 2, 2)}
-NAMES = "gen_length block_length denoising_steps temperature remasking".split()
+SHAPE = {"gen_length": 8, "block_length": 4, "denoising_steps": 2, "temperature": 1.5}
 
 
-def grow(engine, prompts, **settings):
-    """-> args, batch and rows of trees"""
-    args = dtreerpo.Args(**SHAPE | {"denoising_steps": 2} | settings)
-    how = {name: getattr(args, name) for name in NAMES} | {"seed": 42 << 32}
-    trace = dtreerpo.sample_trees(engine, args, prompts, args.num_generations, 0, **how)
-    batch, leaves = Batch(trace, engine.model), args.num_generations * len(prompts)
-    batch.advantages = dtreerpo.compute_advantages(torch.tensor(leaves // 12 * REWARDS), args)
-    batch.progress = 0.4
-    return args, batch, dtreerpo.sample_masks(batch, 0, args)
+def grow(engine, prompt, branches, **settings):
+    """-> batch and rows of a tree, args"""
+    how = SHAPE | settings
+    args = dtreerpo.Args(branches=branches, micro_batch_size=99, lambda_max=0.02, **how)
+    args.num_generations = leaves = math.prod(branches)
+    trace = dtreerpo.sample_trees(engine, args, [prompt], leaves, 0, seed=42 << 32, **how)
+    batch, rewards = Batch(trace, engine.model), torch.tensor(REWARDS * (leaves // 12))
+    batch.advantages, batch.progress = dtreerpo.compute_advantages(rewards, args), 0.4
+    return batch, dtreerpo.sample_masks(batch, 0, args), args
 
 
-def test_segments_have_equally_many_steps():
-    args = dtreerpo.Args(branches=(2, 3, 2), num_generations=12, gen_length=12, denoising_steps=4)
-    assert dtreerpo.tree_forks(args, 4) == [4, 8]
-
-
-def test_advantages():
-    """By hand; equal rewards give exactly 0."""
-    args = dtreerpo.Args(branches=(3, 2))
-    want = [[2.25, 1], [2.25, -1], [-0.75, 1], [-0.75, -1], [-1.5, 0], [-1.5, 0]]
-    got = dtreerpo.compute_advantages(torch.tensor(2 * [3.0, 2, 1, 0, 0, 0]), args)
-    assert got.tolist() == 2 * want
-    assert not dtreerpo.compute_advantages(torch.full((12,), 0.7), args).any()
-
-
-def along_paths(args, values):
-    """Sums of values [R, L] over the segments from the root to each leaf of the only tree"""
-    total, first, number = 0, 0, 1
-    for branches in args.branches:
-        number *= branches
-        part = values[first : first + number]
-        total = total + part.repeat_interleave(args.num_generations // number, 0)
-        first += number
-    return total
+def along_paths(engine, prompt, branches, **settings):
+    """-> batch of a tree; of the segments from the root to each leaf, added up: is a token scored,
+    and its log-probability
+    """
+    batch, rows, _ = grow(engine, prompt, branches, **settings)
+    nodes = torch.tensor(branches).cumprod(0).tolist()
+    with torch.no_grad():
+        logps = dtreerpo.draw_logps(engine.model, rows)[:, 0]
+    parts = ((rows.weights[:, 0] > 0).split(nodes), logps.split(nodes))
+    return batch, *(
+        sum(x.repeat_interleave(nodes[-1] // len(x), 0) for x in part) for part in parts
+    )
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
 def test_segments_of_one_step(family):
     """They give the product of the probabilities with which the tokens up to the EOS were drawn."""
-    shape = ONE_STEP | {"branches": (12, 2, 2, 2)}
-    engine = make_engine(tiny_model(family))
-    args, batch, rows = grow(engine, [[3, 4, 0, 1, 2, 3, 4, 0]], **shape)
-    with torch.no_grad():
-        logps = dtreerpo.draw_logps(engine.model, rows)[:, 0]
-    times, got = (along_paths(args, x) for x in (rows.weights[:, 0] > 0, logps))
-    want = (batch.trace.logps * times).double()
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    engine, prompt = make_engine(tiny_model(family)), [3, 4, 0, 1, 2, 3, 4, 0]
+    batch, times, got = along_paths(engine, prompt, (12, 2, 2, 2))
+    torch.testing.assert_close(got, batch.trace.logps.double() * times, atol=1e-5, rtol=0)
     ids, steps = batch.trace.completion_ids, batch.trace.step_map
     when = torch.arange(8) // 4 * 2 + steps
     before = (when[:, None] <= when[..., None]) & torch.ones(8, 8).tril(-1).bool()
@@ -76,27 +60,24 @@ def test_segments_of_one_step(family):
 @pytest.mark.parametrize("family", ["sdar", "llada"])
 def test_when_this_is_the_likelihood(family, remasking):
     """That of an enumeration of all draws: if the order of reveals does not depend on them."""
-    engine, block, prompt = toy(family), 4 if family == "sdar" else 3, [3, 1, 4, 2, 0]
-    law = reveal_quota(block, 3), remasking, 0.3, 1.5
+    engine, prompt = toy(family), [3, 1, 4, 2, 0]
+    how = {"gen_length": 3, "denoising_steps": 3, "block_length": 4 if family == "sdar" else 3}
+    law = reveal_quota(how["block_length"], 3), remasking, 0.3, 1.5
     exact = exact_distribution(engine.model, prompt, 3, *law)
-    shape = {"gen_length": 3, "block_length": block, "denoising_steps": 3, "remasking": remasking}
-    args, batch, rows = grow(engine, [prompt], **ONE_STEP | shape)
-    with torch.no_grad():
-        got = along_paths(args, dtreerpo.draw_logps(engine.model, rows)[:, 0]).sum(1).double()
-    whole, ids = batch.completion_mask.all(1), batch.trace.completion_ids
-    want = torch.tensor([exact[tuple(row)] for row in ids[whole].tolist()]).log()
-    is_fixed = remasking in ("entropy", "sequential")
-    assert len(want) > 20 and ((got[whole] - want).abs().max() < 1e-5) == is_fixed
+    batch, _, got = along_paths(engine, prompt, (24, 2, 2), remasking=remasking, **how)
+    whole = batch.completion_mask.all(1)
+    want = [exact[tuple(ids)] for ids in batch.trace.completion_ids[whole].tolist()]
+    gap = (got.sum(1)[whole] - torch.tensor(want).log()).abs().max()
+    assert len(want) > 20 and (gap < 1e-5) == (remasking in ("entropy", "sequential"))
 
 
 def test_a_tree_equals_the_released_code():
     """compute_loss and its backward of THU-BPM/d-TreeRPO 3eb6f21 on this tree, the mask token left
     out as in ours; old and reference values of tilted models.
     """
-    models = [tilted(tilt) for tilt in (0, 0.3, -0.2)]
+    models, how = [tilted(x) for x in (0, 0.3, -0.2)], {"gen_length": 12, "temperature": 1.0}
     models[0].eos_token_ids = [224]
-    shape = {"gen_length": 12, "temperature": 1.0, "micro_batch_size": 99, "lambda_max": 0.02}
-    args, _, rows = grow(make_engine(models[0]), [[20, 22, 26, 16, 13, 27]], **shape)
+    _, rows, args = grow(make_engine(models[0]), [20, 22, 26, 16, 13, 27], (3, 2, 2), **how)
     with torch.no_grad():
         rows.old, rows.ref = (dtreerpo.draw_logps(model, rows)[:, 0] for model in models[1:])
     rows.has_gradient = True

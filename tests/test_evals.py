@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 from data.planning import stable_hash
 from data.rows import read_rows
 from evals import (
-    TRAIN_TASKS,
     load_problems,
     load_splits,
     load_task,
@@ -41,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 GOLDEN = [json.loads(line) for line in (ROOT / "tests/golden/evals.jsonl").read_text().splitlines()]
 TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
 PRIVATE = {"private": ""}
+TRAIN = "arc_c countdown gsm8k math500 mbpp qa sudoku".split()
 RECALL = {  # of judged completions, at least: of the forms that scorers were tuned on, of others
     "number": (0.91, 0.88),
     "expression": (0.89, 0.45),
@@ -364,12 +364,11 @@ def test_bbh_clone(tmp_path):
 
 
 def test_splits(tmp_path):
-    """Tasks without a train split name those to train on; MBPP's splits are task numbers."""
+    """Few tasks have a train split; MBPP's splits are task numbers."""
     for name in TASKS:
-        if name not in (*TRAIN_TASKS, "qa"):
+        if name not in TRAIN:
             said = one_line(load_problems, load_task(name), "train", "", None, 1024)
             assert said.startswith("--split train: ") and " has only test" in said
-            assert "train on another task: arc_c, countdown" in said
     rows = [row_of("mbpp", task_id=number) for number in (1, 10, 11, 510, 511, 600, 601, 974)]
     path, mbpp = write(tmp_path / "rows.jsonl", rows), load_task("mbpp")
     assert [len(mbpp.load(split, path)) for split in ("test", "validation", "train")] == [2, 2, 2]
@@ -465,12 +464,11 @@ def test_a_file_is_divided_by_the_hash_of_prompts(tmp_path):
 
 def test_load_problems(tmp_path):
     tokenizer, gsm8k = load_tokenizer("tiny-sdar"), load_task("gsm8k")
-    rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99, "<|MASK|>")]
+    rows = [row_of("gsm8k", question=f"How {word}?") for word in ("many", "long" * 99)]
     load = lambda rows, length: load_problems(
         gsm8k, "train", write(tmp_path / "train.jsonl", rows), tokenizer, length
     )
-    assert "prompt 2 contains the mask token" in one_line(load, rows, 9999)
-    kept, dropped = load(rows[:2], 300)
+    kept, dropped = load(rows, 300)
     assert [example["question"] for example, _ in kept] == ["How many?"] and dropped == 1
     assert kept[0][1] == list(kept[0][1]) and len(kept[0][1]) <= 300
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from golden_runs import CASES, assert_same_metrics, flags_of, rows_of, run_script
+from golden_runs import CASES, assert_same_metrics, rows_of, run_script
 from sync_shared import METHODS
 from torch.distributed.tensor import DTensor
 
@@ -123,7 +123,7 @@ def test_routers_and_rotary_tables_stay_fp32(run_ranks, monkeypatch, family):
 GRID = [
     (script, f"tiny-{family}", 4 * ((i + j) % 2))
     for i, (script, method) in enumerate(METHODS.items())
-    for j, family in enumerate(method["families"])
+    for j, family in enumerate(method.families)
 ]
 
 
@@ -132,7 +132,7 @@ GRID = [
 def test_scripts_run_on_every_family(warm, tmp_path, script, family, lora_rank):
     """Full or LoRA: finite and moving; two ranks with other micro-batches equal one."""
     case = next(case for case in CASES if case.split("-")[0] == script)
-    flags = flags_of(case) | {"model": family, "lora_rank": lora_rank}
+    flags = CASES[case] | {"model": family, "lora_rank": lora_rank}
     one, two = (
         rows_of(
             run_script(script, flags | {"micro_batch_size": size}, ranks, tmp_path / str(ranks))

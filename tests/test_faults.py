@@ -113,7 +113,7 @@ def drawn(script, ranks, seed):
     dead = draw.random()
     rewards = [[draw.random() * (draw.random() > dead) for _ in range(G)] for _ in range(groups)]
     cuts = sorted(draw.sample(range(1, groups), 3))[: ranks - 1]
-    families = [family for family in METHODS[script]["families"] if family in CONFIGS]
+    families = [family for family in METHODS[script].families if family in CONFIGS]
     return draw.choice(families), flags, [0, *cuts, groups], prompts, rewards
 
 

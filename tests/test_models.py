@@ -18,6 +18,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from oracles import row_logps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -122,43 +123,41 @@ def assert_same_weights(a, b):
 
 
 @torch.no_grad()
-def golden_errors(family):
-    """-> {case: largest fp32 difference from the official outputs}"""
+def golden_pairs(family):
+    """-> {case: our outputs, the official ones} in fp32"""
     config, want = CONFIGS[family], GOLDEN[family][1]
     model = model_of(config, rule=family)
-    largest = lambda got, want: (got - want).abs().max().item()
     if family == "dream":
-        errors = {"plain": largest(model.logits(want["input_ids"]), want["logits"])}
+        pairs = {"plain": (model.logits(want["input_ids"]), want["logits"])}
         for side in ("left", "right"):
             # At the first token of a left-padded row the official code takes the state of padding.
             valid = want[f"{side}.valid"].bool()
             late = valid & (valid.cumsum(1) > 1)
             got = model.logits(want[f"{side}.input_ids"], valid)
-            errors[side] = largest(got[late], want[f"{side}.logits"][late])
-        return errors
+            pairs[side] = got[late], want[f"{side}.logits"][late]
+        return pairs
     ids = want["ids"].long()
-    errors = {"plain": largest(model.logits(ids), want["logits"])}
+    pairs = {"plain": (model.logits(ids), want["logits"])}
     if "attention_mask" in want:
         valid = want["attention_mask"]
         padded = model.logits(want["padded_ids"].long(), valid)
-        errors |= {"padded": largest(padded[valid], want["padded_logits"])}
+        pairs["padded"] = padded[valid], want["padded_logits"]
     if family == "llada":
-        far = model.logits(want["long_ids"].long())[:, -16:]
         grouped = model_of(config | {"n_kv_heads": 2}, rule="llada")  # shared key heads
-        errors["grouped"] = largest(grouped.logits(ids), want["gqa_logits"])
-        return errors | {"far": largest(far, want["long_logits"])}
-    if family == "llada_moe":
-        return errors
-    noisy = want["noisy_ids"][:, None]
-    logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
-    return errors | {"logps of [clean | noisy]": largest(logps, want["logps"])}
+        pairs["grouped"] = grouped.logits(ids), want["gqa_logits"]
+        pairs["far"] = model.logits(want["long_ids"].long())[:, -16:], want["long_logits"]
+    if "noisy_ids" in want:  # [clean | noisy]
+        noisy = want["noisy_ids"][:, None]
+        logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
+        pairs["logps"] = logps, want["logps"]
+    return pairs
 
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_outputs_are_the_official_ones(family):
     assert 0.9 < GOLDEN[family][1]["logits"].std() < 10
-    for case, error in golden_errors(family).items():
-        assert error <= 1e-5, (case, error)
+    for case, pair in golden_pairs(family).items():
+        torch.testing.assert_close(*pair, atol=1e-5, rtol=0, msg=case)
 
 
 def test_gradients_of_llada_moe_are_the_official_ones():
@@ -259,23 +258,15 @@ def ragged(lengths, side="left", T=None, seed=0):
 
 
 def naive_logps(model, clean, noisy, score, valid, temperature=1.0):
-    """{place: logp}, {place: entropy}, by passes over [clean blocks before, noisy block] of one
-    copy of one row; for bidirectional models over the noisy copy.
-    """
+    """{place: logp}, {place: entropy}, of each copy of each row alone"""
     out, entropies = {}, {}
     for b, copy in np.ndindex(*score.shape[:2]):
-        place = valid[b].nonzero()[:, 0].tolist()
-        n = model.block_length if model.attention == "block-causal" else len(place)
-        for start in range(0, len(place), n):
-            here = place[start : start + n]
-            ids = torch.cat([clean[b, place[:start]], noisy[b, copy, here]])[None]
-            logits = model.logits(ids)[0, start:] / temperature
-            keep = torch.arange(logits.shape[-1]) != MASK
-            log_p = logits.masked_fill(~keep, -1e30).log_softmax(-1)
-            for j, t in enumerate(here):
-                if score[b, copy, t]:
-                    out[b, copy, t] = log_p[j, clean[b, t]]
-                    entropies[b, copy, t] = -(log_p[j].exp() * log_p[j]).sum()
+        place = valid[b].nonzero()[:, 0]
+        log_p = row_logps(model, clean[b, place], noisy[b, copy, place], temperature)
+        for j, t in enumerate(place.tolist()):
+            if score[b, copy, t]:
+                out[b, copy, t] = log_p[j, clean[b, t]]
+                entropies[b, copy, t] = torch.special.entr(log_p[j].exp()).sum()
     return out, entropies
 
 
@@ -418,21 +409,6 @@ def tensors(change, file=WEIGHTS):
     return damage
 
 
-def cut(size, file=WEIGHTS):
-    def damage(directory):
-        (directory / file).write_bytes((directory / file).read_bytes()[:size])
-
-    return damage
-
-
-def write(file, content):
-    def damage(directory):
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        (directory / file).write_bytes(data)
-
-    return damage
-
-
 def edit(file="config.json", **changes):
     def damage(directory):
         content = json.loads((directory / file).read_text())
@@ -441,19 +417,24 @@ def edit(file="config.json", **changes):
     return damage
 
 
+def cut_off(directory):
+    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:-1])
+
+
 DAMAGES = {
-    "missing tensor": (tensors(lambda t: t.pop(NORM)), ["checkpoint", f"{NORM} is missing"]),
-    "extra tensor": (
-        tensors(lambda t: t.update(x=torch.zeros(2))),
-        [r"x is \(2,\), needed nowhere"],
-    ),
-    "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), [NORM, r"\(1,\)", r"\(32,\)"]),
-    "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), [NORM, "I8"]),
-    "cut off": (cut(-1), ["safetensors", "truncated"]),
-    "mask id": (edit(mask_token_id=7), ["mask_token_id 7 is no special", r"'<\|MASK\|>': 257"]),
+    "missing": (tensors(lambda t: t.pop(NORM)), f"checkpoint.* {NORM} is missing"),
+    "extra": (tensors(lambda t: t.update(x=torch.zeros(2))), r"x is \(2,\), needed nowhere"),
+    "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), NORM + r".*\(1,\).*\(32,\)"),
+    "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*I8"),
+    "cut off": (cut_off, "safetensors.*truncated"),
+    "mask id": (edit(mask_token_id=7), r"mask_token_id 7 is no special.*'<\|MASK\|>': 257"),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
-        ["no config file states eos_token_id"],
+        "no config file states eos_token_id",
+    ),
+    "text": (
+        lambda d: (d / "config.json").write_text('{"a": '),
+        "config.json is not JSON.*copy it",
     ),
 }
 
@@ -461,17 +442,14 @@ DAMAGES = {
 @pytest.mark.parametrize("damage, words", DAMAGES.values(), ids=list(DAMAGES))
 def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
     damage(saved)
-    with exits_with_one_line(*words):
+    with exits_with_one_line(words):
         load_model(saved)
 
 
-def test_damaged_text_is_refused_in_one_line(saved):
-    write("chat_template.jinja", b"{% if")(saved)
+def test_a_damaged_template_is_refused_in_one_line(saved):
+    (saved / "chat_template.jinja").write_text("{% if")
     with exits_with_one_line("its tokenizer cannot be loaded .TemplateSyntaxError", "copy "):
         load_tokenizer(saved)
-    write("config.json", b'{"a": ')(saved)
-    with exits_with_one_line("config.json is not JSON", "copy it"):
-        load_model(saved)
 
 
 def test_names_without_files_are_refused(tmp_path):
@@ -512,47 +490,29 @@ def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
     assert len(asked) == 3 and {*asked} == {(hub_id, "v1.0")}
     load_model("sdar-8b")
     assert asked[3:] == [(hub_id, None)]
-    (tmp_path / "sdar-8b@v1.0").symlink_to(models.names.MODELS["tiny-sdar"])
-    monkeypatch.chdir(tmp_path)
-    load_model(name)
-    assert len(asked) == 4 and models.source_of(name) == models.names.MODELS["tiny-sdar"]
 
 
 # --- config files --------------------------------------------------------------------------------
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
-REFUSALS = {
-    "sdar": [
-        ({"rope_scaling": YARN}, "rope_scaling.*yarn"),
-        ({"rope_parameters": YARN}, "rope_scaling.*yarn"),
-        ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
-        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
-        ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
-        ({"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
-        ({"rope_parameters": "yarn"}, "describes no .* model"),
-    ],
-    "sdar_moe": [
-        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
-    ],
-    "llada2": [
-        ({"score_function": "softmax"}, "score_function.*softmax"),
-    ],
-    "llada": [
-        ({"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
-    ],
-    "llada_moe": [
-        ({"moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
-    ],
-    "dream": [
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-    ],
-}
-CASES = [(f, *case) for f in SMALLS for case in REFUSALS[f]]
+REFUSED = [
+    ("sdar", {"rope_scaling": YARN}, "rope_scaling.*yarn"),
+    ("sdar", {"rope_parameters": YARN}, "rope_scaling.*yarn"),
+    ("sdar", {"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
+    ("sdar", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
+    ("sdar", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
+    ("sdar", {"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
+    ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("llada2", {"score_function": "softmax"}, "score_function.*softmax"),
+    ("llada", {"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
+    ("llada_moe", {"moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
+    ("dream", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+]
 
 
-@pytest.mark.parametrize("family, change, words", CASES)
+@pytest.mark.parametrize("family, change, words", REFUSED)
 def test_what_a_config_asks_and_we_lack_is_refused(family, change, words):
-    build_model(SMALLS[family] | {"rope_theta": 20_000_000})
+    build_model(SMALLS[family])
     with exits_with_one_line("config.json", words):
         raw = (SMALLS[family] | change).items()
         build_model({key: value for key, value in raw if value is not None})
@@ -563,7 +523,7 @@ def test_what_config_files_leave_out():
     silent = ("mask_token_id", "eos_token_id", "pad_token_id", "block_size", "block_length")
     quiet = lambda family: {k: v for k, v in SMALLS[family].items() if k not in silent}
     for family in ("llada2", "llada_moe"):
-        model = set_special_tokens(build_model(quiet(family) | {"vocab_size": 157184}))
+        model = set_special_tokens(build_model(quiet(family)))
         facts = model.mask_token_id, model.eos_token_ids, model.block_length
         assert facts == (156895, [156892], 32)
     model = build_model(quiet("sdar_moe"))
@@ -574,23 +534,19 @@ def test_what_config_files_leave_out():
 # --- saving under adversity ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failure", ["exists", "full disk"])
-def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path, failure):
+def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path):
     """'SystemExit if the directory exists or cannot be written: then nothing appears under its
     name.'
     """
-    model, tokenizer = model_of(), byte_tokenizer()
-    save_model(model, tmp_path / "step-1", tokenizer)
-    target = tmp_path / ("step-1" if failure == "exists" else "step-2")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # a limit on file size acts as the full disk
-    limit = 1500 if failure == "full disk" else before[0]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with exits_with_one_line(f"could not save .*{target.name}"):
-            save_model(random_model(TINY_SDAR), target, tokenizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    model, limits = model_of(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    save_model(model, tmp_path / "step-1", byte_tokenizer())
+    for target, limit in ("step-1", limits[0]), ("step-2", 1500):  # which acts as a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            with exits_with_one_line(f"could not save .*{target}"):
+                save_model(random_model(TINY_SDAR), tmp_path / target, byte_tokenizer())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_same_weights(load_model(tmp_path / "step-1"), model)
     assert os.listdir(tmp_path) == ["step-1"]  # its own remains are removed
 
@@ -634,7 +590,7 @@ def test_the_turn_end_is_found_by_name(tmp_path):
     tokens = {"<|endoftext|>": 156892, "<|role_end|>": 156894}
     for mask in (156895, 156896):
         added = [{"content": t, "id": i} for t, i in (tokens | {"<|mask|>": mask}).items()]
-        write("tokenizer.json", {"added_tokens": added})(tmp_path)
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
         if mask == 156895:
             assert set_special_tokens(model, tmp_path).eos_token_ids == [156894, 156892]
     with exits_with_one_line("mask_token_id 156895"):
@@ -668,12 +624,10 @@ def test_official_tokens(tmp_path):
 
 def test_byte_tokens_are_the_bytes_of_the_text(saved):
     """Ids equal UTF-8 and decode to the same text, before and after saving."""
-    texts = ["", "  two\n\ttab \r\n", "größer 漢字 🙂 e\u0301", "".join(map(chr, range(0x800)))]
+    text = "  two\n\ttab größer 漢字 🙂 e\u0301" + "".join(map(chr, range(0x800)))
     for tokenizer in (byte_tokenizer(), load_tokenizer(saved)):
-        for text in texts:
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-        assert (tokenizer.eos_token_id, tokenizer.mask_token_id, len(tokenizer)) == (256, 257, 260)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == list(text.encode()) and tokenizer.decode(ids) == text
         turns = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "A"}]
         ids = prompt_ids(tokenizer, [*turns, turns[0]])
         assert ids == [258, *b"Hi ", 259, *b"A", 256, 258, *b"Hi ", 259]

@@ -1,93 +1,59 @@
 """Objectives of algos/sft.py against enumeration and official code; packed documents alone."""
 
-import math
-from copy import copy
-from itertools import product
-
 import pytest
 import torch
+from oracles import EOS, RELEASED, gradient, relative, tiny_model, updated
 
 from algos import sft
 from models.tiny import TINY_CONFIGS, TINY_SDAR, random_model
 from rollout.sampling import keyed_uniform
 
-FAMILIES = list(TINY_CONFIGS)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """One process without a process group."""
-    floats = lambda values: {name: float(value) for name, value in values.items()}
-    monkeypatch.setattr(sft, "all_reduce", floats)
-
-
-def model_of(family):
-    """A peaked random model in fp64 with random biases and norms."""
-    model = random_model(TINY_CONFIGS[family])
-    model.eos_token_ids, model.pad_token_id = [256], 256
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)
-        for value in model.state_dict().values():
-            if value.dim() == 1:
-                value.add_(torch.randn(value.shape, generator=generator) * 0.1)
-    return model.double()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def examples_of(number=7):
-    """[(prompt ids, answer ids)] of 1 to 24 tokens; without a prompt the first token is scored."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda low, high: torch.randint(low, high, (1,), generator=generator).item()
-    ids = lambda n: torch.randint(0, 256, (n,), generator=generator).tolist()
-    return [(ids(draw(1, 9) if i % 3 else 0), [*ids(draw(0, 15)), 256]) for i in range(number)]
+    """[(prompt ids, answer ids)] of 0 to 8 and 1 to 15 tokens; without a prompt the first token is
+    scored.
+    """
+    ids = lambda i, n: [(i + j * j) % 5 for j in range(n)]
+    return [(ids(i, i % 3 * 4), [*ids(i + 1, 11 * i % 15), EOS]) for i in range(number)]
 
 
 def args_of(**changes):
-    defaults = {"batch_size": 7, "micro_batch_size": 2, "eos_tail": 5, "max_length": 32}
-    return sft.Args(**(defaults | {"group_by_length": False} | changes))
+    how = {"micro_batch_size": 2, "eos_tail": 5, "max_length": 2048, "group_by_length": False}
+    return sft.Args(**how | changes)
 
 
-def batch_of(examples, args, model, step=0):
-    return sft.make_batch(examples, args, model, step, 0, 1, torch.device("cpu"))
+def batch_of(examples, args, model, step=0, rank=0, ranks=1):
+    return sft.make_batch(examples, args, model, step, rank, ranks, torch.device("cpu"))
 
 
-def step_of(model, args, examples):
-    """-> a step's loss and gradients, as `main` makes them"""
-    model.zero_grad()
-    batch = batch_of(examples, args, model)
-    noise, loss = sft.sample_masks(batch, args, model.objective), 0.0
-    for i in range(0, len(batch.input_ids), args.micro_batch_size):
-        share = sft.micro_loss(model, batch, *noise, slice(i, i + args.micro_batch_size), args)
-        share.backward()
-        loss += share.item()
-    return loss, [p.grad.clone() for p in model.parameters()]
-
-
-LAYOUTS = {
-    "packed": {"pack_length": 40},
-    "one row": {"pack_length": 400},
-    "grouped": {"group_by_length": True},
-    "micro-batches": {"micro_batch_size": 7},
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["sdar", "llada2", "llada", "dream"])
 def test_packed_documents_are_the_documents_alone(family):
     """Loss and gradients of a step in fp64, whatever the layout of its examples."""
-    model, examples = model_of(family), examples_of()
-    loss, gradients = step_of(model, args_of(), examples)
-    largest = max(gradient.abs().max() for gradient in gradients)
-    for layout in LAYOUTS.values():
-        other, others = step_of(model, args_of(**layout), examples)
-        assert math.isclose(other, loss, rel_tol=1e-10)
-        for x, y in zip(others, gradients, strict=True):
-            assert (x - y).abs().max() < 1e-10 * largest
-    assert len(batch_of(examples, args_of(pack_length=400), model).input_ids) == 1
+    model, examples = tiny_model(family), examples_of()
+
+    def step(**layout):
+        args = args_of(**layout)
+        batch = batch_of(examples, args, model)
+        noise = sft.sample_masks(batch, args, model.objective)
+        return len(batch.input_ids), *updated(sft, model, batch, noise, args)
+
+    _, metrics, gradients = step()
+    for layout, rows in (
+        ({"pack_length": 40}, 3),
+        ({"pack_length": 400}, 1),
+        ({"group_by_length": True}, 7),
+        ({"micro_batch_size": 7}, 7),
+    ):
+        number, others, got = step(**layout)
+        assert number == rows and relative(got, gradients) < 1e-10
+        assert others["loss/total"] == pytest.approx(metrics["loss/total"], rel=1e-10)
 
 
 @pytest.mark.parametrize("pack_length", [0, 48])
 def test_rows_hold_every_document_once_and_are_equally_many_on_every_rank(pack_length):
-    documents = [(i, prompt, answer) for i, (prompt, answer) in enumerate(examples_of(40))]
+    documents = [(i, *example) for i, example in enumerate(examples_of(40))]
     rows = sft.lay_out(documents, args_of(pack_length=pack_length), 3)
     own = [row for row in rows if row[0][0] >= 0]
     assert sorted(sum(own, [])) == documents and len(rows) % 3 == 0
@@ -95,8 +61,40 @@ def test_rows_hold_every_document_once_and_are_equally_many_on_every_rank(pack_l
     assert len(fillers) < 3 and all(len(row) == 1 and not row[0][2] for row in fillers)
     sizes = [sum(len(prompt) + len(answer) for _, prompt, answer in row) for row in own]
     if pack_length:  # no two rows would fit into one
-        assert max(sizes) <= pack_length
-        assert all(a + b > pack_length for i, a in enumerate(sizes) for b in sizes[:i])
+        assert max(sizes) <= pack_length < sum(sorted(sizes)[:2])
+
+
+def test_tails_belong_to_the_answer():
+    """Block models: end tokens fill the last block. Others: 0 to eos_tail, within max_length, each
+    row for itself.
+    """
+    examples = [([1, 2, 3], [4, EOS]), ([1], [2, 3, 4, 0, 1, 2, EOS])]
+    batch = batch_of(examples, args_of(), tiny_model())
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4] + [EOS] * 4, [1, 2, 3, 4, 0, 1, 2, EOS]]
+    assert batch.answer_mask.sum(1).tolist() == [5, 7] and batch.num_tokens == 12
+    model, args = tiny_model("llada"), args_of(max_length=9)
+    examples = [([1, 2], [3] * n + [EOS]) for n in (1, 4, 6)] * 64
+    lengths = [batch_of(examples, args, model, step).valid_mask.sum(1) for step in (0, 0, 1)]
+    assert [{*x.tolist()} for x in lengths[0].view(-1, 3).T] == [{*range(4, 10)}, {7, 8, 9}, {9}]
+    assert torch.equal(*lengths[:2]) and not torch.equal(*lengths[1:])
+
+
+def test_noise_is_stratified_over_the_step_and_keyed_by_the_example():
+    model, rows = tiny_model(), [([1, 2, 3, 4], [4] * 400)] * 8
+
+    def noise(*where, **changes):
+        args = args_of(**changes)
+        batch = batch_of(rows, args, model, *where)
+        masked, weights, _ = sft.sample_masks(batch, args, model.objective)
+        return masked, 1 / weights.amax(1)
+
+    masked, t = noise(3)
+    torch.testing.assert_close(
+        t.sort().values.diff(), torch.full((7,), 0.999 / 8), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(masked.sum(1) / 400, t, atol=0.12, rtol=0)
+    assert torch.equal(noise(3, 1, 2)[0], masked[1::2])  # the second of two ranks
+    assert (noise(4)[1] != t).all() and (noise(3, seed=1)[1] != t).all()
 
 
 # --- objectives ----------------------------------------------------------------------------------
@@ -107,77 +105,57 @@ def test_two_packed_documents_give_the_loss_of_the_official_sdar_code():
     2.13, CPU, fp64) on the same weights, documents and masks; FlexAttention replaced by SDPA with
     its mask, the Triton loss and norm by their formulas. The official softmax gives the mask token
     a probability, ours 0: model.mask_token_id = None lets it in."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, 256, (1, 28), generator=generator)
-    labelled = torch.ones(1, 28, dtype=torch.bool)
-    labelled[0, :3] = labelled[0, 12:18] = False
-    t = torch.tensor([0.4] * 12 + [0.75] * 16)[None]
-    masked = (torch.rand(1, 28, generator=generator) < t) & labelled
-    assert masked.nonzero()[:, 1].tolist() == [8, 9, 10, 11, 18, 19, 20, 21, 22, 25, 26, 27]
-    model = random_model(TINY_SDAR | {"num_hidden_layers": 2}).double()
+    row, model = RELEASED["sft"], random_model(TINY_SDAR | {"num_hidden_layers": 2}).double()
+    ids, weights = (torch.tensor(row[name])[None] for name in ("ids", "weights"))
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
         model.model.embed_tokens.weight.mul_(30)
-    model.mask_token_id = None
-
-    def loss_of(*lengths):
-        documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-        noisy = torch.where(masked, 257, ids)[:, None]
-        logps = model.logps(ids, noisy, masked[:, None], document_ids=documents)[:, 0]
-        return sft.sft_loss(logps, masked / t, labelled.sum())
-
-    loss = loss_of(12, 16)
-    loss.backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
-    assert loss.item() == pytest.approx(16.494638259163, abs=1e-6)
-    assert norm == pytest.approx(68.412350851422, abs=1e-5)
-    assert abs(loss_of(28) - loss) > 0.01  # one long document is something else
+    model.mask_token_id, masked = None, weights > 0
+    documents = torch.arange(2).repeat_interleave(torch.tensor(row["lengths"]))[None]
+    noisy = torch.where(masked, 257, ids)[:, None]
+    logps = model.logps(ids, noisy, masked[:, None], document_ids=documents)[:, 0]
+    loss = sft.sft_loss(logps, weights.double(), row["tokens"])
+    assert loss.item() == pytest.approx(row["loss"], abs=1e-6)
+    model.lm_head.weight.requires_grad_()
+    assert gradient(model, loss).norm().item() == pytest.approx(row["norm"], abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_the_mean_loss_is_the_mean_cross_entropy(family):
     """For fixed logits, over the noise: per answer (LLaDA) or per token (the others).
 
     LLaDA2's loss is a ratio, sum over masked tokens / their number: its bias in steps of 8 answers
     is below half a per cent here.
     """
-    model, args = (
-        random_model(TINY_CONFIGS[family]),
-        args_of(batch_size=8, max_length=80, eos_tail=0),
-    )
+    model, args, losses = random_model(TINY_CONFIGS[family]), args_of(eos_tail=0), []
     batch = batch_of([([1, 2], [3] * n) for n in (6, 10, 14, 18, 22, 38, 46, 62)], args, model)
     # A cross-entropy for every token, larger in shorter answers: the two means differ.
-    ce = (
-        keyed_uniform(99, batch.document_ids, batch.position_ids) + 8 / batch.answer_length.double()
-    )
+    ce = keyed_uniform(99, batch.document_ids, batch.position_ids) + 8 / batch.answer_length
     per_answer = (ce * batch.answer_mask / batch.answer_length).sum() / 8
     per_token = ce[batch.answer_mask].mean()
     is_llada = family in ("tiny-llada", "tiny-llada-moe")
-    want, losses, batch = per_answer if is_llada else per_token, [], copy(batch)
+    want = (per_answer if is_llada else per_token).item()
     for batch.step in range(1500):
         _, weights, divisor = sft.sample_masks(batch, args, model.objective)
         losses.append(sft.sft_loss(-ce, weights, divisor))
     losses = torch.stack(losses)
-    error = 5 * losses.std().item() / len(losses) ** 0.5
-    error += 0.005 * want.item() * (family == "tiny-llada2")
-    assert losses.mean().item() == pytest.approx(want.item(), abs=error)
-    assert error < 0.1 * want and abs(per_answer - per_token) > 2 * error
+    error = 5 * losses.std().item() / len(losses) ** 0.5 + 0.005 * want * (family == "tiny-llada2")
+    assert losses.mean().item() == pytest.approx(want, abs=error)
+    assert abs(per_answer - per_token) > 2 * error
 
 
 @pytest.mark.parametrize("pack_length", [0, 32])
-def test_context_adaptive_weights_by_loops(pack_length):
-    """w_i = sum over clean j != i of its document of p (1 - p)^(|i - j| - 1) / 2."""
-    model, p = random_model(TINY_CONFIGS["tiny-dream"]), 0.3
+def test_context_adaptive_weights_by_pairs(pack_length):
+    """w_i = sum over clean j of its document of p (1 - p)^(|i - j| - 1) / 2."""
+    model, p = tiny_model("dream"), 0.3
     args = args_of(cart_p=p, pack_length=pack_length, eos_tail=3)
-    examples = [([1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 256]), ([], [1, 2, 256]), ([1], [2, 3, 256])]
+    examples = [([1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, EOS]), ([], [1, 2, EOS]), ([1], [2, 3, EOS])]
     batch = batch_of(examples, args, model, 1)
     masked, weights, divisor = sft.sample_masks(batch, args, model.objective)
     assert divisor == masked.sum() > 3 and len(batch.input_ids) == (1 if pack_length else 3)
     clean, document = batch.valid_mask & ~masked, batch.document_ids
-    for b, i in product(range(len(masked)), range(masked.shape[1])):
-        near = [j for j in clean[b].nonzero()[:, 0].tolist() if document[b, i] == document[b, j]]
-        want = (
-            sum(p * (1 - p) ** (abs(i - j) - 1) / 2 for j in near if i != j) if masked[b, i] else 0
-        )
-        assert weights[b, i].item() == pytest.approx(want, rel=1e-6, abs=1e-12)
+    is_near = clean[:, None] & (document[:, None] == document[..., None])  # [B, i, j]
+    column = torch.arange(clean.shape[1])
+    want = (is_near * p / 2 * (1 - p) ** ((column - column[:, None]).abs() - 1.0)).sum(2) * masked
+    torch.testing.assert_close(weights, want, rtol=1e-6, atol=1e-12)
     assert not sft.context_weights(batch.valid_mask, batch, p).any()  # nothing clean: 0, not NaN

@@ -6,8 +6,7 @@ import datasets
 import pytest
 from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns, write_jsonl
 
-from data import preferences
-from data.preferences import gold_pairs, held_out_pairs, pairs_of, pairs_of_samples, preference
+from data.preferences import gold_pairs, held_out_pairs, pairs_of, preference
 from data.tokens import Dropped
 from evals import score_all
 
@@ -18,8 +17,8 @@ def training(data):
     return pairs_of(COUNTDOWN, data, "train", score_all)
 
 
-def held_out(split, data, eval_pairs="", limit=9):
-    return held_out_pairs(COUNTDOWN, split, data, eval_pairs, limit, score_all)
+def held_out(split, data, limit=9):
+    return held_out_pairs(COUNTDOWN, split, data, limit, score_all)
 
 
 def test_every_layout_gives_the_same_pair(tmp_path):
@@ -67,16 +66,15 @@ def chosen(pairs):
 
 
 def test_a_folder_has_splits_and_a_file_has_none(tmp_path):
-    """What is trained on is never scored as held out; a file given for it serves both splits."""
+    """What is trained on is never scored as held out."""
     folder, held = tmp_path / "folder", lambda *given: [chosen(held_out(s, *given)) for s in SPLITS]
-    data, more = str(folder), write_pairs(tmp_path / "more.jsonl", *"abc")
+    data = str(folder)
     for split, names in {"train": "yz", "validation": "vw", "test": "01234"}.items():
         write_pairs(folder / f"{split}.jsonl", *names)
     assert chosen(training(data)) == ["y", "z"]
-    assert held(data) == [[*"vw"], [*"01234"]] and held(data, more, 2) == [["a", "b"]] * 2
-    assert held(more) == [[], []] and held(more, data) == held(data)
+    assert held(data) == [[*"vw"], [*"01234"]] and held(f"{data}/train.jsonl") == [[], []]
     (folder / "validation.jsonl").unlink()
-    assert held(data) == [["0", "2", "4"], ["1", "3"]] and held(data, "", 1) == [["0"], ["1"]]
+    assert held(data) == [["0", "2", "4"], ["1", "3"]] and held(data, 1) == [["0"], ["1"]]
     (folder / "train.jsonl").unlink()
     with pytest.raises(SystemExit, match="folder/train.jsonl: no such file"):
         list(training(data))
@@ -128,10 +126,10 @@ def test_gold_pairs_are_scored_in_batches():
 
 
 def test_best_answers_meet_worst_and_none_is_used_twice(tmp_path):
-    """From samples.jsonl of an evaluation to a folder of pairs that the script reads."""
+    """In samples.jsonl of an evaluation, which are pairs of the split that its folder names."""
     scored = {
-        1: {"r1": 1.0, "w1": 0.0, "r2": 1.0, "w2": 0.0, " ": 0.0, "w3": 0.0},
-        0: {"half": 0.5, "none": 0.0, "\ud800": 1.0},
+        1: {"r1": 1.0, "w1": 0.0, "r2": 1.0, "w2": 0.0, " ": 0.0, "w3": 0.0, "half": 0.5},
+        0: {"half": 0.5, "none": 0.0, "whole": 1.0},
         2: {"r": 1.0, "R": 1.0},
         3: {"w": 0.0},
     }
@@ -140,10 +138,8 @@ def test_best_answers_meet_worst_and_none_is_used_twice(tmp_path):
         for i, scores in scored.items()
         for text, score in scores.items()
     ]
-    samples, folder = write_jsonl(tmp_path / "samples.jsonl", rows + rows[1:2]), tmp_path / "pairs"
-    preferences.main(samples, str(folder / "train.jsonl"), 9)
-    pairs = [(turns("p0"), "\ud800", "none"), (turns("p1"), "r1", "w3"), (turns("p1"), "r2", "w2")]
-    assert [tuple(pair.values()) for pair in training(str(folder))] == pairs
-    assert chosen(pairs_of_samples(rows, 1)) == ["\ud800", "r1"]
-    with pytest.raises(SystemExit, match="no prompt has two answers of different score"):
-        preferences.main(write_jsonl(tmp_path / "one.jsonl", rows[:1]), str(tmp_path / "no.jsonl"))
+    (tmp_path / "train").mkdir()
+    write_jsonl(tmp_path / "train/samples.jsonl", rows + rows[1:2])
+    want = [("p0", "whole", "none"), ("p1", "r1", "w3"), ("p1", "r2", "w2")]
+    found = [tuple(pair.values()) for pair in training(str(tmp_path))]
+    assert found == [(turns(prompt), *sides) for prompt, *sides in want]

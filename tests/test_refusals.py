@@ -30,14 +30,12 @@ REFUSALS = {
     "algos/bgpo.py --task nothing": "unknown task 'nothing': use one of",
     "algos/bgpo.py --reward nothing --eval-limit 0": "--reward nothing: no such reward",
     "algos/bgpo.py --data none.jsonl --eval-limit 0": "none.jsonl: no such",
-    f"algos/d1.py {ROWS}": "no problems in it for validation; --eval-data",
+    f"algos/d1.py {ROWS}": "no problems in it for validation",
     "algos/bgpo.py --model TMP/wide --task countdown --data small": "words, for tiny models",
     "algos/d1.py --task qa": "the task has no rows of its own: name a file",
-    "algos/d1.py --task none.py": "none.py: no such file",
-    "algos/d1.py --task run/log.py": "log.py: needs a function load of 3 arguments",
+    "algos/d1.py --task run/log.py": "log.py: needs a function load",
     "algos/d1.py --reward none.py:pay": "none.py: no such file",
-    "algos/d1.py --reward evals/qa.py:pay": "evals/qa.py: needs a function pay of 2 arguments",
-    "algos/d1.py --reward evals/qa.py:prompt": "prompt of 2 arguments (too many positional",
+    "algos/d1.py --reward evals/qa.py:pay": "evals/qa.py: needs a function pay",
     f"algos/d1.py {ROWS} --reward gsm8k_d1 {ALGO}": "gsm8k_d1 pays for a layout",
     "algos/d1.py --task gsm8k --reward countdown_d1": "does not fit gsm8k",
     "algos/d1.py --eval-data none.jsonl": "--data none.jsonl: no such file that ends",
@@ -45,35 +43,22 @@ REFUSALS = {
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "--data README.md: no such file that ends in .jsonl, .csv",
     "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
-    f"algos/vrpo.py --data {'x' * 256}": "no name has more than 255 bytes",
-    "data/preferences.py --samples none.jsonl --out x.jsonl": "none.jsonl: no such file",
-    f"data/preferences.py --samples {'x' * 256} --out x.jsonl": "no such file",
-    "algos/bgpo.py --resume TMP": "is no run directory: it has no config.json",
-    "algos/dtreerpo.py --resume TMP/old": "branches = 4, lost = 1, which this version does not",
+    "algos/bgpo.py --resume TMP": "config.json is damaged: [Errno 2] No such file",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
-    "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483648",
+    "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483647",
     "algos/bgpo.py --confidence-threshold 90": "--confidence-threshold 90.0 must be from 0 to 1",
     "algos/spg.py --mc-num 1": "--mc-num 1 must be from 2",
     "algos/spg.py --omega 1.5": "--omega 1.5 must be from 0 to 1",
-    "algos/spg.py --eubo-beta 0.5": "--eubo-beta 0.5 must be from 1",
     "algos/coupled_grpo.py --t-range 0.0 0.8": "--t-range 0.0 0.8 must be from 1e-06 to 0.999999",
     "algos/ebpo.py --epsilon 1": "--epsilon 1.0 must be from 0 to 0.999",
-    "algos/dtreerpo.py --gamma 0": "--gamma 0.0 must be from",
     "algos/dtreerpo.py --branches 8 1": "--branches 8 1 must be from 2",
-    "algos/tracerl.py --accuracy-range 0.8 0.2": "--accuracy-range 0.8 0.2: the lower end comes",
-    "algos/tracerl.py --shrink 0": "--shrink 0 must be from 1",
-    "algos/mdpo.py --train-steps 0": "--train-steps 0 must be from 1",
-    "algos/vrpo.py --beta 0": "--beta 0.0 must be from",
     "algos/vrpo.py --sft-coef nan": "--sft-coef nan must be from 0",
     "algos/sft.py --max-grad-norm 0": "--max-grad-norm 0.0 must be from ",
-    "algos/sft.py --sequence-parallel 0": "--sequence-parallel 0 must be from 1",
     "algos/sft.py --learning-rate inf": "--learning-rate inf must be from 0",
     "algos/d1.py --betas 0.9 1.0": "--betas 0.9 1.0 must be from 0",
-    "algos/d1.py --p-mask-prompt 1.5": "--p-mask-prompt 1.5 must be from 0 to 1",
-    "algos/d1.py --seed 2147483648": "--seed 2147483648 must be from 0 to 2147483648",
+    "algos/d1.py --seed 2147483648": "--seed 2147483648 must be from 0 to 2147483647",
     "evals/run.py --tasks countdown --model tiny-sdar --factor inf": "--factor inf must be from 0",
-    f"evals/show.py --prompt x --gen-length {2**40}": f"--gen-length {2**40} must be from",
     # what does not fit together
     "algos/bgpo.py --max-prompt-length 3": "--max-prompt-length (or --max-length) 3: the shortest",
     "algos/justgrpo.py --denoising-steps 2": "left to right, a block of 4 takes 4",
@@ -92,7 +77,6 @@ REFUSALS = {
     "algos/sft.py --pack-length 63 --max-length 64": "is shorter than an example may be",
     "algos/sft.py --pack-length 65 --max-length 65": "--max-length gives 68",
     "algos/sft.py --cart-p 0.1": "--cart-p 0.1: a number between 0 and 1, for Dream alone",
-    "algos/sft.py --cart-p 1.5 --model tiny-dream": "--cart-p 1.5",
     "algos/sft.py --batch-size 2 --block-length 8 --eval-limit 2": "blocks of 4",
     "algos/sft.py --batch-size 100000": "fewer than --batch-size 100000",
     "algos/sft.py --max-length 4 --eval-limit 0": "--data holds 0 rows to train on",
@@ -124,10 +108,8 @@ def said(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     copytree(ROOT / "models/tiny-sdar", folder / "wide", ignore=ignore_patterns("*.safetensors"))
     config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 1024}
-    (folder / "old").mkdir()
     for name, content in {
         "wide/config.json": json.dumps(config),
-        "old/config.json": json.dumps({"args": {"branches": 4, "lost": 1}}),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),
         "t.jsonl": json.dumps({"text": "f", "code": "", "test_list": ["assert f(2) == 4"]}),
         "pay.py": "pay = lambda completion, example: {'a': 1.0, 'b': float('nan')}",
@@ -158,6 +140,6 @@ def test_flags_are_parsed_once_and_help_lists_them_all(monkeypatch, capsys, modu
     with pytest.raises(SystemExit, match="^0$"):
         module.Args.parse(module.BY_SIZE)
     shown = capsys.readouterr().out
-    flags = re.findall("^[ │]+--([a-z][a-z0-9-]+)", shown, re.M)
-    assert {flag.replace("-", "_") for flag in flags} >= {*vars(args)}
-    assert f"(default: {module.Args.learning_rate})" in shown and "(default: sdar-8b)" in shown
+    flags = re.findall("^  --(?:no-)?([a-z][a-z0-9-]+)", shown, re.M)
+    assert sorted(flag.replace("-", "_") for flag in flags) == sorted(vars(args))
+    assert f"--learning-rate {module.Args.learning_rate}" in shown and "--model sdar-8b" in shown

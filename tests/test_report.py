@@ -5,34 +5,32 @@ from html.parser import HTMLParser
 
 import pytest
 
-from evals.report import MAX_BYTES, write_report
+from evals.report import write_report
 from run.compare import main, read_runs, table
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=x> \u2028\0 שלום 👩‍👧 \udfff"
 
 
-@pytest.mark.parametrize("count, repeats, shown", [(400, 4, 200), (300, 40, 50), (1, 4000, 0)])
-def test_page(tmp_path, count, repeats, shown):
-    """Hostile texts stay texts; as many completions as fit."""
-    text = HOSTILE * repeats
-    row = {"prompt": HOSTILE, "completion": text, "pieces": [*text], "step_map": [1] * len(text)}
-    line = json.dumps(row | {"logps": [-0.1054] * len(text)})
-    # the run was killed while it wrote the last line
-    (tmp_path / "samples.jsonl").write_text(f"{line}\n" * count + line[:50])
+def test_page(tmp_path):
+    """Hostile texts stay texts; samples are evenly spaced; a line that is cut off is left out."""
+    row = {"prompt": HOSTILE, "pieces": [*HOSTILE], "step_map": [1] * len(HOSTILE)}
+    line = json.dumps(row | {"logps": [-0.1054] * len(HOSTILE), "completion_ids": [0]})
+    # of an evaluation only some tell their denoising steps
+    (tmp_path / "samples.jsonl").write_text(f'{line}\n{{"prompt": ""}}\n' * 250 + line[:50])
     rows = '{"step": 1, "loss/total": null}\n' * 3000 + '{"step": 2, "test/x": 1.0}\n{"st'
     (tmp_path / "metrics.jsonl").write_text(rows)
     (tmp_path / "config.json").write_text('{"args": {"max_grad_norm": Infinity}}')
     write_report(tmp_path)
-    content, seen, parser = (tmp_path / "report.html").read_bytes(), [], HTMLParser()
+    seen, parser = [], HTMLParser()
     parser.handle_starttag = lambda name, _: seen.append(name)
     parser.handle_data = seen.append
-    parser.feed(content.decode())
-    assert len(content) <= MAX_BYTES and seen.count("script") == 2 and "img" not in seen
+    parser.feed((tmp_path / "report.html").read_text())
+    assert seen.count("script") == 2 and "img" not in seen
     # as a browser reads it
     page = json.loads(seen[seen.index("script") + 1], parse_constant=pytest.fail)
-    assert page["metrics"][-1]["test/x"] == 1 and len(page["samples"]) >= shown
-    want = json.loads(json.dumps(row).replace("\\udfff", "?")) | {"percent": [90] * len(text)}
-    assert all(sample == want for sample in page["samples"])
+    assert page["metrics"][-1]["test/x"] == 1 and len(page["metrics"]) < 302
+    assert page["samples"] == [row | {"percent": [90] * len(HOSTILE)}] * 84
+    assert page["written"] == 500
 
 
 def test_differences_and_their_errors(tmp_path, capsys):
@@ -61,19 +59,15 @@ def test_differences_and_their_errors(tmp_path, capsys):
     assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
     assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
     early = run("early", {"seed": 0}, {"step": 0, "test/x": 1})
-    interrupted = {"step": 1, "reward/mean": None} | step
-    cut = run("a7", {"seed": 7, "cap": None}, {"step": 0, "test/x": 0}, interrupted)
+    # its only score is that of step 0
+    cut = run("a7", {"seed": 7, "cap": None}, {"step": 0, "test/x": 0}, {"step": 1} | step)
     main((*names, early, cut), out=str(tmp_path / "it.png"))
     left_out, *lines, last = capsys.readouterr().out.splitlines()
     assert left_out == f"left out, as metrics.jsonl has no whole training step: {early}"
     assert lines[2].split()[:5] == ["cap", "None", "3", "3", "1.528"]  # 1, 2, 6: without seed 7
-    assert last == f"curves: {tmp_path}/it.png"
-    with pytest.raises(SystemExit, match="^no reward/mean; --metric may be rollouts, seconds, "):
-        main((cut,), out=str(tmp_path / "it.png"))  # it has no number of this name
+    assert last == f"curves: {tmp_path}/it.png" and (tmp_path / "it.png").exists()
     with pytest.raises(SystemExit, match="^two runs of seed 0 in the group 'all"):
         read_runs([names[0], names[0]])
     edited = [run(f"code{i}", {"seed": i}, *steps, code=[i]) for i in range(2)]
     groups = read_runs(edited).index.unique("group")  # the script was edited between seeds
     assert [*groups] == ["code 1", "code 2"]
-    with pytest.raises(SystemExit, match="^typo/config.json is damaged: .*No such file"):
-        read_runs(["typo"])

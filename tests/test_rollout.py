@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_samplers import M, V, engine_of, model_of, prompts_of, same_draws
+from test_samplers import M, V, engine_of, model_of, prompts_of
 
 from evals.rewards import METRICS
 from models import export_weights
@@ -62,49 +62,39 @@ def test_only_tests_marked_fast_may_import_the_upper_floor():
 def test_load_weights_copies_in_place():
     """Later changes of the source do not matter; the dtype of the engine stays."""
     other, engine = model_of(seed=7, dtype=torch.float32), make_engine(model_of())
-    weight, before = engine.model.lm_head.weight, engine.generate([[3, 4]], **OPTIONS)
+    weight, want = engine.model.lm_head.weight, {k: v.double() for k, v in export_weights(other)}
     engine.load_weights(export_weights(other))
-    after = engine.generate([[3, 4]], **OPTIONS)
     with torch.no_grad():
         other.lm_head.weight.zero_()
     assert engine.model.lm_head.weight is weight and weight.dtype == torch.float64
-    assert not same_draws(before, after)
-    assert same_draws(engine.generate([[3, 4]], **OPTIONS), after, 0)
+    assert all(torch.equal(value, want[name]) for name, value in export_weights(engine.model))
 
 
 def test_load_weights_names_what_is_missing_unknown_or_of_another_shape():
     """copy_ would broadcast a [1] into every norm weight."""
     engine, weights = make_engine(model_of()), dict(export_weights(model_of(seed=7)))
-    wrong = {"model.layers.9.x": torch.zeros(1), "model.norm.weight": torch.full((1,), 3.0)}
-    for name, value in wrong.items():
+    for name in "model.layers.9.x", "model.norm.weight":
         with pytest.raises(ValueError, match=f"{name} .1. is no tensor of this model"):
-            engine.load_weights((weights | {name: value}).items())
+            engine.load_weights((weights | {name: torch.zeros(1)}).items())
     name, _ = weights.popitem()
     with pytest.raises(ValueError, match=f"weights did not come for {name}"):
         engine.load_weights(weights.items())
 
 
-@pytest.mark.parametrize(
-    "updates, caches, released",
-    [
-        ([60, 60, 75, 60, 60], [20, 20, 20, 20, 20], [1, 0, 0, 1, 1]),  # of 100
-        ([60, 60, 50, 40, 60], [20, 20, 29, 38, 38], [1, 0, 0, 1, 1]),  # small updates between
-    ],
-)
-def test_room_is_made_for_updates_that_need_it(monkeypatch, updates, caches, released):
-    """A simulated GPU: what generate keeps is freed before the first update, and where it would not
-    fit beside the largest so far.
+def test_room_is_made_for_updates_that_need_it(monkeypatch):
+    """A simulated GPU of 100: what generate keeps is freed before the first update, and where it
+    would not fit beside the largest so far.
     """
     engine, peak, held, found = engine_of("sdar"), 0, {}, []
     monkeypatch.setattr(engine, "release", lambda: held.update(cache=0))
     monkeypatch.setattr("rollout.engine.cuda_bytes", lambda: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["cache"])
-    for update, held["cache"] in zip(updates, caches, strict=True):
+    for update, held["cache"] in (60, 20), (60, 20), (50, 29), (40, 38), (60, 38):
         engine.make_room()
         found.append(held["cache"] == 0)
         peak = max(peak, update + held["cache"])
-    assert found == released
+    assert found == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["tiny-sdar", "tiny-dream"])
@@ -223,14 +213,17 @@ def test_draw():
 
 def test_concatenate_pads_to_the_widest():
     a = trace_of([[97, 98, 256, 99]], [3])
-    b = trace_of([[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6, 256]], [8, 4], prompts=[[7], [8, 9]])
+    b = trace_of([[1, 2, 3, 4, 5, 6], [4, 5, 6, 256]], [6, 4], prompts=[[7], [8, 9]])
     both = concatenate([a, b], 255)
     assert both.prompt_ids == [*a.prompt_ids, [7], [8, 9]]
-    assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255, 255, 255]
-    assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 5
-    assert both.step_map[0].tolist() == [0, 1, 2, 3] + [-1] * 4
-    assert both.logps[0, 4:].tolist() == [0.0] * 4 and both.num_forwards.tolist() == [8, 16, 8]
+    assert both.completion_ids[0].tolist() == [97, 98, 256, 99, 255, 255]
+    assert both.completion_mask[0].tolist() == [True] * 3 + [False] * 3
+    assert both.step_map[0].tolist() == [0, 1, 2, 3, -1, -1] and both.logps[0, 4:].tolist() == [
+        0,
+        0,
+    ]
     assert torch.equal(both.completion_ids[1:], b.completion_ids)
+    assert both.num_forwards.tolist() == [8, 12, 8]
 
 
 def test_rollout_metrics(monkeypatch):

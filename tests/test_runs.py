@@ -27,6 +27,7 @@ def cli(monkeypatch, capsys):
     """cli(*flags, task=""): the command line of evals/run.py or of a task, in this process. -> the
     JSON object of its last line
     """
+    monkeypatch.setattr(run, "hold", lambda out: None)  # until the end of a process
 
     def command(*flags, task="countdown"):
         monkeypatch.setattr(sys, "argv", [f"evals/{task or 'run'}.py", *map(str, flags)])
@@ -37,19 +38,14 @@ def cli(monkeypatch, capsys):
     return command
 
 
-def timeless(directory):
+def timeless(directory, name="samples"):
     """Samples without what rounding or the machine changes."""
     lost = ("seconds", "logps")
-    rows = rows_of(directory, "samples")
-    return [{k: v for k, v in row.items() if k not in lost} for row in rows]
+    return [{k: v for k, v in row.items() if k not in lost} for row in rows_of(directory, name)]
 
 
 def completions(path, texts):
     return write(path, [{"index": i, "completion": text} for i, text in enumerate(texts)])
-
-
-class Stopped(Exception):
-    pass
 
 
 class Recorder:
@@ -67,7 +63,7 @@ class Recorder:
         first = settings["sample_offset"]
         self.calls.append((len(prompts), first, settings["seed"]))
         if self.stop is not None and first >= self.stop:
-            raise Stopped
+            raise KeyboardInterrupt
         return self.engine.generate(prompts, **settings)
 
 
@@ -88,46 +84,23 @@ def test_completions_are_scored_end_to_end(tmp_path, cli):
     result = cli("--completions", completions(tmp_path / "c.jsonl", texts), "--out", out)
     assert result == json.loads((out / "result.json").read_text())
     want = {"task": "countdown", "n": 8, "accuracy": 0.75, "stderr": math.sqrt(0.75 * 0.25 / 8)}
-    want |= {"answered": 0.75, "truncated": None, "failed": 0, "unused": 0}
+    want |= {"answered": 0.75, "failed": 0, "unused": 0}
     assert list(result) == [*want, "missing", "settings"] and result.items() >= want.items()
     rows = rows_of(out, "samples")
     assert [row["score"] for row in rows] == [1.0] * 6 + [0.0] * 2
     reward = "--reward", "countdown_d1", "--out", tmp_path / "again"
     again = cli("--completions", out / "samples.jsonl", *reward)
-    assert again["accuracy"] == 0.75 and again["reward"]["name"] == "countdown_d1"
+    assert again["accuracy"] == 0.75 and again["reward"]["mean"] == pytest.approx(0.75)
 
 
-GOOD = [json.dumps({"index": i, "completion": "12"}) for i in range(4)]
-USABLE = "needs an index of 0 to 5, once for each repeat of 0 to 0, and a completion; check"
-UNUSABLE = {
-    '{"index": 0, "completion": "1"}': USABLE,
-    '{"index": 6, "completion": "1"}': USABLE,
-    '{"index": -1, "completion": "1"}': USABLE,
-    '{"index": 4, "completion": "1", "prompt": [{"content": "?"}]}': "answer to another prompt",
-    '{"index": true, "completion": "1"}': USABLE,
-    '{"index": 5, "completion": "1"': "not JSON (Expecting ',' delimiter)",
-    "[" * 100_000: "not JSON (maximum recursion depth exceeded",
-    '{"index": ' + "9" * 5000 + "}": "not JSON (Exceeds the limit",
-    "null": "a JSON object is needed, not NoneType",
-}
-
-
-def test_lines_that_cannot_be_used_are_counted_and_named(tmp_path, capsys):
-    path, problems = tmp_path / "c.jsonl", countdown.load("test", limit=6)
-    for line, problem in UNUSABLE.items():
-        path.write_text("\n".join([GOOD[0], "", line, *GOOD[1:]]))
-        rows, counts = samples.given(countdown, problems, path)
-        assert (len(rows), counts) == (4, {"unused": 1, "missing": 2}), line[:40]
-        said = capsys.readouterr().err
-        assert f"{path}: 1 rows not used: line 3: " in said and problem in said
-        assert said.endswith("(repeat, index): (0, 4); (0, 5)\n")
-    path.write_bytes(f"\ufeff{GOOD[0]}\n".encode() + b"\xff\xfe\n" + b"{\n" * 200)
-    rows, counts = samples.given(countdown, problems, path)
-    shown = capsys.readouterr().err.splitlines()[0]
-    assert len(rows) == 1 and counts["unused"] == 201
-    assert shown.count("line ") == 20 and ": 201 rows not used: " in shown
-    path.write_text("{")
-    assert "no completions; line 1: not JSON" in one_line(samples.given, countdown, problems, path)
+def test_lines_that_cannot_be_used(tmp_path):
+    """Those of other problems are counted; without a completion or twice they are refused."""
+    row = lambda **row: {"index": 0, "completion": "1"} | row
+    given = lambda *rows: samples.given(write(tmp_path / "c.jsonl", rows), 2, 3)
+    rows, counts = given(row(), row(repeat=1), row(index=2), row(index=3), row(repeat=2))
+    assert [*rows] == [(0, 0), (1, 0), (0, 2)] and counts == {"unused": 2, "missing": 3}
+    for rows in [row(), row()], [row(completion=None)], [row(index=3)]:
+        assert "c.jsonl" in one_line(given, *rows)
 
 
 def test_repeats_and_subjects(tmp_path, cli):
@@ -141,16 +114,11 @@ def test_repeats_and_subjects(tmp_path, cli):
         for i, right in enumerate(rights)
     ]
     flags = "--data", write(tmp_path / "rows.jsonl", AIME), "--repeats", 3, "--completions"
-    score = lambda rows: cli(
-        *flags, write(tmp_path / "given.jsonl", rows), "--out", tmp_path / f"{len(rows)}",
-        task="aime24",
-    )  # fmt: skip
-    result = score(rows[::-1])
+    given = write(tmp_path / "given.jsonl", rows[::-1])
+    result = cli(*flags, given, "--out", tmp_path / "aime", task="aime24")
     assert (result["n"], result["repeats"], result["accuracies"]) == (4, 3, [0.5, 0.25, 0.75])
     means = [statistics.mean(column) for column in zip(*table, strict=True)]
     assert result["stderr"] == pytest.approx(statistics.pstdev(means) / 2)
-    result = score([*rows[1:], rows[0] | {"repeat": 3}, rows[1]])
-    assert (result["unused"], result["missing"]) == (2, 1)
 
     row = {"question": "?", "choices": ["yes", "no"], "answer": 0}
     path = write(tmp_path / "rows.jsonl", [row | {"subject": subject} for subject in "abbb"])
@@ -189,7 +157,7 @@ def test_neither_batches_nor_calls_change_completions(tmp_path, cli, recorder):
     results = []
     for size in (4, 64):
         result = cli(*flags.split(), "--batch-size", size, "--out", tmp_path / f"{size}")
-        assert result.pop("tokens_per_s") and result["settings"].pop("batch_size") == size
+        assert result.pop("tokens_per_s")
         results.append(result)
     result, how = results[0], results[0]["settings"]
     rows = timeless(tmp_path / "4")
@@ -199,7 +167,7 @@ def test_neither_batches_nor_calls_change_completions(tmp_path, cli, recorder):
     want = {"gen_length": 12, "denoising_steps": 2, "temperature": 0.5, "block_length": 4}
     assert how.items() >= want.items() and how["seed"] == 5 and how["weights"]
     tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forwards"))
-    assert result["tokens_per_forward"] == tokens / forwards
+    assert result["tokens_per_forward"] == pytest.approx(tokens / forwards)
     for row, example in zip(rows, countdown.load("test", limit=10), strict=True):
         assert row["score"] == countdown.score(row["completion"], example)
     recorder(refills=True)
@@ -210,12 +178,15 @@ def test_neither_batches_nor_calls_change_completions(tmp_path, cli, recorder):
 
 def on_ranks(rank, world_size, flags, out):
     sys.argv = ["evals/run.py", *flags, "--batch-size", str(world_size), "--out", str(out)]
-    with pytest.raises(SystemExit, match="1 of 4 tasks not evaluated: aime24"):
+    if rank:
         run.main()
+    else:
+        with pytest.raises(SystemExit, match="not evaluated: aime24"):
+            run.main()
 
 
 def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
-    """The data of one task are missing; AIME is repeated; batches differ."""
+    """The data of one task are missing; batches differ."""
     aime, words = tmp_path / "a.jsonl", tmp_path / "w.jsonl"
     write(aime, AIME), write(words, [row_of("gsm8k")] * 6)
     flags = "--model tiny-sdar --tasks countdown,gsm8k,aime24,aime25 --limit 3 --repeats 2 "
@@ -225,89 +196,65 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
         run_ranks(ranks, on_ranks, flags.split(), out)
         assert not list(out.glob("*/samples-*"))
     table = (one / "table.md").read_text()
-    assert len({len(row) for row in table.splitlines()[:5]}) == 1 and "| 3 | 2 " in table
     assert "\naime24: not evaluated: --data no.jsonl: no such" in table
-    for name, repeats in {"countdown": 1, "gsm8k": 1, "aime25": 2}.items():
+    for name in "countdown", "gsm8k", "aime25":
         rows = timeless(one / name)
-        assert len(rows) == 3 * repeats and rows == timeless(two / name)
+        assert f"\n{name}|3|2|" in table
+        assert len(rows) == 6 and rows == timeless(two / name)
         first, second = (json.loads((out / name / "result.json").read_text()) for out in (one, two))
-        assert first["accuracy"] == second["accuracy"] and first["n"] == 3
-        assert (first["settings"]["ranks"], second["settings"]["ranks"]) == (1, 2)
+        assert first["settings"] == second["settings"] and (two / name / "report.html").exists()
 
 
-def test_an_interrupted_run_continues(tmp_path, monkeypatch, cli, recorder):
+def test_an_interrupted_run_continues(tmp_path, cli, recorder):
     """Samples that are finished stay, of other ranks too; half a row does not; other settings are
     refused.
     """
-    flags = "--model tiny-sdar --limit 10 --batch-size 3 --seed 5 --out".split()
-    cut = tmp_path / "cut"
-    whole = cli(*flags, tmp_path / "whole")
-    rows, path = timeless(tmp_path / "whole"), cut / "samples.jsonl"
+    flags = "--model tiny-sdar --limit 10 --batch-size 2 --seed 5 --out".split()
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    result, rows = cli(*flags, whole), timeless(whole)
     recorder(stop=6)
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         cli(*flags, cut)
-    assert timeless(cut) == rows[:6], "what was generated is scored and kept"
-    assert "is not empty" in one_line(cli, *flags, cut)
-    with open(path, "a") as file:
+    assert timeless(cut, "samples-0") == rows[:6], "what was generated is scored and kept"
+    assert "exists: name another one" in one_line(cli, *flags, cut)
+    with open(cut / "samples-0.jsonl", "a") as file:
         file.write(json.dumps(rows[6])[:-20])
-    other = rows_of(tmp_path / "whole", "samples")[8]
-    (cut / "samples-1.jsonl").write_text(json.dumps(other) + "\n")
+    others = (whole / "samples.jsonl").read_text().splitlines(keepends=True)
+    (cut / "samples-1.jsonl").write_text("".join(others[8:]))
     recorder(stop=None, calls=[])
     for flag, words in CHANGED.items():
         assert words in one_line(cli, "--resume", cut, *flag.split())
+    settings = json.loads((cut / "result.json").read_text())
+    settings["settings"]["weights"] = [0]
     assert Recorder.calls == []
-    resumed = cli("--resume", cut, "--batch-size", 2)
-    assert Recorder.calls == [(2, 6, 5), (1, 9, 5)] and not list(cut.glob("samples-*"))
-    assert timeless(cut) == rows and resumed["accuracy"] == whole["accuracy"]
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "hash_of_evals", lambda task: "other")
-        assert "evals_hash" in one_line(cli, "--resume", cut)
+    resumed = cli("--resume", cut)
+    assert Recorder.calls == [(2, 6, 5)] and not list(cut.glob("samples-*"))
+    assert timeless(cut) == rows and resumed["accuracy"] == result["accuracy"]
+    (cut / "result.json").write_text(json.dumps(settings))  # the model's files were replaced
+    assert "was begun with weights [0], now" in one_line(cli, "--resume", cut)
 
 
 CHANGED = {
     "--temperature 0.5": "was begun with temperature 0.0, now 0.5; take the old value",
-    "--model tiny-llada": "model 'tiny-sdar', now 'tiny-llada', weights",
     "--seed 1": "seed 5, now 1",
     "--limit 5": "limit 10, now 5",
-    "--data cd3": "prompts_hash",
-    "--reward countdown_d1": "reward '', now 'countdown_d1'",
+    "--data cd3": "data '', now 'cd3'",
 }
 
 
-def test_directories(tmp_path, monkeypatch, cli, recorder):
-    """One evaluation at a time; a new directory for each; a wrong --model leaves none. Results of
-    tasks that are done stay in the table.
-    """
+def test_directories(tmp_path, monkeypatch, cli):
+    """A new directory for each; a wrong --model leaves none; one evaluation at a time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run.time, "strftime", lambda form: "20260102-030405")
     path = completions(tmp_path / "c.jsonl", ["12"])
     for _ in range(2):
         cli("--completions", path, "--limit", 1)
-    names = [f"eval-countdown-c-20260102-030405{number}" for number in ("", "-2")]
-    assert "File exists" in one_line(cli, "--completions", path, "--out", path)
     assert "nothing" in one_line(cli, "--model", "nothing")
-    assert sorted(file.name for file in Path("runs").iterdir()) == names
-    said, generate = [], Recorder.generate
-
-    def second(self, *args, **settings):
-        said.append(one_line(lambda: cli("--resume", "two", task="")))
-        return generate(self, *args, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "generate", second)
-        cli(*"--model tiny-sdar --tasks countdown,sudoku --limit 2 --out two".split(), task="")
-    wait = "wait for its end, or take a new --out"
-    assert said == [f"two: another evaluation works there; {wait}"] * 2
-
-    def no_lock(file, how):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(disk.fcntl, "flock", no_lock)
-    (tmp_path / "two/countdown/samples.jsonl").unlink()
-    Recorder.calls.clear()
-    cli("--resume", "two", task="")
-    table = Path("two/table.md").read_text()
-    assert len(Recorder.calls) == 1 and "| countdown |" in table and "| sudoku " in table
+    names = sorted(file.name for file in Path("runs").iterdir())
+    assert names == [f"eval-countdown-c.jsonl-20260102-030405{number}" for number in ("", "-2")]
+    disk.hold(f"runs/{names[0]}")
+    monkeypatch.setattr(run, "hold", disk.hold)
+    assert "another process works there" in one_line(cli, "--resume", f"runs/{names[0]}")
 
 
 REFUSED = {  # flags of evals/run.py
@@ -322,14 +269,8 @@ REFUSED = {  # flags of evals/run.py
     "--tasks countdown --model tiny-sdar --data cd9": "presets: small, cd3, cd4",
     "--tasks countdown --model tiny-sdar --data empty.jsonl": "empty.jsonl: no problems",
     "--tasks gsm8k --model tiny-sdar --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
-    "--tasks countdown --model m --repeats 0": "--repeats 0 must be",
-    "--tasks countdown --model m --batch-size 0": "--batch-size 0 must be",
-    "--tasks countdown --model m --limit 0": "--limit 0 must be",
     "--tasks countdown --completions none.jsonl": "none.jsonl: no such file",
-    "--tasks countdown --model tiny-sdar --repeats 2": "all repeats are the same without random",
-    "--tasks countdown --model tiny-llada --gen-length 10": "10 is no multiple of the block",
-    "--tasks countdown --model tiny-llada --factor 0": "--factor 0.0 must be",
-    "--tasks countdown --model tiny-llada --confidence-threshold 1.5": "--confidence-threshold 1.5",
+    "--tasks countdown --model tiny-llada --confidence-threshold 1.5": "must be from 0 to 1",
 }
 
 
@@ -371,7 +312,6 @@ def test_settings_of_published_numbers():
         assert [str(found[key]) for key in KEYS.split()] == values.split(), line
     dream = decoding.settings("dream-7b", "Dream", "mbpp")
     assert (dream["schedule"], dream["top_p"]) == ("timesteps", 0.95)
-    assert "no settings of a 'new' model" in one_line(decoding.settings, "m", "new", "gsm8k")
 
 
 @pytest.mark.parametrize("model", TINY)

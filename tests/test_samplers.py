@@ -12,7 +12,6 @@ at temperature 0 with the golden weights of tests/test_models.py and the mask to
 import itertools
 import json
 import math
-from collections import Counter
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +34,7 @@ from models.tiny import (
 )
 from rollout import make_engine
 from rollout.engine import REMASKING, RULES, select, truncate
-from rollout.masked import MaskedEngine
+from rollout.masked import ORDERED, MaskedEngine
 from rollout.probe import replay_logps
 from rollout.schedules import block_quotas, eoser_weight, reveal_quota, reveal_shares
 
@@ -254,7 +253,7 @@ def naive_sample(
     model, prompt, number, *, gen_length, denoising_steps, remasking, block_length=None,
     temperature=1.0, confidence_threshold=0.9, factor=1.0, eb_threshold=0.35, top_k=0, top_p=1.0,
     schedule="uniform", cache="none", eos_policy="none", editing_threshold=None, max_post_steps=16,
-    seed=0, stop_at_eos=True, records=None,
+    alg_temp=0, seed=0, stop_at_eos=True, records=None,
 ):  # fmt: skip
     """One completion, of a block-causal model without a cache.
 
@@ -297,12 +296,14 @@ def naive_sample(
                 order = uniform(seed, number, p - P, step, "order")
                 v, logp, probabilities = draw[p]
                 score[p] = naive_score(remasking, probabilities, logp, order)
-                if v in ends and eos_policy == "demote":
-                    score[p] = -1e9
                 if v in ends and eos_policy == "eoser":
                     S = sum(map(len, plan))
                     ascending = 0.01 + 0.99 * (2 * 2**now - 1) / 2**S
                     score[p] *= ascending if schedule == "ascending" else 0.4 + 0.6 * now / (S - 1)
+                if alg_temp:  # the largest of these are drawn from softmax(score / alg_temp)
+                    score[p] = score[p] / alg_temp - math.log(-math.log(order))
+                if v in ends and eos_policy == "demote":
+                    score[p] = -1e9
                 if remasking == "origin":
                     is_last = step + 1 == len(quotas)
                     score[p] = is_last or order < naive_shares(len(quotas))[step]
@@ -392,6 +393,7 @@ MASKED += [
     for rule in (*rules.split(), "low_confidence_dynamic", "random")
 ]
 MASKED += [{"remasking": "low_confidence_static", "eos_policy": "suppress"}]
+MASKED += [{"remasking": rule, "alg_temp": 0.3} for rule in ORDERED]
 MASKED += [
     {"remasking": rule, "records": kind, "cache": cache, "temperature": 1.3}
     for rule in ("low_confidence_dynamic", "rcr")
@@ -436,20 +438,18 @@ def test_decoding_equals_the_naive_sampler(family, case):
 
 def test_schedules():
     """Dream's floors make the first steps short; ASS: 128 tokens in 7 steps are 1, 2, ..., 65."""
-    plan = lambda L, steps, schedule: block_quotas(
-        gen_length=L, block_length=L, denoising_steps=steps, schedule=schedule
+    plan = lambda L, steps: block_quotas(
+        gen_length=L, block_length=L, denoising_steps=steps, schedule="ascending"
     )
     assert reveal_quota(32, 8, "timesteps") == [3, 4, 4, 4, 4, 4, 4, 5]
-    assert plan(128, 4, "ascending") == [[1, 2, 4, 8], [16], [32], [65]]
-    assert plan(1, 1, "ascending") == [[1]]
-    for n, steps in itertools.product(range(1, 40, 3), range(1, 45, 2)):
-        for schedule in ("uniform", "timesteps"):
-            assert plan(n, steps, schedule) == naive_blocks(n, n, steps, schedule)
+    assert plan(128, 4) == [[1, 2, 4, 8], [16], [32], [65]] and plan(1, 1) == [[1]]
     assert reveal_shares([2, 1], "uniform") == pytest.approx([2 / 3, 1])
-    weights = [eoser_weight(i, 4, "uniform") for i in range(4)]
-    assert weights == pytest.approx([0.4, 0.6, 0.8, 1.0]) and eoser_weight(0, 1, "uniform") == 0.4
-    weights = [eoser_weight(i, 3, "ascending") for i in range(3)]
-    assert weights == pytest.approx([0.01 + 0.99 * x / 8 for x in (1, 3, 7)])
+    for schedule, weights in {
+        "uniform": [0.4, 0.7, 1.0],
+        "ascending": [0.13375, 0.38125, 0.87625],
+    }.items():
+        assert [eoser_weight(i, 3, schedule) for i in range(3)] == pytest.approx(weights)
+    assert eoser_weight(0, 1, "uniform") == 0.4
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dream_sampler.json").read_text())
@@ -466,25 +466,6 @@ def test_greedy_orders_are_those_of_dreams_official_sampler(run):
     )  # fmt: skip
     got = {"tokens": trace.completion_ids[0].tolist(), "steps": trace.step_map[0].tolist()}
     assert got == {name: GOLDEN["runs"][run][name] for name in got}
-
-
-@pytest.mark.parametrize("remasking", ["low_confidence_static", "entropy", "topk_margin"])
-def test_drawn_orders_follow_the_softmax_of_the_confidence(remasking):
-    """alg_temp: the first step takes 2 of 3 tokens without replacement."""
-    engine, draws = engine_of("llada"), 1200
-    z = engine.model.logits(torch.tensor([[3, 4, 5, M, M, M]]))[0, 3:]
-    best = [naive_draw(row, 0, 0, 0, 1) for row in z]
-    confidence = torch.tensor([naive_score(remasking, p, logp, 0) for _, logp, p in best])
-    for alg_temp in (0.2, 1.0):
-        trace = engine.generate(
-            [[3, 4, 5]], num_samples=draws, gen_length=3, block_length=3, denoising_steps=2, seed=5,
-            temperature=0, stop_at_eos=False, remasking=remasking, alg_temp=alg_temp,
-        )  # fmt: skip
-        got, want = Counter(map(tuple, trace.step_map.tolist())), Counter()
-        w = (confidence / alg_temp).softmax(0).tolist()
-        for a, b in itertools.permutations(range(3), 2):
-            want[tuple(int(j not in (a, b)) for j in range(3))] += w[a] * w[b] / (1 - w[a])
-        assert sum(abs(got[key] / draws - want[key]) for key in {*got, *want}) / 2 < 0.06
 
 
 # --- the fast samplers give the same tokens -------------------------------------------------------
@@ -553,16 +534,11 @@ def test_slots_are_refilled_and_prompts_prefilled_once(small_buckets, monkeypatc
     fill = lambda cache, prompts, *rest: prefilled.extend(prompts) or prefill(cache, prompts, *rest)
     monkeypatch.setattr(engine, "_step", watched)
     monkeypatch.setattr(engine, "_prefill_slots", fill)
-    monkeypatch.setattr(small_buckets, "PREFILL", 12)
     prompts = prompts_of([9, 4, 12, 8])
     engine.generate(prompts, **OPTIONS | {"num_samples": 6})
     assert prefilled == [prompt[: len(prompt) // 4 * 4] for prompt in prompts]
-    assert sum(live[: len(live) // 2]) > 3.5 * (
-        len(live) // 2
-    )  # a free slot is filled a step later
-    held = engine.slots
-    engine.generate(prompts[:1], **OPTIONS)
-    assert engine.slots is held  # with their graphs
+    half = len(live) // 2
+    assert sum(live[:half]) > 3.5 * half  # a free slot is filled a step later
 
 
 @pytest.mark.fast
@@ -606,17 +582,14 @@ def test_a_full_gpu_is_one_line_that_names_flags(monkeypatch, family):
 def test_select_against_loops(remasking):
     """Ties, fewer masks than the quota, thresholds met exactly, blocks without masks."""
     generator, sign = torch.Generator().manual_seed(0), -1 if "entropy" in remasking else 1
-    for n, limit in itertools.product((1, 4, 9), (0.0, 0.5, 0.75, 1.0)):
-        confidence = sign * torch.randint(0, 5, (200, n), generator=generator) / 4
-        masked = torch.rand(200, n, generator=generator) < torch.rand(200, 1, generator=generator)
-        for quota in range(n + 2):
-            got = select(confidence, masked, quota, remasking, limit, 2 * limit, limit)
-            for c, places, row in zip(
-                confidence.tolist(), masked.tolist(), got.tolist(), strict=True
-            ):
-                places = [j for j in range(n) if places[j]]
-                want = naive_rule(c, places, quota, remasking, limit, 2 * limit, limit)
-                assert [j for j in range(n) if row[j]] == sorted(want)
+    for n, limit, quota in itertools.product((1, 4, 9), (0.0, 0.5, 0.75, 1.0), (0, 1, 3, 10)):
+        confidence = sign * torch.randint(0, 5, (100, n), generator=generator) / 4
+        masked = torch.rand(100, n, generator=generator) < torch.rand(100, 1, generator=generator)
+        limits = remasking, limit, 2 * limit, limit
+        got = select(confidence, masked, quota, *limits)
+        for c, places, row in zip(confidence.tolist(), masked, got, strict=True):
+            want = naive_rule(c, places.nonzero()[:, 0].tolist(), quota, *limits)
+            assert row.nonzero()[:, 0].tolist() == sorted(want)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 3.0])

@@ -43,8 +43,9 @@ CALLER = "import sys; sys.path.insert(0, sys.argv[1]); from evals import sandbox
 F = "\ndef f(x): return x + 1\n"
 # a file of the caller that all may read and write
 SECRET = Path(tempfile.gettempdir()) / f"sandbox-test-secret-{os.getpid()}"
-ORDINARY = 12345
-USERS = (0, ORDINARY) if os.getuid() == 0 else (os.getuid(),)
+# callers that are not the user of the tests: how their commands begin
+ORDINARY = "setpriv --reuid=12345 --regid=12345 --clear-groups".split()
+ROOT_OF_ONE = "unshare", "-r"  # as in bubblewrap and rootless containers: no other uid to give
 WITHOUT = {"namespaces": ["landlock"], "Landlock": ["namespaces"], "": ["namespaces", "landlock"]}
 
 
@@ -90,14 +91,13 @@ def alone(monkeypatch):
     """A folder that others may enter, with the sandbox and nothing that it does not need. Whatever
     runs from it bears its name."""
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
-        shutil.copytree(ROOT / "evals", f"{place}/evals", ignore=lambda _, names: LEFT_OUT(names))
+        os.mkdir(f"{place}/evals")
+        for name in ("sandbox.py", "sandbox_child.py"):
+            shutil.copy(ROOT / "evals" / name, f"{place}/evals")
         Path(f"{place}/evals/__init__.py").touch()
         os.chmod(place, 0o755)
         monkeypatch.setattr(sandbox, "CHILD", Path(f"{place}/evals/sandbox_child.py"))
         yield place
-
-
-LEFT_OUT = lambda names: [name for name in names if not name.startswith("sandbox")]
 
 
 def attack(name, mode, surroundings, seconds=5.0):
@@ -107,18 +107,20 @@ def attack(name, mode, surroundings, seconds=5.0):
     return job(code, mode, timeout=seconds if "timeout" in ATTACKS[name][1] else 60.0)
 
 
-def reasons(name, mode):
-    """What the verdict on an attack may be."""
-    return ATTACKS[name][1 if mode == PROXY else -1].split()
+def is_held(name, mode, result):
+    """Whether the verdict is as it must be behind these walls."""
+    held = {"": True, "files": result.walls, "namespaces": result.walls == "namespaces"}
+    reasons = ATTACKS[name][1 if mode == PROXY else -1].split()
+    return result.reason in reasons or not held[HELD_BY.get(name, "")]
 
 
 def running():
-    """Process ids of all that runs from the folder `alone`."""
-    found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    """{process id: pages in memory} of all that runs from the folder `alone`."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if str(sandbox.CHILD).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
+            if str(sandbox.CHILD).encode() in (process / "cmdline").read_bytes():
+                found[process.name] = int((process / "statm").read_text().split()[1])
     return found
 
 
@@ -141,28 +143,21 @@ def holdings():
 @functools.cache
 def public_python():
     """A Python that every user may start."""
-    options = {"user": ORDINARY} if os.getuid() == 0 else {}
+    is_old = "import sys; sys.exit(sys.version_info < (3, 11))"
+    user = 12345 if os.getuid() == 0 else None
     for python in (sys._base_executable, "/usr/bin/python3"):
         with suppress(OSError):
-            is_old = "import sys; sys.exit(sys.version_info < (3, 11))"
-            if not subprocess.run([python, "-c", is_old], **options).returncode:
+            if not subprocess.run([python, "-c", is_old], user=user).returncode:
                 return python
     pytest.skip("no Python that an ordinary user may start")
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_attack(name, surroundings, mode=PROXY):
+def test_attack(name, surroundings):
     before = holdings()
-    result = run(attack(name, mode, surroundings))
-    assert result.reason in reasons(name, mode), result
+    result = run(attack(name, PROXY, surroundings))
+    assert is_held(name, PROXY, result), result
     assert holdings() == before
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", (PROXY, NONCE))
-@pytest.mark.parametrize("name", ATTACKS)
-def test_every_attack_alone(name, mode, surroundings):
-    test_attack(name, surroundings, mode)
 
 
 AT_ONCE = """
@@ -171,19 +166,28 @@ from concurrent.futures import ThreadPoolExecutor
 jobs, without = json.load(sys.stdin)
 with ThreadPoolExecutor(16) as pool:
     results = pool.map(lambda job: sandbox.run(sandbox.Job(**job), without), jobs)
-    print(json.dumps([vars(result) for result in results]))
+    print(json.dumps([[*vars(result).values()] for result in results]))
 """
 
 
-@pytest.mark.parametrize("walls", WITHOUT)
-@pytest.mark.parametrize("user", USERS)
-def test_attacks_at_once(user, walls, surroundings, alone):
+@pytest.mark.parametrize(
+    ("caller", "walls"),
+    [
+        ((), "Landlock"),
+        (ORDINARY, "namespaces"),
+        (ORDINARY, "Landlock"),
+        (ORDINARY, ""),
+        (ROOT_OF_ONE, "namespaces"),
+    ],
+)
+def test_attacks_at_once(caller, walls, surroundings, alone):
     """No verdict changes, with those among them that end at a limit; nothing is left."""
+    if subprocess.run([*caller, "true"]).returncode:
+        pytest.skip(f"{caller} does not work here")
     tried = [(name, mode) for name in SLOW + QUICK for mode in (PROXY, NONCE) if name != "modules"]
     jobs = [asdict(attack(*pair, surroundings, 2.0)) for pair in tried]
     done = subprocess.run(
-        [public_python(), "-I", "-c", CALLER + AT_ONCE, alone],
-        **{"user": user, "group": user, "extra_groups": []} if os.getuid() == 0 else {},
+        [*caller, public_python(), "-I", "-c", CALLER + AT_ONCE, alone],
         input=json.dumps([jobs, WITHOUT[walls]]),
         env={"PATH": "/usr/bin:/bin"},
         cwd="/",
@@ -192,50 +196,21 @@ def test_attacks_at_once(user, walls, surroundings, alone):
     )
     assert done.returncode == 0, done.stderr
     assert not running()
-    results = {
-        pair: Result(**found) for pair, found in zip(tried, json.loads(done.stdout), strict=True)
-    }
+    results = dict(zip(tried, (Result(*found) for found in json.loads(done.stdout)), strict=True))
     if (found := results["right", PROXY].walls) != walls:
         pytest.skip(f"this kernel gives {found or 'neither namespaces nor Landlock'}")
     assert done.stderr.count("neither namespaces nor Landlock") == (not walls)
-    works = {"": False, "files": not walls, "namespaces": walls != "namespaces"}
-    wrong = {
-        pair: result
-        for pair, result in results.items()
-        if not works[HELD_BY.get(pair[0], "")] and result.reason not in reasons(*pair)
-    }
+    wrong = {pair: result for pair, result in results.items() if not is_held(*pair, result)}
     assert not wrong
     if not walls:  # these attacks are real
-        for pair in (
-            ("files of the caller read", PROXY),
-            ("other processes through /proc", PROXY),
-            ("its own memory searched", NONCE),
-        ):
-            assert results[pair].passed, results[pair]
+        assert results["files of the caller read", PROXY].passed
+        assert results["its own memory searched", NONCE].passed
 
 
-REAL = (
-    "outbound connection",
-    "memory in a file without a name",
-    "shared memory of which one page stays mapped",
-)
-
-
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", ("outbound connection", "memory in a file without a name"))
 def test_attacks_succeed_without_a_sandbox(name, surroundings):
     code = attack(name, PROXY, surroundings).code + "\nassert f(1) == 2"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.skipif(not shutil.which("unshare"), reason="makes a user namespace with unshare")
-def test_a_caller_in_a_user_namespace_of_one_user(alone):
-    """Root there, as in bubblewrap and rootless containers, has no other uid to give."""
-    code = CALLER + "print(sandbox.run(sandbox.Job('', '')).passed)"
-    command = ["unshare", "-r", sys.executable, "-c", code, alone]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "unshare failed" in done.stderr:
-        pytest.skip(done.stderr)
-    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.skipif(
@@ -268,15 +243,6 @@ def test_a_machine_that_is_too_busy_ends_no_run(monkeypatch):
     """A supervisor that is not ready in time is killed; whether it can run has more time."""
     monkeypatch.setattr(sandbox, "GRACE", -5.0)
     assert run(job(F, timeout=5.0)).reason == "lost"
-
-
-def test_an_answer_to_the_caller_is_short():
-    """A program's own message may have 16 MB."""
-    forged = """
-    import json
-    with open(61, "w") as pipe: pipe.write(json.dumps(["raise", "E", "x" * 9_000_000]) + "\\n")
-    """
-    assert len(run(job(forged)).detail) == 600
 
 
 @pytest.mark.parametrize("walls", ("namespaces", "Landlock"))

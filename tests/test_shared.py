@@ -6,18 +6,17 @@ import ast
 import importlib
 import json
 import re
-from dataclasses import fields
-from inspect import signature
+import shlex
 
 import pytest
 import torch
 from golden_runs import GOLDEN, all_values, parsed
 from size import size
-from sync_shared import EXCEPTIONS, METHODS, ONLINE, ROOT, shared_blocks, source, sync
+from sync_shared import EXCEPTIONS, METHODS, ONLINE, ROOT, shared_blocks, source, sync, without
 
 from models.tensors import build_model
 from models.tiny import TINY_CONFIGS
-from run.flags import values_for
+from run.flags import flags_of, values_for
 
 ROOMS = ["distributed", "models", "rollout", "data", "evals", "run", "algos"]  # none imports later
 UPWARDS = {("evals/run.py", "run"), ("rollout/__init__.py", "kernels")}
@@ -28,7 +27,6 @@ TREES = {
 }
 FUNCTIONS = ["sample_masks", "estimate_logps", "compute_advantages", "policy_loss"]
 scripts = pytest.mark.parametrize("script", METHODS)
-online = pytest.mark.parametrize("script", ONLINE)
 
 
 def imports_of(tree):
@@ -44,11 +42,8 @@ def imports_of(tree):
 
 def own(text):
     """Tokens of a script outside its shared blocks."""
-    lines, blocks = text.splitlines(), list(shared_blocks(text, "script").values())
-    for start, end in reversed(blocks):
-        mark = lines[start - 1]
-        lines[start:end] = [mark[: mark.index("#")] + "pass"]
-    return size("\n".join(lines) + "\n") - len(blocks)
+    blocks = shared_blocks(text)
+    return size(without(text, blocks)) - len(blocks)
 
 
 @scripts
@@ -61,7 +56,7 @@ def test_a_script(script):
         skip = [block for name, block in EXCEPTIONS if name in (script, other)]
         same = sync(source(other), text, skip) == text
         assert same, f"run python tests/sync_shared.py {other}"
-    assert own(text) <= METHODS[script]["own"], f"{own(text)} tokens are its own"
+    assert own(text) <= METHODS[script].own, f"{own(text)} tokens are its own"
     nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
     names, expected = list(nodes), FUNCTIONS if script in ONLINE else ["sample_masks"]
     assert [name for name in names if name in FUNCTIONS] == expected
@@ -72,19 +67,15 @@ def test_a_script(script):
     assert not [node for node in ast.walk(nodes["main"]) if isinstance(node, ast.Lambda)]
 
 
-@online
+@pytest.mark.parametrize("script", ONLINE)
 def test_an_online_script(script):
-    """All blocks of d1.py in its order; few imported names; the facts that the blocks read."""
-    text, module = source(script), importlib.import_module(f"algos.{script}")
-    names = [name for name in shared_blocks(text, script) if not name.startswith("reference")]
-    assert names == list(shared_blocks(source("d1"), "d1"))
-    assert {"RECORDS", "USES_OLD", "DRAWS_TOGETHER"} <= vars(module).keys()
-    assert "replays" in signature(module.Args.num_draws).parameters
-    known = {field.name for field in fields(module.Args)}
-    assert all(of_size.keys() <= known for of_size in module.BY_SIZE.values())
-    end = text.index("# <<< shared: imports")
-    imported = [names for _, room, names in imports_of(ast.parse(text[:end])) if is_ours(room)]
-    assert len(sum(imported, [])) <= 20
+    """All blocks of d1.py in its order, few imported names."""
+    text = source(script)
+    names = [name for name in shared_blocks(text) if not name.startswith("reference")]
+    assert names == list(shared_blocks(source("d1")))
+    head = ast.parse(text[: text.index("# <<< shared: imports")])
+    imported = [names for _, room, names in imports_of(head) if is_ours(room)]
+    assert len(sum(imported, [])) <= 19
 
 
 def is_ours(module):
@@ -92,40 +83,25 @@ def is_ours(module):
 
 
 def test_d1_is_read_in_one_sitting():
-    """And its methods starts on the first screens."""
+    """And its method starts on the first screens."""
     d1 = source("d1")
-    (main,) = [node for node in ast.parse(d1).body if getattr(node, "name", "") == "main"]
-    assert main.end_lineno - main.lineno <= 55 and len(d1.splitlines()) <= 300
-    assert d1[: d1.index("\ndef ")].count("\n") < 80
+    assert d1[: d1.index("\ndef ")].count("\n") < 80 and d1.count("\n") <= 290
+    assert d1[d1.index("\ndef main") :].count("\n") <= 50
 
 
 def test_a_changed_shared_line_is_mended_and_a_methods_own_is_left_alone():
     text = source("bgpo").replace("A * (1 + d)", "A * (2 + d)")
     broken = text.replace("optimizer.step()", "pass")
     assert broken != text != source("bgpo") and sync(source("d1"), broken) == text
-
-
-UNPAIRED = {
-    "# >>> shared: a\n": "never closed",
-    "# <<< shared: a\n": "closes 'a'",
-    "# >>> shared: a\n# >>> shared: b\n": "opens 'b' inside 'a'",
-    "# >>> shared: a\n# <<< shared: b\n": "closes 'b'",
-    "# >>> shared: a\n# <<< shared: a\n# >>> shared: a\n# <<< shared: a\n": "opens 'a' again",
-}
-
-
-@pytest.mark.parametrize("text", UNPAIRED)
-def test_unpaired_markers_are_refused(text):
-    with pytest.raises(ValueError, match=UNPAIRED[text]):
-        shared_blocks(text, "script")
+    for mark in "# >>> shared: learn\n", "# <<< shared: learn\n":
+        with pytest.raises(ValueError, match="no partner"):
+            sync(source("d1"), text.replace(mark, ""))
 
 
 def test_values_of_every_flag():
     """On the tiny models, and on others of either attention with LoRA and with all weights."""
-    want, got = json.loads((GOLDEN / "values.json").read_text()), all_values()
-    for script, kinds in want.items():
-        assert got.pop(script) == kinds, f"{script}: python tests/golden_runs.py --write"
-    assert not got
+    got = all_values()
+    assert got == json.loads((GOLDEN / "values.json").read_text()), "python tests/golden_runs.py -h"
 
 
 @scripts
@@ -133,19 +109,15 @@ def test_the_printed_line_and_the_help_have_the_values_of_the_run(script, capsys
     """A given flag wins over what is known of a model, and the task's data follow the model."""
     given = "--gen-length", 64, "--task", "countdown", "--model", "llada-8b"
     args = parsed(script, *given)
-    line = capsys.readouterr().err.splitlines()[-1].split()
+    line = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert parsed(script, *line[2:]) == args and (args.gen_length, args.data) == (64, "cd3")
     module = importlib.import_module(f"algos.{script}")
-    found = values_for(module.Args, module.BY_SIZE, "llada-8b")
     capsys.readouterr()
     with pytest.raises(SystemExit):
         parsed(script, "--help", "--model", "llada-8b")
-    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for name, (value, where) in found.items():
-        flag = f"--{name.replace('_', '-')}"
-        assert f"{flag} {value}: {where}" in shown
-        default = " ".join(map(str, value)) if isinstance(value, tuple) else repr(value).strip("'")
-        assert re.search(rf"{flag} [^(]*.*?\(default: {re.escape(default)}\)", shown)
+    shown = capsys.readouterr().out
+    for name, (value, where) in values_for(module.Args, module.BY_SIZE, "llada-8b").items():
+        assert f"  {' '.join(flags_of({name: value}))} ({where})\n" in shown
 
 
 def test_a_by_size_of_unknown_fields_is_refused():

@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from oracles import changed, gradient, relative, rollout_batch, small_args, tiny_model
+from oracles import changed, few_tokens, gradient, relative, rollout_batch, small_args, tiny_model
 from test_samplers import naive_rule, naive_score
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from algos import tpg
 from rollout import make_engine
@@ -15,9 +14,7 @@ from rollout.engine import REMASKING
 from rollout.rows import Batch
 
 EOS, MASK, T = 2, 3, 0.6  # tokens 0, 1 and EOS; a low temperature
-IDS = {"vocab_size": 4, "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
-OWN = {"sdar": {"block_size": 2}, "llada": {"embedding_size": 4}, "dream": {}}
-PROMPT = [1, 0, 0, 1]
+PROMPT, SIZE = [1, 0, 0, 1], {"sdar": {"block_size": 2}}
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -34,21 +31,21 @@ def expected_reward(model, rule):
     states = list(itertools.product(range(4), repeat=4))
     logits = model.logits(torch.tensor([PROMPT + list(state) for state in states]))[:, 4:, :MASK]
     p_of = dict(zip(states, (logits / T).softmax(-1), strict=True))
-    now = {(MASK,) * 4: torch.ones((), dtype=torch.float64)}
-    for step in range(4):
+    now = {(MASK,) * 4: 1.0}
+    for block in (0, 0, 2, 2):
         later = {}
         for state, chance in now.items():
-            masked = [j for j in (step // 2 * 2, step // 2 * 2 + 1) if state[j] == MASK]
+            masked, p = [j for j in (block, block + 1) if state[j] == MASK], p_of[state]
             for draw in itertools.product(range(3), repeat=len(masked)):
-                p, token = p_of[state], dict(zip(masked, draw, strict=True))
+                token = dict(zip(masked, draw, strict=True))
                 scores = {
                     j: naive_score(rule, p[j].tolist(), p[j, v].log().item(), 0)
                     for j, v in token.items()
                 }
                 choices = [naive_rule(scores, masked, 1, rule, 0.5, 0, 0)]
-                if rule == "random" and masked:
-                    choices = [[j] for j in masked]
-                share = math.prod((p[j, v] for j, v in token.items()), start=chance) / len(choices)
+                if rule == "random":
+                    choices = [[j] for j in masked] or [[]]
+                share = chance * math.prod(p[j, v] for j, v in token.items()) / len(choices)
                 for chosen in choices:
                     new = tuple(token[j] if j in chosen else state[j] for j in range(4))
                     later[new] = later.get(new, 0.0) + share
@@ -89,39 +86,30 @@ CASES += [("llada", rule) for rule in (*REMASKING[:2], "entropy")] + [("dream", 
 
 @pytest.mark.parametrize("family, rule", CASES)
 def test_the_expected_gradient_is_that_of_the_expected_reward(family, rule):
-    """Also by differences of the reward itself, which see whether reveals move. Without the draws
-    that were not revealed, as in CJ-GRPO, it is another where confidences decide.
+    """Without the draws that were not revealed, as in CJ-GRPO, it is another where confidences
+    decide.
     """
-    model = tiny_model(family, 1, **IDS | OWN[family])
+    model = tiny_model(family, 1, **few_tokens(family, 4) | SIZE.get(family, {}))
     trace = every_path(model, rule)
-    args = tpg.Args(temperature=T, remasking=rule, micro_batch_size=4)
-    batch = Batch(trace, model)
-    texts = [trace.completion(i) for i in range(len(trace.prompt_ids))]
-    batch.advantages = torch.tensor(list(map(reward, texts)), dtype=torch.float64)
+    args, batch = tpg.Args(temperature=T, remasking=rule), Batch(trace, model)
+    rewards = [reward(trace.completion(i)) for i in range(len(trace.prompt_ids))]
+    batch.advantages = torch.tensor(rewards).double()
     rows = tpg.sample_masks(batch, 0, args)
-    rows.weights = rows.weights.double()
     logps, scored = tpg.draw_logps(model, rows), rows.weights != 0
     # sample i stands for a share 3^-draws of the paths
     rows.advantages *= ((logps + math.log(3)) * scored).sum((1, 2)).exp().detach()
+    want = gradient(model, expected_reward(model, rule))
 
-    def estimated(rows):
-        return -gradient(model, tpg.policy_loss(logps, logps.detach(), None, rows, args)[0], True)
+    def error(rows):
+        loss, _ = tpg.policy_loss(logps, logps.detach(), None, rows, args)
+        return relative(-gradient(model, loss, True), want)
 
-    want, got = gradient(model, expected_reward(model, rule)), estimated(rows)
-    assert relative(got, want) < 1e-10
+    assert error(rows) < 1e-6
     draws = trace.records["tokens"]
     shown = trace.replay_map[:, None] == torch.arange(draws.shape[1])[:, None]
     trace.records["tokens"] = draws.where(shown, -1)
-    few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights.double())
-    assert rule != "random" or torch.equal(few.weights, rows.weights)  # there they are noise
-    error = relative(estimated(few), want)
-    assert error > 0.05 if rule.startswith("low") else error < 1e-10
-    here, h = parameters_to_vector(model.parameters()).detach(), 1e-6 / want.norm()
-    ahead, behind = (
-        vector_to_parameters(here + way * want, model.parameters()) or expected_reward(model, rule)
-        for way in (h, -h)
-    )
-    assert relative((ahead - behind) / (2 * h), want.norm() ** 2) < 1e-6
+    few = changed(rows, weights=tpg.sample_masks(batch, 0, args).weights)
+    assert (error(few) > 0.05) if rule.startswith("low") else (error(few) < 1e-6)
 
 
 @pytest.mark.parametrize("family, n", [("llada", 1), ("llada", 3), ("sdar", 1)])
