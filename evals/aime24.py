@@ -26,7 +26,6 @@ from evals.math_grader import number
 class Aime:
     HUB: str
     hub_split: str  # the hub's name of the only split
-    VERSION: str  # name of the prompt
     instruction: str
     extract = staticmethod(extract)
 
@@ -59,10 +58,10 @@ class Aime:
         return float(number(found.rpartition("=")[2]) == int(example["gold"]))  # x = 204 is 204
 
 
-task = Aime("HuggingFaceH4/aime_2024", "train", "OpenCompass aime2024, DARE", INSTRUCTION)
+# prompts: OpenCompass aime2024 and aime2025, DARE
+task = Aime("HuggingFaceH4/aime_2024", "train", INSTRUCTION)
 aime25 = Aime(
     "math-ai/aime25",
     "test",
-    "OpenCompass aime2025, DARE",
     r"Remember to put your final answer within \boxed{}.",
 )

@@ -23,7 +23,7 @@ class ArcC(Choices):
     HUB, parts, PRESETS = "allenai/ai2_arc", ("ARC-Challenge",), ("dare",)
     splits = {name: name for name in ("train", "validation", "test")}
     needs = "question, choices.text, choices.label and answerKey, which is one of the labels"
-    forms = {"": Form("OpenCompass ARC_c_gen_1e0de5", "Question: {question}\n{options}\nAnswer:")}
+    forms = {"": Form("Question: {question}\n{options}\nAnswer:")}
 
     def load(self, split, path=None, limit=None):
         """As Choices.load. "dare": the validation rows with four options."""

@@ -26,7 +26,6 @@ from evals.choices import SPECIAL, letter
 from evals.examples import one_split, user
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, last_box
 
-VERSION = "OpenCompass bbh_gen_ee62e9"  # name of the prompt
 TASKS = """
 boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages
 formal_fallacies geometric_shapes hyperbaton logical_deduction_five_objects

@@ -83,7 +83,8 @@ class CEval(Choices):
     HUB, splits = "ceval/ceval-exam", {"test": "val"}
     parts = topics = SUBJECTS
     needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
-    forms = {"": Form("OpenCompass ceval_gen_5f30c7", ASK, shot=(ASK, "{gold}"))}
+    # OpenCompass ceval_gen_5f30c7
+    forms = {"": Form(ASK, shot=(ASK, "{gold}"))}
 
     def read(self, row):
         options, example = [row[label] for label in "ABCD"], {"question": row["question"]}

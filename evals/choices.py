@@ -96,7 +96,6 @@ class Form(NamedTuple):
     """A prompt, and the answer that it asks for. Its texts name keys of an example; {options} are
     its options, one line each, and {topic} is its subject in words."""
 
-    version: str  # name of the prompt
     ask: str
     answer: str = "{gold}"
     option: str = "{}. {}"
@@ -116,10 +115,6 @@ class Choices:
 
     PRESETS, parts, styles, topics = (), (None,), {}, {}
     splits = {"test": "test", "validation": "validation"}
-
-    @property
-    def VERSION(self):
-        return {style: form.version for style, form in self.forms.items()}
 
     def load(self, split, path=None, limit=None):
         """The first `limit` examples, subject after subject. With a style other than "": "style";

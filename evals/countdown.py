@@ -41,7 +41,6 @@ ILLEGAL = re.compile(r"[^-+*/() 0-9]|//|\*\*|(?:^|[-+*/(]) *\+|(?<![0-9])0[0-9]"
 DIGITS = re.compile("[0-9]+")
 
 # name of the prompt, by style
-VERSION = {"compact": "compact", "tags": "d1, training", "boxed-tags": "d1, evaluation"}
 # The training prompt of d1 and DARE to the byte, so that scores can be compared (tested against
 # DARE's file).
 PROMPT = """Respond in the following format:

@@ -34,15 +34,13 @@ class Gpqa(Choices):
     HUB, parts, splits = "Idavidrein/gpqa", ("gpqa_diamond",), {"test": "train"}
     needs = ", ".join(COLUMNS)
     forms = {
-        "": Form(
-            "OpenCompass gpqa_gen_4baadb",
+        "": Form(  # OpenCompass gpqa_gen_4baadb
             "What is the correct answer to this question: {question}\nChoices:\n{options}\n"
             'Format your response as follows: "The correct answer is (insert answer here)"',
             ANSWER,
             option="({}){}",
         ),
-        "shown": Form(
-            "OpenCompass gpqa_fewshot_gen (DARE)",
+        "shown": Form(  # OpenCompass gpqa_fewshot_gen (DARE)
             "{shots}\nQuestion:\n{question}\nChoices:\n{options}\n"
             "When you're ready to answer, please use the format 'The correct answer is (X)' where "
             "X is the correct letter choice from 'ABCD'.",

@@ -35,12 +35,8 @@ from evals.math_grader import FRACTION, MAX_LENGTH, MAX_TEXT, rewritten, rules
 HUB = "openai/gsm8k"
 # names that `load` takes besides files and hub ids: HUB's rows with other prompts
 PRESETS = STYLES | {"4-shot": "shown"}
-VERSION = {  # name of the prompt, by style
-    "boxed": "OpenCompass gsm8k_0shot_v2_gen_17d799",
-    "tags": "d1, training",
-    "boxed-tags": "d1, evaluation",
-    "shown": "OpenCompass gsm8k_gen_1d7fe4",
-}
+# Prompts, by style: boxed is OpenCompass' gsm8k_0shot_v2_gen_17d799, tags that of d1's training,
+# boxed-tags of its evaluation, shown OpenCompass' gsm8k_gen_1d7fe4
 # as in SDAR's evaluation
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 # some parquet files have verl's instruction

@@ -25,8 +25,7 @@ class HellaSwag(Choices):
     HUB, splits = "Rowan/hellaswag", {"test": "validation"}
     needs = "ctx_a, ctx_b, four endings and label (0 to 3)"
     forms = {
-        "": Form(
-            "OpenCompass hellaswag_gen_6faab5",
+        "": Form(  # OpenCompass hellaswag_gen_6faab5
             "{text}\nQuestion: Which ending makes the most sense?\n{options}\n"
             "You may choose from 'A', 'B', 'C', 'D'.\nAnswer:",
         )

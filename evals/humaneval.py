@@ -23,7 +23,6 @@ from evals.programs import code_of, defines, first_program, passed
 from evals.sandbox import Job
 
 HUB = "openai/openai_humaneval"
-VERSION = "OpenCompass humaneval_gen_8e312c"  # name of the prompt
 INSTRUCTION = "Complete the following python code:\n"  # OpenCompass' humaneval_gen_8e312c, DARE
 COLUMNS = (
     "prompt, test, entry_point and canonical_solution, or prompt and reward_model.ground_truth "

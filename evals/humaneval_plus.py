@@ -20,7 +20,6 @@ from evals import humaneval
 from evals.humaneval import answer, extract, job, prompt, score  # noqa: F401
 
 HUB = "evalplus/humanevalplus"
-VERSION = humaneval.VERSION
 TIMEOUT = 60.0  # seconds of wall time; the slowest reference that passes computes for 15
 
 

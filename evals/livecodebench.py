@@ -33,7 +33,6 @@ from evals.programs import code_of, passed
 from evals.sandbox import Job
 
 HUB = "livecodebench/code_generation_lite"
-VERSION = "LiveCodeBench generic"  # name of the prompt
 # files of HUB: each release has those of the releases before it; v3 is what the third one added
 RELEASES = {f"release_v{n}": range(1, n + 1) for n in range(1, 7)}
 RELEASES |= {f"v{n}": (n,) for n in range(1, 7)}

@@ -39,11 +39,6 @@ HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
 # prompts
 PRESETS = ("full", *STYLES)
-VERSION = {  # name of the prompt, by style
-    "": "OpenCompass math_0shot_gen_11c4b5",
-    "tags": "d1, training",
-    "boxed-tags": "d1, evaluation",
-}
 PARTS = (  # of FULL, each a config on the hub
     "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra "
     "precalculus"

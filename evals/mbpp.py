@@ -28,7 +28,6 @@ from evals.sandbox import Job
 HUB = "google-research-datasets/mbpp"
 SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
-VERSION = "OpenCompass mbpp_gen_830460"  # name of the prompt
 TASK = (
     "You are an expert Python programmer, and here is your task: {text} Your code should pass "
     "these tests:\n\n {tests}  \n"

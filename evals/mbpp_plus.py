@@ -20,7 +20,6 @@ from evals.humaneval import answer, extract, job, score  # noqa: F401
 from evals.humaneval_plus import TIMEOUT
 
 HUB = "evalplus/mbppplus"
-VERSION = "EvalPlus"  # name of the prompt
 COLUMNS = "prompt, code, test_imports, test_list and test"
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "

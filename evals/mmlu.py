@@ -37,13 +37,11 @@ class Mmlu(Choices):
     needs = "question, subject, four choices and answer (index of one)"
     styles = PRESETS = {"cot": "cot"}
     forms = {
-        "": Form(
-            "OpenCompass mmlu_gen_a484b3",
+        "": Form(  # OpenCompass mmlu_gen_a484b3
             HINT + "\nQ: {question}\n{options}\nA: ",
             shot=(HINT + "\nQuestion: {question}\n{options}\nAnswer: ", "{gold}\n"),
         ),
-        "cot": Form(
-            "simple-evals",
+        "cot": Form(  # simple-evals
             COT + "\n\n{question}\n\n{options}",
             option="{}) {}",
             answer="ANSWER: {gold}",

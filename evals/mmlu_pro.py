@@ -28,8 +28,7 @@ class MmluPro(Choices):
     HUB = "TIGER-Lab/MMLU-Pro"
     needs = "question, options (up to 16), answer (letter of one of them) and category"
     forms = {
-        "": Form(
-            "OpenCompass mmlu_pro_0shot_cot_gen_08c1de",
+        "": Form(  # OpenCompass mmlu_pro_0shot_cot_gen_08c1de
             INSTRUCTION + "\n\nQuestion:\n\n{question}\n\nOptions:\n\n{stripped_options}",
             "ANSWER: {gold}",
         )

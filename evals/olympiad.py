@@ -27,7 +27,6 @@ from evals.math500 import extract
 from evals.math_grader import math_verify, number, rewritten, rules
 
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"
-VERSION = "OpenCompass OlympiadBench_0shot_gen_be8b13"  # name of the prompt
 COLUMNS = (
     "question, final_answer (list of texts), answer_type, is_multiple_answer, unit, error, "
     "subject; English, no proofs"

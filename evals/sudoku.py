@@ -23,7 +23,6 @@ from evals.examples import planning_row, read_examples, user
 
 PRESETS = SUDOKU  # names that `load` takes besides files and hub ids; "sudoku4" is the default
 
-VERSION = {"compact": "compact", "tags": "d1, training"}  # name of the prompt, by style
 # The prompt of d1 and DARE to the byte, so that scores can be compared (tested against DARE's
 # file).
 PROMPT = """Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character \
