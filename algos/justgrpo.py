@@ -30,7 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
+from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from rollout import sync_engine
 from rollout.rows import Rows
@@ -156,10 +156,7 @@ def parallelize(model, args):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
     mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    model.activation_checkpointing = args.activation_checkpointing
-    model.attention_backend = args.attention
-    if args.compile:
-        compile_blocks(model)
+    set_speed(model, args.attention, args.activation_checkpointing, args.compile)
     for module, types, layout in sharding(model, mixed):
         policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
         fully_shard(module, mp_policy=policy, **layout)

@@ -32,7 +32,7 @@ from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distri
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from evals import score_all
-from models import adapters_off, add_lora, compile_blocks, load_weights, meta_model, router_metrics
+from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
 from rollout.rows import choose_in_blocks
@@ -168,10 +168,7 @@ def parallelize(model, args):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
 
     mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
-    model.activation_checkpointing = args.activation_checkpointing
-    model.attention_backend = args.attention
-    if args.compile:
-        compile_blocks(model)
+    set_speed(model, args.attention, args.activation_checkpointing, args.compile)
     for module, types, layout in sharding(model, mixed):
         policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
         fully_shard(module, mp_policy=policy, **layout)

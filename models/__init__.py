@@ -13,6 +13,6 @@ from models.checkpoint import (
     save_model,
 )
 from models.experts import router_metrics
-from models.layers import compile_blocks
+from models.layers import set_speed
 from models.lora import adapters_off, add_lora, export_adapter, has_lora, save_adapter
 from models.names import MODELS, is_tiny, sampling_facts, source_of

@@ -133,6 +133,15 @@ class MLP(nn.Module):
 INPUTS = r"L\['(?!self(?!.*\.layer$))(?!.*BLOCK_SIZE)"
 
 
+def set_speed(model, attention, activation_checkpointing, compiled):
+    """How a model that learns computes: its attention backend, whether it recomputes every block in
+    the backward pass, and whether blocks are compiled.
+    """
+    model.attention_backend, model.activation_checkpointing = attention, activation_checkpointing
+    if compiled:
+        compile_blocks(model)
+
+
 def compile_blocks(model):
     """torch.compile every block; on CPUs, where compiling costs more than it gains, nothing."""
     if not torch.cuda.is_available():
