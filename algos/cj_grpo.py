@@ -34,9 +34,7 @@ from models import adapters_off, add_lora, load_weights, meta_model, router_metr
 from models.tensors import frozen_dtype
 from rollout import sync_engine
 from rollout.rows import Rows
-from run.directory import Run
-from run.flags import RolloutFlags
-from run.problems import Problems
+from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row

@@ -36,9 +36,7 @@ from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
-from run.directory import Run
-from run.flags import RunFlags
-from run.problems import HeldOut
+from run import HeldOut, Run, RunFlags
 
 # B rows, T tokens of a row
 

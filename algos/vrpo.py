@@ -36,9 +36,7 @@ from models import adapters_off, add_lora, load_weights, meta_model, router_metr
 from models.tensors import frozen_dtype
 from rollout import keyed_uniform, make_engine, sync_engine
 from rollout.rows import choose_in_blocks
-from run.directory import Run
-from run.flags import RunFlags
-from run.problems import HeldOut
+from run import HeldOut, Run, RunFlags
 
 # P pairs, B = 2P sequences (chosen, rejected, chosen, ...), T tokens, n draws of a sequence
 

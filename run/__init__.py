@@ -1,1 +1,6 @@
-"""What a run is made of: its flags, problems, record, saves, plan and report."""
+"""What a run is made of: its flags, problems, steps, record, saves and plan."""
+# ruff: noqa: F401
+
+from run.directory import Run
+from run.flags import RolloutFlags, RunFlags
+from run.problems import HeldOut, Problems
