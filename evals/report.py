@@ -45,7 +45,7 @@ def read_rows(run_dir):
 
 
 def write_report(folder):
-    """Write folder/report.html. -> the samples that it shows, [dict]
+    """Write folder/report.html.
 
     folder: of a run (config.json, metrics.jsonl, samples.jsonl) or of a task of an evaluation
     (samples.jsonl, result.json). What is missing is left out of the page.
@@ -73,7 +73,6 @@ def write_report(folder):
     text = json.dumps(page, separators=(",", ":")).replace("<", "\\u003c")
     text = TEMPLATE.read_text(encoding="utf-8").replace("DATA", text)
     (folder / "report.html").write_text(text, encoding="utf-8")
-    return samples
 
 
 def shown(line):

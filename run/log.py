@@ -54,7 +54,6 @@ SHOWN = {
     "time/step": "{:6.2f} s",
 }
 NO_LOSS = 1e-6  # rounding: with one update per rollout the advantages cancel
-COLUMNS = "step prompt completion gold reward".split()  # of the table of samples in wandb
 DEAD_STATUS = 3  # exit status of a run that ends because it is dead
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 # metrics that tell the reasons apart
@@ -136,9 +135,7 @@ class RunLog:
             print(text, flush=True)  # otherwise a pipe shows it late
 
     def plot(self):
-        """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html,
-        whose samples wandb gets as a table.
-        """
+        """Rewrite metrics.csv (a column for every key of any row), curves.png and report.html."""
         import pandas as pd
 
         if not (rows := read_rows(self.run_dir)):
@@ -147,12 +144,9 @@ class RunLog:
             table = pd.DataFrame(rows).set_index("step").astype(float)
             table.to_csv(self.run_dir / "metrics.csv")
             draw_curves(table, self.run_dir)
-            samples = write_report(self.run_dir)
-        if self.wandb_run and samples:
-            import wandb
-
-            table = wandb.Table(COLUMNS, [[*map(sample.get, COLUMNS)] for sample in samples])
-            self.wandb_run.log({"samples": table}, step=rows[-1]["step"])
+            write_report(self.run_dir)
+        if self.wandb_run:
+            self.wandb_run.save(self.run_dir / "report.html", self.run_dir, "now")
 
     def end(self, weights, status=0):
         """Say how long the run took and where its report and weights (a path) are, and close."""
@@ -189,8 +183,6 @@ def follow(run_dir, config):
     """-> a new run of wandb, or the one that the run in this directory has had before"""
     import wandb
 
-    # tables wait there for `wandb sync`, which may be on another machine; a home may be read-only
-    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
     kept, how = run_dir / "wandb-id", {"project": "cleandllm", "name": run_dir.name, "dir": run_dir}
     known = kept.read_text() if kept.exists() else None
     run = wandb.init(config=config, id=known, resume="allow", **how)

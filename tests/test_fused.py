@@ -178,7 +178,8 @@ def test_experts_are_those_of_the_plain_loop(dtype, lead, E, D, f, k, used, tune
         got = moe_triton.experts_fused(x, index, w, gate_up, down, tuned)
         assert got.dtype == dtype
         assert (
-            error(got, want) < 1.1 * error(combine_experts(x, index, w, gate_up, down), want) + 1e-6
+            error(got, want)
+            < 1.25 * error(combine_experts(x, index, w, gate_up, down), want) + 1e-6
         )
 
 

@@ -7,7 +7,7 @@ import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -102,22 +102,18 @@ def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch, 
     assert drawn == [titles] * 3 and (log.run_dir / "report.html").exists()
 
 
-def test_wandb_has_rows_samples_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
+def test_wandb_has_rows_page_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
     wandb.init.return_value.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(runlog.os, "environ", {})
     log = new_log(track=True)
     log.write(1, RL_ROW)
-    log.samples(1, [{"prompt": "1 2", "completion": "1+2", "reward": 1.0}])
     log.close()
-    table = {"samples": wandb.Table.return_value}
-    assert wandb.init().log.mock_calls == [call(RL_ROW, step=1), call(table, step=1)]
-    wandb.Table.assert_called_with(runlog.COLUMNS, [[1, "1 2", "1+2", None, 1.0]])
+    log.wandb_run.log.assert_called_once_with(RL_ROW, step=1)
+    log.wandb_run.save.assert_called_once_with(log.run_dir / "report.html", log.run_dir, "now")
     new_log(track=True, resume=str(log.run_dir), step=1)
-    first, _, second = (made.kwargs for made in wandb.init.call_args_list)
+    first, second = (made.kwargs for made in wandb.init.call_args_list)
     assert first["config"]["task"] == ARGS.task and (first["id"], second["id"]) == (None, "x1")
-    assert runlog.os.environ == {"WANDB_DATA_DIR": str(log.run_dir / "wandb")}  # not in the home
 
 
 def test_the_stopwatch_adds_up_phases(monkeypatch):

@@ -12,6 +12,7 @@ at temperature 0 with the golden weights of tests/test_models.py and the mask to
 import itertools
 import json
 import math
+from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -722,7 +723,7 @@ def test_cuda_samples_as_the_cpu_does(family):
     options |= {"gen_length": 12}
     want = engine_of(family).generate(prompts_of(range(1, 12)), **options)
     for places in (4, 64):
-        engine = make_engine(model_of(SIZES[family]).cuda(), max_batch_size=places)
+        engine = make_engine(deepcopy(shared(family)).cuda(), max_batch_size=places)
         got = engine.generate(prompts_of(range(1, 12)), **options)
         assert all(torch.equal(getattr(got, name).cpu(), getattr(want, name)) for name in NAMES)
 
