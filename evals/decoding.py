@@ -110,6 +110,8 @@ def sampling_for(flags, model, task, style):
 def settings(model, model_type, task, style=""):
     """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
     with that name) or else its architecture. style: of the task's examples"""
-    rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS[model_type]
+    rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS.get(model_type)
+    if rows is None:
+        raise SystemExit(f"evals/decoding.py has no settings of a {model_type!r} model")
     rows = SETTINGS["compact"] if style == "compact" else rows
     return BASE | (rows.get(task) or rows["*"])

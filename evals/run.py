@@ -104,6 +104,9 @@ def main(name=""):
     if not tasks or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
         raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, and {what}")
+    for name in "batch_size", "limit", "repeats":
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
     if "RANK" in os.environ and not dist.is_initialized():
         # a rank may finish a long task much earlier than another
