@@ -279,7 +279,6 @@ def test_batches_keep_their_order_and_workers():
     tests = [f"assert f({i}) == {i + i % 2}" for i in range(8)]
     results = run_batch([job(F, tests=test) for test in tests], 8)
     assert [result.passed for result in results] == [False, True] * 4
-    assert run_batch([]) == []
 
 
 # --------------------------------------------------------------------------------------------------
