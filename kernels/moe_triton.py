@@ -194,7 +194,7 @@ TUNED = {
 
 
 def experts_fused(x, index, weight, gate_up, down, tuned=None):
-    """models.experts.combine_experts without gradient"""
+    """models.experts.experts_loop without gradient"""
     k, (E, D, f) = index.shape[-1], down.shape
     tokens = x.reshape(-1, D).contiguous()
     M = len(tokens)

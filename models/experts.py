@@ -77,8 +77,8 @@ class Experts(nn.Module):
         """
         if self.sums is not None:
             add_routing(self.sums, index, weight)
-        is_grouped = self.is_grouped(x.dtype)
-        return combine_experts(x, index, weight, self.gate_up, self.down, is_grouped)
+        compute = experts_grouped if self.is_grouped(x.dtype) else experts_loop
+        return compute(x, index, weight, self.gate_up, self.down)
 
     def is_grouped(self, dtype):
         """Grouped products exist for bf16 alone, and for rows of a multiple of 16 bytes."""
@@ -117,6 +117,18 @@ class SoftmaxMoE(nn.Module):
         return self.experts(x, *self.route(x))
 
 
+def experts_loop(x, index, weight, gate_up, down):
+    """The plain definition, one expert after the other. Shapes as in Experts."""
+    tokens, index, weight = x.flatten(0, -2), index.flatten(0, -2), weight.flatten(0, -2)
+    y = torch.zeros(tokens.shape, dtype=at_least_fp32(x), device=x.device)
+    for e in range(len(gate_up)):
+        row, place = (index == e).nonzero(as_tuple=True)
+        gate, up = (tokens[row] @ gate_up[e].T).chunk(2, -1)
+        out = (F.silu(gate) * up) @ down[e].T
+        y = y.index_add(0, row, (out * weight[row, place, None]).to(y.dtype))
+    return y.to(x.dtype).view(x.shape)
+
+
 class Copies(torch.autograd.Function):
     """k copies of each of n rows, reordered: out[i] = x[order[i] // k]. x [n, D], order [n k].
 
@@ -136,19 +148,11 @@ class Copies(torch.autograd.Function):
         return grad.index_select(0, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
-def products(x, weights, ends, is_grouped):
-    """Rows of x, sorted by expert, up to ends[e] times the matrix of expert e."""
-    if is_grouped:
-        return F.grouped_mm(x, weights, offs=ends)
-    parts = x.tensor_split(ends[:-1].tolist())
-    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+def experts_grouped(x, index, weight, gate_up, down):
+    """The same for k copies of every token, sorted by expert: one grouped product for all experts.
 
-
-def combine_experts(x, index, weight, gate_up, down, is_grouped=False):
-    """k copies of every token, sorted by expert. Shapes as in Experts.
-
-    Grouped products need no synchronisation with the host; nothing needs atomics. The second
-    product gets weighted inputs, so that no gradient needs its result.
+    No synchronisation with the host, no atomics. The second product gets weighted inputs, so that
+    no gradient needs its result.
     """
     expert, order = index.flatten().sort(stable=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
@@ -156,9 +160,9 @@ def combine_experts(x, index, weight, gate_up, down, is_grouped=False):
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
     copies = Copies.apply(x.flatten(0, -2), order, inverse, index.shape[-1])
     share = Copies.apply(weight.flatten()[:, None], order, inverse, 1)
-    gate, up = products(copies, gate_up.transpose(1, 2), ends, is_grouped).chunk(2, -1)
+    gate, up = F.grouped_mm(copies, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     weighted = (F.silu(gate) * up * share).to(x.dtype)
-    out = products(weighted, down.transpose(1, 2), ends, is_grouped)
+    out = F.grouped_mm(weighted, down.transpose(1, 2), offs=ends)
     out = Copies.apply(out, inverse, order, 1).view(*index.shape, -1)
     return out.sum(-2, dtype=at_least_fp32(x)).to(x.dtype)
 
