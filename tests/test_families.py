@@ -16,15 +16,11 @@ from models import (
     export_weights,
     layers,
     load_model,
-    load_tokenizer,
     load_weights,
     meta_model,
-    save_adapter,
     save_model,
-    source_of,
 )
 from models.checkpoint import set_special_tokens
-from models.lora import adapter_tensors
 from models.tiny import TINY_CONFIGS, byte_tokenizer, random_model
 
 FAMILIES = list(TINY_CONFIGS)
@@ -69,25 +65,6 @@ def test_each_rank_loads_its_rows(run_ranks, tmp_path, family, ranks, changes):
             assert torch.equal(a.full_tensor(), b) and a.requires_grad == b.requires_grad, name
 
     run_ranks(ranks, body)
-
-
-def test_models_built_in_the_process(run_ranks, tmp_path):
-    """`--model tiny-llada2` needs no weights: the same on every rank; its adapters load merged."""
-    name = "tiny-llada2"
-
-    def body(rank, world_size):
-        want, adapted = dict(export_weights(load_model(name))), add_lora(meta_model(name), 4, 8)
-        load_weights(d1.parallelize(adapted, ARGS), "cpu")
-        for key, value in export_weights(adapted):
-            assert torch.equal(value, want[key])
-        for value in adapter_tensors(adapted).values():
-            value.add_(0.1)
-        save_adapter(adapted, tmp_path / name, source_of(name), load_tokenizer(name))
-        merged = dict(export_weights(load_model(str(tmp_path / name))))
-        for key, value in export_weights(adapted):
-            torch.testing.assert_close(value, merged[key], atol=1e-6, rtol=1e-5)
-
-    run_ranks(2, body)
 
 
 # --- precision -----------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import graphs
 from kernels.decode import cached_attention
-from models import add_lora, export_adapter, export_weights, meta_model
+from models import add_lora, export_adapter, export_weights
 from models.attention import block_causal, make_attend
 from models.experts import experts_loop
 from models.layers import RMSNorm, rotate
@@ -128,22 +127,6 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
     for name, value in export_adapter(other):
         adapter_tensors(fast)[name].copy_(value)
     assert error(hidden(fast), hidden(other)) < limit < 0.3 < error(hidden(plain), hidden(other))
-
-
-def test_graphs_are_recorded_where_experts_run_together(monkeypatch, capsys):
-    """Torch's grouped products do on Hopper and B200, our kernels on every GPU, both in bf16."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    for name, dtype, triton, grouped, want in (
-        ("tiny-sdar-moe", torch.bfloat16, False, True, True),
-        ("tiny-sdar-moe", torch.bfloat16, True, False, True),
-        ("tiny-sdar-moe", torch.bfloat16, False, False, False),
-        ("tiny-sdar-moe", torch.float16, True, True, False),
-        ("tiny-sdar", torch.float16, False, False, True),
-    ):
-        monkeypatch.setattr(graphs, "has_triton", lambda found=triton: found)
-        monkeypatch.setattr(graphs, "runs_grouped", lambda device, found=grouped: found)
-        assert graphs.can_record(meta_model(name, dtype)) == want
-        assert ("without CUDA graphs: experts" in capsys.readouterr().out) == (not want)
 
 
 # --- experts -------------------------------------------------------------------------------------

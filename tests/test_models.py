@@ -27,7 +27,6 @@ from models import checkpoint as checkpoint_module
 from models import (
     load_model,
     load_tokenizer,
-    prompt_ids,
     random_init,
     save_model,
 )
@@ -624,17 +623,6 @@ def test_official_tokens(tmp_path):
 
 
 # --- tiny models ---------------------------------------------------------------------------------
-
-
-def test_byte_tokens_are_the_bytes_of_the_text(saved):
-    """Ids equal UTF-8 and decode to the same text, before and after saving."""
-    text = "  two\n\ttab größer 漢字 🙂 e\u0301" + "".join(map(chr, range(0x800)))
-    for tokenizer in (byte_tokenizer(), load_tokenizer(saved)):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-        turns = [{"role": "user", "content": "Hi "}, {"role": "assistant", "content": "A"}]
-        ids = prompt_ids(tokenizer, [*turns, turns[0]])
-        assert ids == [258, *b"Hi ", 259, *b"A", 256, 258, *b"Hi ", 259]
 
 
 def test_the_command_writes_a_model_with_random_weights(tmp_path):

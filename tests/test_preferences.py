@@ -1,13 +1,11 @@
 """Preference pairs: every layout, what is dropped, held-out splits, gold pairs, paired samples."""
 
-from types import SimpleNamespace
-
 import datasets
 import pytest
 from test_sft_data import COUNTDOWN, EOS, GOLDEN, ids, turns, write_jsonl
 
 from data import sft
-from data.preferences import gold_pairs, held_out_pairs, pairs_of, preference
+from data.preferences import held_out_pairs, pairs_of, preference
 from data.rows import split_name
 from data.tokens import Dropped
 from evals import score_all
@@ -106,29 +104,6 @@ def test_splits_of_a_hub_data_set(monkeypatch, names, want):
 
 
 # --- pairs of a task's gold answers, and of a model's own ----------------------------------------
-
-
-def test_gold_pairs_are_scored_in_batches():
-    """Each with the first of the next eight that scores less; those left in one call; problems
-    without an answer make no pair."""
-    lower, calls = {0: 2, 1: 1, 2: 9, 3: 8}, []  # which of the next answers scores less
-
-    def answer(i, draw):
-        if i == 30:
-            raise ValueError("no solution")
-        return str(i)
-
-    def score_batch(answers, problems):
-        calls.append(len(answers))
-        pairs = zip(problems, map(int, answers), strict=True)
-        return [0.5 * ((text - i) % 30 != lower.get(i, 3)) for i, text in pairs]
-
-    load = lambda *_: [*range(9), 30, *range(9, 30)]
-    task = SimpleNamespace(load=load, answer=answer, prompt=turns, score_batch=score_batch)
-    found = [tuple(pair.values()) for pair in gold_pairs(task, "train", "", score_all)]
-    solved = [i for i in range(30) if i != 2]
-    assert found == [(turns(i), str(i), str((i + lower.get(i, 3)) % 30)) for i in solved]
-    assert calls == [30, 30, 29, 28, 2, 2, 2, 2, 2]
 
 
 def test_best_answers_meet_worst_and_none_is_used_twice(tmp_path):

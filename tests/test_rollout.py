@@ -150,16 +150,6 @@ def test_prompts_are_checked():
             engine.generate([[3], [4, token]])
 
 
-def test_a_plan_tells_blocks_and_steps():
-    how = {"gen_length": 12, "denoising_steps": 2, "remasking": "random"}
-    plan = engine_of().validate(**how)
-    assert plan == "12 tokens in 3 blocks and 6 steps, 2 tokens a step"
-    with pytest.raises(SystemExit, match="--gen-length 13 .* block length 4"):
-        engine_of().validate(gen_length=13)
-    plan = engine_of("dream").validate(**ASCENDING | {"denoising_steps": 3})
-    assert plan == "20 tokens in 2 blocks and 4 steps, at least 5 tokens a step"
-
-
 # --- traces ---------------------------------------------------------------------------------------
 
 

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import datasets
-import huggingface_hub
 import pandas
 import pytest
 
-from data.rows import reach_hub, read_rows, split_name
+from data.rows import read_rows
 
 ROWS = [{"prompt": f"number {i} é", "response": str(i)} for i in range(2000)]
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -61,20 +60,3 @@ def test_csv_cells_stay_text(tmp_path):
     (tmp_path / "r.csv").write_bytes(b'prompt,response\n007,"b, ""c"""\nd\n')
     want = [{"prompt": "007", "response": 'b, "c"'}, {"prompt": "d", "response": None}]
     assert read_rows(str(tmp_path / "r.csv"), "train", ()) == want
-
-
-def test_what_the_hub_says_becomes_one_line(monkeypatch):
-    """Without a network its client does not try again: only its cache is read."""
-
-    def fail(*_, **__):
-        raise RuntimeError("it is\n\nnot there")
-
-    monkeypatch.setattr(huggingface_hub.utils, "get_session", fail)
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
-    for settings in (huggingface_hub.constants, datasets.config):
-        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
-    reach_hub.cache_clear()
-    refused("owner/name", "the hub says: it is not there (--data FILE reads a copy)")
-    refused("no/missing.jsonl", "no such file that ends in", "; presets: a, b")
-    assert split_name("owner/name", ("a", "b")) == "b" and datasets.config.HF_HUB_OFFLINE

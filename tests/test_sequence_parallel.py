@@ -5,7 +5,6 @@ Whole scripts are in test_scripts.py.
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_models import exits_with_one_line, ragged
 
 from distributed import sequence as sequence_parallel
@@ -14,8 +13,6 @@ from distributed.sequence import (
     check_heads,
     data_rank,
     form_groups,
-    over_heads,
-    sequence_rank,
     total,
 )
 from models import load_model
@@ -55,27 +52,6 @@ def test_groups_score_rows_and_add_up_gradients_as_one_rank(run_ranks, ranks, N)
                 torch.testing.assert_close(part, gradient, atol=1e-12, rtol=1e-10)
 
     run_ranks(ranks, body)
-
-
-def test_heads_are_repeated_just_enough(run_ranks):
-    """Six query heads over two, in a group of three; seven tokens do not divide."""
-
-    def attend(layer, q, k, v):
-        assert layer == 5 and (q.shape[1], k.shape[1]) == (
-            (2, 2) if sequence_rank()[1] > 1 else (6, 2)
-        )
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    def body(rank, world_size):
-        qkv = [torch.randn(2, heads, 7, 8, dtype=torch.float64) for heads in (6, 2, 2)]
-        for x in qkv:
-            torch.distributed.broadcast(x, 0)
-        want = attend(5, *qkv)
-        form_groups(3, 3)
-        got = over_heads(attend, 7)(5, *(F.pad(x, (0, 0, 0, 2))[:, :, rank::3] for x in qkv))
-        torch.testing.assert_close(got[:, :, : len(range(rank, 7, 3))], want[:, :, rank::3])
-
-    run_ranks(3, body)
 
 
 def test_ranks_that_share_rows_count_once(run_ranks):
