@@ -28,14 +28,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from data.sft import training_rows
-from data.stream import ShuffledStream
-from data.tokens import encode
 from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
-from rollout import keyed_uniform, make_engine, sync_engine
+from rollout import keyed_uniform
 from run import HeldOut, Run, RunFlags
 
 # B rows, T tokens of a row
@@ -290,8 +288,7 @@ def load_rows(held_out, model, args):
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
     rows = training_rows(held_out.task, args.data)
-    rows = encode(rows, held_out.tokenizer, model, args.max_length, held_out.prompts())
-    return rows.at_least(args.batch_size)
+    return held_out.encode(rows, model, held_out.prompts()).at_least(args.batch_size)
 
 
 def main(args):
@@ -299,13 +296,7 @@ def main(args):
     rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, tail = load_rows(held_out, model, args), args.eos_tail * (model.objective.tail != "block")
-    args.micro_batch_size, at_once = held_out.fit(rows, model, args, tail)
-    # >>> shared: offline_engine
-    engine = None
-    if args.eval_limit:
-        request = None, held_out.sampling  # refused here if the sampler cannot serve them
-        engine = make_engine(args.model, "auto", device, None, at_once, request)
-    # <<< shared: offline_engine
+    engine = held_out.train_on(rows, model, device, args, tail)
     # sharded before weights are read: no rank ever holds the whole model
     model = load_weights(parallelize(model, args), device)
     # >>> shared: offline_start
@@ -315,30 +306,24 @@ def main(args):
         weight_decay=args.weight_decay,
         fused=torch.cuda.is_available(),
     )
-    held_out.train, stream = rows, ShuffledStream(rows, args.seed)
     run = Run(__file__, args, held_out, model, optimizer)
-    run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
-    if engine:
-        run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
+    run.say(held_out.facts)
     # <<< shared: offline_start
     for step, clock in run.steps():
         first = step * args.batch_size
         with clock("data"):
-            examples = [stream[i] for i in range(first, first + args.batch_size)]
+            examples = [held_out.stream[i] for i in range(first, first + args.batch_size)]
             batch = make_batch(examples, args, model, step, group, groups, device)
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
         if args.evaluates(step + 1):
             with clock("eval"):
-                sync_engine(engine, model)
-                metrics |= held_out.score(engine, "validation", "eval")
+                metrics |= held_out.score(engine, "validation", "eval", model)
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
         run.end_step(metrics)
-    if engine:
-        sync_engine(engine, model)
-    run.end(engine)
+    run.end(engine, model)
 
 
 if __name__ == "__main__":

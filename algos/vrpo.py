@@ -25,16 +25,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
-from data.preferences import held_out_pairs, pairs_of
-from data.stream import ShuffledStream
-from data.tokens import encode
 from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
-from evals import score_all
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
 from models.tensors import frozen_dtype
-from rollout import keyed_uniform, make_engine, sync_engine
+from rollout import keyed_uniform
 from rollout.rows import choose_in_blocks
 from run import HeldOut, Run, RunFlags
 
@@ -318,15 +314,10 @@ def held_out_metrics(model, batch, masks, ref_elbos, prefix, args):
 
 def load_pairs(held_out, model, args):
     """-> training pairs, {split: held-out pairs}"""
-    task, how = held_out.task, (held_out.tokenizer, model, args.max_length)
-    compared = {
-        split: held_out_pairs(task, split, args.data, args.eval_limit, score_all)
-        for split in held_out.splits
-    }
+    pairs, compared = held_out.pairs(args.data, args.eval_limit)
     asked = [pair["prompt"] for pairs in compared.values() for pair in pairs if "prompt" in pair]
-    pairs = pairs_of(task, args.data, "train", score_all)
-    pairs = encode(pairs, *how, asked + held_out.prompts())
-    compared = {split: encode(rows, *how) for split, rows in compared.items()}
+    pairs = held_out.encode(pairs, model, asked + held_out.prompts())
+    compared = {split: held_out.encode(rows, model) for split, rows in compared.items()}
     return pairs.at_least(args.batch_size), compared
 
 
@@ -335,13 +326,7 @@ def main(args):
     rank_share(args.batch_size, "--batch-size", data_rank())
     model, held_out = build_policy(device, args), HeldOut(args, args.max_length)
     rows, compared = load_pairs(held_out, model, args)
-    args.micro_batch_size, at_once = held_out.fit(rows, model, args)
-    # >>> shared: offline_engine
-    engine = None
-    if args.eval_limit:
-        request = None, held_out.sampling  # refused here if the sampler cannot serve them
-        engine = make_engine(args.model, "auto", device, None, at_once, request)
-    # <<< shared: offline_engine
+    engine = held_out.train_on(rows, model, device, args)
     model, ref = load_models(model, device, args)
     # >>> shared: offline_start
     optimizer = torch.optim.AdamW(
@@ -350,11 +335,8 @@ def main(args):
         weight_decay=args.weight_decay,
         fused=torch.cuda.is_available(),
     )
-    held_out.train, stream = rows, ShuffledStream(rows, args.seed)
     run = Run(__file__, args, held_out, model, optimizer)
-    run.say(f"{rows.report('rows to train on')}\n{held_out.facts}")
-    if engine:
-        run.say(f"evaluations: {engine.validate(**held_out.sampling)}")
+    run.say(held_out.facts)
     # <<< shared: offline_start
     run.say("\n".join(pairs.report(f"{split} pairs") for split, pairs in compared.items()))
     with adapters_off(ref or model) as reference:
@@ -365,8 +347,7 @@ def main(args):
         }
 
     def score(split, name):
-        sync_engine(engine, model)
-        metrics = held_out.score(engine, split, name)
+        metrics = held_out.score(engine, split, name, model)
         if split in compared:
             metrics |= held_out_metrics(model, *compared[split], name, args)
         return metrics
@@ -375,7 +356,7 @@ def main(args):
         run.write(0, score("test", "test"))
     for step, clock in run.steps():
         with clock("data"):
-            batch, masks, ref_masks = draw_batch(stream, model, device, step, args)
+            batch, masks, ref_masks = draw_batch(held_out.stream, model, device, step, args)
         with clock("reference"), adapters_off(ref or model) as reference:
             ref_elbos = elbo_values(reference, batch, ref_masks, args)
         with clock("update"), router_metrics(model) as routing:

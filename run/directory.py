@@ -67,13 +67,13 @@ class Run:
         if self.stopped:
             self.say(f"step {step}: {self.stop.reason}; go on with --resume {self.log.run_dir}")
 
-    def end(self, engine=None):
+    def end(self, engine=None, model=None):
         """Score the test split with the engine, unless the run was stopped; say what was reached,
         show a completion, close the log and the process group.
         """
         name = self.problems.task.NAME
         if engine and not self.stopped:
-            self.write(self.args.max_steps, self.problems.score(engine, "test", "test"))
+            self.write(self.args.max_steps, self.problems.score(engine, "test", "test", model))
         scores = dict(self.log.history(f"test/{name}"))
         if len(scores) > 1:
             before, *_, after = scores.values()

@@ -4,12 +4,14 @@ from dataclasses import fields
 
 import torch
 
+from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
+from data.tokens import encode
 from distributed.groups import rank_share
-from evals import TRIAL, load_splits, load_task, mean_score
+from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.rewards import load_reward
 from models import add_lora, load_tokenizer
-from rollout import gathered, make_engine, probe, rollout_metrics
+from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
 from rollout.engine import SamplingSettings
 from rollout.rows import Batch
 from run.plan import fit
@@ -19,12 +21,13 @@ class HeldOut:
     """Problems that no training sees.
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
-    train: what a script trains on, which it sets
+    train: what a script trains on, `stream` the order of it
     """
 
     def __init__(self, args, max_length, train=None):
         """train: --data of a split to train on, with `splits` of the same; None: there is none"""
         self.task, self.tokenizer = load_task(args.task), load_tokenizer(args.model)
+        self.max_length = max_length
         # of rollouts; refused here, before problems are fetched
         self.grade = load_reward(getattr(args, "reward", ""), self.task)
         is_preset = args.data.partition("@")[0] in self.task.PRESETS
@@ -53,10 +56,33 @@ class HeldOut:
         """-> those that the run is scored on; rows that ask the same are not trained on"""
         return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
 
-    def score(self, engine, split, name):
-        """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective."""
+    def encode(self, rows, model, asked=()):
+        """-> TokenRows of rows of text, without those that ask one of the prompts `asked`"""
+        return encode(rows, self.tokenizer, model, self.max_length, asked)
+
+    def pairs(self, data, limit):
+        """-> preference pairs to train on, {split: at most `limit` held-out ones}"""
+        compared = {s: held_out_pairs(self.task, s, data, limit, score_all) for s in self.splits}
+        return pairs_of(self.task, data, "train", score_all), compared
+
+    def train_on(self, rows, model, device, args, tail=0):
+        """Train on TokenRows; see `fit`. -> the sampler of evaluations, None with --eval-limit 0"""
+        args.micro_batch_size, at_once = self.fit(rows, model, args, tail)
+        self.train, self.stream, engine = rows, ShuffledStream(rows, args.seed), None
+        self.facts = f"{rows.report('rows to train on')}\n{self.facts}"
+        if args.eval_limit:
+            request = None, self.sampling  # refused here if the sampler cannot serve them
+            engine = make_engine(args.model, "auto", device, None, at_once, request)
+            self.facts += f"\nevaluations: {engine.validate(**self.sampling)}"
+        return engine
+
+    def score(self, engine, split, name, model=None):
+        """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective. model: whose
+        weights the sampler gets first; None: it has them"""
         if not (problems := self.splits.get(split)):
             return {}
+        if model:
+            sync_engine(engine, model)
         return mean_score(engine, self.task, self.tokenizer, problems, name, **self.sampling)
 
 
