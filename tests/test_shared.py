@@ -65,17 +65,16 @@ def test_a_script(script):
     for field, help_text in zip(args[::2], args[1::2], strict=True):
         assert isinstance(field, ast.AnnAssign) and isinstance(help_text.value.value, str)
     assert not [node for node in ast.walk(nodes["main"]) if isinstance(node, ast.Lambda)]
+    imported = [names for _, room, names in imports_of(ast.parse(text)) if is_ours(room)]
+    assert len(sum(imported, [])) <= 20
 
 
 @pytest.mark.parametrize("script", ONLINE)
 def test_an_online_script(script):
-    """All blocks of d1.py in its order, few imported names."""
+    """All blocks of d1.py in its order."""
     text = source(script)
     names = [name for name in shared_blocks(text) if not name.startswith("reference")]
     assert names == list(shared_blocks(source("d1")))
-    head = ast.parse(text[: text.index("# <<< shared: imports")])
-    imported = [names for _, room, names in imports_of(head) if is_ours(room)]
-    assert len(sum(imported, [])) <= 19
 
 
 def is_ours(module):
