@@ -6,8 +6,8 @@ g_j    = A (1 + d_j) if A >= 0 else A exp(d_j)   (Eq. 7-14)
 loss   = -mean over sequences and draws of g_j; micro-batches may split the draws
 
 What differs from d1, and why:
-1. An ELBO over n random masks instead of one fully masked pass: a better likelihood.
-2. The loss is a sum over the draws: micro-batches may split them, memory does not grow with n.
+1. An ELBO over K random masks instead of one fully masked pass: a better likelihood.
+2. The loss is a sum over the draws: micro-batches may split them, memory does not grow with K.
 3. Bounds replace ratio and clip, which would couple the draws. No KL, so no reference.
 4. Advantages are divided by the group's standard deviation, as in GRPO.
 5. The prompt stays clean: the masks of the completion are random already.
@@ -37,7 +37,8 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
+# lengths are the model's own (models/names.py)
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -65,14 +66,14 @@ class Args(RolloutFlags):
     num_iterations: int = 1
     """updates per rollout (paper: 1)"""
     mc_num: int = 16
-    """mask draws per sequence, n (paper: 16, sudoku 32)"""
+    """mask draws per sequence, K (the paper's n: 16, sudoku 32)"""
     beta = 0.0  # no KL: not a flag
 
     def num_draws(self, replays):
         return self.mc_num
 
 
-# What differs on the tiny models, and with all weights of others.
+# What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
     "tiny": TINY | {"weight_decay": 0.01, "mc_num": 4, "prompts_per_step": 32},
     "full": {"learning_rate": 5e-7},
@@ -85,8 +86,9 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 def sample_masks(batch, iteration, args):
     """Draw j masks m of the n scored tokens of each likelihood block.
 
-    m is uniform on 1..n, stratified over the draws (floor form); weights n / m. Everything after
-    the EOS is masked and not scored, so that no later token shows where the end is.
+    m = floor(((u + j / K) mod 1) n) + 1 with one u for a block: uniform on 1..n, stratified over
+    the draws; weights n / m. Everything after the EOS is masked and not scored, so that no later
+    token shows where the end is.
     -> Rows, R = B, K = mc_num
     """
     c, block = batch.completion_mask, batch.block_ids.contiguous()

@@ -39,7 +39,8 @@ from run import Problems, RolloutFlags, Run
 
 # B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
 # R rows: terms of the loss. K draws: noisy copies of a row
-# RolloutFlags, unless given: GSM8K, LoRA of rank 128, 8 prompts a step, the model's own lengths
+# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
+# lengths are the model's own (models/names.py)
 TINY = {  # what every method takes on the tiny models
     "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
     "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
@@ -79,7 +80,7 @@ class Args(RolloutFlags):
         return self.mc_num
 
 
-# What differs on the tiny models, and with all weights of others.
+# What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
     "tiny": TINY | {"num_iterations": 2, "mc_num": 4},
     "full": {"learning_rate": 5e-7},

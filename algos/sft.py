@@ -68,7 +68,7 @@ class Args(RunFlags):
     RANGES = {"batch_size": 1, "max_length": 1}
 
 
-# What differs on the tiny models, and with all weights of others.
+# What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
     "tiny": {
         "task": "countdown", "lora_rank": 0, "learning_rate": 1e-3, "batch_size": 128,

@@ -69,7 +69,7 @@ class Args(RunFlags):
         return self.mc_num * self.masks_per_timestep
 
 
-# What differs on the tiny models, and with all weights of others.
+# What differs on the tiny models, and on others where all weights train.
 BY_SIZE = {
     "tiny": {
         "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 64,

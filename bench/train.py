@@ -1,7 +1,8 @@
 """Time an online script at real size with random weights: seconds per phase and peak memory.
 
     python models/random_init.py --config DIR --tokenizer DIR --out runs/sdar-random
-    python bench/train.py bgpo --model runs/sdar-random --data cd3 --max-steps 3 --eval-limit 0
+    python bench/train.py bgpo --model runs/sdar-random --task countdown --max-steps 3 \\
+        --eval-limit 0
 
 Runs the script's own `main`; a flag left out takes the model's value, as there. Random weights
 solve no problem, and groups with equal rewards have no gradient, so rewards alternate between 0 and

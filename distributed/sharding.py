@@ -27,7 +27,7 @@ def gathered_bytes(module, replicas):
 def gathers_once(model, replicas, memory):
     """Whether a pass gathers its parameters in one call for all blocks: where they fill little of a
     GPU of `memory` bytes, as adapters do. With a call for each block the GPU waited for the host
-    a fifth of a step (docs/models.md).
+    a fifth of a step.
     """
     return memory > 50 * gathered_bytes(model, replicas)
 

@@ -75,7 +75,7 @@ class Args(SamplerFlags):
     """TASK=FILE ..., of a single task FILE alone: score this .jsonl of {"index": i, "completion":
     text} instead of generating (index: row of the task's split)"""
     reward: str = ""
-    """also report the mean of this shaped reward of evals/rewards.py"""
+    """also report the mean of this reward: name in evals/rewards.py, or path.py:function"""
     limit: int | None = None
     """use only the first so many rows of a task"""
     rollout_backend: str = "auto"

@@ -22,7 +22,7 @@ from evals import score_all
 from models import prompt_ids
 from rollout.traces import gold
 
-DETAILED = 200  # rows with the denoising step of each token: as many as report.html shows
+DETAILED = 100  # rows with the denoising step of each token: as many as report.html shows
 
 
 def given(path, repeats, n):

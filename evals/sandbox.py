@@ -1,5 +1,5 @@
-"""Model-written code, run and judged where it can do no harm: evals/humaneval.py, evals/mbpp.py and
-their rewards.
+"""Model-written code, run and judged where it can do no harm: for the benchmarks of code and their
+rewards.
 
     result = run(Job(code="def f(x): return x + 1", tests="assert f(1) == 2", entry_points=("f",)))
     results = run_batch(jobs)            keeps all cores busy; the calling thread only waits

@@ -1,7 +1,7 @@
 """Block decoding for GPUs: the tokens of rollout/block.py, several times as fast.
 
-SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/measurements.md): 1.6 times its
-tokens/s at 16 rows, 1.5 times at 128.
+SDAR-8B, bf16, one H200, against lmdeploy 0.18 in the same run (docs/measurements.md): 1.5 times its
+tokens/s at 16 rows, 1.4 times at 128.
 
 continuous batching  Each row advances through its blocks at its own pace, so rows need not wait for
                      the slowest. A finished row frees its slot for the next sample of the queue;

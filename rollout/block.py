@@ -42,7 +42,8 @@ class CachedBlock:
     def forward(self, first, width, window):
         """Forward the block, `width` columns from `first` on. Each layer writes the block's keys
         and values into the cache, then attends to all columns up to the end of the block. So the
-        next forward of the same block overwrites them. -> hidden states [R, n, D]
+        next forward of the same block overwrites them. window: of bidirectional models, not used.
+        -> hidden states [R, n, D]
         """
         here, end = slice(first, first + width), first + width
         visible = (self.positions >= 0)[:, None, None, :end]
@@ -89,7 +90,7 @@ class BlockEngine(Engine):
 
     def _block(self, cache, samples, start, quota, first_step, settings):
         tokens, positions, offset, index = samples
-        first = start - offset[:, start, None]
+        prompt_length = start - offset[:, start, None]
         return CachedBlock(
-            self.model, cache, tokens, positions, index, first, start, quota, first_step
+            self.model, cache, tokens, positions, index, prompt_length, start, quota, first_step
         )

@@ -48,8 +48,8 @@ class SamplingSettings:
     block_length: int | None = None
     """tokens per block; 0 or None: the model's own, the only one of a block-causal model"""
     denoising_steps: int = 4
-    """denoising steps per block; under the schedule "ascending" of the first block. As many as a
-    block has tokens: a rule with a threshold alone decides how many a step reveals, at least one
+    """denoising steps per block; under the schedule "ascending" of the first block. With as
+    many as a block has tokens, a rule with a threshold alone decides what more than one is revealed
     """
     temperature: float = 1.0
     """sampling temperature; 0 is greedy"""
@@ -178,8 +178,9 @@ class Engine:
     A subclass knows the attention pattern. `_generate` calls what it defines:
         _prefill(prompts, pads, owner, width) -> cache, keys and values [N, ...] per layer
         _block(cache, samples, start, quota, first_step, settings) -> the block that begins at
-            column `start` of some rows; first_step: number of steps in earlier blocks. Its fields
-            are those of rollout/masked.py's.
+            column `start` of some rows; first_step: number of steps in earlier blocks. `_denoise`
+            reads its tokens, sample_index, prompt_length (int or [R, 1]), first, quota and
+            first_step, and calls its forward(first, width, window)
     """
 
     # the values that this engine accepts
@@ -193,7 +194,8 @@ class Engine:
     # Kinds of records that a method may request. "steps": step maps and log-probabilities, which
     # every trace has.
     records = (None, "steps")
-    # Rules under which a step may find no mask left: it asks. Under others the schedule tells.
+    # Rules under which a block may have no mask left before its last step: `_denoise` looks. Under
+    # others the quota of a step says whether it reveals anything.
     adaptive = ()
     # True: _generate takes all samples at once and decodes max_batch_size of them at a time
     refills = False
@@ -460,8 +462,9 @@ class Engine:
         )
 
     def _denoise(self, block, settings):
-        """Denoise one block: run the model, draw a token for every mask, reveal some; repeat until
-        no row has a mask, or with token editing (rollout/block.py) until a forward changes nothing.
+        """Denoise one block: at each step of its schedule run the model, draw a token for every
+        mask, reveal some. Steps with nothing to reveal are left out. With token editing
+        (rollout/block.py) more steps follow, until a forward changes nothing.
 
         rcr (running confidence remasking, MDPO, arXiv 2508.13148): a step draws a token for every
         mask of the block. The most confident tokens of the block stay, as many as the schedule has
@@ -469,7 +472,8 @@ class Engine:
         the confidence of its own draw.
         block: what `_block` returns
         -> tokens, step map, logps [R, n]; num_forwards [R]; for the records, of each step the
-        number of its replay, tokens, -1 where none, and their log-probabilities
+        number of the forward that replays it (Trace.num_replays), tokens, -1 where none, and their
+        log-probabilities
         """
         remasking, kind, n = settings["remasking"], settings["records"], sum(block.quota)
         ids = block.tokens[:, block.first : block.first + n]  # a view, which the forwards read

@@ -1,10 +1,11 @@
 """Sampling from bidirectional masked diffusion models (LLaDA, Dream), block by block.
 
 This is LLaDA's `generate`, Dream's `diffusion_generate` and Fast-dLLM's cached decoding in one
-loop. A completion starts as mask tokens only, and its blocks are denoised from left to right. Each
-step runs the model on the prompt and the whole completion, draws a token for every mask of the
-block and reveals some of them: the schedule says how many, the remasking rule which ones. The model
-also sees the masks behind the block, so gen_length is part of its input.
+loop, that of rollout/engine.py; here are the forwards of a block. A completion starts as mask
+tokens only, and its blocks are denoised from left to right. Each step runs the model on the prompt
+and the whole completion, draws a token for every mask of the block and reveals some of them: the
+schedule says how many, the remasking rule which ones. The model also sees the masks behind the
+block, so gen_length is part of its input.
 
 Caches (Fast-dLLM, arXiv 2505.22618): the first step of a block runs all columns and keeps their
 keys and values, in every layer. Later steps run only a window of columns. They update its keys and

@@ -93,7 +93,7 @@ def uneven(rank, ranks, script, folder):
     """Updates on three groups, of which the first, that of rank 0, is dead."""
     module = importlib.import_module(f"algos.{script}")
     args = small_args(module, learning_rate=0.1, max_grad_norm=math.inf)
-    family = next(family for family in METHODS[script]["families"] if family in CONFIGS)
+    family = next(family for family in METHODS[script].families if family in CONFIGS)
     model, reference = tiny_model(family), tiny_model(family, seed=1)
     mine, G = slice(rank, 3 if rank or ranks == 1 else 1), args.num_generations
     how = {"records": module.RECORDS, "seed": 6, "num_samples": G} | sampling_of(args)
