@@ -85,6 +85,7 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; rcr (Running Confidence Remasking) may mask them again"""
+    RANGES = {"train_steps": 1}
 
     def num_draws(self, replays):
         return self.train_steps

@@ -72,6 +72,7 @@ class Args(RolloutFlags):
     """KL coefficient"""
     train_steps: int = 8
     """denoising steps scored, n, chosen at random; all if a sequence has fewer"""
+    RANGES = {"train_steps": 1}
 
     def num_draws(self, replays):
         return min(self.train_steps, replays)

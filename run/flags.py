@@ -169,10 +169,7 @@ class RolloutFlags(RunFlags):
         "temperature": EPS,  # at 0 all completions of a group are the same
         "confidence_threshold": (0, 1),
         "epsilon": (0, math.inf),
-        "p_mask_prompt": (0, 1),
-        "p_mask_context": (0, 1),
         "ref_mixup": (0, 1),
-        "train_steps": 1,
     }
 
     @classmethod
@@ -191,12 +188,8 @@ def values_for(arguments, by_size, model, task=None, lora_rank=None):
     model or one of under 10 million parameters; "full": others without LoRA; "bidirectional": in
     addition, those of that attention. task, lora_rank: as given; None: not given.
     """
-    facts, tiny, values, kinds = (
-        sampling_facts(model),
-        is_tiny(model),
-        {},
-        get_type_hints(arguments),
-    )
+    facts, tiny = sampling_facts(model), is_tiny(model)
+    values, kinds = {}, get_type_hints(arguments)
     full = (arguments.lora_rank if lora_rank is None else lora_rank) == 0
     if not tiny and (task or arguments.task) in WORDED:
         values["data"] = WORDED[task or arguments.task], "the task's problems with words"
@@ -296,7 +289,7 @@ def check_numbers(args):
     """-> args; SystemExit names the first number outside of its range."""
     ranges = ChainMap(*(vars(kind).get("RANGES", {}) for kind in type(args).__mro__))
     for name, value in vars(args).items():
-        bounds = ranges.get(name, 0)
+        bounds = ranges.get(name, (0, 1) if name.startswith("p_") else 0)  # p_: a probability
         low, high = bounds if isinstance(bounds, tuple) else (bounds, MAX)
         values = value if isinstance(value, tuple) else (value,)
         if not all(low <= one <= high for one in values if type(one) in (int, float)):

@@ -43,7 +43,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1169, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1176, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(670, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "ebpo": Method(644, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
@@ -52,7 +52,7 @@ METHODS = {
     "tracerl": Method(
         1251, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
-    "tpg": Method(723, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
         2020,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
