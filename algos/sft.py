@@ -42,7 +42,8 @@ from run import HeldOut, Run, RunFlags
 @dataclass
 class Args(RunFlags):
     data: str = ""
-    """messages or prompt/response rows (file, hub id), or the task's gold answers (preset, file)"""
+    """messages or prompt/response rows (file, folder, hub id); or the task's gold answers (preset,
+    file)"""
     max_length: int = 2048
     """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
     batch_size: int = 64

@@ -40,7 +40,8 @@ from run import HeldOut, Run, RunFlags
 @dataclass
 class Args(RunFlags):
     data: str = ""
-    """chosen/rejected rows (file, folder, hub id); empty or a preset: gold against wrong answers"""
+    """chosen/rejected rows (file, folder, hub id), or a folder of evaluations, SPLIT/samples.jsonl;
+    empty or a preset: gold against wrong answers"""
     max_length: int = 2048
     """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
     batch_size: int = 16

@@ -12,8 +12,9 @@ BATCH = 1024  # rows of a parquet file that are Python values at a time
 
 
 def open_rows(path, split, presets, config=None):
-    """Rows of a .jsonl, .csv or .parquet file; of the file named as `split` in a folder of them; or
-    of `split` of a hub data set: "owner/name", or "owner/name@revision". A generator.
+    """Rows of a .jsonl, .csv or .parquet file; of the file named as `split` in a folder of them, or
+    of SPLIT/samples.jsonl there; or of `split` of a hub data set: "owner/name", or
+    "owner/name@revision". A generator.
 
     A file has no splits: it gives the same rows for every one. csv cells stay text, so that leading
     zeros survive. config: the part of a hub data set that has several.

@@ -39,7 +39,8 @@ class RunFlags:
     data: str = ""
     """problems: preset of the task, file, or hub id; empty: the task's own preset"""
     eval_data: str = ""
-    """held-out problems; empty: other splits of --data, of a file two tenths of its problems"""
+    """held-out problems; empty: other splits of --data, of a file two tenths of its problems;
+    in sft.py and vrpo.py the problems of --task"""
     # sampler
     gen_length: int = 256
     """tokens per completion, whole blocks; block models fill up the last one"""
