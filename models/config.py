@@ -97,6 +97,7 @@ ARCHITECTURES = {  # model_type of config.json -> file and class
     "sdar_moe": "sdar.SDAR",
     "llada2_moe": "llada2.LLaDA2",
 }
+AUTOREGRESSIVE = "qwen2", "qwen3", "llama"  # only evaluations run these as they are
 
 
 def architecture(raw):
