@@ -72,6 +72,10 @@ llada2_moe      *     512  own  32   remasking=low_confidence_dynamic confidence
 llada2_moe      gpqa                          128  own  32
 llada2_moe      mmlu,mmlu_pro,hellaswag,gsm8k 256  own  32
 llada2_moe      aime24,aime25,olympiad        2048 own  32
+# made from an autoregressive model: greedy, one token a step in blocks of up to 32
+a2d-block,a2d-masked *                        512  own  32
+a2d-block,a2d-masked olympiad                 2048 own  32
+a2d-block,a2d-masked aime24,aime25            2048 own  32   temperature=1 repeats=8
 # autoregressive models, which have neither blocks nor steps: greedy
 qwen2,qwen3,llama *                           512  own  1
 qwen2,qwen3,llama olympiad                    2048 own  1
