@@ -8,52 +8,35 @@ Wrong answers are well-formed text too, which a model that was just converted ha
 distil only what is right take --wrong 0.
 """
 
-import json
 import random
 import sys
-from pathlib import Path
-from types import SimpleNamespace
+from json import dumps
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, __file__.rpartition("/data/")[0])
 from data.rows import read_rows
-from distributed.disk import write_atomically
 
 
-def main(samples: list[str], out: str, wrong: float = 1.0, seed: int = 0):
-    """Write {"prompt": messages, "response": text} of distinct answers that came to an end, in
-    random order.
+def main(samples: list[str], out: str, wrong: float = 1.0):
+    """Write {"prompt": messages, "response": text} of distinct answers that came to an end.
 
     Args:
-        samples: samples.jsonl of evaluations, or their directories
+        samples: directories of evaluations with --model, or their samples.jsonl
         out: .jsonl to write
-        wrong: wrong answers for each right one, as far as there are any
-        seed: of the choice and the order
+        wrong: wrong answers for each right one, drawn from all
     """
-    seen, right, others, dropped = set(), [], [], 0
-    for path in samples:
-        path = f"{path}/samples.jsonl" if Path(path).is_dir() else path
-        for row in read_rows(path, "", ()):
-            if not {"prompt", "truncated", "score"} <= row.keys():
-                raise SystemExit(f"{path}: no samples.jsonl of an evaluation with --model")
-            row, text = SimpleNamespace(**row), row["completion"].strip()
-            key = json.dumps(row.prompt), text
-            if key in seen or not text or row.truncated or hasattr(row, "failed"):
-                dropped += 1
-                continue
-            seen.add(key)
-            (right if row.score == 1 else others).append({"prompt": row.prompt, "response": text})
-    if not right:
-        raise SystemExit(f"{', '.join(samples)}: no right answers")
-    draw = random.Random(seed)
-    draw.shuffle(others)
-    rows = right + others[: round(wrong * len(right))]
-    draw.shuffle(rows)
-    write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows))
-    print(
-        f"{len(rows):,} rows in {out}: all {len(right):,} right answers and "
-        f"{len(rows) - len(right):,} of {len(others):,} wrong ones; {dropped:,} dropped (twice the "
-        "same, empty, without an end or a verdict)"
-    )
+    is_right = {
+        dumps({"prompt": row["prompt"], "response": row["completion"]}) + "\n": row["score"] == 1
+        for path in samples
+        for row in read_rows(path, "samples", ())
+        if not row["truncated"]
+    }
+    right = [*filter(is_right.get, is_right)]
+    others = sorted(is_right.keys() - right)
+    random.Random(0).shuffle(others)
+    others = others[: round(wrong * len(right))]
+    with open(out, "w") as file:
+        file.writelines(right + others)
+    print(f"{out}: {len(right):,} right answers and {len(others):,} wrong ones")
 
 
 if __name__ == "__main__":

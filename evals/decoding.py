@@ -9,9 +9,8 @@ this is the plain one, without a rule for the end of text. Examples and prompts 
 from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 
-from models.config import AUTOREGRESSIVE, architecture
+from models.config import architecture
 from models.names import pinned
-from rollout.autoregressive import FIELDS
 from rollout.engine import SamplingSettings
 
 # Flags with the names and help texts of SamplingSettings. None: the setting of TABLE
@@ -76,14 +75,14 @@ llada2_moe      aime24,aime25,olympiad        2048 own  32
 a2d-block,a2d-masked *                        512  own  32
 a2d-block,a2d-masked olympiad                 2048 own  32
 a2d-block,a2d-masked aime24,aime25            2048 own  32   temperature=1 repeats=8
-# autoregressive models, which have neither blocks nor steps: greedy
-qwen2,qwen3,llama *                           512  own  1
-qwen2,qwen3,llama olympiad                    2048 own  1
-qwen2,qwen3,llama aime24,aime25               2048 own  1    temperature=1 repeats=8
+# to a sampler these have blocks of one token
+autoregressive  *                             512  own  1
+autoregressive  olympiad                      2048 own  1
+autoregressive  aime24,aime25                 2048 own  1    temperature=1 repeats=8
 # the shipped models, for a try on a CPU
 tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
 tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
-# examples with the style "compact", for all models: an answer and an end of text
+# examples with the style "compact", for all diffusion models: an answer and an end of text
 compact         countdown                     12   own  2
 compact         sudoku                        20   own  2
 """
@@ -110,19 +109,15 @@ SETTINGS = read(TABLE)
 
 
 def sampling_for(flags, model, task, style):
-    """Flags that are given, otherwise the `settings` of an engine's model. SystemExit for those
-    that an autoregressive model does not have."""
-    kind = model.checkpoint_config["model_type"]
-    is_autoregressive = kind in AUTOREGRESSIVE
-    if not is_autoregressive:
-        kind = architecture(model.checkpoint_config)
-    known = settings(flags.model, kind, task, style)
-    given = {name: vars(flags)[name] for name in known if vars(flags)[name] is not None}
-    if is_autoregressive:
-        known = {name: known[name] for name in (*FIELDS, "repeats")}
-        for name in given.keys() - known.keys():
-            raise SystemExit(f"--{name.replace('_', '-')}: a {kind} model is autoregressive")
-    return known | given
+    """Flags that are given, otherwise the `settings` of an engine's model."""
+    known = settings(
+        flags.model,
+        "autoregressive" if model.mask_token_id is None else architecture(model.checkpoint_config),
+        task,
+        style,
+    )
+    given = vars(flags)
+    return {k: v if given[k] is None else given[k] for k, v in known.items()}
 
 
 def settings(model, model_type, task, style=""):
@@ -131,5 +126,6 @@ def settings(model, model_type, task, style=""):
     rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS.get(model_type)
     if rows is None:
         raise SystemExit(f"evals/decoding.py has no settings of a {model_type!r} model")
-    rows = SETTINGS["compact"] if style == "compact" else rows
+    if model_type != "autoregressive":
+        rows = SETTINGS.get(style, rows)
     return BASE | (rows.get(task) or rows["*"])

@@ -1,152 +1,100 @@
-"""The sampler of an autoregressive model, for evaluations alone: what a diffusion model is made
-from (models/from_ar.py) is scored with the same prompts, and its answers become rows to train on
-(data/own_samples.py).
+"""Autoregressive models, for evaluations alone: what a diffusion model is made from is scored with
+the same prompts, and its answers become rows to train on (data/own_samples.py).
 
-lmdeploy's engine on CUDA where that package is installed, else transformers' generate. Equal seeds
-give equal samples only for the same list of prompts: sums depend on who is in a batch, with
-transformers the draws too.
+To a sampler such a model is a block-causal one with blocks of one token and no mask.
 """
 
-import asyncio
-import atexit
-import sys
-from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count
 from types import SimpleNamespace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from distributed.disk import is_first_rank
-from models.checkpoint import load_tokenizer
+from models.checkpoint import set_special_tokens
+from models.config import AUTOREGRESSIVE
 from models.names import checkpoint_config
-from models.tensors import frozen_dtype, read_json
+from models.tensors import frozen_dtype
 from rollout.engine import Engine
 from rollout.sampling import keyed_uniform
 from rollout.traces import Trace, scored
 
-# the fields of SamplingSettings that an autoregressive model has
-FIELDS = "gen_length", "temperature", "top_k", "top_p"
-SLOW = "transformers' generate serves this model; lmdeploy, on CUDA, is ten times as fast"
+
+def autoregressive_engine(name_or_dir, backend, device, max_batch_size):
+    """-> the sampler of an autoregressive model, None for others. backend: lmdeploy, transformers,
+    or auto, which is lmdeploy on CUDA where it is installed
+    """
+    config, directory, adapters = checkpoint_config(name_or_dir)
+    if config.get("model_type") not in AUTOREGRESSIVE:
+        return
+    fast = "cuda" in str(device) and find_spec("lmdeploy") and "lmdeploy"
+    if adapters or backend not in ("auto", "transformers", fast):
+        raise SystemExit(
+            f"{name_or_dir}, --rollout-backend {backend}: an autoregressive model needs its "
+            "adapters merged, and has transformers, or lmdeploy on CUDA where that is installed"
+        )
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    is_fast = fast and backend != "transformers"
+    if is_fast:
+        model = SimpleNamespace(lm_head=SimpleNamespace(out_features=config["vocab_size"]))
+    else:
+        print("transformers decodes; lmdeploy, on CUDA, is ten times as fast")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=frozen_dtype(device))
+        model.to(device)
+    vars(model).update(
+        checkpoint_config=config, sources=(directory, adapters), attention="block-causal",
+        block_length=1, mask_token_id=None, eos_token_id=None, turn_end="<|im_end|>",
+        generation_config=GenerationConfig()  # no repetition penalty of the checkpoint
+    )  # fmt: skip
+    set_special_tokens(model, directory)
+    if is_fast:
+        from rollout.lmdeploy import LmdeployEngine
+
+        return LmdeployEngine(model, device, max_batch_size)
+    return TransformersEngine(model, max_batch_size)
 
 
-class AutoregressiveEngine(Engine):
-    """name_or_dir: as load_model takes it, without adapters. backend: lmdeploy, transformers, or
-    auto. max_batch_size: rows decoded together; lmdeploy refills them, for transformers a call must
-    not have more.
+class TokenEngine(Engine):
+    """One that tells tokens alone, neither steps nor log-probabilities.
+
+    A subclass has tokens(prompts, seeds, settings, stops) -> a tensor of ids for each prompt.
     """
 
-    title = "an autoregressive model"
+    choices = Engine.choices | {
+        "remasking": ("low_confidence_static", "sequential", "low_confidence_dynamic")
+    }
+    records = (None,)
 
-    def __init__(self, name_or_dir, backend="auto", device="cpu", max_batch_size=256):
-        config, directory, adapters = checkpoint_config(name_or_dir)
-        if adapters:
-            raise SystemExit(f"{name_or_dir}: adapters of {self.title} are not read: merge them")
-        self.device, self.dtype = torch.device(device), frozen_dtype(device)
-        has_lmdeploy = self.device.type == "cuda" and find_spec("lmdeploy")
-        served = {"transformers": self._load, "lmdeploy": self._start}
-        if backend == "auto":
-            backend = "lmdeploy" if has_lmdeploy else "transformers"
-        if backend not in served or backend == "lmdeploy" and not has_lmdeploy:
-            choices = "give transformers, or lmdeploy on CUDA where it is installed"
-            raise SystemExit(f"--rollout-backend {backend} does not serve {self.title}: {choices}")
-        ends = end_tokens(directory, load_tokenizer(name_or_dir))
-        self.model = SimpleNamespace(
-            checkpoint_config=config, sources=(directory, []), attention="autoregressive",
-            block_length=1, eos_token_ids=ends, pad_token_id=ends[0],
-        )  # fmt: skip
-        self.max_batch_size, self.refills = max_batch_size, backend == "lmdeploy"
-        self.version = f"{backend} {version(backend)}"
-        if backend == "transformers" and is_first_rank():
-            print(SLOW, file=sys.stderr)
-        self.decode = served[backend](directory)
+    def check(self, settings):
+        rule, n, steps = (settings[k] for k in ("remasking", "block_length", "denoising_steps"))
+        # the dynamic rule reveals at least one token a step, however many steps there are
+        is_dynamic = rule == "low_confidence_dynamic"
+        if n % steps or steps < n and is_dynamic:
+            served = n if is_dynamic else f"a divisor of the block length {n}"
+            raise SystemExit(f"--denoising-steps {steps}: with {rule} give {served}")
 
-    def full_settings(self, records, sampling):
-        settings = super().full_settings(records, sampling)
-        return {name: settings[name] for name in (*FIELDS, "eos_token_ids")}
-
-    def validate(self, records=None, *, seed=0, **sampling):
-        settings = self.full_settings(records, sampling)
-        return f"up to {settings['gen_length']} tokens, one a forward"
-
-    @torch.no_grad()
-    def generate(self, prompt_ids, *, seed=0, sample_offset=0, **sampling):
-        """One completion of each prompt. -> Trace without steps and log-probabilities"""
-        settings = self.full_settings(None, sampling)
-        sample_index = sample_offset + torch.arange(len(prompt_ids))
-        seeds = (keyed_uniform(seed, sample_index) * 2**53).long().tolist()
-        rows = self.decode(prompt_ids, seeds, settings)
-        lengths = torch.tensor(list(map(len, rows)))
-        completion_ids = pad_sequence(rows, True, self.model.pad_token_id)
-        mask = scored(completion_ids, lengths, settings["eos_token_ids"])
+    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
+        prompts, eos = [prompt_ids[i] for i in owner.tolist()], settings["eos_token_ids"]
+        seeds = (keyed_uniform(settings["seed"], sample_index) * 2**53).long().tolist()
+        rows = self.tokens(prompts, seeds, settings, eos if stop_at_eos else [])
+        canvas_length = torch.tensor(list(map(len, rows)), device=self.device)
+        completion_ids = pad_sequence(rows, True, self.model.pad_token_id).to(self.device)
         return Trace(
-            prompt_ids, completion_ids, mask, lengths, None, None, sample_index, mask.sum(1),
-            settings,
+            prompts, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
+            None, None, sample_index, None, settings,
         )  # fmt: skip
 
-    def _load(self, directory):
-        """-> function of prompts, seeds and settings: the tokens of each row, by transformers"""
-        from transformers import AutoModelForCausalLM, GenerationConfig
 
-        network = AutoModelForCausalLM.from_pretrained(directory, dtype=self.dtype)
-        network = network.to(self.device).eval()
-        network.generation_config = GenerationConfig()  # no repetition penalty of the checkpoint
+class TransformersEngine(TokenEngine):
+    """Its generate. Equal seeds give equal samples only for the same batches."""
 
-        def decode(prompts, seeds, settings):
-            torch.manual_seed(seeds[0])
-            prompts = [torch.tensor(ids, device=self.device) for ids in prompts]
-            pad, valid = self.model.pad_token_id, [torch.ones_like(ids) for ids in prompts]
-            ids = pad_sequence(prompts, True, pad, "left")
-            names = FIELDS[1:] if settings["temperature"] else ()
-            completed = network.generate(
-                ids, attention_mask=pad_sequence(valid, True, 0, "left"), pad_token_id=pad,
-                eos_token_id=settings["eos_token_ids"], max_new_tokens=settings["gen_length"],
-                do_sample=bool(names), **{name: settings[name] for name in names},
-            )  # fmt: skip
-            return [*completed[:, ids.shape[1] :].cpu()]
-
-        return decode
-
-    def _start(self, directory):
-        """-> the same function, by lmdeploy. Its tasks wait between two calls."""
-        from lmdeploy.messages import GenerationConfig
-
-        from rollout.lmdeploy import start
-
-        override = {"pad_token_id": self.model.pad_token_id}
-        engine = start(directory, max_batch_size=self.max_batch_size, hf_overrides=override)
-        instance, sessions, runner = engine.create_instance(), count(1), asyncio.Runner()
-        atexit.register(runner.close)
-
-        async def complete(prompt, seed, settings):
-            request = GenerationConfig(
-                max_new_tokens=settings["gen_length"], top_k=settings["top_k"],
-                top_p=settings["top_p"], stop_token_ids=settings["eos_token_ids"], random_seed=seed,
-            )  # fmt: skip
-            request.temperature = settings["temperature"]  # the constructor allows 2 at most
-            ids = []
-            async for output in instance.async_stream_infer(next(sessions), prompt, request):
-                ids += output.token_ids
-            if output.status.name != "FINISH":
-                raise RuntimeError(f"lmdeploy ended a request with {output.status.name}")
-            return torch.tensor(ids)
-
-        async def complete_all(prompts, seeds, settings):
-            rows = (complete(*row, settings) for row in zip(prompts, seeds, strict=True))
-            return await asyncio.gather(*rows)
-
-        return lambda *call: runner.run(complete_all(*call))
-
-
-def end_tokens(directory, tokenizer):
-    """Every id that one of the files states as an end: an answer in a chat may end at another token
-    than a text. SystemExit if there is none.
-    """
-    ends = [tokenizer.eos_token_id]
-    for file in directory / "config.json", directory / "generation_config.json":
-        ends.append(read_json(file).get("eos_token_id") if file.is_file() else None)
-    ends = [end for some in ends for end in (some if isinstance(some, list) else [some])]
-    if not (ends := [*dict.fromkeys(end for end in ends if end is not None)]):
-        raise SystemExit(f"{directory}: no file states eos_token_id")
-    return ends
+    def tokens(self, prompts, seeds, settings, stops):
+        torch.manual_seed(seeds[0])
+        ids = pad_sequence(map(torch.tensor, prompts), True, -1, "left").to(self.device)
+        names = ("temperature", "top_k", "top_p") if settings["temperature"] else ()
+        rows = self.model.generate(
+            ids.clamp(min=0), attention_mask=ids >= 0, do_sample=bool(names),
+            max_new_tokens=settings["gen_length"], pad_token_id=self.model.pad_token_id,
+            eos_token_id=stops, **{name: settings[name] for name in names}
+        )  # fmt: skip
+        return rows[:, ids.shape[1] :]
