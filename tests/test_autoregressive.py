@@ -6,27 +6,26 @@ from golden_runs import rows_of
 from test_evals import one_line, write
 from test_runs import cli  # noqa: F401
 
-from data import own_samples, sft
-from evals import countdown
+from data import own_samples
 from models.tiny import byte_tokenizer
 from rollout import make_engine
-
-GENERATION = '{"repetition_penalty": 9.0, "do_sample": true, "top_k": 2, "eos_token_id": [7, 9]}'
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A random Qwen2 whose generation_config.json has what evaluations must not take over"""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    set_seed(0)
+    torch.manual_seed(0)
     config, path = Qwen2Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=260,
         num_attention_heads=2, num_key_value_heads=1, initializer_range=0.5,
     ), tmp_path_factory.mktemp("ar")  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
-    (path / "generation_config.json").write_text(GENERATION)
+    (path / "generation_config.json").write_text(
+        '{"repetition_penalty": 9.0, "do_sample": true, "top_k": 2, "eos_token_id": [7, 9]}'
+    )
     return path
 
 
@@ -55,9 +54,9 @@ def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa
 
     for row in rows:  # three right answers and two wrong ones, each twice; others are cut off
         i = row["index"]
-        row |= {"score": i < 3, "completion": f"{i}", "truncated": i == 5, "step_map": [0]}
-    samples, out = write(tmp_path / "samples.jsonl", rows), f"{tmp_path}/own.jsonl"
-    for share, number in ((0.0, 3), (0.4, 4), (9.0, 5)):
-        own_samples.main([samples], out, share)
-        made = [*sft.training_rows(countdown, out)]
-        assert len(made) == number and {row["response"] for row in made} >= {*"012"}
+        row |= {"score": i < 3, "completion": f"{i}", "truncated": i == 5}
+    samples = write(tmp_path / "samples.jsonl", rows)
+    for share, number in ((0.4, 4), (9.0, 5)):
+        own_samples.main([samples], f"{tmp_path}/own.jsonl", share)
+        made = [row["response"] for row in rows_of(tmp_path, "own")]
+        assert len(made) == number and {*made} >= {*"012"}
