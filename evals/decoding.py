@@ -71,20 +71,16 @@ llada2_moe      *     512  own  32   remasking=low_confidence_dynamic confidence
 llada2_moe      gpqa                          128  own  32
 llada2_moe      mmlu,mmlu_pro,hellaswag,gsm8k 256  own  32
 llada2_moe      aime24,aime25,olympiad        2048 own  32
-# made from an autoregressive model: greedy, one token a step in blocks of up to 32
-a2d-block,a2d-masked *                        512  own  32
-a2d-block,a2d-masked olympiad                 2048 own  32
-a2d-block,a2d-masked aime24,aime25            2048 own  32   temperature=1 repeats=8
-# to a sampler these have blocks of one token
-autoregressive  *                             512  own  1
-autoregressive  olympiad                      2048 own  1
-autoregressive  aime24,aime25                 2048 own  1    temperature=1 repeats=8
 # the shipped models, for a try on a CPU
 tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
 tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
 # examples with the style "compact", for all diffusion models: an answer and an end of text
 compact         countdown                     12   own  2
 compact         sudoku                        20   own  2
+# autoregressive models; to a sampler they have blocks of one token
+autoregressive  *                             512  own  1
+autoregressive  olympiad                      2048 own  1
+autoregressive  aime24,aime25                 2048 own  1    temperature=1 repeats=8
 """
 
 

@@ -81,6 +81,8 @@ class DecoderKeys(Keys):
     rope_theta: float
 
 
+# model_type of models that only evaluations run (rollout/autoregressive.py)
+AUTOREGRESSIVE = "qwen2", "qwen3", "llama"
 # Keys of any config.json that change no logit.
 NO_EFFECT = (
     "_name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id dtype "
@@ -97,7 +99,6 @@ ARCHITECTURES = {  # model_type of config.json -> file and class
     "sdar_moe": "sdar.SDAR",
     "llada2_moe": "llada2.LLaDA2",
 }
-AUTOREGRESSIVE = "qwen2", "qwen3", "llama"  # only evaluations run these as they are
 
 
 def architecture(raw):
