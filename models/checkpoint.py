@@ -12,7 +12,7 @@ from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
-from models.names import checkpoint_config, is_drawn, resolve
+from models.names import SMALL, checkpoint_config, is_drawn, resolve
 from models.tensors import (
     build_model,
     fitting_weights,
@@ -114,7 +114,7 @@ def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
-    directory = resolve(name_or_dir)
+    directory = resolve(name_or_dir, SMALL)
     if is_drawn(directory):
         return byte_tokenizer()
     path = directory / "tokenizer_config.json"

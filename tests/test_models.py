@@ -18,7 +18,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from oracles import row_logps
+from oracles import A2D, row_logps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -56,9 +56,10 @@ CONFIGS["dream"] = TINY_CONFIGS["tiny-dream"] | dict(
     mask_token_id=151, eos_token_id=150, pad_token_id=150
 )  # fmt: skip
 MASK = 257
-SMALLS = {name[5:].replace("-", "_"): config for name, config in TINY_CONFIGS.items()}
+SMALLS = TINY_CONFIGS | A2D
+SMALLS = {n.removeprefix("tiny-").replace("-", "_"): config for n, config in SMALLS.items()}
 each_family = pytest.mark.parametrize("family", SMALLS)
-BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2")
+BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2", "a2d_block")
 
 
 def draw(model, rule):
@@ -296,6 +297,7 @@ def test_logps_are_those_of_a_pass_over_the_clean_past(family, side):
             torch.testing.assert_close(logps[place], want[place], atol=1e-11, rtol=0)
             torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-11, rtol=0)
         assert not logps[~score].any() and not entropies[~score].any() and (logps[score] < 0).all()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # not tied
     model.lm_head.weight[MASK] *= 50  # the mask token has probability 0
     assert torch.equal(model.logps(*rows, **options), logps)
 
@@ -465,34 +467,61 @@ def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
     adapted = models.add_lora(load_model(saved), 2, 4)
     models.save_adapter(adapted, tmp_path / "a", str(saved), byte_tokenizer())
     assert models.sampling_facts(tmp_path / "a") == {"gen_length": 12, "denoising_steps": 2}
+    steps = lambda name: models.sampling_facts(name)["denoising_steps"]
+    assert [steps(n) for n in ("sdar-8b", "JetLM/SDAR-4B-Chat", "qwen3-0.6b-bd3lm")] == [4, 4, 32]
     large = SMALLS["llada"] | {"mlp_hidden_size": 20_000, "torch_dtype": "bfloat16"}
     save_model(random_model(large), tmp_path / "large", None)
     assert models.sampling_facts(tmp_path / "large")["cache"] == "dual"
 
 
-def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
-    """Config, weights and tokenizer of a model, and of the base of its adapter."""
-    asked = []
+NAMES = {
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "me/sdar": "me/sdar",
+    "qwen3-0.6b-bd3lm": "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
+}
+
+
+@pytest.mark.parametrize("name, hub_id", NAMES.items())
+def test_a_revision_reaches_every_file(saved, tmp_path, monkeypatch, name, hub_id):
+    """Config, weights and tokenizer of a model, and of the base of its adapter. Weights come last,
+    and none of a model that is not implemented.
+    """
+    asked, name = [], f"{name}@v1.0"
+    if "qwen3" in name:  # its config.json states neither
+        config = {k: v for k, v in SMALLS["a2d_block"].items() if k not in ("block_size", "shift")}
+        stated = models.names.STATED[hub_id]
+        monkeypatch.setitem(stated, "mask_token_id", config.pop("mask_token_id"))
+        shutil.rmtree(saved)
+        save_model(model_of(config | stated), saved, byte_tokenizer())
+        (saved / "config.json").write_text(json.dumps(config))
 
     def download(hub_id, revision, allow_patterns):
-        asked.append((hub_id, revision))
-        return models.names.MODELS["tiny-sdar"]
+        asked.append((hub_id, revision, "*.safetensors" in allow_patterns))
+        return str(saved)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    name, hub_id = "sdar-8b@v1.0", "JetLM/SDAR-8B-Chat"
+    assert models.sampling_facts(name)["gen_length"] == (12 if "me/" in name else 256)
+    assert not any(weights for *_, weights in asked)
     model = models.add_lora(load_model(name), 2, 4)
     tokenizer, base = load_tokenizer(name), models.source_of(name)
     models.save_adapter(model, tmp_path / "adapter", base, tokenizer)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (hub_id, "v1.0")
     load_model(tmp_path / "adapter")
-    assert len(asked) == 3 and {*asked} == {(hub_id, "v1.0")}
-    load_model("sdar-8b")
-    assert asked[3:] == [(hub_id, None)]
-    (tmp_path / name).symlink_to(models.names.MODELS["tiny-sdar"])
-    monkeypatch.chdir(tmp_path)
+    assert {(hub_id, "v1.0")} == {(name, revision) for name, revision, _ in asked}
+    assert sum(weights for *_, weights in asked) == 2
+    asked.clear()
+    load_model(hub_id)
+    assert asked == [(hub_id, None, False), (hub_id, None, True)]
+    (folder := tmp_path / "folder" / name).parent.mkdir(parents=True)
+    folder.symlink_to(models.names.MODELS["tiny-sdar"])
+    monkeypatch.chdir(tmp_path / "folder")
     load_model(name)  # a directory
-    assert len(asked) == 4
+    assert len(asked) == 2
+    edit(model_type="gpt2")(saved)
+    with exits_with_one_line("model_type 'gpt2'.* sdar, .*a2d-qwen2"):
+        load_model(hub_id)
+    assert len(asked) == 3
 
 
 # --- config files --------------------------------------------------------------------------------
@@ -505,6 +534,11 @@ REFUSED = [
     ("sdar", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
     ("sdar", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
     ("sdar", {"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
+    ("a2d_block", {"block_size": None}, "lacks block_size: add 0"),
+    ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
+    ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
+    ("a2d_block", {"use_sliding_window": True}, "use_sliding_window"),
+    ("a2d_masked", {"mlp_bias": True}, "mlp_bias"),
     ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("llada2", {"score_function": "softmax"}, "score_function.*softmax"),
     ("llada", {"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
