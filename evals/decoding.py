@@ -9,8 +9,9 @@ this is the plain one, without a rule for the end of text. Examples and prompts 
 from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
 
-from models.config import architecture
+from models.config import AUTOREGRESSIVE, architecture
 from models.names import pinned
+from rollout.autoregressive import FIELDS
 from rollout.engine import SamplingSettings
 
 # Flags with the names and help texts of SamplingSettings. None: the setting of TABLE
@@ -74,6 +75,10 @@ llada2_moe      *     512  own  32   remasking=low_confidence_dynamic confidence
 llada2_moe      gpqa                          128  own  32
 llada2_moe      mmlu,mmlu_pro,hellaswag,gsm8k 256  own  32
 llada2_moe      aime24,aime25,olympiad        2048 own  32
+# autoregressive models, which have neither blocks nor steps: greedy
+qwen2,qwen3,llama *                           512  own  1
+qwen2,qwen3,llama olympiad                    2048 own  1
+qwen2,qwen3,llama aime24,aime25               2048 own  1    temperature=1 repeats=8
 # the shipped models, for a try on a CPU
 tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
 tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
@@ -105,11 +110,20 @@ SETTINGS = read(TABLE)
 
 
 def sampling_for(flags, model, task, style):
-    """Flags that are given, otherwise the `settings` of an engine's model."""
-    known = settings(flags.model, architecture(model.checkpoint_config), task, style)
+    """Flags that are given, otherwise the `settings` of an engine's model. SystemExit for those
+    that an autoregressive model does not have."""
+    kind = model.checkpoint_config["model_type"]
+    is_autoregressive = kind in AUTOREGRESSIVE
+    if not is_autoregressive:
+        kind = architecture(model.checkpoint_config)
+    known = settings(flags.model, kind, task, style)
     known["denoising_steps"] = known["denoising_steps"] or model.block_length
-    given = vars(flags)
-    return {k: v if given[k] is None else given[k] for k, v in known.items()}
+    given = {name: vars(flags)[name] for name in known if vars(flags)[name] is not None}
+    if is_autoregressive:
+        known = {name: known[name] for name in (*FIELDS, "repeats")}
+        for name in given.keys() - known.keys():
+            raise SystemExit(f"--{name.replace('_', '-')}: a {kind} model is autoregressive")
+    return known | given
 
 
 def settings(model, model_type, task, style=""):

@@ -54,7 +54,10 @@ from evals.results import summary, table
 from evals.rewards import load_reward
 from evals.samples import gather, generated, given, scored
 from models import load_tokenizer
+from models.config import AUTOREGRESSIVE
+from models.names import checkpoint_config
 from rollout import make_engine
+from rollout.autoregressive import AutoregressiveEngine
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Args(SamplerFlags):
     take the values of evals/decoding.py, which depend on model and task."""
 
     model: str = ""
-    """key of models.MODELS, or a directory in HF layout"""
+    """key of models.MODELS, or a directory in HF layout; an autoregressive model too"""
     tasks: str = ""
     """names of files in evals/, or paths of your own that end in .py, separated by commas"""
     data: list[str] = field(default_factory=list)
@@ -79,7 +82,7 @@ class Args(SamplerFlags):
     limit: int | None = None
     """use only the first so many rows of a task"""
     rollout_backend: str = "auto"
-    """engine of rollout.make_engine"""
+    """engine of rollout.make_engine; of an autoregressive model lmdeploy or transformers"""
     batch_size: int = 64
     """prompts decoded together; changes results only by rounding"""
     repeats: int | None = None
@@ -112,11 +115,7 @@ def main(name=""):
         # a rank may finish a long task much earlier than another
         dist.init_process_group("gloo", timeout=timedelta(days=2))
     # weights are read once the problems of a task are found
-    engine = cache(
-        lambda: make_engine(
-            args.model, args.rollout_backend, own_device(), max_batch_size=args.batch_size
-        )
-    )
+    engine = cache(partial(engine_of, args))
     ready, skipped, results = {}, {}, {}
     for name, task in tasks.items():
         try:
@@ -149,6 +148,14 @@ def command_line(task):
         saved = read_json(Path(args.resume) / "config.json")
         args = tyro.cli(Args, default=Args(**saved))
     return args
+
+
+def engine_of(args):
+    """-> the sampler of --model; of an autoregressive one it is no part of `make_engine`, because
+    it cannot be trained"""
+    kind = checkpoint_config(args.model)[0].get("model_type")
+    make = AutoregressiveEngine if kind in AUTOREGRESSIVE else make_engine
+    return make(args.model, args.rollout_backend, own_device(), max_batch_size=args.batch_size)
 
 
 def by_task(flag, values, tasks):

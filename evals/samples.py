@@ -103,7 +103,9 @@ def gather(folder):
     """
     main, files = folder / "samples.jsonl", [*folder.glob("samples-*.jsonl")]
     rows = [row for path in (main, *files) for _, row in read_lines(path)]
-    rows = dict(sorted(((row["repeat"], row["index"]), row) for row in rows))
+    # twice the same where a batch was written in part, and then made again
+    rows = {(row["repeat"], row["index"]): row for row in rows}
+    rows = dict(sorted(rows.items()))
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in rows.values()))
     for path in files:
         path.unlink()

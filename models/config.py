@@ -101,7 +101,8 @@ ARCHITECTURES = {
     "a2d-masked": "a2d.A2DMasked",
     "a2d-block": "a2d.A2DBlock",
 }
-A2D = ("a2d-qwen2", "a2d-qwen3", "a2d-llama")
+AUTOREGRESSIVE = "qwen2", "qwen3", "llama"  # only evaluations run these as they are
+A2D = tuple(f"a2d-{kind}" for kind in AUTOREGRESSIVE)
 MODEL_TYPES = [*(kind for kind in ARCHITECTURES if "a2d" not in kind), *A2D]
 
 
@@ -111,8 +112,10 @@ def architecture(raw):
     """
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:  # a damaged one may be no string
-        supported = ", ".join(MODEL_TYPES)
-        raise SystemExit(f"config.json has model_type {kind!r}; supported are {supported}")
+        advice = f"supported are {', '.join(MODEL_TYPES)}"
+        if kind in [*AUTOREGRESSIVE]:
+            advice = "it is autoregressive: python models/from_ar.py converts it"
+        raise SystemExit(f"config.json has model_type {kind!r}; {advice}")
     if kind in A2D:
         if raw.get("block_size") is None:
             add = "add 0 if its attention is bidirectional, else the length of its blocks"

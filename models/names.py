@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from models.config import architecture
+from models.config import AUTOREGRESSIVE, architecture
 from models.tensors import build_model, read_json
 from models.tiny import HERE, TINY_CONFIGS
 
@@ -120,7 +120,8 @@ def checkpoint_config(name_or_dir, patterns=FILES):
         source = source_of(f"{base}@{revision}" if revision else f"{base}")
     config = read_json(resolve(source, SMALL) / "config.json")
     config = STATED.get(pinned(source)[0], {}) | config
-    architecture(config)
+    if config.get("model_type") not in [*AUTOREGRESSIVE]:
+        architecture(config)
     directory = resolve(source, patterns)
     return config, None if is_drawn(directory) else directory, adapters
 

@@ -56,7 +56,15 @@ class LmdeployEngine(Engine):
             self.validate(request[0], **request[1])
         self.device = torch.empty(0, device=device).device  # with its index
         torch.cuda.set_device(self.device)  # lmdeploy works on the current one
-        self.engine = self._start(str(directory))
+        # transformers 5 leaves both empty where config.json has rope_theta and no pad_token_id
+        rope = {"rope_type": "default", "rope_theta": self.model.config.rope_theta}
+        self.engine = start(
+            directory,
+            max_batch_size=max_batch_size,
+            cache_max_entry_count=MEMORY_SHARE,
+            dllm_block_length=self.model.block_length,
+            hf_overrides={"pad_token_id": self.model.pad_token_id, "rope_parameters": rope},
+        )
         repair_sampling(self.engine.sampling_strategy, self.model.block_length)
         self.agent = self.engine.executor.model_agent
         # A thread of its own: between two steps lmdeploy's tasks stay in inference mode and on
@@ -67,26 +75,6 @@ class LmdeployEngine(Engine):
         atexit.register(self.close)
         if adapters:
             self.load_weights(export_weights(load_model(name_or_dir, self.device, self.dtype)))
-
-    def _start(self, directory):
-        """-> lmdeploy's Engine, warmed up"""
-        # Its check would run the script's top level in another process.
-        os.environ.setdefault("LMDEPLOY_ENABLE_CHECK_ENV", "0")
-        from lmdeploy.messages import PytorchEngineConfig
-        from lmdeploy.pytorch.engine import Engine as PytorchEngine
-
-        logging.getLogger("lmdeploy").setLevel(logging.ERROR)
-        # transformers 5 leaves both empty where config.json has rope_theta and no pad_token_id
-        rope = {"rope_type": "default", "rope_theta": self.model.config.rope_theta}
-        config = PytorchEngineConfig(
-            dtype="bfloat16",
-            max_batch_size=self.max_batch_size,
-            cache_max_entry_count=MEMORY_SHARE,
-            enable_prefix_caching=False,  # cached prompts would outlive the weights behind them
-            dllm_block_length=self.model.block_length,
-            hf_overrides={"pad_token_id": self.model.pad_token_id, "rope_parameters": rope},
-        )
-        return PytorchEngine.from_pretrained(directory, engine_config=config)
 
     def _serve(self):
         torch.cuda.set_device(self.device)
@@ -172,6 +160,19 @@ class LmdeployEngine(Engine):
             return torch.tensor(ids[:length])
 
         return await asyncio.gather(*map(complete, prompts, seeds))
+
+
+def start(directory, **config):
+    """-> lmdeploy's Engine, warmed up. config: for PytorchEngineConfig"""
+    # Its check would run the script's top level in another process.
+    os.environ.setdefault("LMDEPLOY_ENABLE_CHECK_ENV", "0")
+    from lmdeploy.messages import PytorchEngineConfig
+    from lmdeploy.pytorch.engine import Engine as PytorchEngine
+
+    logging.getLogger("lmdeploy").setLevel(logging.ERROR)
+    # cached prompts would outlive the weights behind them
+    config = PytorchEngineConfig(dtype="bfloat16", enable_prefix_caching=False, **config)
+    return PytorchEngine.from_pretrained(str(directory), engine_config=config)
 
 
 def refuse_unsupported(model, device):

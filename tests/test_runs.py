@@ -195,8 +195,8 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
 
 
 def test_an_interrupted_run_continues(tmp_path, cli, calls):
-    """Samples that are finished stay, of other ranks too; half a row does not; other settings and
-    weights are refused.
+    """Samples that are finished stay, of other ranks too; half a row does not, and a call that was
+    written in part is made again; other settings and weights are refused.
     """
     flags = "--model tiny-sdar --limit 10 --batch-size 2 --seed 5 --out".split()
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -207,7 +207,7 @@ def test_an_interrupted_run_continues(tmp_path, cli, calls):
     assert timeless(cut, "samples-0") == rows[:6], "what was generated is scored and kept"
     assert "exists: name another one" in one_line(cli, *flags, cut)
     with open(cut / "samples-0.jsonl", "a") as file:
-        file.write(json.dumps(rows[6])[:-20])
+        file.write(f"{json.dumps(rows[6])}\n{json.dumps(rows[7])[:-20]}")
     others = (whole / "samples.jsonl").read_text().splitlines(keepends=True)
     (cut / "samples-1.jsonl").write_text("".join(others[8:]))
     calls.clear()
