@@ -49,6 +49,7 @@ def golden(family):
 
 
 FAMILIES = ("llada", "llada_moe", "dream", "llada2", "sdar_moe")
+FAMILIES += ("a2d_qwen2", "a2d_qwen3", "a2d_llama")
 GOLDEN = {family: golden(family) for family in FAMILIES}
 CONFIGS = {family: config for family, (config, _) in GOLDEN.items()}
 CONFIGS["dream"] = TINY_CONFIGS["tiny-dream"] | dict(
@@ -146,6 +147,14 @@ def golden_pairs(family):
         grouped = model_of(config | {"n_kv_heads": 2}, rule="llada")  # shared key heads
         pairs["grouped"] = grouped.logits(ids), want["gqa_logits"]
         pairs["far"] = model.logits(want["long_ids"].long())[:, -16:], want["long_logits"]
+    if "mdlm_logits" in want:
+        free, plain = config | {"block_size": 0}, want["mdlm_logits"]
+        mdlm = model_of(free, rule=family)
+        pairs["mdlm"] = mdlm.logits(ids), plain
+        padded = mdlm.logits(want["padded_ids"].long(), valid)
+        pairs["mdlm, padded"] = padded[valid], want["mdlm_padded_logits"]
+        shifted = model_of(free | {"shift": True}, rule=family)
+        pairs["shift"] = shifted.logits(ids), torch.cat([plain[:, :1], plain[:, :-1]], 1)
     if "noisy_ids" in want:  # [clean | noisy]
         noisy = want["noisy_ids"][:, None]
         logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
@@ -654,6 +663,40 @@ def test_official_tokens(tmp_path):
     sdar = load_tokenizer(Path(HF) / "SDAR-8B-Chat")
     assert len(sdar) == 151670 and sdar.convert_tokens_to_ids("<|MASK|>") == 151669
     assert len(sdar("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # it is no token
+
+
+# --- autoregressive models --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def autoregressive(tmp_path):
+    """Directory of a Qwen2 with a tied head; files of others hold these copies."""
+    config = SMALLS["a2d_block"] | {"torch_dtype": "bfloat16", "vocab_size": 260}
+    save_model(model_of(config, is_rounded=True), tmp_path / "old", byte_tokenizer())
+    edit(model_type="qwen2", mask_token_id=None, block_size=None, shift=None)(tmp_path / "old")
+    copies = {"lm_head.weight": torch.zeros(260, 96), "a.rotary_emb.inv_freq": torch.zeros(4)}
+    tensors(lambda t: t.update(copies))(tmp_path / "old")
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"block_length": 8}, {"bidirectional": True}, {"bidirectional": True, "shift": True}]
+)
+def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags):
+    """Its tensors bit for bit; the row of the mask token is the mean. Without a mask token one is
+    added, behind the last row.
+    """
+    has_mask, new = bool(flags), str(tmp_path / "new")
+    if not has_mask:
+        for name in "tokenizer.json", "tokenizer_config.json":
+            text = (autoregressive / name).read_text().replace("<|MASK|>", "<|none|>")
+            (autoregressive / name).write_text(text.replace('"mask_token"', '"no_token"'))
+    from_ar.main(str(autoregressive), new, **flags)
+    old, held = load_file(autoregressive / WEIGHTS), load_file(tmp_path / "new" / WEIGHTS)
+    row, name = MASK if has_mask else 260, "model.embed_tokens.weight"
+    rows, before = held.pop(name), old.pop(name)
+    assert {**held} == pytest.approx  # replaced below
+    model = load_model(new)
 
 
 # --- tiny models ---------------------------------------------------------------------------------
