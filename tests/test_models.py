@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 import models
 from models import checkpoint as checkpoint_module
 from models import (
+    from_ar,
     load_model,
     load_tokenizer,
     random_init,
@@ -665,7 +666,7 @@ def test_official_tokens(tmp_path):
     assert len(sdar("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # it is no token
 
 
-# --- autoregressive models --------------------------------------------------------------------------
+# --- autoregressive models -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -674,13 +675,16 @@ def autoregressive(tmp_path):
     config = SMALLS["a2d_block"] | {"torch_dtype": "bfloat16", "vocab_size": 260}
     save_model(model_of(config, is_rounded=True), tmp_path / "old", byte_tokenizer())
     edit(model_type="qwen2", mask_token_id=None, block_size=None, shift=None)(tmp_path / "old")
-    copies = {"lm_head.weight": torch.zeros(260, 96), "a.rotary_emb.inv_freq": torch.zeros(4)}
-    tensors(lambda t: t.update(copies))(tmp_path / "old")
+    tensors(lambda t: t.update(COPIES))(tmp_path / "old")
     return tmp_path / "old"
 
 
+COPIES = {"lm_head.weight": torch.zeros(260, 96), "a.rotary_emb.inv_freq": torch.zeros(4)}
+
+
 @pytest.mark.parametrize(
-    "flags", [{}, {"block_length": 8}, {"bidirectional": True}, {"bidirectional": True, "shift": True}]
+    "flags",
+    [{}, {"block_length": 8}, {"bidirectional": True}, {"bidirectional": True, "shift": True}],
 )
 def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags):
     """Its tensors bit for bit; the row of the mask token is the mean. Without a mask token one is
@@ -694,9 +698,32 @@ def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags):
     from_ar.main(str(autoregressive), new, **flags)
     old, held = load_file(autoregressive / WEIGHTS), load_file(tmp_path / "new" / WEIGHTS)
     row, name = MASK if has_mask else 260, "model.embed_tokens.weight"
-    rows, before = held.pop(name), old.pop(name)
-    assert {**held} == pytest.approx  # replaced below
-    model = load_model(new)
+    want, got = old.pop(name), held.pop(name)
+    assert len(got) == (260 if has_mask else 320) and got.dtype == torch.bfloat16
+    assert torch.equal(got[:row], want[:row]) and torch.equal(got[row + 1 : 260], want[row + 1 :])
+    torch.testing.assert_close(got[row], want[:row].float().mean(0).bfloat16())
+    assert held.keys() | COPIES.keys() == old.keys()
+    assert all(torch.equal(value, old[name]) for name, value in held.items())
+    model, tokenizer = load_model(new), load_tokenizer(new)
+    n, attention = flags.get("block_length", 4), model.attention
+    assert attention == ("bidirectional" if "bidirectional" in flags else "block-causal")
+    assert (model.block_length == n or "bidirectional" in flags) and model.eos_token_ids == [256]
+    assert getattr(model, "shift", False) == flags.get("shift", False)
+    assert model.mask_token_id == tokenizer.mask_token_id == row
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; .* are qwen2, qwen3, llama"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_a_model_that_cannot_be_converted_is_refused(autoregressive, tmp_path, change, words):
+    edit(**change)(autoregressive)
+    with exits_with_one_line(words):
+        from_ar.main(str(autoregressive), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 # --- tiny models ---------------------------------------------------------------------------------
