@@ -24,9 +24,9 @@ SamplerFlags = make_dataclass(
 BASE = asdict(SamplingSettings(temperature=0.0, remasking="low_confidence_static"))
 BASE |= {"repeats": 1}
 
-# Names of --model or its architecture, tasks, tokens, block (own: the model's), steps per block (own:
-# one for each of its tokens), other settings. The other settings of a model's line * hold for all its tasks. A later
-# line replaces an earlier one.
+# Names of --model or its architecture, tasks, tokens, block (own: the model's), steps per block
+# (own: one for each of its tokens), other settings. The other settings of a model's line * hold for
+# all its tasks. A later line replaces an earlier one.
 TABLE = """
 # LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs.
 # C-Eval is not published.

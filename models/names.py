@@ -44,15 +44,10 @@ CHECKPOINTS = {
         "qwen2.5-coder-0.5b-mdlm": "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
     },
 }
-# Hub id -> what its config.json leaves out: the blocks it was trained with (dllm, examples/a2d)
-# and the id of <|mask|>, which dllm adds behind the tokenizer's own tokens
+# hub id -> what its config.json leaves out (dllm, examples/a2d)
 STATED = {
-    hub_id: {
-        "block_size": 32 * (kind == "a2d-block"),
-        "shift": False,
-        "mask_token_id": 151669 if "Qwen3" in hub_id else 151665,
-    }
-    for kind in ("a2d-block", "a2d-masked")
+    hub_id: {"block_size": block_size, "shift": False}
+    for kind, block_size in (("a2d-block", 32), ("a2d-masked", 0))
     for hub_id in CHECKPOINTS[kind].values()
 }
 MODELS = {name: source for group in CHECKPOINTS.values() for name, source in group.items()}
@@ -118,12 +113,32 @@ def checkpoint_config(name_or_dir, patterns=FILES):
         config = read_json(file)
         base, revision = config.get("base_model_name_or_path"), config.get("revision")
         source = source_of(f"{base}@{revision}" if revision else f"{base}")
-    config = read_json(resolve(source, SMALL) / "config.json")
-    config = STATED.get(pinned(source)[0], {}) | config
-    if config.get("model_type") not in [*AUTOREGRESSIVE]:
-        architecture(config)
+    directory = resolve(source, SMALL)
+    config = STATED.get(pinned(source)[0], {}) | read_json(directory / "config.json")
+    is_autoregressive = config.get("model_type") in [*AUTOREGRESSIVE]
+    if not is_autoregressive and "a2d" in architecture(config):
+        # dllm names the mask token in the tokenizer alone
+        config = {"mask_token_id": mask_token_id(directory)} | config
     directory = resolve(source, patterns)
     return config, None if is_drawn(directory) else directory, adapters
+
+
+def special_tokens(directory):
+    """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
+    tokens = []
+    for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
+        content = read_json(path) if path.is_file() else {}
+        tokens += content.get("added_tokens", [])
+        decoder = content.get("added_tokens_decoder", {}).items()
+        tokens += (token | {"id": int(number)} for number, token in decoder)
+    return {token["content"]: token["id"] for token in tokens}
+
+
+def mask_token_id(directory):
+    """-> by the tokenizer files, or None"""
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("mask_token") if path.is_file() else None
+    return special_tokens(directory).get(token["content"] if isinstance(token, dict) else token)
 
 
 def is_drawn(directory):

@@ -9,6 +9,7 @@ transformers the draws too.
 
 import asyncio
 import atexit
+import os
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from rollout.traces import Trace, scored
 
 # the fields of SamplingSettings that an autoregressive model has
 FIELDS = "gen_length", "temperature", "top_k", "top_p"
+MEMORY_SHARE = 0.7  # of a GPU, of its ranks together, for the KV cache
 SLOW = "transformers' generate serves this model; lmdeploy, on CUDA, is ten times as fast"
 
 
@@ -114,8 +116,13 @@ class AutoregressiveEngine(Engine):
 
         from rollout.lmdeploy import start
 
-        override = {"pad_token_id": self.model.pad_token_id}
-        engine = start(directory, max_batch_size=self.max_batch_size, hf_overrides=override)
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count()
+        engine = start(
+            directory,
+            max_batch_size=self.max_batch_size,
+            cache_max_entry_count=MEMORY_SHARE / max(sharing, 1),
+            hf_overrides={"pad_token_id": self.model.pad_token_id},
+        )
         instance, sessions, runner = engine.create_instance(), count(1), asyncio.Runner()
         atexit.register(runner.close)
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 import models
 from models import checkpoint as checkpoint_module
 from models import (
+    from_ar,
     load_model,
     load_tokenizer,
     random_init,
@@ -49,6 +50,7 @@ def golden(family):
 
 
 FAMILIES = ("llada", "llada_moe", "dream", "llada2", "sdar_moe")
+FAMILIES += ("a2d_qwen2", "a2d_qwen3", "a2d_llama")
 GOLDEN = {family: golden(family) for family in FAMILIES}
 CONFIGS = {family: config for family, (config, _) in GOLDEN.items()}
 CONFIGS["dream"] = TINY_CONFIGS["tiny-dream"] | dict(
@@ -146,6 +148,14 @@ def golden_pairs(family):
         grouped = model_of(config | {"n_kv_heads": 2}, rule="llada")  # shared key heads
         pairs["grouped"] = grouped.logits(ids), want["gqa_logits"]
         pairs["far"] = model.logits(want["long_ids"].long())[:, -16:], want["long_logits"]
+    if "mdlm_logits" in want:
+        free, plain = config | {"block_size": 0}, want["mdlm_logits"]
+        mdlm = model_of(free, rule=family)
+        pairs["mdlm"] = mdlm.logits(ids), plain
+        padded = mdlm.logits(want["padded_ids"].long(), valid)
+        pairs["mdlm, padded"] = padded[valid], want["mdlm_padded_logits"]
+        shifted = model_of(free | {"shift": True}, rule=family)
+        pairs["shift"] = shifted.logits(ids), torch.cat([plain[:, :1], plain[:, :-1]], 1)
     if "noisy_ids" in want:  # [clean | noisy]
         noisy = want["noisy_ids"][:, None]
         logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
@@ -489,10 +499,9 @@ def test_a_revision_reaches_every_file(saved, tmp_path, monkeypatch, name, hub_i
     asked, name = [], f"{name}@v1.0"
     if "qwen3" in name:  # its config.json states neither
         config = {k: v for k, v in SMALLS["a2d_block"].items() if k not in ("block_size", "shift")}
-        stated = models.names.STATED[hub_id]
-        monkeypatch.setitem(stated, "mask_token_id", config.pop("mask_token_id"))
         shutil.rmtree(saved)
-        save_model(model_of(config | stated), saved, byte_tokenizer())
+        save_model(model_of(config | models.names.STATED[hub_id]), saved, byte_tokenizer())
+        del config["mask_token_id"]
         (saved / "config.json").write_text(json.dumps(config))
 
     def download(hub_id, revision, allow_patterns):
@@ -654,6 +663,66 @@ def test_official_tokens(tmp_path):
     sdar = load_tokenizer(Path(HF) / "SDAR-8B-Chat")
     assert len(sdar) == 151670 and sdar.convert_tokens_to_ids("<|MASK|>") == 151669
     assert len(sdar("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # it is no token
+
+
+# --- autoregressive models -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def autoregressive(tmp_path):
+    """Directory of a Qwen2 with a tied head; files of others hold these copies."""
+    config = SMALLS["a2d_block"] | {"torch_dtype": "bfloat16", "vocab_size": 260}
+    save_model(model_of(config, is_rounded=True), tmp_path / "old", byte_tokenizer())
+    edit(model_type="qwen2", mask_token_id=None, block_size=None, shift=None)(tmp_path / "old")
+    tensors(lambda t: t.update(COPIES))(tmp_path / "old")
+    return tmp_path / "old"
+
+
+COPIES = {"lm_head.weight": torch.zeros(260, 96), "a.rotary_emb.inv_freq": torch.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"block_length": 8}, {"bidirectional": True}, {"bidirectional": True, "shift": True}],
+)
+def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags):
+    """Its tensors bit for bit; the row of the mask token is the mean. Without a mask token one is
+    added, behind the last row.
+    """
+    has_mask, new = bool(flags), str(tmp_path / "new")
+    if not has_mask:
+        for name in "tokenizer.json", "tokenizer_config.json":
+            text = (autoregressive / name).read_text().replace("<|MASK|>", "<|none|>")
+            (autoregressive / name).write_text(text.replace('"mask_token"', '"no_token"'))
+    from_ar.main(str(autoregressive), new, **flags)
+    old, held = load_file(autoregressive / WEIGHTS), load_file(tmp_path / "new" / WEIGHTS)
+    row, name = MASK if has_mask else 260, "model.embed_tokens.weight"
+    want, got = old.pop(name), held.pop(name)
+    assert len(got) == (260 if has_mask else 320) and got.dtype == torch.bfloat16
+    assert torch.equal(got[:row], want[:row]) and torch.equal(got[row + 1 : 260], want[row + 1 :])
+    torch.testing.assert_close(got[row], want[:row].float().mean(0).bfloat16())
+    assert held.keys() | COPIES.keys() == old.keys()
+    assert all(torch.equal(value, old[name]) for name, value in held.items())
+    model, tokenizer = load_model(new), load_tokenizer(new)
+    n, attention = flags.get("block_length", 4), model.attention
+    assert attention == ("bidirectional" if "bidirectional" in flags else "block-causal")
+    assert (model.block_length == n or "bidirectional" in flags) and model.eos_token_ids == [256]
+    assert getattr(model, "shift", False) == flags.get("shift", False)
+    assert model.mask_token_id == tokenizer.mask_token_id == row
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; .* are qwen2, qwen3, llama"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_a_model_that_cannot_be_converted_is_refused(autoregressive, tmp_path, change, words):
+    edit(**change)(autoregressive)
+    with exits_with_one_line(words):
+        from_ar.main(str(autoregressive), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 # --- tiny models ---------------------------------------------------------------------------------
