@@ -14,10 +14,11 @@ TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends wi
 
 
 def own_device():
-    """-> device of this rank, which becomes the current one"""
+    """-> device of this rank, which becomes the current one; ranks of an evaluation may share it"""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(f"cuda:{rank % torch.cuda.device_count()}")
     torch.cuda.set_device(device)
     return device
 

@@ -23,9 +23,9 @@ SamplerFlags = make_dataclass(
 BASE = asdict(SamplingSettings(temperature=0.0, remasking="low_confidence_static"))
 BASE |= {"repeats": 1}
 
-# Names of --model or model_type of config.json, tasks, tokens, block (own: the model's), steps per
-# block, other settings. The other settings of a model's line * hold for all its tasks. A later
-# line replaces an earlier one.
+# Names of --model or its architecture, tasks, tokens, block (own: the model's), steps per block
+# (own: one for each of its tokens), other settings. The other settings of a model's line * hold for
+# all its tasks. A later line replaces an earlier one.
 TABLE = """
 # LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs.
 # C-Eval is not published.
@@ -63,9 +63,12 @@ Dream           gsm8k                         256  256  256
 Dream           mmlu,mmlu_pro,gpqa,hellaswag  128  128  128
 Dream           olympiad                      2048 2048 2048
 Dream           aime24,aime25                 2048 2048 2048 repeats=8
-# greedy, one of the four tokens of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval
-# and MBPP reveal above 0.95
-sdar,sdar_moe   *                             4096 own  4
+# greedy, one token of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval and MBPP
+# reveal above 0.95
+sdar,sdar_moe   *                             4096 own  own
+# greedy, one token of a block, or of the answer, per step (dllm, examples/a2d)
+a2d-block       *                             256  own  own
+a2d-masked      *                             256  256  256
 # revealed above 0.95, in at most 32 steps
 llada2_moe      *     512  own  32   remasking=low_confidence_dynamic confidence_threshold=0.95
 llada2_moe      gpqa                          128  own  32
@@ -91,8 +94,9 @@ def read(table):
         if line.startswith("#"):
             continue
         models, tasks, length, block, steps, *others = line.split()
-        row = {"gen_length": int(length), "denoising_steps": int(steps)}
+        row = {"gen_length": int(length)}
         row["block_length"] = None if block == "own" else int(block)
+        row["denoising_steps"] = None if steps == "own" else int(steps)
         for name, value in (other.split("=") for other in others):
             row[name] = type(BASE[name])(value)
         for model in models.split(","):
@@ -112,6 +116,7 @@ def sampling_for(flags, model, task, style):
         task,
         style,
     )
+    known["denoising_steps"] = known["denoising_steps"] or model.block_length
     given = vars(flags)
     return {k: v if given[k] is None else given[k] for k, v in known.items()}
 

@@ -12,7 +12,7 @@ from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
-from models.names import checkpoint_config, is_drawn, resolve
+from models.names import SMALL, checkpoint_config, is_drawn, resolve, special_tokens
 from models.tensors import (
     build_model,
     fitting_weights,
@@ -75,17 +75,6 @@ def load_model(name_or_dir, device="cpu", dtype=torch.float32):
     return load_weights(meta_model(name_or_dir, dtype), device)
 
 
-def special_tokens(directory):
-    """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
-    tokens = []
-    for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
-        content = read_json(path) if path.is_file() else {}
-        tokens += content.get("added_tokens", [])
-        decoder = content.get("added_tokens_decoder", {}).items()
-        tokens += (token | {"id": int(number)} for number, token in decoder)
-    return {token["content"]: token["id"] for token in tokens}
-
-
 def set_special_tokens(model, directory=None):
     """Set end-of-text and padding ids of the model. -> the model
 
@@ -114,7 +103,7 @@ def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
-    directory = resolve(name_or_dir)
+    directory = resolve(name_or_dir, SMALL)
     if is_drawn(directory):
         return byte_tokenizer()
     path = directory / "tokenizer_config.json"

@@ -141,10 +141,13 @@ def check_tensors(source, found, needed):
 
 def fitting_weights(model, directory):
     """`open_weights` of a directory that fits the model, which may be on the meta device.
-    SystemExit if it does not.
+    SystemExit if it does not. Some files also hold copies: of a tied head, of rotary frequencies.
     """
-    files, found = open_weights(directory), {}
+    files, found, copies = open_weights(directory), {}, ["inv_freq"]
+    copies += ["lm_head.weight"] * model.config.tie_word_embeddings
     for name, file in files.items():
+        if name.endswith((*copies,)):
+            continue
         view = file.get_slice(name)
         is_float = view.get_dtype() in ("F64", "F32", "F16", "BF16")
         found[name] = tuple(view.get_shape()) if is_float else view.get_dtype()

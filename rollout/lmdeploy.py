@@ -83,10 +83,12 @@ class LmdeployEngine(TokenEngine):
                 "rope_type": "default",
                 "rope_theta": self.model.config.rope_theta,
             }
+        # ranks of an evaluation may share a GPU
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / max(torch.cuda.device_count(), 1)
         config = PytorchEngineConfig(
             dtype="bfloat16",
             max_batch_size=self.max_batch_size,
-            cache_max_entry_count=MEMORY_SHARE,
+            cache_max_entry_count=MEMORY_SHARE / max(sharing, 1),
             enable_prefix_caching=False,  # cached prompts would outlive the weights behind them
             dllm_block_length=self.model.block_length,
             hf_overrides=overrides,
