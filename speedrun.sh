@@ -49,13 +49,13 @@ evaluate samples --model "$MODEL" --data "$TRAIN" --split train --repeats 8 --te
 train sft algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
     --lora-rank 0 --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine \
     --batch-size 512 --pack-length 2048 --max-length 640 --max-steps 150 --eval-every 50 --save-every 50 --keep-saves 1
-evaluate sft-gsm8k --model "$OUT/sft/final" --data "$TEST" --gen-length 320
+evaluate sft-gsm8k --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 train rl algos/cj_grpo.py --model "$OUT/sft/final" --data "$TRAIN" --eval-data "$TEST" \
     --lora-rank 0 --learning-rate 2e-6 --beta 0 --num-iterations 1 \
     --prompts-per-step 32 --num-generations 8 --max-steps 150 --eval-every 50 --save-every 50 --keep-saves 1
-evaluate rl-gsm8k --model "$OUT/rl/final" --data "$TEST" --gen-length 320
+evaluate rl-gsm8k --model "$OUT/rl/final" --data "$TEST" --gen-length 512
 
 printf '\nGSM8K, all test problems, greedy; %d s\n' $SECONDS
 for name in teacher sft-gsm8k rl-gsm8k; do
-    $PYTHON -c 'import json, sys; r = json.load(open(sys.argv[2])); print(f"{sys.argv[1]:10} {r["accuracy"]:.1%} +- {r["stderr"]:.1%} (n = {r["n"]})")' $name "$OUT/$name/result.json"
+    $PYTHON -c 'import json, sys; r = json.load(open(sys.argv[2])); print("{} {accuracy:.1%} +- {stderr:.1%} (n = {n})".format(sys.argv[1], **r))' $name "$OUT/$name/result.json"
 done
