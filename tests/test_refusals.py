@@ -107,7 +107,7 @@ def collect(folder):
 def said(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     copytree(ROOT / "models/tiny-sdar", folder / "wide", ignore=ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 1024}
+    config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 4096}
     for name, content in {
         "wide/config.json": json.dumps(config),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),
