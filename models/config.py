@@ -114,10 +114,10 @@ def architecture(raw):
         supported = ", ".join(MODEL_TYPES)
         raise SystemExit(f"config.json has model_type {kind!r}; supported are {supported}")
     if kind in A2D:
-        if raw.get("block_size") is None:
-            add = "add 0 if its attention is bidirectional, else the length of its blocks"
-            raise SystemExit(f"config.json of an {kind} model lacks block_size: {add}")
-        return "a2d-block" if raw["block_size"] else "a2d-masked"
+        if type(size := raw.get("block_size")) is not int or size < 0:
+            add = "block_size: 0 if its attention is bidirectional, else the length of its blocks"
+            raise SystemExit(f"config.json of an {kind} model has block_size {size}; add {add}")
+        return "a2d-block" if size else "a2d-masked"
     return "lladamoe" if kind == "llada" and "num_experts" in raw else kind
 
 

@@ -543,7 +543,7 @@ REFUSED = [
     ("sdar", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
     ("sdar", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
     ("sdar", {"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
-    ("a2d_block", {"block_size": None}, "lacks block_size: add 0"),
+    ("a2d_block", {"block_size": None}, "block_size None; add block_size: 0"),
     ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
     ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
     ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
