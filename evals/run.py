@@ -63,7 +63,7 @@ class Args(SamplerFlags):
     take the values of evals/decoding.py, which depend on model and task."""
 
     model: str = ""
-    """key of models.MODELS, hub id, or directory in HF layout"""
+    """key of models.MODELS, or a directory in HF layout"""
     tasks: str = ""
     """names of files in evals/, or paths of your own that end in .py, separated by commas"""
     data: list[str] = field(default_factory=list)
