@@ -23,7 +23,7 @@ class Config(DecoderKeys):
     model_type: str  # a2d-qwen2: q, k, v have biases; a2d-qwen3: heads have norms; a2d-llama
     intermediate_size: int
     mask_token_id: int
-    block_size: int  # 0: bidirectional
+    block_size: int = 0  # 0: bidirectional; `architecture` sees to it that config.json states it
     shift: bool = False
     block_length: int = 32  # of semi-autoregressive decoding without blocks of its own
     head_dim: int = 0  # 0: hidden_size / heads

@@ -26,6 +26,8 @@ from models.tensors import (
 from models.tiny import byte_tokenizer, random_weights
 
 SHARD_BYTES = 4 * 2**30
+# Before Qwen3's template: answers of a2d models begin behind an empty think block, as in dllm.
+NO_THINKING = "{%- set enable_thinking = false %}"
 
 
 def meta_model(name_or_dir, dtype=torch.float32):
@@ -116,6 +118,10 @@ def load_tokenizer(name_or_dir):
         tokenizer = AutoTokenizer.from_pretrained(
             directory, config=config, tokenizer_type=kind, trust_remote_code=False
         )
+        if (path := directory / "config.json").is_file() and tokenizer.chat_template:
+            if read_json(path).get("model_type") == "a2d-qwen3":
+                own = tokenizer.chat_template.removeprefix(NO_THINKING)
+                tokenizer.chat_template = NO_THINKING + own
         if tokenizer.chat_template:  # what is damaged must not wait for the first prompt
             prompt_text(tokenizer, [{"role": "user", "content": "text"}])
         return tokenizer

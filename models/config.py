@@ -118,10 +118,10 @@ def architecture(raw):
             advice = "it is autoregressive: python models/from_ar.py converts it"
         raise SystemExit(f"config.json has model_type {kind!r}; {advice}")
     if kind in A2D:
-        if raw.get("block_size") is None:
-            add = "add 0 if its attention is bidirectional, else the length of its blocks"
-            raise SystemExit(f"config.json of an {kind} model lacks block_size: {add}")
-        return "a2d-block" if raw["block_size"] else "a2d-masked"
+        if type(size := raw.get("block_size")) is not int or size < 0:
+            add = "block_size: 0 if its attention is bidirectional, else the length of its blocks"
+            raise SystemExit(f"config.json of an {kind} model has block_size {size}; add {add}")
+        return "a2d-block" if size else "a2d-masked"
     return "lladamoe" if kind == "llada" and "num_experts" in raw else kind
 
 

@@ -68,7 +68,7 @@ def main(
     Args:
         model: hub id or directory of a qwen2, qwen3 or llama model
         out: directory to write
-        block_length: tokens of a block; a token sees its own block and those before it
+        block_length: tokens of a block; a token sees its own block and those before it; 0: none
         bidirectional: every token sees every other; there are no blocks
         shift: token i stays predicted at position i - 1, as in Dream; needs --bidirectional
         tokenizer: hub id or directory of another tokenizer with the same ids
@@ -79,6 +79,8 @@ def main(
         able = ", ".join(name.removeprefix("a2d-") for name in A2D)
         raise SystemExit(f"{model} is of model_type {kind[4:]!r}; those converted are {able}")
     words = load_tokenizer(tokenizer or model)
+    if chat_template and not Path(chat_template).is_file():
+        raise SystemExit(f"--chat-template {chat_template}: no such file")
     if chat_template:
         words.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if not words.chat_template:

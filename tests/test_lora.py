@@ -118,7 +118,7 @@ def test_the_draws_are_keyed_by_the_seed():
 
 
 INSIDE = {"sdar": 28, "sdar_moe": 8, "llada2": 2 * 2 + 3 + 3, "llada": 28, "dream": 28}
-INSIDE["llada_moe"] = 8
+INSIDE |= {"llada_moe": 8, "a2d_block": 28, "a2d_masked": 28}
 
 
 @pytest.mark.parametrize("family", SMALLS)
@@ -221,8 +221,8 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
     "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),
     "unknown base": (
-        edit(CONFIG, base_model_name_or_path="me/unknown"),
-        ["unknown model .me/unknown"],
+        edit(CONFIG, base_model_name_or_path="unknown"),
+        ["unknown model .unknown"],
     ),
     "its own base": (
         lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d),

@@ -31,7 +31,7 @@ from models import (
     random_init,
     save_model,
 )
-from models.checkpoint import set_special_tokens
+from models.checkpoint import prompt_text, set_special_tokens
 from models.experts import expert_parts
 from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_shapes
@@ -478,7 +478,7 @@ def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
     models.save_adapter(adapted, tmp_path / "a", str(saved), byte_tokenizer())
     assert models.sampling_facts(tmp_path / "a") == {"gen_length": 12, "denoising_steps": 2}
     steps = lambda name: models.sampling_facts(name)["denoising_steps"]
-    assert [steps(n) for n in ("sdar-8b", "JetLM/SDAR-4B-Chat", "qwen3-0.6b-bd3lm")] == [4, 4, 32]
+    assert [steps(name) for name in ("JetLM/SDAR-4B-Chat", "qwen3-0.6b-bd3lm")] == [4, 32]
     large = SMALLS["llada"] | {"mlp_hidden_size": 20_000, "torch_dtype": "bfloat16"}
     save_model(random_model(large), tmp_path / "large", None)
     assert models.sampling_facts(tmp_path / "large")["cache"] == "dual"
@@ -543,11 +543,9 @@ REFUSED = [
     ("sdar", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
     ("sdar", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
     ("sdar", {"model_type": "qwen3"}, "qwen3.*models/from_ar.py"),
-    ("a2d_block", {"block_size": None}, "lacks block_size: add 0"),
+    ("a2d_block", {"block_size": None}, "block_size None; add block_size: 0"),
     ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
     ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
-    ("a2d_block", {"use_sliding_window": True}, "use_sliding_window"),
-    ("a2d_masked", {"mlp_bias": True}, "mlp_bias"),
     ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("llada2", {"score_function": "softmax"}, "score_function.*softmax"),
     ("llada", {"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
@@ -681,11 +679,15 @@ def autoregressive(tmp_path):
 COPIES = {"lm_head.weight": torch.zeros(260, 96), "a.rotary_emb.inv_freq": torch.zeros(4)}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [{}, {"block_length": 8}, {"bidirectional": True}, {"bidirectional": True, "shift": True}],
-)
-def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags):
+CONVERTED = [  # flags; attention, length of blocks
+    ({}, ("block-causal", 4)),
+    ({"block_length": 8}, ("block-causal", 8)),
+    ({"bidirectional": True, "shift": True}, ("bidirectional", 32)),
+]
+
+
+@pytest.mark.parametrize("flags, facts", CONVERTED)
+def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags, facts):
     """Its tensors bit for bit; the row of the mask token is the mean. Without a mask token one is
     added, behind the last row.
     """
@@ -704,11 +706,20 @@ def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags):
     assert held.keys() | COPIES.keys() == old.keys()
     assert all(torch.equal(value, old[name]) for name, value in held.items())
     model, tokenizer = load_model(new), load_tokenizer(new)
-    n, attention = flags.get("block_length", 4), model.attention
-    assert attention == ("bidirectional" if "bidirectional" in flags else "block-causal")
-    assert (model.block_length == n or "bidirectional" in flags) and model.eos_token_ids == [256]
-    assert getattr(model, "shift", False) == flags.get("shift", False)
+    assert (model.attention, model.block_length) == facts and model.eos_token_ids == [256]
+    assert model.config.shift == ("shift" in flags)
     assert model.mask_token_id == tokenizer.mask_token_id == row
+
+
+def test_qwen3_answers_without_thinking(saved):
+    edit(model_type="a2d-qwen3")(saved)
+    template = "{{ enable_thinking is defined and enable_thinking is false }}"
+    (saved / "chat_template.jinja").write_text(template)
+    for _ in range(2):
+        tokenizer = load_tokenizer(saved)
+        assert prompt_text(tokenizer, [{}]) == "True"
+        tokenizer.save_pretrained(saved)
+    assert tokenizer.chat_template.count("set ") == 1
 
 
 @pytest.mark.parametrize(
