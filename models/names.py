@@ -106,7 +106,7 @@ def resolve(name_or_dir):
         raise SystemExit(f"unknown model {source!r}: use {choices}")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.py"]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no network, a gated repository
