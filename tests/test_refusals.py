@@ -48,7 +48,7 @@ REFUSALS = {
     "algos/sft.py --data README.md": "--data README.md: no such file that ends in .jsonl, .csv",
     "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
     "algos/bgpo.py --resume TMP": "config.json is damaged: [Errno 2] No such file",
-    "RANK=x algos/d1.py": 'RANK and the other variables of torchrun: ValueError("invalid',
+    "RANK=x algos/d1.py": "unset RANK",
     "RANK=0 algos/sft.py": "WORLD_SIZE expected",
     f"RANK=0 WORLD_SIZE=0 {MASTER} evals/run.py --tasks qa --model x": "size cannot be 0",
     f"RANK=0 WORLD_SIZE=-2 {MASTER} algos/d1.py": "rank < size. 0 vs -2",
