@@ -39,6 +39,7 @@ class LanguageModel(nn.Module):
         self.activation_checkpointing = False
         self.groups, self.gathers_once = [], False  # see distributed/sharding.py
         self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
+        self.sources = None, ()  # directory of the weights, directories of adapters on them
 
     @property
     def layers(self):

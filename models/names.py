@@ -69,7 +69,7 @@ SAMPLING |= {"sdar": BLOCKS, "sdar_moe": BLOCKS, "a2d-block": BLOCKS, "llada2_mo
 TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
 # files of a repository: all but the weights, all
 SMALL = ["*.json", "*.txt", "*.jinja"]
-FILES = [*SMALL, "*.safetensors"]
+FILES = [*SMALL, "*.safetensors", "*.py"]
 
 
 def is_tiny(model):

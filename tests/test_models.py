@@ -438,6 +438,8 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), NORM + r".*\(1,\).*\(32,\)"),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*I8"),
     "cut off": (cut_off, "safetensors.*truncated"),
+    "pipe": (lambda d: [(d / WEIGHTS).unlink(), os.mkfifo(d / WEIGHTS)], "safetensors .*no file"),
+    "end ids": (edit("generation_config.json", eos_token_id=[]), "no config file states eos"),
     "mask id": (edit(mask_token_id=7), r"mask_token_id 7 is no special.*'<\|MASK\|>': 257"),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
@@ -457,10 +459,42 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         load_model(saved)
 
 
-def test_a_damaged_template_is_refused_in_one_line(saved):
-    (saved / "chat_template.jinja").write_text("{% if")
-    with exits_with_one_line("its tokenizer cannot be loaded .TemplateSyntaxError", "copy "):
-        load_tokenizer(saved)
+TEMPLATES = [  # and what it raises
+    ("{% if", "TemplateSyntaxError"),
+    ("{{ raise_exception('no') if messages[0].content|length > 4 }}", "TemplateError..no"),
+    ("{{ 1 / (messages[0].content|length - 5) }}", "ZeroDivisionError"),
+    ("{{ messages[0].content }}", "UnicodeEncodeError"),
+]
+
+
+@pytest.mark.parametrize("template, words", TEMPLATES)
+def test_what_a_template_raises_is_one_line(saved, template, words):
+    (saved / "chat_template.jinja").write_text(template)
+    with exits_with_one_line("checkpoint", words):
+        models.prompt_ids(load_tokenizer(saved), [{"role": "user", "content": "2 + \ud800"}])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_code_is_saved_along_or_not_named(saved, tmp_path, there):
+    """auto_map asks for it; code in another repository needs no file."""
+    named = {"AutoModel": ["modeling_a.A", None], "AutoConfig": "me/b--configuration_b.B"}
+    edit(auto_map=named if there else named | {"AutoModel": "modeling_c.C"})(saved)
+    for name in ("modeling_a.py", "blocks.py"):
+        (saved / name).write_text("import torch")
+    save_model(load_model(saved), tmp_path / "b", None)
+    raw = json.loads((tmp_path / "b/config.json").read_text())
+    assert (
+        raw.get("auto_map") == (named if there else None) and (tmp_path / "b/blocks.py").is_file()
+    )
+
+
+def test_a_prompt_beyond_the_context_is_one_line(saved, caplog):
+    """That of transformers."""
+    edit(max_position_embeddings=12)(saved)
+    tokenizer = load_tokenizer(saved)
+    for length in (10, 11, 12):
+        models.prompt_ids(tokenizer, [{"role": "user", "content": "2" * length}])
+        assert len(caplog.records) == (length > 10)
 
 
 def test_names_without_files_are_refused(tmp_path):
@@ -546,6 +580,13 @@ REFUSED = [
     ("a2d_block", {"block_size": None}, "block_size None; add block_size: 0"),
     ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
     ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
+    ("sdar", {"block_size": 0}, "block_size = 0: no int, 1 to"),
+    ("sdar", {"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000.* to 10000"),
+    ("sdar", {"rope_theta": math.nan}, "rope_theta = nan: no float"),
+    ("sdar", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': no bool"),
+    ("llada2", {"num_experts": 10**400}, "num_experts = 1000"),
+    ("llada", {"n_heads": True}, "n_heads = True"),
+    ("dream", {"block_length": 4.0}, "block_length = 4.0"),
     ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("llada2", {"score_function": "softmax"}, "score_function.*softmax"),
     ("llada", {"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
@@ -740,7 +781,7 @@ def test_a_model_that_cannot_be_converted_is_refused(autoregressive, tmp_path, c
 
 
 def test_the_command_writes_a_model_with_random_weights(tmp_path):
-    random_init.main(str(tmp_path / "one"), "tiny-llada")
+    random_init.main(str(tmp_path / "one"), "tiny-llada", device="cpu")
     want = random_model(TINY_CONFIGS["tiny-llada"])
     assert_same_weights(load_model(tmp_path / "one"), want)
     assert load_tokenizer(tmp_path / "one").mask_token_id == MASK
