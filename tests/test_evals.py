@@ -115,7 +115,7 @@ def test_judged(family):
         assert counts[held_out, 0, 1.0] <= (4 if family == "number" else 0)
 
 
-@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("reward", ["", *REWARDS])
 def test_rewards(reward):
     for case in of("reward"):
         if case["reward"] == reward:
