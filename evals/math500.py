@@ -59,7 +59,10 @@ SEVERAL = (
     BOX + r"(?=[\s$*)\\]*(?:[,;]|and|or|\\text))(?:[\s$*,;]|\\[()]|and\b|or\b"
     r"|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
 )
+# what makes no other formula of one: units, + 0, 1(...), brackets and spaces
 LAYOUT = rules(r"""
+(?<=.)\\(?:text\w*|mbox|mathrm)\{[^{}]*\}$|[.,;:]+$ =>
+[+-] *0(?![\d.])|(?<![\d.])(?:0 *\+|1 *(?:(?=\()|\*|\\cdot(?![a-z])|\\times)) =>
 \\(?:left|right|displaystyle|[!,;: ])|[\s{}()\[\]$] =>
 \\[dt]frac => \\frac
 \\cdot(?![a-z])|\\times|× => *
