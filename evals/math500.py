@@ -59,13 +59,15 @@ SEVERAL = (
     BOX + r"(?=[\s$*)\\]*(?:[,;]|and|or|\\text))(?:[\s$*,;]|\\[()]|and\b|or\b"
     r"|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
 )
-# what makes no other formula of one: units, + 0, 1(...), brackets and spaces
+# what makes no other formula of one: units, + 0, 1(...), brackets, spaces, and a name for it
 LAYOUT = rules(r"""
 (?<=.)\\(?:text\w*|mbox|mathrm)\{[^{}]*\}$|[.,;:]+$ =>
 [+-] *0(?![\d.])|(?<![\d.])(?:0 *\+|1 *(?:(?=\()|\*|\\cdot(?![a-z])|\\times)) =>
 \\(?:left|right|displaystyle|[!,;: ])|[\s{}()\[\]$] =>
 \\[dt]frac => \\frac
 \\cdot(?![a-z])|\\times|× => *
+^(.*)=\1$ => \1
+^[^=+*/^-]*=(?=[^=]*$) =>
 """)
 COLUMNS = (
     "problem and answer, or problem and solution with a box, or prompt and "
@@ -125,10 +127,9 @@ def is_copy(completion, example):
     one: nothing that training may pay."""
     answer = extract(completion, example) or ""
     piece, question = (rewritten(text, LAYOUT) for text in (answer, example["question"]))
-    formula = re.search(r"(?<![^=])[^=]*(?:[-+*/^!\\]|\d\.\d)[^=]*$", piece)
     return (
-        formula
-        and re.search(rf"(?<!\d){re.escape(formula[0])}(?!\d)", question)
+        re.search(r"[-+*/^!\\]|\d\.\d", piece)  # a formula, no number or name
+        and re.search(rf"(?<!\d){re.escape(piece)}(?!\d)", question)
         and not hendrycks(answer, example["gold"])
     )
 

@@ -64,7 +64,7 @@ def rewritten(text, rules):
 
 
 # what Math-Verify 0.9 does not read: = 3 and \approx 3, sets {x | 0 < x < 1}, signs that are no
-# LaTeX, 0.1\overline{36}, 1 1/4, \text{14 cm}^2, 14 cm^2, and the dots of a list
+# LaTeX, 0.1\overline{36}, 1 1/4, 1 234, 54 52, \text{14 cm}^2, 14 cm^2, and the dots of a list
 READ = rules(r"""
 ^(?:=|≈|\\approx(?![a-z])) =>
 √ *(\d+|\w|\{[^{}]*\}|\([^()]*\)) => \\sqrt{\1}
@@ -79,6 +79,8 @@ READ = rules(r"""
 ≠(.) => \\ne \1
 (\.\d*)\\(?:overline|bar|dot) *(?:\{(\d+)\}|(\d)) => \1\2\3\2\3\2\3\2\3\2\3\2\3\2\3
 (?<=\d)\\? +(\d+)/(\d+) => \\frac{\1}{\2}
+(?<=\d)(?:\\,| )+(?=\d{3}(?!\d)) =>
+(?<=\d)(?<![_^c]\d)(?<!c \d)(?:\\[;: ]|\\q?quad|[ ~])+(?=\d) => ,
 \\text\{ *(-?[\d.,]*\d)([A-Za-z ]*)\} => \1\\text{\2}
 (?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
 \\[lc]?dots(?![a-z])|…|\.{3} => \\text{dots}
