@@ -29,7 +29,8 @@ def setup_distributed(sequence_parallel=1):
     device = own_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=TIMEOUT, **alone)
     form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
 

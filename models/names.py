@@ -46,6 +46,7 @@ LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
 SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
 SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED}
 SAMPLING |= {"sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # to download
 TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
 
 
@@ -106,9 +107,8 @@ def resolve(name_or_dir):
         raise SystemExit(f"unknown model {source!r}: use {choices}")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=FILES))
     except (OSError, ValueError) as error:  # no network, a gated repository
         reason = " ".join(str(error).split())[:200]
         hint = "give --model a directory that holds it"
