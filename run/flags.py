@@ -233,8 +233,7 @@ def command_line(arguments, by_size):
     words = [*flags_of(first), *sys.argv[1:]]
     args, unknown = tyro.cli(arguments, args=words, return_unknown_args=True)
     if unknown:
-        near = " or ".join(meant(unknown[0], arguments))
-        raise SystemExit(f"{unknown[0]}: no such flag; try {near}")
+        raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], arguments)}")
     for name in ("task", "reward"):
         if ".py" in (path := getattr(args, name, "")):
             setattr(args, name, str(Path(path).resolve()))
@@ -296,7 +295,7 @@ def meant(flag, arguments):
         title = " ".join(["".join(part[0] for part in parts), *parts])
         found = re.findall(rf"\b(?:{'|'.join(asked)})", f"{title} {title} {about}", re.I)
         scores.setdefault(len(found), []).append(f"--{name}".replace("_", "-"))
-    return scores[max(scores)][:3]
+    return " or ".join(scores[max(scores)][:3])
 
 
 def print_help(arguments, found):

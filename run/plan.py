@@ -10,7 +10,7 @@ bench/step.py and to the samplers' tables. docs/models.md compares plans with me
 import math
 import os
 import re
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -33,8 +33,7 @@ from models.layers import memory_budget
 from run.flags import flags_of
 
 # Parts of a GPU's name -> FLOP/s of a large bf16 product, bytes/s of its memory, its size as the
-# driver gives it. Measured on H100 and H200; of others 0.7 of the FLOP/s of the data sheet. A name
-# stands before those that are in it.
+# driver gives it. Measured on H100 and H200; of others 0.7 of the FLOP/s of the data sheet.
 GPUS = {
     "A100-40": (0.218e15, 1.56e12, 42e9),
     "A100-80": (0.218e15, 2.04e12, 85e9),
@@ -65,11 +64,6 @@ IN_WORK = 2
 PRODUCTS, TOUCHES, SDPA, FLEX, LAUNCH = 0.92, 11, 0.413, 0.188, 6e-4
 # A sampler's forward: share of the roofline; seconds of an adapter, which takes four kernels
 SAMPLER, ADAPTER = 0.66, 2e-5
-
-# flags that take less memory, tried where no micro-batch fits
-SAVING = ({}, {"sync_every_backward": True}, {"activation_checkpointing": True})
-SAVING += (SAVING[1] | SAVING[2],)
-ADVICE = "else try --lora-rank 128, --sequence-parallel for long rows, or a smaller model"
 
 
 @cache
@@ -206,11 +200,11 @@ class Plan:
 
     def seconds(self):
         """-> {phase: seconds of a step}, waiting for other ranks left out; {} on an unknown GPU"""
-        of_this = lambda name: all(part in self.gpu for part in name.split("-"))
-        rates = next((GPUS[name] for name in GPUS if of_this(name)), None)
+        words = re.split(r"\W|GB", self.gpu)  # of "NVIDIA A100-SXM4-40GB": A100 and 40
+        rates = [GPUS[name] for name in GPUS if {*name.split("-")} <= {*words}]
         if not rates:
             return {}
-        (flop_rate, byte_rate, _), args, net, n = rates, self.args, self.model, self.n
+        (flop_rate, byte_rate, _), args, net, n = rates[0], self.args, self.model, self.n
         prompt, scored = self.lengths.double().mean(0).tolist()
         adapters = sum("lora_A" in name for name, _ in net.named_parameters())
         products = lambda tokens, scored: tokens * self.active + scored * net.lm_head.weight.numel()
@@ -277,29 +271,30 @@ class Plan:
         size = self.size or self.least
         needed = self.memory(size)["sum"]
         # a size of the user's own may take RESERVE
-        if self.size and needed < self.room:
-            return
-        if self.fitting:
-            hint = f"try --micro-batch-size {self.fitting[-1]}"
-        else:
-            hint = f"such GPUs that fit: {self.fitting_runs()}; {ADVICE}"
-        raise SystemExit(
-            f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
-            f"{self.room / 1e9:.3g} GB: {hint}"
-        )
+        if not self.size or needed >= self.room:
+            raise SystemExit(
+                f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
+                f"{self.room / 1e9:.3g} GB: "
+                + (f"try --micro-batch-size {self.fitting[-1]}" if self.fitting else self.advice())
+            )
 
-    def fitting_runs(self):
-        """-> how many such GPUs of a node fit the run as it is, and fewer with flags of SAVING"""
+    def advice(self):
+        """-> how many such GPUs of a node fit the run as it is, or fewer with flags that take less
+        memory
+        """
         found, fewest = [], math.inf
+        sync, recompute = {"sync_every_backward": True}, {"activation_checkpointing": True}
         os.environ.pop("LOCAL_WORLD_SIZE", None)
-        for flags in SAVING:
-            args = copy(self.args)
-            vars(args).update(flags, micro_batch_size=0)
+        for flags in ({}, sync, recompute, sync | recompute):
+            args = replace(self.args, **flags)
             for ranks in (self.ranks, 2, 4, 8):
                 if self.ranks <= ranks < fewest and replace(self, args=args, ranks=ranks).fitting:
                     found.append(" ".join([f"{ranks}", *flags_of(flags)]))
                     fewest = ranks
-        return ", or ".join(found or ["none up to 8"])
+        return (
+            f"such GPUs that fit: {', or '.join(found or ['none up to 8'])}; else try "
+            "--lora-rank 128, --sequence-parallel for long rows, or a smaller model"
+        )
 
 
 def fit(model, args, lengths, splits, coupled, has_old=False):
@@ -330,8 +325,8 @@ def fit(model, args, lengths, splits, coupled, has_old=False):
 
 
 def pretend(gpus):
-    """--plan: from here on this process is the first rank of one on each of these GPUs of a node,
-    until `fit` ends it. Of a model nothing but weights is downloaded.
+    """--plan: from here on this process is the first of a run on these GPUs, which are of one node,
+    until `fit` ends it. Weights are not downloaded.
     """
     global ASKED
     from torch.testing._internal.distributed.fake_pg import FakeStore
