@@ -3,12 +3,15 @@ traceback. And the command line itself: its help, and what a start costs.
 """
 
 import json
+import os
 import re
 import runpy
 import sys
+from itertools import dropwhile
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from models import checkpoint
 
 ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
+MASTER = "MASTER_ADDR=localhost MASTER_PORT=0"
 ROWS = "--task gsm8k --data TMP/rows.jsonl"
 # command line (TMP: the folder of `said`) -> words of its last line
 REFUSALS = {
@@ -44,6 +48,10 @@ REFUSALS = {
     "algos/sft.py --data README.md": "--data README.md: no such file that ends in .jsonl, .csv",
     "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
     "algos/bgpo.py --resume TMP": "config.json is damaged: [Errno 2] No such file",
+    "RANK=x algos/d1.py": "unset RANK",
+    "RANK=0 algos/sft.py": "WORLD_SIZE expected",
+    f"RANK=0 WORLD_SIZE=0 {MASTER} evals/run.py --tasks qa --model x": "size cannot be 0",
+    f"RANK=0 WORLD_SIZE=-2 {MASTER} algos/d1.py": "rank < size. 0 vs -2",
     # flags
     "algos/d1.py --lr 1": "--lr: no such flag; try --learning-rate or --lr-schedule",
     "algos/d1.py --kl-coef 1": "--kl-coef: no such flag; try --beta",
@@ -99,9 +107,12 @@ def collect(folder):
     checkpoint.materialize, sandbox.CHILD, found = no_weights, folder / "gone.py", {}
     load_few_problems()
     for command in REFUSALS:
-        sys.argv = command.replace("TMP", str(folder)).split()
+        words = command.replace("TMP", str(folder)).split()
+        sys.argv = [*dropwhile(lambda word: "=" in word, words)]
+        set_for = dict(word.split("=") for word in words[: -len(sys.argv)])
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            with patch.dict(os.environ, set_for):
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except BaseException as error:
             found[command] = str(error) if type(error) is SystemExit else repr(error)
         if dist.is_initialized():
@@ -113,7 +124,7 @@ def collect(folder):
 def said(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     copytree(ROOT / "models/tiny-sdar", folder / "wide", ignore=ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 1024}
+    config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 4096}
     for name, content in {
         "wide/config.json": json.dumps(config),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),
