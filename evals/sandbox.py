@@ -139,7 +139,12 @@ def in_threads(function, *columns, workers=None):
     quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
     bar = {"desc": "scoring", "leave": False, "delay": 5, "disable": quiet}
     workers = workers or max(1, min(own_cores(), len(rows)))
-    return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
+    try:
+        return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
+    except RuntimeError as error:
+        if "start new thread" in str(error):
+            raise SandboxError(f"scoring: {error}") from error
+        raise
 
 
 def own_cores():
