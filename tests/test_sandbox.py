@@ -243,6 +243,27 @@ def test_a_machine_that_is_too_busy_ends_no_run(monkeypatch):
     assert run(job(F, timeout=5.0)).reason == "lost"
 
 
+TWO_AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+sandbox.PAUSES = 1, 1, 0
+job = sandbox.Job("def f(x): return x", "assert f(1) == 1", ("f",), timeout=60.0)
+with ThreadPoolExecutor(2) as pool:
+    print(*[result.passed for result in pool.map(sandbox.run, [job] * 2)])
+"""
+
+
+def test_a_sandbox_that_cannot_start_programs_says_why(alone):
+    """Where files or processes lack, one line names it, and no verdict is wrong."""
+    caller, seen = ORDINARY if os.getuid() == 0 else (), set()
+    for limit in ("nofile=24", *(f"nproc={number}" for number in range(3, 10))):
+        command = [*caller, "prlimit", f"--{limit}", public_python(), "-I", "-c"]
+        command += [CALLER + TWO_AT_ONCE, alone]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        said = done.stdout or done.stderr.splitlines()[-1].partition("(")[0]
+        seen.add(said.strip())
+    assert seen == {"True True", "sandbox: no program can be started"}
+
+
 @pytest.mark.parametrize("walls", ("namespaces", "Landlock"))
 def test_programs_end_with_a_killed_caller(walls, alone):
     """SIGKILL to the caller, and then to nothing else: its program ends too."""
@@ -338,3 +359,17 @@ for i in range(4):
 def test_prelude_and_keywords():
     tests, prelude = "assert helper(f(1, y=2)) == 6", "def helper(x): return 2 * x"
     assert run(job("def f(x, *, y=0): return x + y", tests, prelude=prelude)).passed
+
+
+def test_objects_stay_with_the_program():
+    """Tests make and ask them, but no protocol of theirs counts."""
+    code = """
+    class N:
+        __eq__ = lambda *_: True
+        def __init__(self, v): self.v = v
+        def add(self, y): return self.v + y
+    def f(x): return N(x)
+    """
+    tests = "n = f(1)\nn.next = N(v=5)\nassert n.v == 1 and n.next.add(n.v) == 6\n"
+    tests += "assert n != f(1) and not hasattr(n, '__add__') and not hasattr(n, 'x')"
+    assert run(job(code, tests, entry_points=("f", "N"))).passed
