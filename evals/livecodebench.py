@@ -80,12 +80,19 @@ def _judged_call(*arguments):
     return function(*arguments)
 """
 PROGRAM = """
-import os as _os, select as _select, sys as _sys
+import os as _os, select as _select, sys as _sys, time as _time
 def _judged_call(stdin):
     "stdout of the program, in a process of its own that reads stdin"
     to_read, feed = _os.pipe()
     output, to_write = _os.pipe()
-    pid = _os.fork()
+    for seconds in range(5, -1, -1):  # other programs may have all processes for a while
+        try:
+            pid = _os.fork()
+            break
+        except BlockingIOError:
+            if not seconds:
+                raise
+            _time.sleep(1)
     if not pid:
         status = 1
         try:

@@ -166,13 +166,10 @@ def start(kind):
     # no secrets in its environment, a process group of its own, and the same string hashes (order
     # of sympy's sets) in every process
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0"}
-    try:
-        process = Popen(
-            [sys.executable, os.path.abspath(__file__), kind], stdin=PIPE, stdout=PIPE,
-            stderr=DEVNULL, env=environment, start_new_session=True, text=True
-        )  # fmt: skip
-    except OSError as error:
-        raise SystemExit(f"The {kind} grader does not start: {error}") from error
+    process = Popen(
+        [sys.executable, os.path.abspath(__file__), kind], stdin=PIPE, stdout=PIPE, stderr=DEVNULL,
+        env=environment, start_new_session=True, text=True
+    )  # fmt: skip
     if not process.stdout.readline():
         advice = f"pip install -r requirements.txt; python evals/math_grader.py {kind} says why"
         raise SystemExit(f"The {kind} grader does not start: {advice}")

@@ -30,7 +30,7 @@ def fenced(text):
     marks = (mark for mark in found if not mark[1].strip() or not re.search("['\"]", mark[2]))
     for opening in marks:
         closing = next(marks, None)
-        is_python = opening[2].strip().lower() in ("python", "py", "python3")
+        is_python = opening[2].strip().lower().startswith("py")
         code = text[opening.end() + 1 : closing.end(1) if closing else len(text)]
         yield (1 + is_python if closing else 0), code
 

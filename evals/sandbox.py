@@ -141,8 +141,8 @@ def in_threads(function, *columns, workers=None):
     workers = workers or max(1, min(own_cores(), len(rows)))
     try:
         return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
-    except RuntimeError as error:
-        if "start new thread" in str(error):
+    except (BlockingIOError, RuntimeError) as error:
+        if str(error).endswith(("start new thread", "temporarily unavailable")):
             raise SandboxError(f"scoring: {error}") from error
         raise
 

@@ -34,9 +34,9 @@ DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 ROOT = "/sys"  # any directory that no program needs: its own root is mounted there
 # System calls that a program does without, by their numbers on x86_64 and aarch64: sockets, memory
 # that is in no process's size, keys, other processes, leaving the process group, ways around these
-# rules, marks on what programs share (locks, watches of files, the kernel's log), and, from truncate
-# on, changes of files that are not open for writing. Where aarch64 has no such call, the number of
-# another stands.
+# rules, marks on what programs share (locks, watches of files, the kernel's log), and, from
+# truncate on, changes of files that are not open for writing. Where aarch64 has no such call, the
+# number of another stands.
 CALLS = """
     socket 41 198              shmget 29 194              shmat 30 196
     shmctl 31 195              semget 64 190              semop 65 193
@@ -95,7 +95,7 @@ ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT
 LOAD, MASK, EQUAL, AT_LEAST, ABOVE, RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
 # SECCOMP_RET_*, with EPERM and ENOSYS
 ALLOW, REFUSE, UNKNOWN, END = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-CLONE3 = 435  # its flags are in memory, out of sight; libc has the older call for kernels without it
+CLONE3 = 435  # its flags are out of sight, in memory; libc has an older call for kernels without it
 # Landlock: its system calls, and rights: to read below a directory, to use a device, all
 NEW_RULES, ADD_RULE, RESTRICT = 444, 445, 446
 TO_READ, TO_USE, RIGHTS = 1 | 4 | 8, 2 | 4, (1 << 13) - 1
@@ -106,7 +106,7 @@ COLLECTIONS = tuple, set, frozenset
 # what an object of JSON stands for, by its one key
 KINDS = {kind.__name__: kind for kind in (*COLLECTIONS, dict, complex)}
 KINDS |= {"iterator": iter, "int": lambda digits: int(digits, 16)}
-KEPT = [getattr, setattr]  # with the candidate: objects that the tests know by their place here
+KEPT = [getattr, setattr]  # with the candidate: objects that the tests know by their place
 PIPES = []  # with the tests: to the candidate, and from it
 
 
@@ -183,11 +183,11 @@ def revived(tagged):
 
 
 class Remote:
-    """With the tests: an object that stays with the candidate. It equals only itself, and no
-    operator or protocol reaches it, so that it cannot pass for a value."""
+    """With the tests: what stays with the candidate, by its place in KEPT or its name. It equals
+    only itself, and no operator or protocol reaches it, so that it cannot pass for a value."""
 
-    def __init__(self, number):
-        vars(self)[""] = number  # a name that no attribute has
+    def __init__(self, place):
+        vars(self)[""] = place  # a name that no attribute has
 
     def __call__(self, *arguments, **named):
         return ask(self, arguments, named)
@@ -205,7 +205,8 @@ KINDS["object"] = Remote
 
 
 def ask(*request):
-    """What the candidate answers to a request: a plain value, a Remote, or its exception."""
+    """What the candidate answers to a source, or to a Remote with its arguments and named ones: a
+    plain value, a Remote, or its exception."""
     calls, answers = PIPES
     send(calls, encode([*request]))
     kind, value, detail = receive(answers, MAX_MESSAGE)
@@ -332,11 +333,11 @@ def stands(wall, job):
 
 def raise_walls(job):
     """Around this process and all that it starts, for good. -> whether Landlock is among them"""
-    threads = 0 if become_nobody() else job["threads"]  # the limit counts all of this user's
+    # the limit counts all of this user's, with those that other programs start meanwhile; what a
+    # program starts beyond its number is bounded by their memory
+    threads = 0 if become_nobody() else job["threads"] + 1000
     limit(NPROC=1 + job["processes"] + threads, CPU=int(job["timeout"]) + 2, STACK=64 << 20)
     limit(FSIZE=0, NOFILE=64, CORE=0, MEMLOCK=0)
-    if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < 64:
-        raise OSError(f"ulimit -n is {files}: 64 are needed")
     system("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))  # no rights, of no namespace
     prctl(NO_NEW_PRIVILEGES, 1)
     prctl(DUMPABLE, 0)  # nobody of the same uid may read this memory
@@ -355,21 +356,18 @@ def raise_walls(job):
 
 def candidate(requests, replies):
     """Run sources and answer calls of their functions until the pipe ends."""
-    KINDS["object"] = KEPT.__getitem__
     # dataclasses and pickles look there
     module = sys.modules["candidate"] = ModuleType("candidate")
     space = vars(module)
+    KINDS["object"] = lambda place: space.get(place) if isinstance(place, str) else KEPT[place]
     while True:
-        function, *given = receive(requests)
+        function, arguments, named = receive(requests)
         try:
-            if function is None:
-                exec(compile(given[0], "<candidate>", "exec"), space)
-                value = None
+            if isinstance(function, str):
+                function = exec(compile(function, "<candidate>", "exec"), space)
             else:
-                arguments, named = given
-                function = space[function] if isinstance(function, str) else function
-                value = encode(function(*arguments, **named))
-            reply = "value", value, ""
+                function = function(*arguments, **named)
+            reply = "value", encode(function), ""
         except BaseException as error:
             try:
                 detail = str(error)[:500]
@@ -382,15 +380,12 @@ def candidate(requests, replies):
 def verdict_of(job, given):
     """Reason and detail, which sandbox.py's Result names, of a candidate that listens on PIPES."""
 
-    def proxy(name):
-        return lambda *arguments, **named: ask(name, arguments, named)
-
     code, tests, prelude = given
     try:
-        ask(None, code)
+        ask(code, (), {})
         space = {"__name__": "__main__"}
         exec(compile(prelude, "<prelude>", "exec"), space)
-        space |= {name: proxy(name) for name in job["entry_points"]}
+        space |= {name: Remote(name) for name in job["entry_points"]}
         exec(compile(tests, "<tests>", "exec"), space)
         return "passed", ""
     except (Gone, BrokenPipeError):
@@ -413,21 +408,24 @@ def judge(job, verdict, own_root):
     requests, calls = os.pipe()
     answers, replies = os.pipe()
     nothing = os.open("/dev/null", os.O_RDWR)
+    top = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 4  # the largest descriptors but two
     if not os.fork():
-        for fd, target in ((nothing, 0), (nothing, 1), (requests, 60), (replies, 61)):
+        for fd, target in ((nothing, 0), (nothing, 1), (requests, top), (replies, top + 1)):
             os.dup2(fd, target)
-        os.closerange(3, 60)
-        os.closerange(62, 4096)
+        os.closerange(3, top)
+        os.closerange(top + 2, 4096)
         prctl(DEATH_SIGNAL, signal.SIGKILL)
         limit(AS=job["memory"])
         os.nice(10)  # what ends a program must not wait for it
         if not os.fork():  # a program that may start processes can
             os._exit(0)
         os.wait()
-        os.write(61, b"\n")  # ready; what failed so far is the sandbox's fault, and stderr says why
+        os.write(
+            top + 1, b"\n"
+        )  # ready; what failed so far is the sandbox's fault, and stderr says why
         os.dup2(0, 2)
         try:
-            candidate(open(60, "rb"), open(61, "wb"))
+            candidate(open(top, "rb"), open(top + 1, "wb"))
         finally:
             os._exit(1)
     for fd in (requests, replies):

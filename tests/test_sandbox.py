@@ -255,7 +255,7 @@ with ThreadPoolExecutor(2) as pool:
 def test_a_sandbox_that_cannot_start_programs_says_why(alone):
     """Where files or processes lack, one line names it, and no verdict is wrong."""
     caller, seen = ORDINARY if os.getuid() == 0 else (), set()
-    for limit in ("nofile=24", *(f"nproc={number}" for number in range(3, 10))):
+    for limit in ("nofile=9", *(f"nproc={number}" for number in range(3, 10))):
         command = [*caller, "prlimit", f"--{limit}", public_python(), "-I", "-c"]
         command += [CALLER + TWO_AT_ONCE, alone]
         done = subprocess.run(command, cwd="/", capture_output=True, text=True)
