@@ -49,7 +49,7 @@ def code_of(text, names):
     The first of these that exists: the last closed python block that defines one of `names`; the
     last closed block that does; the last block, closed or not, that does; what the last answer tag
     holds, if it does; the text, if it does; the last closed python block; the last block; what the
-    answer tag holds; the text. A block that defines a name comes with what it lacks from other
+    answer tag holds; the text. A block that defines a name comes with what it uses of earlier
     blocks (`with_helpers`). Leading spaces are kept: they may be the indentation of a body. Only
     the last MAX_CODE characters are read.
     """
@@ -58,7 +58,7 @@ def code_of(text, names):
     ranked = sorted(blocks, key=lambda block: block[0])
     if defining := [code for _, code in ranked if defines(code, names)]:
         code = textwrap.dedent(defining[-1])
-        whole = with_helpers(code, text)
+        whole = with_helpers(code, text.partition(defining[-1])[0], names)
         return code if whole == code else first_program([whole, code]) or code
     tagged = text.rpartition("<answer>")[2].partition("</answer>")[0]
     for part in (tagged, text):
@@ -68,16 +68,14 @@ def code_of(text, names):
     return code if code.strip() else None
 
 
-def with_helpers(code, text):
-    """The code behind those definitions of the text that it needs and lacks: imports and functions
-    in other blocks of an answer. Of several with one name the last counts."""
-    bound = lambda found: {*re.findall(r"\w+|\*", found[1] or found[2] or "")}
-    own = set().union(*map(bound, DEFINITION.finditer(code)))
+def with_helpers(code, earlier, names):
+    """The code behind those definitions of earlier blocks that it uses: imports, functions, but
+    none of `names`, which are its own."""
     words, parts = {"*", *re.findall(r"\w+", code)}, [code]
-    for found in reversed([*DEFINITION.finditer(text)]):
-        if names := (bound(found) & words) - own:
-            own |= names
-            words |= {*re.findall(r"\w+", found[0])}
+    for found in reversed([*DEFINITION.finditer(earlier)]):
+        bound = re.findall(r"\w+|\*", found[1] or found[2] or "")
+        if not words.isdisjoint(bound) and not defines(found[0], names):
+            words.update(re.findall(r"\w+", found[0]))
             parts.append(found[0])
     return "\n".join(reversed(parts))
 

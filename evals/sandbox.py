@@ -2,7 +2,7 @@
 rewards.
 
     result = run(Job(code="def f(x): return x + 1", tests="assert f(1) == 2", entry_points=("f",)))
-    results = run_batch(jobs)            keeps all cores busy; the calling thread only waits
+    results = in_threads(run, jobs)      keeps all cores busy; the calling thread only waits
 
 A program runs in a process of its own (evals/sandbox_child.py says how its three processes are
 arranged), behind walls that every kernel of Linux has:
@@ -79,8 +79,7 @@ class Result:
     """What became of a program.
 
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
-    answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent), "long"
-    (not run), "lost" (its supervisor died).
+    answer), "timeout", "memory", "long" (not run), "lost" (its supervisor died).
     detail: exception and message. walls: what kept the program off the machine's files:
     "namespaces", "Landlock", or "" for nothing but its uid.
     """
@@ -106,9 +105,9 @@ def run(job, without=()):
         try:
             result = _supervised(job, without)
             break
-        except SandboxError as error:
-            if "[Errno" not in str(error) or not pause:
-                raise
+        except OSError as error:
+            if not pause:
+                raise SandboxError(f"sandbox: no program can be started ({error})") from error
             time.sleep(pause)
     if result.reason != "lost":
         if not result.walls and next(WARNINGS) == 0:
@@ -118,15 +117,6 @@ def run(job, without=()):
     else:
         run(EMPTY, without)  # raises if the fault is the sandbox's own
     return result
-
-
-def run_batch(jobs, workers=None):
-    """`run` of every Job, in their order (`in_threads`). -> list of Result
-
-    A job may be a function that makes it when its turn comes, so that large tests are not in memory
-    all at once.
-    """
-    return in_threads(lambda job: run(job() if callable(job) else job), jobs, workers=workers)
 
 
 def in_threads(function, *columns, workers=None):
@@ -154,7 +144,8 @@ def own_cores():
 
 
 def _supervised(job, without):
-    """Start the supervisor, send it the program and its tests, read its one answer. -> Result"""
+    """Start the supervisor, send it the program and its tests, read its one answer. -> Result.
+    OSError if it does not come to start the program."""
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     paths = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *site_packages]
     settings = vars(job) | {"without": without, "paths": paths, "site_packages": site_packages}
@@ -169,21 +160,17 @@ def _supervised(job, without):
     }
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     python = getattr(sys, "_base_executable", sys.executable)
-    try:
-        process = subprocess.Popen(
-            [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
-            stdin=subprocess.PIPE,  # stays open: its end tells that we are gone
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env=environment,
-            start_new_session=True,
-            umask=0o022,
-            bufsize=0,
-        )
-    except OSError as error:
-        raise SandboxError(f"sandbox: no program can be started ({error})") from error
-    with process:
+    with subprocess.Popen(
+        [python, "-I", "-S", "-B", str(CHILD), json.dumps(settings)],
+        stdin=subprocess.PIPE,  # stays open: its end tells that we are gone
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env=environment,
+        start_new_session=True,
+        umask=0o022,
+        bufsize=0,
+    ) as process:
         answered = None
         try:
             with (
@@ -207,5 +194,5 @@ def _supervised(job, without):
         status = process.wait()
         said = lines[-1] if lines else f"exit {status}"
         if status > 0:  # by itself: of an error before the program began
-            raise SandboxError(f"sandbox: no program can be started ({said})")
+            raise OSError(said)
         return Result("lost", said)

@@ -28,7 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from evals import sandbox
-from evals.sandbox import Job, Result, SandboxError, run, run_batch
+from evals.sandbox import Job, Result, SandboxError, in_threads, run
 from evals.sandbox_child import Unsupported, encode, revived
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -215,7 +215,8 @@ def test_processes_are_limited():
     os.getuid() != 0 or os.stat("/root").st_mode & 0o5 or sys.base_prefix[:6] != "/root/",
     reason="needs a Python that others cannot read",
 )
-def test_a_library_that_the_program_cannot_read():
+def test_a_library_that_the_program_cannot_read(monkeypatch):
+    monkeypatch.setattr(sandbox, "PAUSES", (0,))
     with pytest.raises(SandboxError, match="cannot read /root"):
         run(job(F), without=["namespaces"])
 
@@ -231,7 +232,10 @@ def test_a_supervisor_that_dies_ends_no_run(monkeypatch):
         Result("lost") if program in broken else supervised(program, *rest)
     )
     monkeypatch.setattr(sandbox, "_supervised", dies)
-    assert [result.reason for result in run_batch([job(F), job(F + "#")])] == ["lost", "passed"]
+    assert [result.reason for result in in_threads(run, [job(F), job(F + "#")])] == [
+        "lost",
+        "passed",
+    ]
     broken.append(sandbox.EMPTY)
     with pytest.raises(SandboxError):
         run(job(F))
@@ -282,7 +286,8 @@ def test_an_interrupt_ends_a_batch(tmp_path, alone):
     caller = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50, 2)
+jobs = [sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)] * 50
+sandbox.in_threads(sandbox.run, jobs, workers=2)
 """
     command = [sys.executable, "-c", CALLER + caller, alone]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=tmp_path)
@@ -294,7 +299,7 @@ sandbox.run_batch([sandbox.Job('import time; time.sleep(600)', '', timeout=1.5)]
 
 def test_batches_keep_their_order_and_workers():
     tests = [f"assert f({i}) == {i + i % 2}" for i in range(8)]
-    results = run_batch([job(F, test) for test in tests], 8)
+    results = in_threads(run, [job(F, test) for test in tests], workers=8)
     assert [result.passed for result in results] == [False, True] * 4
 
 
@@ -327,7 +332,7 @@ def test_types_of_the_library_become_plain():
 
 
 def test_other_values_do_not():
-    for value in (object(), len, [print], {1: object()}, b"x", range(3), (x for x in [len])):
+    for value in (object(), {1: object()}, b"x", range(3), (x for x in [json])):
         with pytest.raises(Unsupported):
             encode(value)
     for message in {"dict": [1]}, {"set": [[]]}, {}, {"set": [], "dict": []}:
@@ -336,8 +341,8 @@ def test_other_values_do_not():
 
 
 def test_tests_with_values_that_cannot_be_sent_say_so():
-    tests = "class Node: pass\nassert f(Node()) == 2"
-    assert run(job("def f(x): return 2", tests)).reason == "unsupported"
+    tests = "class Node: pass\ntry: f(Node())\nexcept Exception: pass"
+    assert "Unsupported" in run(job("def f(x): return 2", tests)).detail
 
 
 def test_exceptions_keep_their_type():
@@ -368,8 +373,10 @@ def test_objects_stay_with_the_program():
         __eq__ = lambda *_: True
         def __init__(self, v): self.v = v
         def add(self, y): return self.v + y
-    def f(x): return N(x)
+    def f(x): return x(3.5) if x is int else N(x)
     """
-    tests = "n = f(1)\nn.next = N(v=5)\nassert n.v == 1 and n.next.add(n.v) == 6\n"
+    tests = (
+        "assert f(int) == 3\nn = f(1)\nn.next = N(v=5)\nassert n.v == 1 and n.next.add(n.v) == 6\n"
+    )
     tests += "assert n != f(1) and not hasattr(n, '__add__') and not hasattr(n, 'x')"
     assert run(job(code, tests, entry_points=("f", "N"))).passed
