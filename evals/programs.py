@@ -47,9 +47,9 @@ def code_of(text, names):
     """The code of a completion, not checked; None if there is no text.
 
     The first of these that exists: the last closed python block that defines one of `names`; the
-    last closed block that does; the last block, closed or not, that does; what the last answer tag
-    holds, if it does; the text, if it does; the last closed python block; the last block; what the
-    answer tag holds; the text. A block that defines a name comes with what it uses of earlier
+    last closed block that does; the last block, closed or not, that does; what the last tag
+    <answer> or <code> holds, if it does; the text, if it does; the last closed python block; the last block; what the
+    tag holds; the text. A block that defines a name comes with what it uses of earlier
     blocks (`with_helpers`). Leading spaces are kept: they may be the indentation of a body. Only
     the last MAX_CODE characters are read.
     """
@@ -60,7 +60,8 @@ def code_of(text, names):
         code = textwrap.dedent(defining[-1])
         whole = with_helpers(code, text.partition(defining[-1])[0], names)
         return code if whole == code else first_program([whole, code]) or code
-    tagged = text.rpartition("<answer>")[2].partition("</answer>")[0]
+    begun = re.split("<(?:answer|code)>", text)[-1]
+    tagged = re.split("</(?:answer|code)>", begun)[0]
     for part in (tagged, text):
         if defines(part, names):
             return trimmed(textwrap.dedent(part))
