@@ -48,10 +48,10 @@ def code_of(text, names):
 
     The first of these that exists: the last closed python block that defines one of `names`; the
     last closed block that does; the last block, closed or not, that does; what the last tag
-    <answer> or <code> holds, if it does; the text, if it does; the last closed python block; the last block; what the
-    tag holds; the text. A block that defines a name comes with what it uses of earlier
-    blocks (`with_helpers`). Leading spaces are kept: they may be the indentation of a body. Only
-    the last MAX_CODE characters are read.
+    <answer> or <code> holds, if it does; the text, if it does; the last closed python block; the
+    last block; what the tag holds; the text. A block that defines a name comes with what it uses of
+    earlier ones (`with_helpers`). Leading spaces are kept: they may be the indentation of a body.
+    Only the last MAX_CODE characters are read.
     """
     text = text[-MAX_CODE:]
     blocks = [*fenced(text)]
