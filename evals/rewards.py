@@ -230,17 +230,17 @@ def gsm8k_d1(completion, example):
 
 def code_format(completion, example):
     """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text
-    followed by one complete ```python block at its end; 0.25 more if the code in it is not empty
-    and parses. It runs nothing.
+    followed by one complete ```python block at its end, whose fences may stand in a line; 0.25 more
+    if the code in it is not empty and parses. It runs nothing.
 
     DiffuCoder also requires a newline after the block, which an answer that ends there does not
     have, pays for an empty block, and fails on code whose parsing raises anything but a
     SyntaxError.
     """
-    found = re.fullmatch(r"(?s)(?:.*\n)?```python\n(.*\n)?```\s*", completion)
-    whole = bool(found) and completion.count("```") == 2
-    code = (found[1] or "").strip() if whole else ""
-    return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and first_program([code]))}
+    code, closing, rest = completion.partition("```python\n")[2].partition("```")
+    whole = bool(closing) and completion.count("```") == 2 and not rest.strip()
+    valid = whole and code.strip() and first_program([code.strip()])
+    return {"block": 0.25 * whole, "syntax": 0.25 * bool(valid)}
 
 
 def mbpp_diffucoder(completion, example):
