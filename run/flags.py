@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from data.rows import read_json
+from data.rows import read_json, whole_paths
 from models import is_tiny, sampling_facts
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
-CHANGEABLE = ("max_steps", "track", "resume", "dead_steps")  # flags that --resume may change
+# flags that --resume may change; it does not look at --out
+CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "reward_errors", "out")
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # of a field in the source: a title above it; its name and what it is
@@ -91,7 +92,7 @@ class RunFlags:
     keep_saves: int = 0
     """newest saves to keep besides the best by validation score; 0: all"""
     resume: str = ""
-    """run directory to continue, with its flags; --max-steps, --dead-steps, --track may change"""
+    """run directory to continue, with its flags; CHANGEABLE in run/flags.py may change"""
     out: str = "runs"
     """parent of the run directory"""
     track: bool = False
@@ -144,6 +145,8 @@ class RolloutFlags(RunFlags):
     # rollouts and rewards
     reward: str = ""
     """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    reward_errors: float | None = None
+    """reward of a completion for which a file of yours fails; None: the run saves and ends"""
     max_prompt_length: int = 1024
     """tokens; problems with longer prompts are dropped and counted"""
     prompts_per_step: int = 8
@@ -171,6 +174,7 @@ class RolloutFlags(RunFlags):
         "confidence_threshold": (0, 1),
         "epsilon": (0, math.inf),
         "ref_mixup": (0, 1),
+        "reward_errors": (-MAX, MAX),
     }
 
     @classmethod
@@ -210,7 +214,7 @@ def command_line(arguments, by_size):
 
     What a model sets, or with --resume DIR that run had, stands in front of the flags given.
     SystemExit if a resumed run would get another value than it had, but for CHANGEABLE; if a number
-    is outside of its range. Files of --task and --reward get their whole path.
+    is outside of its range. Files and folders get their whole path.
     """
     import tyro
 
@@ -221,16 +225,14 @@ def command_line(arguments, by_size):
     asked.add_argument("--lora-rank", "--lora_rank", type=int)
     asked.add_argument("--resume")
     asked, _ = asked.parse_known_args()
-    had = saved_flags(Path(asked.resume)) if asked.resume else {}
+    had = whole_paths(saved_flags(Path(asked.resume))) if asked.resume else {}
     found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
     if {"-h", "--help"} & {*sys.argv}:
         print_help(arguments, found | {"model": (asked.model, "")})
         raise SystemExit(0)
     first = had or {name: value for name, (value, _) in found.items()}
     args = tyro.cli(arguments, args=[*flags_of(first), *sys.argv[1:]])
-    for name in ("task", "reward"):
-        if ".py" in (path := getattr(args, name, "")):
-            setattr(args, name, str(Path(path).resolve()))
+    vars(args).update(whole_paths(vars(args)))
     check_numbers(args)
     now = json.loads(json.dumps(vars(args)))
     for name in had.keys() - CHANGEABLE:
