@@ -65,21 +65,16 @@ class Missing(SystemExit, KeyError):
     """Ends a command in one line, unless it is caught as what it is in a dict."""
 
 
-def whole_paths(values):
-    """{flag: value} -> the same with the whole path of every file and folder in a text, if it has a
-    . or a /: rows.jsonl@d1, pay.py:pay, gsm8k=a.jsonl. So --resume works from any directory.
+def whole_path(text):
+    """A word of a command line, with the whole path of every file and folder in it that has a . or
+    a /: rows.jsonl@d1, pay.py:pay, gsm8k=a.jsonl. So --resume works from any directory.
     """
 
     def whole(found):
         is_path = re.search("[./]", found[0]) and os.path.exists(found[0])
         return os.path.abspath(found[0]) if is_path else found[0]
 
-    def absolute(value):
-        if isinstance(value, list):
-            return [*map(absolute, value)]
-        return re.sub("[^=,@:]+", whole, value) if isinstance(value, str) else value
-
-    return {name: absolute(value) for name, value in values.items()}
+    return re.sub("[^=,@:]+", whole, text)
 
 
 def is_hub_id(path):

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import tyro
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_json, whole_paths
+from data.rows import read_json, whole_path
 from distributed.disk import (
     from_first_rank,
     hold,
@@ -147,11 +147,11 @@ def main(name=""):
 def command_line(task):
     """The flags; tasks are those of evals/<task>.py if there is a `task`, and with --resume DIR the
     flags of that run are the defaults."""
-    args = tyro.cli(Args, default=Args(tasks=task))
+    words = [*map(whole_path, sys.argv[1:])]
+    args = tyro.cli(Args, args=words, default=Args(tasks=task))
     if args.resume:
         saved = read_json(Path(args.resume) / "config.json")
-        args = tyro.cli(Args, default=Args(**saved))
-    vars(args).update(whole_paths(vars(args)))
+        args = tyro.cli(Args, args=words, default=Args(**saved))
     return args
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from data.rows import read_json, whole_paths
+from data.rows import read_json, whole_path
 from models import is_tiny, sampling_facts
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
@@ -225,14 +225,13 @@ def command_line(arguments, by_size):
     asked.add_argument("--lora-rank", "--lora_rank", type=int)
     asked.add_argument("--resume")
     asked, _ = asked.parse_known_args()
-    had = whole_paths(saved_flags(Path(asked.resume))) if asked.resume else {}
+    had = saved_flags(Path(asked.resume)) if asked.resume else {}
     found = values_for(arguments, by_size, asked.model, asked.task, asked.lora_rank)
     if {"-h", "--help"} & {*sys.argv}:
         print_help(arguments, found | {"model": (asked.model, "")})
         raise SystemExit(0)
     first = had or {name: value for name, (value, _) in found.items()}
-    args = tyro.cli(arguments, args=[*flags_of(first), *sys.argv[1:]])
-    vars(args).update(whole_paths(vars(args)))
+    args = tyro.cli(arguments, args=[*flags_of(first), *map(whole_path, sys.argv[1:])])
     check_numbers(args)
     now = json.loads(json.dumps(vars(args)))
     for name in had.keys() - CHANGEABLE:

@@ -188,9 +188,9 @@ def follow(run_dir, config):
     import wandb
 
     kept = run_dir / "wandb-id"
-    ours = {"project": "cleandllm", "name": run_dir.name, "dir": run_dir}
+    ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": run_dir}
     known = kept.read_text() if kept.exists() else None
-    how = {name: ours[name] for name in ours if f"WANDB_{name.upper()}" not in os.environ}
+    how = {name[6:].lower(): ours[name] for name in ours if name not in os.environ}
     run = wandb.init(config=config, id=known, resume="allow", **how)
     # wandb's own counter would drop the steps that a killed run repeats
     run.define_metric("*", step_metric="step")
