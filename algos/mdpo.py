@@ -80,7 +80,7 @@ class Args(RolloutFlags):
     """|A| summed over the group chooses its steps, or each sequence's own (released code)"""
     # replace the shared fields
     model: str = "tiny-llada"
-    """key of models.MODELS, or a directory in HF layout; of a bidirectional model"""
+    """key of models.MODELS, hub id, or directory in HF layout; of a bidirectional model"""
     remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random", "rcr"] = (
         "low_confidence_static"
     )

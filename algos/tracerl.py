@@ -116,10 +116,11 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 def sample_masks(batch, iteration, args):
     """Draw k is the state before round k, of all blocks at once, and scores what round k revealed.
 
-    Nothing is random. Completions whose advantage is 0 and those of other updates have weight 0.
+    Nothing is random. Completions of groups that are left out and of other updates have weight 0.
     -> Rows, R = B, K rounds; each token up to the EOS is scored in one draw of one update
     """
-    mine = batch.advantages != 0
+    G = args.num_generations
+    mine = batch.advantages.view(-1, G).any(1).repeat_interleave(G)  # a group as a whole, [B]
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
     rounds = (batch.trace.reveal_map // args.shrink)[:, None]  # [B, 1, L], -1: never revealed
@@ -128,6 +129,7 @@ def sample_masks(batch, iteration, args):
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
     masked = torch.nn.functional.pad((rounds >= k) | (rounds < 0), (batch.P, 0))
     rows = Rows(batch, masked, scored / size)
+    rows.advantages = mine.float()  # those of a trained group count, even where theirs is 0
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)

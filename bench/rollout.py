@@ -1,6 +1,6 @@
 """Compare samplers on one model: the fast engine, the plain one, and lmdeploy.
 
-    python models/random_init.py --config DIR --tokenizer DIR --out DIR2 --device cuda
+    python models/random_init.py --config DIR --tokenizer DIR --out DIR2
     python bench/rollout.py --model DIR2 --rows 1 16 128 --samplers ours plain lmdeploy
     python bench/rollout.py --model DIR2 --cache none dual --samplers ours plain
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import report, timed
 from distributed.groups import own_device
 from models import load_model, meta_model
+from models.tensors import frozen_dtype
 from rollout import make_engine
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
@@ -49,8 +50,7 @@ def build(sampler, args):
     if sampler != "plain":
         backend = "auto" if sampler == "ours" else sampler
         return make_engine(args.model, backend, device, max_batch_size=most)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = load_model(args.model, device, dtype)
+    model = load_model(args.model, device, frozen_dtype(device))
     return (BlockEngine if model.attention == "block-causal" else MaskedEngine)(model, most)
 
 

@@ -33,7 +33,7 @@ from distributed.groups import StepMetrics, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients
 from models import load_weights
-from models.checkpoint import resolve
+from models.names import resolve
 
 
 @dataclass

@@ -9,7 +9,6 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
-from jinja2 import TemplateError
 
 from distributed.disk import from_first_rank, progress
 from models.checkpoint import prompt_text
@@ -126,11 +125,10 @@ def render(row, tokenizer, asked):
     if not all(map(str.strip, answers)):
         return Dropped("have an empty answer", row)
     try:
-        texts = [prompt_text(tokenizer, messages), *answers]
-        "".join(texts).encode()  # no half of a character, a surrogate
-        return texts
-    except (UnicodeEncodeError, TemplateError, TypeError) as error:
-        return Dropped("cannot be rendered as a dialogue", f"{error!r}: {row}")
+        "".join(answers).encode()  # no half of a character, a surrogate
+        return [prompt_text(tokenizer, messages), *answers]
+    except (UnicodeEncodeError, SystemExit) as error:
+        return Dropped("cannot be rendered as a dialogue", f"{error}: {row}")
 
 
 def question(messages):

@@ -14,10 +14,11 @@ TIMEOUT = timedelta(minutes=30)  # a rank that waits so long for another ends wi
 
 
 def own_device():
-    """-> device of this rank, which becomes the current one"""
+    """-> device of this rank, which becomes the current one; ranks of an evaluation may share it"""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(f"cuda:{rank % torch.cuda.device_count()}")
     torch.cuda.set_device(device)
     return device
 
@@ -29,9 +30,18 @@ def setup_distributed(sequence_parallel=1):
     device = own_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+    join_ranks(backend, TIMEOUT, **alone)
     form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
+
+
+def join_ranks(backend, timeout, **how):
+    """Start the process group. SystemExit if the variables that torchrun sets allow none."""
+    try:
+        dist.init_process_group(backend, timeout=timeout, **how)
+        ranks_of_a_node(1)  # a number?
+    except (ValueError, RuntimeError) as error:
+        raise SystemExit(f"{error!r}: start the command with torchrun, or unset RANK") from error
 
 
 def ranks_of_a_node(ranks):

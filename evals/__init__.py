@@ -27,7 +27,7 @@ DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 PLACEHOLDER = re.compile(r"[\s.…]*|\\[lc]?dots|.*\\boxed\b.*", re.DOTALL)  # copied from a prompt
 WRAPPED = re.compile(
-    r"(\$\$?|\*\*|`+)(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",
+    r"(\$\$?|\*\*|`{1,3})(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",
     re.DOTALL,
 )
 OPERATORS = str.maketrans(

@@ -15,9 +15,10 @@ if __name__ == "__main__":
     main("aime24")
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from evals.examples import read_examples, user
-from evals.gsm8k import INSTRUCTION
+from evals.gsm8k import INSTRUCTION, normalised
 from evals.math500 import COLUMNS, extract, problem
 from evals.math_grader import number
 
@@ -54,8 +55,8 @@ class Aime:
 
     def score(self, completion, example):
         """1.0 if the final answer is the gold integer, else 0.0. Never raises."""
-        found = extract(completion, example) or ""
-        return float(number(found.rpartition("=")[2]) == int(example["gold"]))  # x = 204 is 204
+        found = normalised(extract(completion, example) or "")
+        return float(found is not None and Fraction(found) == int(example["gold"]))
 
 
 # prompts: OpenCompass aime2024 and aime2025, DARE

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from evals import tagged_answer
 from evals.choices import SPECIAL, letter
-from evals.examples import one_split, user
+from evals.examples import one_split, own_part, user
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, last_box
 
 TASKS = """
@@ -80,7 +80,8 @@ def extract(completion, example):
         options = re.findall(r"^\(([A-Z])\)", example["question"], re.MULTILINE)
         found = letter(completion, options)
         return found and f"({found})"
-    completion = SPECIAL.sub("\n", (tagged_answer(completion) or completion)[-MAX_TEXT:])
+    completion = own_part(completion[-MAX_TEXT:])
+    completion = SPECIAL.sub("\n", tagged_answer(completion) or completion)
     line = "\n\n" if " " in example["gold"] else "\n"
     *before, text = ANSWER_IS.split(completion)
     text = text.strip() if before else ""

@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from data.rows import is_hub_id, read_rows
-from evals.examples import one_split, parse_rows, source_and_style, user
+from evals.examples import one_split, own_part, parse_rows, source_and_style, user
 from evals.math_grader import MAX_TEXT
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -16,78 +16,103 @@ SPECIAL = re.compile(r"<\|\w+\|>")  # a special token that was decoded: <|endoft
 NOT_IN_A_WORD = (  # \b does not end a letter before a Chinese character; _B_ is slanted
     r"(?!_?[A-Za-z0-9]|['’][A-Za-z])"
 )
-# a letter in brackets may be lower case; "B or C" and "B, C" are no choice
-HEDGED = (
-    rf"(?:[ \t]*(?:or\b|and\b|to\b|through\b|[-–/&;|]|或|和)[ \t]*\(?[A-Za-z]{NOT_IN_A_WORD}"
-    rf"|[ \t]+\(?[A-HJ]{NOT_IN_A_WORD}"
-    r"|[ \t]*,[ \t]*\(?[A-Z]\)?(?:[.,;\n]|$))"
+MARKUP = r"(?:[\s*_$\"'“‘`>#[({（]|\\?(?:text|math)(?:bf|rm)?\{|\\boxed\b){0,8}"
+CLOSED = r"(?=\s{0,4}[\])}）])"
+BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!(?<=I)[ \t]+[a-z])"  # I do not know
+IS = (
+    r"\b(?:is|are|(?:would|should|must|will|(?:seems|appears|likely) to) be)\b"
+    r"(?:[\s:]{1,4}(?:most|\w{2,12}ly|indeed|thus|therefore|in|closest to|option|choice|letter"
+    r"|not \S{1,12} but)\b){0,3}\s{0,4}:?"
 )
-BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!{HEDGED})(?!(?<=I)[ \t]+[a-z])"  # I do not know
-IN_BRACKETS = r"[\[({（]\s*(?:\\?(?:text|math)(?:bf|rm)?\{\s*)?\(?([A-Za-z])\)?\s*[\])}）]"
-SAID = (  # a phrase such as "the answer is", then markup
-    r"(?:\b(?:choose|select|pick|go with)\s{1,4}|\b(?:answer|choice|option)"
-    r"(?: to the question)?['\"]?(?:\s{1,4}(?:is|would be|should be|must be)\s{0,4}:?"
-    r"|\s{0,4}[*_]{0,2}\s{0,4}[:：–])"
-    r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?"
-    r"|(?:应|故|应该|因此|所以)[，,]?选(?:择|项)?\s{0,4}[:：]?"
+NAMED = r"\b(?:answers?|choice|option|correct|right|best|closest|likely|probable|true|false)\b"
+SAID = (  # what names the letter that follows
+    rf"(?:\b(?:choose|select|pick|go with)\s{{1,4}}(?:option|choice)?|{NAMED}[^.:!?\n]{{0,60}}?{IS}"
+    r"|\b(?:answer|choice|option)['\"]?\s{0,4}[*_]{0,2}\s{0,4}[:：=–](?:\s{0,4}(?:option|choice)\b)?"
+    r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?(?:选项)?"
+    r"|(?<![不可备])选择?\s{0,4}[:：]?"
     r"|(?:正确|错误|符合题意)的?(?:选项|一项|说法)?(?:是|为)\s{0,4}[:：]?"
     r"|\b(?:no|wait|actually|sorry)[,.:!]?\s{1,4}(?:it|that)"
-    r"(?:'s|\s{1,4}(?:is|must be|should be))\s{1,4})"
-    r"[\s*_$\"'“‘]{0,8}(?:(?:option|choice|选项)\s{0,4})?[*_$\"'“‘]{0,4}"
+    r"(?:'s|\s{1,4}(?:is|must be|should be))\b)"
 )
-EXPLICIT = re.compile(
-    rf"(?i:{SAID})[^*\n]{{1,99}}\*\* ?\(([A-Z])\)"
-    rf"|(?i:{SAID})(?:\\boxed\s*)?(?:{BARE}|{IN_BRACKETS}(?!{HEDGED}))|\\boxed\s*{IN_BRACKETS}"
-    r"|<answer>\s*\(?([A-Z])\)?\s*[.:)<](?!\s*(?:or\s+)?\(?[A-Z]\s*[.:)<])"
-    r"|(?:^|[.,:;\n]\s?|(?i:option|choice)\s)\(?([A-Z])\)? is (?:the )?(?:best|correct|right)\b"
+STATED = re.compile(
+    # the answer is (B) - is (b) - is 7 km (B) - is, of anything, (B) or B. text
+    rf"(?i:{SAID})(?:{MARKUP}(?:{BARE}|(?<=[\[({{（])([a-z]){CLOSED})"
+    r"|(?:(?![.!?]\s|\([A-Z]\))[^\n]){1,99}?(?<!not )\(([A-Z])(?=\)[*.\s]{0,4}(?:\n|$)))"
+    rf"|(?i:{IS}){MARKUP}(?:(?<=[\[({{（])([A-Z]){CLOSED}|([A-Z])(?=[):]\s|\. [a-z\d]))"
+    rf"|\\boxed\s?{MARKUP}(?<=[({{])([A-Za-z]){CLOSED}|<answer>\s*\(?([A-Z])(?=\)?\s*[.:)<])"
+    # (option B) - Thus, B.
+    r"|(?i:\((?:option|choice|answer) )\(?([A-Z])(?=\)+[.*\s]{0,4}(?:\n|$))"
+    r"|(?i:(?:^|[.!\n]\s{0,3})(?:thus|therefore|hence|so),? (?:option )?)\(?([A-Z])"
+    r"(?=\)?[.\s]{0,4}(?:\n|$))"
+    # B is correct - so (B) is the best answer
+    r"|(?:^|[.,:;(\n]\s?|(?i:option|choice|so|that|think|makes|thus|therefore)\s)[*_]{0,2}\(?([A-Z])"
+    r"(?=\)?[*_]{0,2} (?:is|are|as|the) (?:(?:the|most|clearly|only|a) ){0,3}"
+    r"(?:best|correct|right|answer|likely)\b)"
 )
-LABEL = re.compile(
-    rf"^[ \t*_$\"'(\[（→]{{0,6}}([A-Z]){NOT_IN_A_WORD}[ \t*_$\"')\]）]{{0,6}}(?:[.:,、。，：)]|$)",
-    re.M,
+# behind a letter: B or C - B C - B, C - B. C. - A. text B. text
+HEDGED = re.compile(
+    rf"[\])*_}}）]{{0,3}}(?:,?[ \t]*(?:or\b|and\b|to\b|through\b|[-–/&;|]|或|和)[ \t]*"
+    rf"\(?[A-Za-z]{NOT_IN_A_WORD}|[ \t]+\(?[A-HJ]{NOT_IN_A_WORD}"
+    r"|[ \t]*,[ \t]*\(?[A-Z]\)?(?:[.,;\n]|$))"
+    r"|[.:)][ \t]*(?:or[ \t]+)?\(?[A-Z][.:)<]"
+    r"|(?<=A)[.:)] [^\n]{1,300}?\s\(?B[.:)] (?!is|are|was|does|has|would)[^\n]{1,300}?\s\(?C[.:)] "
 )
-# of an option that is not the answer; letters of options that follow on the line
-DENIED = re.compile(r"\s*(?:is|was)(?:n't| not| wrong| incorrect| false)\b")
-OTHERS = re.compile(r"\b([A-Z])(?=\s*(?:[.,:;|)]|$))")
+LABEL = (
+    rf"[ \t*_$\"'(\[（→]{{0,6}}(?:[Oo]ption )?([A-Z]){NOT_IN_A_WORD}"
+    r"[ \t*_$\"')\]）]{0,6}(?:[.:,、。，：)]|$)"
+)
+BELOW = re.compile(rf"([^\n]{{0,400}})\n+{LABEL}", re.M)  # a label on the next line
+LABEL = re.compile(rf"^{LABEL}", re.M)
+# of an option that is not the answer
+DENIED = re.compile(
+    r"[)\s*]{0,4}(?:is|was)(?: also)?(?:(?:n't| not)(?: the)? (?:correct|right|true|answer|best)"
+    r"| wrong| incorrect| false)\b"
+)
 # The answer is A. No, it is B. But options of MMLU begin with "No, because" too.
 RETRACTED = re.compile(
     r"[^.!?\n]{0,60}[.!?)\s]{1,4}(?:(?:wait|actually|sorry)[,.:!]"
     r"|no[,.:!]\s{1,4}(?:(?:it|that|this)\b|\(?(?-i:[A-Z])\b))",
     re.IGNORECASE,
 )
-NOT_SAID = re.compile(r"(?:n't|\bnot|\bnever)\b[^.,\n]*$")  # I don't think the answer is ...
-LONE = re.compile(r"[\s.:,、。，：)*_$\"'\]）]*")
+# I don't think the answer is ...
+NOT_SAID = re.compile(r"(?:n't|\bnot)(?: (?:think|believe|sure|say|mean)\b[^.,\n]*)?\s*$")
+LONE = re.compile(r"[ \t.:,、。，：)*_$\"'\]）]*(?:\n|$)")  # nothing else on the line
 
 
 def letter(completion, letters="ABCD"):
     r"""The letter of `letters` that a completion answers; None if there is none. Never raises,
     linear in time.
 
-    The first rule that finds something:
-      1. the last explicit statement: "answer is (B)", "ANSWER: B", "**Answer:** B", "option is B",
-         "I choose B", "B is correct", \boxed{B}, <answer>B. text, 答案是B, 故选B. A letter outside
-         `letters` and "B or C" do not count;
+    The first rule that finds something, in front of a next question that the model asks itself:
+      1. the last statement. It names a letter behind words ("answer is (B)", "ANSWER: B", "I choose
+         B", "the likely cause is (B)", \boxed{B}, <answer>B. text, 答案是B) or in front of them ("B
+         is correct"). One that names several ("B or C"), restates the options or is taken back
+         names none; letters outside `letters` do not count;
       2. a line that is a letter and nothing else, unless another line is another letter;
       3. "B." or "(B) text" at the start of a line, unless another letter starts a line in the same
          way: a list of options is no answer.
     OpenCompass takes the first match of some fifty patterns and in the end any capital letter, so
     that the article "A" answers A there.
     """
-    completion = SPECIAL.sub("\n", completion[-MAX_TEXT:])
-    said = [
-        choice
-        for match in EXPLICIT.finditer(completion)
-        if (choice := next(filter(None, match.groups())).upper()) in letters
-        and not NOT_SAID.search(completion[max(0, match.start() - 40) : match.start()])
-        and not RETRACTED.match(completion, match.end())
-    ]
+    completion = SPECIAL.sub("\n", own_part(completion[-MAX_TEXT:]))
+    said = []
+    for match in STATED.finditer(completion):
+        (start, end), choice = match.span(), match[match.lastindex].upper()
+        denied = NOT_SAID.search(completion, max(0, start - 40), start)
+        if choice in letters and not denied and not DENIED.match(completion, end):
+            below = BELOW.match(completion, end)
+            restated = (
+                below and below[2] != choice and ("\n" in match[0] or not LONE.fullmatch(below[1]))
+            )
+            undecided = (rule.match(completion, end) for rule in (HEDGED, RETRACTED))
+            said.append(None if restated or any(undecided) else choice)
     if said:
         return said[-1]
     lone, labels = set(), set()
     for match in LABEL.finditer(completion):
-        if match[1] in letters:
-            rest = completion[match.end() : match.end() + 32].partition("\n")[0]
-            if not DENIED.match(rest):
-                (lone if LONE.fullmatch(rest) else labels).update(match[1], *OTHERS.findall(rest))
+        if match[1] in letters and not DENIED.match(completion, match.end()):
+            found = lone if LONE.match(completion, match.end()) else labels
+            found.add(match[1] if not HEDGED.match(completion, match.end(1)) else None)
     found = lone or labels
     return found.pop() if len(found) == 1 else None
 

@@ -23,9 +23,9 @@ SamplerFlags = make_dataclass(
 BASE = asdict(SamplingSettings(temperature=0.0, remasking="low_confidence_static"))
 BASE |= {"repeats": 1}
 
-# Names of --model or model_type of config.json, tasks, tokens, block (own: the model's), steps per
-# block, other settings. The other settings of a model's line * hold for all its tasks. A later
-# line replaces an earlier one.
+# Names of --model or its architecture, tasks, tokens, block (own: the model's), steps per block
+# (own: one for each of its tokens), other settings. The other settings of a model's line * hold for
+# all its tasks. A later line replaces an earlier one.
 TABLE = """
 # LLaDA-8B-Instruct: greedy, steps = length, Fast-dLLM's caches. AIME is the mean of eight runs.
 # C-Eval is not published.
@@ -63,9 +63,12 @@ Dream           gsm8k                         256  256  256
 Dream           mmlu,mmlu_pro,gpqa,hellaswag  128  128  128
 Dream           olympiad                      2048 2048 2048
 Dream           aime24,aime25                 2048 2048 2048 repeats=8
-# greedy, one of the four tokens of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval
-# and MBPP reveal above 0.95
-sdar,sdar_moe   *                             4096 own  4
+# greedy, one token of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval and MBPP
+# reveal above 0.95
+sdar,sdar_moe   *                             4096 own  own
+# greedy, one token of a block, or of the answer, per step (dllm, examples/a2d)
+a2d-block       *                             256  own  own
+a2d-masked      *                             256  256  256
 # revealed above 0.95, in at most 32 steps
 llada2_moe      *     512  own  32   remasking=low_confidence_dynamic confidence_threshold=0.95
 llada2_moe      gpqa                          128  own  32
@@ -74,9 +77,13 @@ llada2_moe      aime24,aime25,olympiad        2048 own  32
 # the shipped models, for a try on a CPU
 tiny-sdar,tiny-sdar-moe,tiny-llada2 *         64   own  2
 tiny-llada,tiny-llada-moe,tiny-dream *        64   own  2
-# examples with the style "compact", for all models: an answer and an end of text
+# examples with the style "compact", for all diffusion models: an answer and an end of text
 compact         countdown                     12   own  2
 compact         sudoku                        20   own  2
+# autoregressive models; to a sampler they have blocks of one token
+autoregressive  *                             512  own  1
+autoregressive  olympiad                      2048 own  1
+autoregressive  aime24,aime25                 2048 own  1    temperature=1 repeats=8
 """
 
 
@@ -87,8 +94,9 @@ def read(table):
         if line.startswith("#"):
             continue
         models, tasks, length, block, steps, *others = line.split()
-        row = {"gen_length": int(length), "denoising_steps": int(steps)}
+        row = {"gen_length": int(length)}
         row["block_length"] = None if block == "own" else int(block)
+        row["denoising_steps"] = None if steps == "own" else int(steps)
         for name, value in (other.split("=") for other in others):
             row[name] = type(BASE[name])(value)
         for model in models.split(","):
@@ -102,7 +110,13 @@ SETTINGS = read(TABLE)
 
 def sampling_for(flags, model, task, style):
     """Flags that are given, otherwise the `settings` of an engine's model."""
-    known = settings(flags.model, architecture(model.checkpoint_config), task, style)
+    known = settings(
+        flags.model,
+        "autoregressive" if model.mask_token_id is None else architecture(model.checkpoint_config),
+        task,
+        style,
+    )
+    known["denoising_steps"] = known["denoising_steps"] or model.block_length
     given = vars(flags)
     return {k: v if given[k] is None else given[k] for k, v in known.items()}
 
@@ -113,5 +127,6 @@ def settings(model, model_type, task, style=""):
     rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS.get(model_type)
     if rows is None:
         raise SystemExit(f"evals/decoding.py has no settings of a {model_type!r} model")
-    rows = SETTINGS["compact"] if style == "compact" else rows
+    if model_type != "autoregressive":
+        rows = SETTINGS.get(style, rows)
     return BASE | (rows.get(task) or rows["*"])

@@ -1,5 +1,6 @@
 """Examples of a task, read from the rows of a file or a hub data set, and their splits."""
 
+import re
 from itertools import chain, cycle
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from data.rows import is_of, read_rows
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
 # styles of examples, by their name behind --data FILE@: d1's prompts for training and evaluation
 STYLES = {"d1": "tags", "d1-eval": "boxed-tags"}
+# where a base model goes on with a question of its own
+NEXT = re.compile(r"\n[ \t]*(?:Question|Q)[ \t]?\d{0,3}[:：]")
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 
@@ -67,6 +70,11 @@ def worked(task, example, where):
     if not example["solution"]:
         raise SystemExit(f"{task}: these rows have no worked solutions; {where}")
     return example["solution"]
+
+
+def own_part(completion):
+    """A completion without a next question that it asks itself, and its answer."""
+    return NEXT.split(completion.lstrip(), maxsplit=1)[0]
 
 
 def user(content, shots=()):

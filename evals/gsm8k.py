@@ -25,6 +25,7 @@ from evals.examples import (
     STYLES,
     chat_row,
     held_out,
+    own_part,
     parse_rows,
     source_and_style,
     user,
@@ -157,38 +158,55 @@ COLUMNS = (
 PLAIN = r"""
 \{,\} => ,
 [–−] => -
-\\[!,%]|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
+\\[!,%;:]|\\q?quad|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
 (?<=[0-9]):00\b(?!:) =>
-((?<![\w)])-)?[$€£] * =>  \1"""
+((?<![A-Za-z\d_)])-)?[$€£] * =>  \1"""
 PLAIN = [(WORDS, r"\1"), *rules(PLAIN + FRACTION)]
+# boxes: those without an answer, such as \boxed{Your Answer}; the sign in front of one
+BOXES = rules(r"""
+\\boxed\{(?:\s*|[^{}\d]{0,40}(?i:answer)[^{}\d]{0,40})\} =>
+(?<![\w)}])-(\$?\\boxed\{) => \1-
+""")
 
-SCALE = r"\s*(?:hundred|thousand|million|billion)\b"  # 2 million is not 2
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9][0-9]*)?|\.[0-9]+)"
-NUMBER = rf"(?:(?<![\w)])-)?(?<![\w^])(?<!\^\{{)(?<![0-9]\.){UNSIGNED}(?!\d|[eE][-+]?[0-9]|{SCALE})"
+# 2 million is not 2, nor are 2K, 2 squared and 2,50
+SCALED = (
+    r"(?!\d|,\d|[eE][-+]?\d|\s*(?:hundred|thousand|(?:m|b|tr)illion|squared|cubed)\b|\s?[kK]\b|[MB]\b"
+    r"|[²³]|\s?[百千万亿])"
+)
+NUMBER = (
+    rf"(?:(?<![A-Za-z\d_)])-)?(?<![A-Za-z\d_^])(?<!\^\{{)(?<!\d[.,])(?<![^#]#){UNSIGNED}{SCALED}"
+)
 IN_TEXT = re.compile(NUMBER)
-RANGE = r"\s*(?:or\b|-|\^|times\b)\s*[0-9]"  # 18 or 20, 18-20, 18 times 4
-# not the heading "#### 1. Add up"
-AFTER_HASHES = re.compile(rf"####[\s*]*({NUMBER})(?![.)]\s*\w|{RANGE})")
+RANGE = re.compile(r"\s*(?:or\b|to\b|[-+*/^x×]|times\b)\s*[0-9]")  # 18 or 20, 18-20, 18 times 4
+# behind it is the answer: "the answer is 18", or 20 of "the answer is 18. No, it is 20". But not
+# the heading "#### 1. Add up"
+STATEMENT = re.compile(
+    rf"####(?=[\s*]{{0,9}}{NUMBER}(?![.)]\s*\w))"
+    r"|answer(?: \([^()\n]{0,40}\)| (?:to|for|of|in) [^.:=\n]{0,60}?)?,?(?: \w{2,12},?)?"
+    r" (?:is|would be)\b(?! not)"
+    r"(?:[^\n]{0,60}[.!?]\s{1,4}(?:(?:no|wait|actually|sorry)[,.:!]\s{1,4}){1,3}"
+    r"(?:(?:it|that)(?:'s|\s+is)(?! not)|(?=[0-9])))?",
+    re.IGNORECASE,
+)
+SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
+RESULT = re.compile(r"=|\bround\w*")  # in front of a result: 50 / 3 = 16.7, rounded to 17
+# 20, not 18; 20 or 18; 1, 2, 3
+UNDECIDED = re.compile(rf"(?:(?:\bnot|n't|\bor)\W{{0,4}}{NUMBER}\D*|\d,\s{{1,4}}{NUMBER}\W*)$")
 # words, nothing to calculate: "Box C is 2 dollars more than A", but not "twice 18" or "not 18"
 SENTENCE = re.compile(
-    r"(?!.*\b(?:not?|minus|negative|twice|half|double|triple|times(?=\s+\S)|square|less|fewer|or|question)\b)"
+    r"(?!.*\b(?:not?|minus|negative|twice|half|double|triple|times(?=\s+\S)|square|less|fewer|or|question|wrong|incorrect)\b)"
     r"(?=.*[a-z]{2})[^=+*/^{}()\\<>?]*",
     re.IGNORECASE,
 )
-DENIED = re.compile(rf"(?:\bnot|n't|\bor)\W{{0,4}}{NUMBER}\D*$")  # 20, not 18
-LISTED = re.compile(rf"{NUMBER},\s+{NUMBER}\W*$")  # 1, 2, 3: which one?
-# behind it is the answer: "the answer is 18", or 20 of "the answer is 18. No, it is 20"
-ANSWER_IS = re.compile(
-    r"answer is(?! not)(?:[^\n]{0,60}[.!?]\s{1,4}(?:no|wait|actually|sorry)[,.:!]\s{1,4}"
-    r"(?:it|that)(?:'s|\s+is)(?! not))?",
-    re.IGNORECASE,
-)
-# a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours)
+# a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours), 个
 WHOLE = re.compile(
-    rf"(-?)\s*({UNSIGNED})(?!{SCALE})\s*"
-    r"(?:/?\s*(?!(?:and|or|plus|minus|times|[xk])\b)[A-Za-z][^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
+    rf"(-?)\s*({UNSIGNED}){SCALED}\s*"
+    r"(?:/?\s*(?!(?:and|or|plus|minus|times|is|x)\b|.*\b(?:not|wrong|incorrect)\b)[A-Za-z一-鿿]"
+    r"[^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
 )
+UNEQUAL = re.compile(r"(?:^|=)\s*(\d+)\s*=\s*(?!\1\s*$)\d+\s*$")  # 20 = 18
 
 
 def load(split, path=None, limit=None):
@@ -222,20 +240,21 @@ def prompt(example):
 
 def extract(completion, example):
     r"""The answer of a completion, normalised if it is a number (`normalised`); None if there is
-    none. Never raises.
+    none. Never raises, linear in time.
 
     It is the final answer (boxes and answer tags), if it is a sentence the number in it. Without
-    one, and if the prompt does not ask for answer tags, the first rule that finds something:
-      1. the number right after the last "####";
-      2. the first number of the sentence after the last "answer is", or after the last "=" in that
-         sentence;
-      3. the last number, unless it ends a list: 1, 2, 3.
+    one, and if the prompt does not ask for answer tags, the number of the last statement: of the
+    sentence behind "####", "answer is" or "Answer:", else of the last sentence with a number. In it
+    the first number behind the last "=" counts, without "=" the first of a statement and the last
+    of another sentence; but not one that ends a list: 1, 2, 3. A question that the model asks
+    itself, and what follows, are not read.
     """
+    completion = rewritten(own_part(completion[-MAX_TEXT:]), BOXES)
     last = final_answer(completion)
     if last is None and "tags" not in example["style"]:
-        last = ([None] + final_numbers(rewritten(completion[-MAX_TEXT:], PLAIN)))[-1]
+        last = stated(rewritten(completion, PLAIN))
     elif last and not normalised(last) and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
-        numbers = {*final_numbers(sentence)}
+        numbers = {*IN_TEXT.findall(sentence)}
         last = numbers.pop() if len(numbers) == 1 else last
     return last and normalised(last) or last if len(last or "") <= MAX_LENGTH else None
 
@@ -260,24 +279,26 @@ def answer(example, draw=0):
 def normalised(answer):
     r"""A number as text that `Fraction` reads: "\$2{,}125" -> "2125", "x = -1/2 \text{ km}" ->
     "-1/2"; None for anything else."""
-    left, _, text = rewritten(answer, PLAIN).rpartition("=")
+    plain = rewritten(answer, PLAIN)
+    left, _, text = plain.rpartition("=")
     match = WHOLE.fullmatch(text.strip(" \t\r\n{}()"))
-    is_equal = match and not left.endswith(("!", "<", ">"))
+    is_equal = match and not left.endswith(("!", "<", ">")) and not UNEQUAL.search(plain)
     return match[1] + match[2].replace(",", "") if is_equal else None
 
 
-def final_numbers(text):
-    """Numbers of plain text; the last is the one that the rules of `extract` find."""
-    if after_hashes := AFTER_HASHES.findall(text):
-        return after_hashes
-    *before, after = ANSWER_IS.split(text)
-    if before:
-        behind = after[:MAX_LENGTH].lstrip(" \t\r\n:*")
-        sentence = re.split(r"\n|\.(?=\s|$)", behind, maxsplit=1)[0]
-        sentence = sentence.rpartition("=")[2]
-        if number := IN_TEXT.search(sentence):
-            return [] if re.match(RANGE, sentence[number.end() :]) else [number[0]]
-    return [] if LISTED.search(text) or DENIED.search(text) else IN_TEXT.findall(text)
+def stated(text):
+    """The number that plain text states, by the rules of `extract`; None if there is none."""
+    for statement in reversed(STATEMENT.split(text)[1:]):
+        behind = statement[:MAX_LENGTH].lstrip(" \t\r\n:*")
+        result = RESULT.split(SENTENCE_END.split(behind, maxsplit=1)[0])[-1]
+        if number := IN_TEXT.search(result):
+            return None if RANGE.match(result, number.end()) else number[0]
+    sentences = [part for part in SENTENCE_END.split(text) if IN_TEXT.search(part)]
+    if not sentences or UNDECIDED.search(sentences[-1]):
+        return None
+    *calculated, result = RESULT.split(sentences[-1])
+    numbers = IN_TEXT.findall(result) or IN_TEXT.findall(sentences[-1])
+    return numbers[0 if calculated else -1]
 
 
 def _problem(row):

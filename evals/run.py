@@ -46,14 +46,14 @@ from distributed.disk import (
     progress,
     write_atomically,
 )
-from distributed.groups import own_device
+from distributed.groups import join_ranks, own_device
 from evals import TRIAL, load_examples, load_task
 from evals.decoding import SamplerFlags, sampling_for
 from evals.report import write_report
 from evals.results import summary, table
 from evals.rewards import load_reward
 from evals.samples import gather, generated, given, scored
-from models import load_tokenizer
+from models import load_tokenizer, prompt_ids
 from rollout import make_engine
 
 
@@ -63,7 +63,7 @@ class Args(SamplerFlags):
     take the values of evals/decoding.py, which depend on model and task."""
 
     model: str = ""
-    """key of models.MODELS, or a directory in HF layout"""
+    """key of models.MODELS, or a directory in HF layout; an autoregressive model too"""
     tasks: str = ""
     """names of files in evals/, or paths of your own that end in .py, separated by commas"""
     data: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ def main(name=""):
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
     if "RANK" in os.environ and not dist.is_initialized():
         # a rank may finish a long task much earlier than another
-        dist.init_process_group("gloo", timeout=timedelta(days=2))
+        join_ranks("gloo", timedelta(days=2))
     # weights are read once the problems of a task are found
     engine = cache(
         lambda: make_engine(
@@ -239,6 +239,7 @@ class Evaluation:
             "dtype": str(engine.dtype).removeprefix("torch."),
         }
         prompts = [*map(self.task.prompt, self.examples)]
+        prompt_ids(tokenizer, prompts[0])  # refused before a directory is made
         self.answer = partial(generated, engine, tokenizer, prompts, sampling, args.seed)
         # continuous batching: a call gets more prompts than fit into a batch
         self.size = args.batch_size * (4 if engine.refills else 1)

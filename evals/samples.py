@@ -103,8 +103,10 @@ def gather(folder):
     A last line without a line end is dropped: its rank was killed while writing it.
     """
     main, files = folder / "samples.jsonl", [*folder.glob("samples-*.jsonl")]
-    rows = [row for path in (main, *files) for _, row in read_lines(path)]
-    rows = dict(sorted(((row["repeat"], row["index"]), row) for row in rows))
+    rows = {  # the newest, where a batch was written in part and then made again
+        (row["repeat"], row["index"]): row for path in (main, *files) for _, row in read_lines(path)
+    }
+    rows = dict(sorted(rows.items()))
     write_atomically(main, "".join(json.dumps(row) + "\n" for row in rows.values()))
     for path in files:
         path.unlink()

@@ -22,19 +22,17 @@ from torch import nn
 from kernels.fused_triton import add_rms_norm, norm_rotate, silu_mul
 from kernels.moe_triton import MOST, experts_fused, route_fused
 from models.experts import runs_grouped
+from models.layers import Attention
 
-# Where a layer of a family keeps its parts: norms before and after the attention, its projections,
-# the norms of its heads, the MLP.
+# Where a layer keeps its parts: norms before and after the attention, its projections, the norms of
+# its heads, the MLP.
 MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"
 Names = namedtuple("Names", "before after qkv out head_norms mlp", defaults=("", MLP))
 NORMS = "input_layernorm", "post_attention_layernorm"
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 QWEN = Names(*NORMS, QKV, "self_attn.o_proj")
 QWEN3 = QWEN._replace(head_norms="self_attn.q_norm self_attn.k_norm")
-FAMILIES = {
-    "Dream": QWEN,
-    "SDAR": QWEN3,
-    "LLaDAMoE": QWEN3,
+FAMILIES = {  # whose attention is not that of models/layers.py
     "LLaDA2": Names(
         *NORMS, "attention.query_key_value", "attention.dense",
         "attention.query_layernorm attention.key_layernorm",
@@ -45,6 +43,14 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def names_of(model):
+    """-> Names, or None"""
+    attention = getattr(model.layers[0], "self_attn", None)
+    if isinstance(attention, Attention):
+        return QWEN3 if attention.norm else QWEN
+    return FAMILIES.get(type(model).__name__)
+
+
 def parts(module, names):
     return [module.get_submodule(name) for name in names.split()]
 
@@ -52,7 +58,7 @@ def parts(module, names):
 @torch.no_grad()
 def install(model):
     """Replace the `hidden` of this model and join weights, in place."""
-    names = FAMILIES.get(type(model).__name__)
+    names = names_of(model)
     if names is None:
         print(f"no fused layers for {type(model).__name__}: see kernels/layers.py", flush=True)
         return
@@ -72,20 +78,18 @@ def mlp_of(layer, names):
 
 
 def join_weights(linears):
-    """Move weights that multiply the same input into one tensor, for `project`.
+    """Move weights that multiply the same input, and their biases, into one tensor, for `project`.
 
-    The layers keep views, so names and shapes stay and copies in place reach both. Layers with a
-    bias or with adapters stay apart.
+    The layers keep views, so names and shapes stay and copies in place reach both. Layers with
+    adapters stay apart.
     """
-    if len(linears) > 1 and all(
-        type(layer) is nn.Linear and layer.bias is None for layer in linears
-    ):
-        joined = torch.cat([layer.weight for layer in linears])
-        for layer, part in zip(
-            linears, joined.split([len(x.weight) for x in linears]), strict=True
-        ):
-            layer.weight.data = part
-        linears[0].joined = joined
+    if len(linears) > 1 and all(type(layer) is nn.Linear for layer in linears):
+        linears[0].joined = joined = {}
+        for name in dict(linears[0].named_parameters()):
+            values = [getattr(layer, name) for layer in linears]
+            joined[name] = torch.cat(values)
+            for value, part in zip(values, joined[name].split([*map(len, values)]), strict=True):
+                value.data = part
 
 
 def project(x, linears):
@@ -93,7 +97,7 @@ def project(x, linears):
     joined = getattr(linears[0], "joined", None)
     # adapters may have come later
     if joined is not None and all(type(layer) is nn.Linear for layer in linears):
-        return F.linear(x, joined).split([layer.out_features for layer in linears], -1)
+        return F.linear(x, **joined).split([layer.out_features for layer in linears], -1)
     return [layer(x) for layer in linears]
 
 
@@ -102,7 +106,7 @@ def hidden(model, input_ids, position_ids, attend):
     """As the `hidden` of the family's file. Each norm also adds the output of the layer
     before it.
     """
-    names, h = FAMILIES[type(model).__name__], model.config.head_dim
+    names, h = names_of(model), model.config.head_dim
     x = model.get_submodule(model.embedding)(input_ids)
     delta = torch.zeros_like(x)
     cos, sin = model.rope(position_ids, x.dtype)

@@ -1,6 +1,8 @@
 """Checkpoints in the official layout, in and out: config.json, safetensors, tokenizer files."""
 
 import json
+import re
+import shutil
 from collections import defaultdict, deque
 
 import torch
@@ -12,7 +14,7 @@ from distributed.sequence import check_heads
 from models.attention import check_backend
 from models.config import stored_dtype
 from models.lora import adapter_tensors, has_lora, init_adapters, lora_scaling, merge_adapter
-from models.names import checkpoint_config, is_drawn, resolve
+from models.names import SMALL, checkpoint_config, resolve, special_tokens
 from models.tensors import (
     build_model,
     fitting_weights,
@@ -26,6 +28,8 @@ from models.tensors import (
 from models.tiny import byte_tokenizer, random_weights
 
 SHARD_BYTES = 4 * 2**30
+# Before Qwen3's template: answers of a2d models begin behind an empty think block, as in dllm.
+NO_THINKING = "{%- set enable_thinking = false %}"
 
 
 def meta_model(name_or_dir, dtype=torch.float32):
@@ -75,17 +79,6 @@ def load_model(name_or_dir, device="cpu", dtype=torch.float32):
     return load_weights(meta_model(name_or_dir, dtype), device)
 
 
-def special_tokens(directory):
-    """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
-    tokens = []
-    for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
-        content = read_json(path) if path.is_file() else {}
-        tokens += content.get("added_tokens", [])
-        decoder = content.get("added_tokens_decoder", {}).items()
-        tokens += (token | {"id": int(number)} for number, token in decoder)
-    return {token["content"]: token["id"] for token in tokens}
-
-
 def set_special_tokens(model, directory=None):
     """Set end-of-text and padding ids of the model. -> the model
 
@@ -97,12 +90,13 @@ def set_special_tokens(model, directory=None):
         facts |= read_json(generation)
     facts = {key: value for key, value in facts.items() if value is not None}
     eos = facts.get("eos_token_id", model.eos_token_id)
-    if eos is None:
+    if eos in (None, []):
         raise SystemExit(f"{directory}: no config file states eos_token_id")
     mask, turn_end = model.mask_token_id, named.get(model.turn_end, eos)
-    if named and mask not in named.values():
-        wrong = f"mask_token_id {mask} is no special token of its tokenizer"
-        raise SystemExit(f"{directory}: {wrong} {named}")
+    if named and mask is not None and mask not in named.values():
+        raise SystemExit(
+            f"{directory}: mask_token_id {mask} is no special token of its tokenizer {named}"
+        )
     if not isinstance(eos, list):
         eos = [eos] if turn_end == eos else [turn_end, eos]
     model.eos_token_ids = eos
@@ -114,8 +108,13 @@ def load_tokenizer(name_or_dir):
     """The checkpoint's own tokenizer and chat template, without remote code."""
     from transformers import AutoTokenizer, PretrainedConfig
 
-    directory = resolve(name_or_dir)
-    if is_drawn(directory):
+    directory, config, adapters = resolve(name_or_dir, SMALL), {}, []
+    if any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
+        config, directory, adapters = checkpoint_config(name_or_dir, SMALL)
+    for adapter in adapters:
+        if any(adapter.glob("*token*")):  # else the base's
+            directory = adapter
+    if directory is None:
         return byte_tokenizer()
     path = directory / "tokenizer_config.json"
     facts = read_json(path) if path.is_file() else {}
@@ -123,28 +122,39 @@ def load_tokenizer(name_or_dir):
     kind = "qwen2" if facts.get("tokenizer_class") == "DreamTokenizer" else None
     try:
         # With an explicit config AutoTokenizer does not look up the model type, nor warn about it.
-        config = PretrainedConfig()
+        # It warns of longer texts than the model's context.
         tokenizer = AutoTokenizer.from_pretrained(
-            directory, config=config, tokenizer_type=kind, trust_remote_code=False
-        )
-        if tokenizer.chat_template:  # what is damaged must not wait for the first prompt
-            prompt_text(tokenizer, [{"role": "user", "content": "text"}])
+            directory, config=PretrainedConfig(), tokenizer_type=kind, trust_remote_code=False,
+            model_max_length=config.get("max_position_embeddings")
+            or config.get("max_sequence_length"),
+        )  # fmt: skip
+        tokenizer.init_kwargs.pop("auto_map", None)  # what it is saved as needs no code
+        if config.get("model_type") == "a2d-qwen3" and tokenizer.chat_template:
+            own = tokenizer.chat_template.removeprefix(NO_THINKING)
+            tokenizer.chat_template = NO_THINKING + own
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exception; transformers almost anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        problem = f"its tokenizer cannot be loaded ({reason}); copy its tokenizer files again"
-        raise SystemExit(f"{directory}: {problem}") from error
+        raise SystemExit(
+            f"{directory}: its tokenizer cannot be loaded ({error!r:.200}); copy its files again"
+        ) from error
 
 
 def prompt_text(tokenizer, messages):
     """messages [{"role", "content"}] -> the chat prompt, up to where the answer starts
 
-    Tokenise it without special tokens.
+    Tokenise it without special tokens. SystemExit if the template cannot render it.
     """
     if tokenizer.chat_template is None:
         copy = "copy the model's chat_template.jinja into it"
         raise SystemExit(f"{tokenizer.name_or_path} has no chat template: {copy}")
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text.encode()  # no half of a character, a surrogate
+        return text
+    except Exception as error:  # a template runs what its author wrote
+        raise SystemExit(
+            f"{tokenizer.name_or_path}: chat template raises {error!r:.200} for {messages!r:.99}"
+        ) from error
 
 
 def prompt_ids(tokenizer, messages):
@@ -196,13 +206,19 @@ def write_weights(tensors, shapes, dtype, folder):
 
 
 def save_model(model, directory, tokenizer):
-    """Write a checkpoint that load_model and the official code read. Collective; rank 0 writes.
+    """Write a checkpoint that load_model and the official code read, which is copied along if it
+    lies beside the model's weights. Collective; rank 0 writes.
 
     Tensors take the dtype that config.json names, expert biases stay fp32; adapters are merged.
     tokenizer: None writes no tokenizer files. SystemExit if the directory exists already or cannot
     be written: then nothing appears under its name.
     """
-    config = model.checkpoint_config
+    config, source = dict(model.checkpoint_config), model.sources[0]
+    # modules of this directory; "owner/name--module.Class" lies elsewhere
+    named = {*re.findall(r'"(\w+)\.', json.dumps(config.get("auto_map")))}
+    code = {path.stem: path for path in source.glob("*.py")} if named and source else {}
+    if not named <= code.keys():
+        del config["auto_map"]  # it would ask for what is not there
     dtype = stored_dtype(config)
     generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
     with whole_directory(directory) as folder:
@@ -211,6 +227,8 @@ def save_model(model, directory, tokenizer):
             if is_first_rank():
                 write_weights(tensors, tensor_shapes(model), dtype, folder)
                 files = {"config.json": config, "generation_config.json": generation}
+                for path in code.values():
+                    shutil.copy(path, folder)
                 for name, content in files.items():
                     (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
                 if tokenizer:

@@ -48,8 +48,9 @@ class Keys:
         fixed = {"layer_types": "full_attention"} | cls.fixed
         # transformers 5 writes rope_theta, rope_scaling and the rotary width into rope_parameters.
         family, rope = architecture(raw), raw.pop("rope_parameters", {})
+        rope = rope or raw.pop("rope_scaling", {})
         if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raw["rope_scaling"] = rope
+            raw["rope_scaling"], rope = rope, {k: rope[k] for k in rope if k == "rope_theta"}
         raw |= {name: value for name, value in rope.items() if name not in ("rope_type", "type")}
         own = {f.name: f for f in fields(cls)}
         needed = [*(name for name, f in own.items() if f.default is MISSING), *cls.needed]
@@ -81,6 +82,8 @@ class DecoderKeys(Keys):
     rope_theta: float
 
 
+# model_type of models that only evaluations run (rollout/autoregressive.py)
+AUTOREGRESSIVE = "qwen2", "qwen3", "llama"
 # Keys of any config.json that change no logit.
 NO_EFFECT = (
     "_name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id dtype "
@@ -89,24 +92,36 @@ NO_EFFECT = (
 )
 
 
-ARCHITECTURES = {  # model_type of config.json -> file and class
+# model_type of config.json, or what `architecture` calls it -> file and class
+ARCHITECTURES = {
     "llada": "llada.LLaDA",
     "lladamoe": "llada_moe.LLaDAMoE",
     "Dream": "dream.Dream",
     "sdar": "sdar.SDAR",
     "sdar_moe": "sdar.SDAR",
     "llada2_moe": "llada2.LLaDA2",
+    "a2d-masked": "a2d.A2DMasked",
+    "a2d-block": "a2d.A2DBlock",
 }
+A2D = tuple(f"a2d-{kind}" for kind in AUTOREGRESSIVE)
+MODEL_TYPES = [*(kind for kind in ARCHITECTURES if "a2d" not in kind), *A2D]
 
 
 def architecture(raw):
     """raw: content of config.json -> its model_type; "lladamoe" for LLaDA-MoE, whose official files
-    say "llada" too. SystemExit for others than ARCHITECTURES.
+    say "llada" too; of an a2d model its attention. SystemExit for others than MODEL_TYPES.
     """
     kind = raw.get("model_type")
-    if kind not in [*ARCHITECTURES]:  # a damaged one may be no string
-        supported = ", ".join(ARCHITECTURES)
-        raise SystemExit(f"config.json has model_type {kind!r}; supported are {supported}")
+    if kind not in MODEL_TYPES:  # a damaged one may be no string
+        advice = f"supported are {', '.join(MODEL_TYPES)}"
+        if kind in [*AUTOREGRESSIVE]:
+            advice = "it is autoregressive: python models/from_ar.py converts it"
+        raise SystemExit(f"config.json has model_type {kind!r}; {advice}")
+    if kind in A2D:
+        if type(size := raw.get("block_size")) is not int or size < 0:
+            add = "block_size: 0 if its attention is bidirectional, else the length of its blocks"
+            raise SystemExit(f"config.json of an {kind} model has block_size {size}; add {add}")
+        return "a2d-block" if size else "a2d-masked"
     return "lladamoe" if kind == "llada" and "num_experts" in raw else kind
 
 

@@ -2,17 +2,14 @@
 
 A masked diffusion language model: every token sees every other, without causal mask or blocks.
 Dream started from an autoregressive model and kept its alignment: the hidden state of token i - 1
-predicts token i, and that of the first token predicts the first token too. `align` applies this
-shift, so row i of `logits` and `logps` is about token i. Module and parameter names are the
+predicts token i, and that of the first token predicts the first token too. `Bidirectional` applies
+this shift, so row i of `logits` and `logps` is about token i. Module and parameter names are the
 official ones, so safetensors files need no table of names. The official code keeps the embedding of
 the padding token, which also ends a text, out of training (padding_idx); here it learns. The
 forward `hidden`, `grid`, `logits` and `logps` are in models/language_model.py.
 """
 
 from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
 
 from models.config import DecoderKeys, Objective
 from models.language_model import Bidirectional
@@ -37,6 +34,7 @@ class Config(DecoderKeys):
 class Dream(Bidirectional):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
+    shift = True
     turn_end = "<|im_end|>"  # ends an answer
     # DreamLM/Dream, src/trainer/fsdp_sft_trainer.py; there the mean is over masked tokens
     # (docs/algos/sft.md, detail 5)
@@ -50,23 +48,3 @@ class Dream(Bidirectional):
     def block(self, layer):
         mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
         return Block(self.config, Attention(self.config, layer, bias=True), mlp, RMSNorm)
-
-    def source(self, valid_mask, document_ids=None):
-        """The shift: valid_mask [B, T] bool -> [B, T] column of the hidden state that predicts each
-        token: the last valid one before it. The first valid token of a row, or of a document in a
-        packed row, has its own.
-        """
-        column = torch.arange(valid_mask.shape[1], device=valid_mask.device)
-        latest = torch.where(valid_mask, column, -1).cummax(1).values  # -1: no valid column so far
-        before = F.pad(latest[:, :-1], (1, 0), value=-1)
-        is_first = before < 0
-        if document_ids is not None:
-            is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
-        return torch.where(is_first, column, before)
-
-    def align(self, hidden, valid_mask):
-        """hidden [B, T, D] -> [B, T, D] whose row i predicts token i"""
-        return hidden.gather(1, self.source(valid_mask)[..., None].expand_as(hidden))
-
-    def predictions(self, input_ids, valid):
-        return self.align(super().predictions(input_ids, valid), valid)

@@ -39,6 +39,7 @@ class LanguageModel(nn.Module):
         self.activation_checkpointing = False
         self.groups, self.gathers_once = [], False  # see distributed/sharding.py
         self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
+        self.sources = None, ()  # directory of the weights, directories of adapters on them
 
     @property
     def layers(self):
@@ -165,6 +166,7 @@ class Bidirectional(LanguageModel):
     """
 
     attention = "bidirectional"  # decides which sampler serves the model
+    shift = False  # token i is predicted where token i - 1 is, as in autoregressive models
 
     def grid(self, valid_mask, document_ids=None):
         """valid_mask [B, T] bool -> position_ids, block_ids [B, T] int64
@@ -178,8 +180,25 @@ class Bidirectional(LanguageModel):
         return bidirectional(valid, document_ids)
 
     def source(self, valid, document_ids=None):
-        """-> [B, T] column of the hidden state that predicts each token"""
-        return torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+        """valid [B, T] bool -> [B, T] column of the hidden state that predicts each token: its own
+        or, with the shift, the last valid one before it. The first valid token of a row, or of a
+        document in a packed row, has its own.
+        """
+        column = torch.arange(valid.shape[1], device=valid.device)
+        if not self.shift:
+            return column.expand_as(valid)
+        latest = torch.where(valid, column, -1).cummax(1).values  # -1: no valid column so far
+        before = nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+        is_first = before < 0
+        if document_ids is not None:
+            is_first = is_first | (document_ids.gather(1, before.clamp(min=0)) != document_ids)
+        return torch.where(is_first, column, before)
+
+    def predictions(self, input_ids, valid):
+        hidden = super().predictions(input_ids, valid)
+        if not self.shift:
+            return hidden
+        return hidden.gather(1, self.source(valid)[..., None].expand_as(hidden))
 
     def noisy_pass(self, input_ids, noisy_ids, score_mask, valid, document_ids):
         """-> of a forward that scores the noisy copies ids and positions [B, S] and Visibility; of

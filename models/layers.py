@@ -57,9 +57,11 @@ def rotate_and_attend(layer, q, k, v, cos, sin, attend):
 
 
 class Attention(nn.Module):
-    """Attention of Dream, SDAR and LLaDA-MoE. norm: of every head of queries and keys, if any"""
+    """Attention of most families. bias: of queries, keys and values; norm: of every head of queries
+    and keys, if any
+    """
 
-    def __init__(self, config, layer, bias=False, norm=None):
+    def __init__(self, config, layer, bias=False, norm=None, out_bias=False):
         super().__init__()
         D, h = config.hidden_size, config.head_dim
         self.layer, self.head_dim, self.norm = layer, h, norm
@@ -67,7 +69,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, q_size, bias)
         self.k_proj = nn.Linear(D, kv_size, bias)
         self.v_proj = nn.Linear(D, kv_size, bias)
-        self.o_proj = nn.Linear(q_size, D, bias=False)
+        self.o_proj = nn.Linear(q_size, D, out_bias)
         if norm:
             self.q_norm, self.k_norm = (norm(h, config.rms_norm_eps) for _ in range(2))
 

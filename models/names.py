@@ -1,13 +1,13 @@
 """The names that --model takes, and the directory or configuration that each of them stands for."""
 
-import math
 from pathlib import Path
 
-from models.config import architecture
-from models.tensors import open_weights, read_json
+from models.config import AUTOREGRESSIVE, architecture
+from models.tensors import build_model, read_json
 from models.tiny import HERE, TINY_CONFIGS
 
-# model_type of config.json, or "tiny" -> {name for --model: hub id, or directory in the repository}
+# `architecture`, or "tiny" -> {name for --model: hub id, or directory in the repository}. Other hub
+# ids work as well.
 CHECKPOINTS = {
     "tiny": {name: str(HERE / name) for name in TINY_CONFIGS},
     "llada": {
@@ -19,17 +19,36 @@ CHECKPOINTS = {
     "Dream": {
         "dream-7b": "Dream-org/Dream-v0-Instruct-7B",
         "dream-7b-base": "Dream-org/Dream-v0-Base-7B",
+        "dream-coder-7b": "Dream-org/Dream-Coder-v0-Instruct-7B",
+        "diffucoder-7b": "apple/DiffuCoder-7B-Instruct",
     },
     "sdar": {
         "sdar-1.7b": "JetLM/SDAR-1.7B-Chat",
         "sdar-4b": "JetLM/SDAR-4B-Chat",
         "sdar-8b": "JetLM/SDAR-8B-Chat",
+        "trado-4b": "Gen-Verse/TraDo-4B-Instruct",
+        "trado-8b": "Gen-Verse/TraDo-8B-Instruct",
+        "dirl-8b": "OpenMOSS-Team/DiRL-8B-Instruct",
     },
     "sdar_moe": {"sdar-30b-a3b": "JetLM/SDAR-30B-A3B-Chat"},
     "llada2_moe": {
         "llada2-mini": "inclusionAI/LLaDA2.0-mini",
         "llada2.1-mini": "inclusionAI/LLaDA2.1-mini",
     },
+    "a2d-block": {
+        "qwen3-0.6b-bd3lm": "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
+        "qwen2.5-coder-0.5b-bd3lm": "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1",
+    },
+    "a2d-masked": {
+        "qwen3-0.6b-mdlm": "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
+        "qwen2.5-coder-0.5b-mdlm": "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+    },
+}
+# hub id -> what its config.json leaves out (dllm, examples/a2d)
+STATED = {
+    hub_id: {"block_size": block_size, "shift": False}
+    for kind, block_size in (("a2d-block", 32), ("a2d-masked", 0))
+    for hub_id in CHECKPOINTS[kind].values()
 }
 MODELS = {name: source for group in CHECKPOINTS.values() for name, source in group.items()}
 
@@ -37,42 +56,55 @@ MODELS = {name: source for group in CHECKPOINTS.values() for name, source in gro
 # evals/decoding.py. Masked diffusion: 256 tokens, two of a block in each step (d1's train.yaml),
 # Fast-dLLM's cache
 MASKED = {"gen_length": 256, "block_length": 32, "denoising_steps": 16, "cache": "dual"}
-# 256 tokens, one of a block in each step (DARE's training of SDAR)
-SDAR = {"gen_length": 256, "denoising_steps": 4}
+# 256 tokens, one of a block in each step: `sampling_facts` adds their number (SDAR as DARE trains
+# it; a2d as dllm evaluates it)
+BLOCKS = {"gen_length": 256}
 # all tokens above 0.95, at least one of a block in each step (model card)
 LLADA2 = {"gen_length": 256, "denoising_steps": 32}
 LLADA2 |= {"remasking": "low_confidence_dynamic", "confidence_threshold": 0.95}
 # a key of CHECKPOINTS -> fields
 SAMPLING = {"tiny": {"gen_length": 12, "denoising_steps": 2}}
-SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED}
-SAMPLING |= {"sdar": SDAR, "sdar_moe": SDAR, "llada2_moe": LLADA2}
+SAMPLING |= {"llada": MASKED, "lladamoe": MASKED, "Dream": MASKED, "a2d-masked": MASKED}
+SAMPLING |= {"sdar": BLOCKS, "sdar_moe": BLOCKS, "a2d-block": BLOCKS, "llada2_moe": LLADA2}
 TINY_SIZE = 10_000_000  # parameters that a tiny model stays below
+# files of a repository: all but the weights, all
+SMALL = ["*.json", "*.txt", "*.jinja"]
+FILES = [*SMALL, "*.safetensors", "*.py"]
 
 
 def is_tiny(model):
-    """model: as --model -> whether it is a shipped tiny model, or a directory with fewer than
-    TINY_SIZE parameters. An adapter counts as its base; a directory without weights is not tiny.
+    """model: as --model -> whether it is a shipped tiny model, or one of fewer than TINY_SIZE
+    parameters by its config.json. An adapter counts as its base.
     """
-    if (name := pinned(model)[0]) in MODELS:
-        return name in TINY_CONFIGS
-    if (directory := checkpoint_config(model)[1]) is None:
-        return True
-    files = open_weights(directory)
-    sizes = (math.prod(file.get_slice(name).get_shape()) for name, file in files.items())
-    return 0 < sum(sizes) < TINY_SIZE
+    if kind := known(model):
+        return kind == "tiny"
+    model = build_model(checkpoint_config(model, SMALL)[0])
+    return sum(value.numel() for value in model.parameters()) < TINY_SIZE
+
+
+def known(model):
+    """model: as --model -> the key of CHECKPOINTS that has it as a name or a hub id, or None"""
+    name = pinned(model)[0]
+    has = (kind for kind, group in CHECKPOINTS.items() if name in (*group, *group.values()))
+    return next(has, None)
 
 
 def sampling_facts(model):
     """model: as --model -> {field: value} of its sampling; of a name without reading anything"""
-    kinds = [kind for kind, names in CHECKPOINTS.items() if pinned(model)[0] in names]
-    if not kinds:
-        kinds = ["tiny"] if is_tiny(model) else [architecture(checkpoint_config(model)[0])]
-    return SAMPLING[kinds[0]]
+    if kind := known(model):
+        config = STATED.get(pinned(source_of(model))[0], {})
+    else:
+        config = checkpoint_config(model, SMALL)[0]
+        kind = "tiny" if is_tiny(model) else architecture(config)
+    return {"denoising_steps": config.get("block_size", 4)} | SAMPLING[kind]
 
 
-def checkpoint_config(name_or_dir):
-    """A key of MODELS or a directory -> content of config.json, directory of the weights (None: to
-    be drawn), directories of the adapters on them
+def checkpoint_config(name_or_dir, patterns=FILES):
+    """A key of MODELS, a hub id or a directory -> content of config.json, directory of the weights
+    (None: to be drawn), directories of the adapters on them
+
+    patterns: of the files to download. A model that is not implemented is refused before its
+    weights are.
     """
     adapters, source = [], source_of(name_or_dir)
     # adapters trained on adapters too; one of itself is no base
@@ -81,9 +113,32 @@ def checkpoint_config(name_or_dir):
         config = read_json(file)
         base, revision = config.get("base_model_name_or_path"), config.get("revision")
         source = source_of(f"{base}@{revision}" if revision else f"{base}")
-    directory = resolve(source)
-    config = read_json(directory / "config.json")
+    directory = resolve(source, SMALL)
+    config = STATED.get(pinned(source)[0], {}) | read_json(directory / "config.json")
+    is_autoregressive = config.get("model_type") in [*AUTOREGRESSIVE]
+    if not is_autoregressive and "a2d" in architecture(config):
+        # dllm names the mask token in the tokenizer alone
+        config = {"mask_token_id": mask_token_id(directory)} | config
+    directory = resolve(source, patterns)
     return config, None if is_drawn(directory) else directory, adapters
+
+
+def special_tokens(directory):
+    """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
+    tokens = []
+    for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
+        content = read_json(path) if path.is_file() else {}
+        tokens += content.get("added_tokens", [])
+        decoder = content.get("added_tokens_decoder", {}).items()
+        tokens += (token | {"id": int(number)} for number, token in decoder)
+    return {token["content"]: token["id"] for token in tokens}
+
+
+def mask_token_id(directory):
+    """-> by the tokenizer files, or None"""
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("mask_token") if path.is_file() else None
+    return special_tokens(directory).get(token["content"] if isinstance(token, dict) else token)
 
 
 def is_drawn(directory):
@@ -91,9 +146,9 @@ def is_drawn(directory):
     return directory.parent == HERE and not (directory / "model.safetensors").is_file()
 
 
-def resolve(name_or_dir):
-    """A key of MODELS or a directory -> directory on this machine; hub ids are downloaded, at the
-    revision behind an @ if there is one.
+def resolve(name_or_dir, patterns=FILES):
+    """A key of MODELS, a hub id or a directory -> directory on this machine; hub ids are
+    downloaded, at the revision behind an @ if there is one.
 
     SystemExit for an unknown name.
     """
@@ -101,18 +156,18 @@ def resolve(name_or_dir):
     if Path(source).is_dir():
         return Path(source)
     hub_id, revision = pinned(source)
-    if hub_id not in MODELS.values():
-        choices = f"one of {', '.join(MODELS)}, or a directory that holds config.json"
+    if hub_id.count("/") != 1:
+        choices = f"one of {', '.join(MODELS)}, a hub id, or a directory that holds config.json"
         raise SystemExit(f"unknown model {source!r}: use {choices}")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no network, a gated repository
         reason = " ".join(str(error).split())[:200]
         hint = "give --model a directory that holds it"
-        raise SystemExit(f"{source} cannot be downloaded ({reason}): {hint}") from error
+        problem = f"{source} is no directory here and cannot be downloaded ({reason})"
+        raise SystemExit(f"{problem}: {hint}") from error
 
 
 def source_of(name_or_dir):

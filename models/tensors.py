@@ -5,6 +5,7 @@ Sharded models too: each rank reads and holds its own rows alone.
 
 import json
 import math
+from dataclasses import fields
 from importlib import import_module
 
 import torch
@@ -25,12 +26,31 @@ def build_model(config, dtype=torch.float32):
     module = import_module(f"models.{module}")
     try:
         with torch.device("meta"):
-            model = getattr(module, name)(module.Config.from_dict(config)).to(dtype)
+            model = getattr(module, name)(checked(module.Config.from_dict(config))).to(dtype)
     except Exception as error:  # such as heads that divide nothing
         raise SystemExit(f"config.json describes no {model_type} model: {error}") from error
     model.checkpoint_config = config
     stored_dtype(config)  # a wrong one would show only when the trained model is saved
     return model
+
+
+def checked(config):
+    """config: of a model file -> the same. SystemExit names the first value that is no number of
+    its field's kind, below 1 (floats, and what may be 0: below 0), or too large.
+    """
+    for field in fields(config):
+        name, value, kind = field.name, getattr(config, field.name), field.type
+        if kind not in (bool, int, float):
+            continue
+        may_be_0 = "mask_token_id", "first_k_dense_replace", "num_shared_experts"
+        low = kind is int and field.default != 0 and name not in may_be_0
+        # a module is built for each layer, a name is made for each expert
+        high = 10_000 if name.endswith(("layers", "experts")) else 10**12
+        if type(value) not in (kind, int) or not low <= value <= high:
+            raise SystemExit(
+                f"config.json has {name} = {value!r:.60}: no {kind.__name__}, {low:d} to {high}"
+            )
+    return config
 
 
 def frozen_dtype(device):
@@ -115,6 +135,8 @@ def read_json(path):
 
 def open_tensors(path):
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         problem = "it is truncated or missing; download or copy it again"
@@ -127,28 +149,26 @@ def open_weights(directory):
     return {name: file for file in files for name in file.keys()}
 
 
-def check_tensors(source, found, needed):
-    """found, needed {name: shape}. SystemExit lists missing, extra and misshapen tensors of what is
-    called `source`.
+def fitting_weights(model, directory):
+    """`open_weights` of a directory that fits the model, which may be on the meta device.
+
+    SystemExit lists missing, extra and misshapen tensors. Some files also hold copies: of a tied
+    head, of rotary frequencies.
     """
+    files, found, needed = open_weights(directory), {}, tensor_shapes(model)
+    copies = ["inv_freq"] + ["lm_head.weight"] * model.config.tie_word_embeddings
+    for name, file in files.items():
+        if name.endswith((*copies,)):
+            continue
+        view = file.get_slice(name)
+        is_float = view.get_dtype() in ("F64", "F32", "F16", "BF16")
+        found[name] = tuple(view.get_shape()) if is_float else view.get_dtype()
     if wrong := sorted({name for name, _ in found.items() ^ needed.items()}):
         shapes = lambda n: f"is {found.get(n, 'missing')}, needed {needed.get(n, 'nowhere')}"
         said = (f"{name} {shapes(name)}" for name in wrong[:5])
         raise SystemExit(
-            f"{source} does not fit its model in {len(wrong)} tensors: {'; '.join(said)}"
+            f"{directory} does not fit its model in {len(wrong)} tensors: {'; '.join(said)}"
         )
-
-
-def fitting_weights(model, directory):
-    """`open_weights` of a directory that fits the model, which may be on the meta device.
-    SystemExit if it does not.
-    """
-    files, found = open_weights(directory), {}
-    for name, file in files.items():
-        view = file.get_slice(name)
-        is_float = view.get_dtype() in ("F64", "F32", "F16", "BF16")
-        found[name] = tuple(view.get_shape()) if is_float else view.get_dtype()
-    check_tensors(directory, found, tensor_shapes(model))
     return files
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from models import export_adapter, export_weights, has_lora, load_weights, meta_model
 from models.tensors import frozen_dtype
+from rollout.autoregressive import autoregressive_engine
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
 from rollout.probe import probe
@@ -21,15 +22,19 @@ def make_engine(
     fp32 on CPU), or a model instance, which becomes the engine's own: on CUDA its layers are
     replaced by fused ones. backend: "auto" follows the model's attention pattern: "block" is cached
     block-causal decoding, "masked" decodes bidirectional models. "lmdeploy" is that package's
-    engine for SDAR on CUDA, which reads the directory itself, in bf16. max_batch_size: rows decoded
-    together; the others wait, with the same tokens. request: (records, settings) for the engine's
-    `validate`, which refuses what it cannot do before weights are read.
+    engine for SDAR on CUDA, which reads the directory itself, in bf16. Autoregressive models, which
+    only evaluations run, have it and "transformers". max_batch_size: rows decoded together; the
+    others wait, with the same tokens. request: (records, settings) for the engine's `validate`,
+    which refuses what it cannot do before weights are read.
     """
+    is_named = isinstance(model_or_dir, (str, Path))
+    if engine := is_named and autoregressive_engine(model_or_dir, backend, device, max_batch_size):
+        return engine
     if backend == "lmdeploy":
         from rollout.lmdeploy import LmdeployEngine
 
         return LmdeployEngine(model_or_dir, device, max_batch_size, request)
-    model, is_named = model_or_dir, isinstance(model_or_dir, (str, Path))
+    model = model_or_dir
     if is_named:
         model = meta_model(model_or_dir, dtype or frozen_dtype(device))
     is_block = model.attention == "block-causal"

@@ -1,4 +1,5 @@
-"""lmdeploy's PyTorch engine (InternLM/lmdeploy 0.18) as a sampler: SDAR, dense or MoE, on CUDA.
+"""lmdeploy's PyTorch engine (InternLM/lmdeploy 0.18) as a sampler: SDAR, dense or MoE, on CUDA;
+for evaluations also autoregressive models (rollout/autoregressive.py), which have no mask.
 
 The engine runs inside this process, on this rank's GPU. docs/lmdeploy.md lists what it can do and
 what was found wrong with it. This file adds what training needs: samples that differ, weights
@@ -20,13 +21,11 @@ from importlib.util import find_spec
 from itertools import count, islice
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from distributed.groups import TIMEOUT
 from models.checkpoint import export_weights, load_model, meta_model
-from rollout.engine import Engine
-from rollout.sampling import GOLDEN, keyed_uniform
-from rollout.traces import Trace, scored
+from rollout.autoregressive import TokenEngine
+from rollout.sampling import GOLDEN
 
 FLAG = "--rollout-backend lmdeploy"
 MASK_TOKEN_ID = 151669  # in lmdeploy's configuration of SDAR, whatever config.json says
@@ -36,22 +35,23 @@ MEMORY_SHARE = 0.3  # of what the weights leave free, for the KV cache; the lear
 TOGETHER = 32
 
 
-class LmdeployEngine(Engine):
-    """name_or_dir: as load_model takes it; lmdeploy reads the directory itself, and `model` stays
-    on the meta device. max_batch_size: rows decoded together by lmdeploy's scheduler, which refills
-    them.
+class LmdeployEngine(TokenEngine):
+    """name_or_dir: as load_model takes it, or the facts of an autoregressive model; lmdeploy reads
+    the directory itself, and `model` stays on the meta device. max_batch_size: rows decoded
+    together by lmdeploy's scheduler, which refills them.
     """
 
-    choices = Engine.choices | {
-        "remasking": ("low_confidence_static", "sequential", "low_confidence_dynamic")
-    }
-    records, title, refills = (None,), "lmdeploy", True
+    title, refills = "lmdeploy", True
+    banned = []  # the mask; an autoregressive model has none
 
     def __init__(self, name_or_dir, device="cuda", max_batch_size=256, request=None):
-        self.model, self.dtype = meta_model(name_or_dir, torch.bfloat16), torch.bfloat16
+        self.model, self.dtype = name_or_dir, torch.bfloat16
+        if not hasattr(name_or_dir, "sources"):
+            self.model = meta_model(name_or_dir, self.dtype)
+            refuse_unsupported(self.model, torch.device(device))
+            self.banned = [self.model.mask_token_id]
         self.max_batch_size, self.sessions = max_batch_size, count(1)
         directory, adapters = self.model.sources
-        refuse_unsupported(self.model, torch.device(device))
         if request:
             self.validate(request[0], **request[1])
         self.device = torch.empty(0, device=device).device  # with its index
@@ -77,14 +77,21 @@ class LmdeployEngine(Engine):
 
         logging.getLogger("lmdeploy").setLevel(logging.ERROR)
         # transformers 5 leaves both empty where config.json has rope_theta and no pad_token_id
-        rope = {"rope_type": "default", "rope_theta": self.model.config.rope_theta}
+        overrides = {"pad_token_id": self.model.pad_token_id}
+        if self.banned:
+            overrides["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": self.model.config.rope_theta,
+            }
+        # ranks of an evaluation may share a GPU
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / max(torch.cuda.device_count(), 1)
         config = PytorchEngineConfig(
             dtype="bfloat16",
             max_batch_size=self.max_batch_size,
-            cache_max_entry_count=MEMORY_SHARE,
+            cache_max_entry_count=MEMORY_SHARE / max(sharing, 1),
             enable_prefix_caching=False,  # cached prompts would outlive the weights behind them
             dllm_block_length=self.model.block_length,
-            hf_overrides={"pad_token_id": self.model.pad_token_id, "rope_parameters": rope},
+            hf_overrides=overrides,
         )
         return PytorchEngine.from_pretrained(directory, engine_config=config)
 
@@ -98,14 +105,6 @@ class LmdeployEngine(Engine):
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.closed.set)
         self.thread.join(20)
-
-    def check(self, settings):
-        rule, n, steps = (settings[k] for k in ("remasking", "block_length", "denoising_steps"))
-        # the dynamic rule reveals at least one token a step, however many steps there are
-        is_dynamic = rule == "low_confidence_dynamic"
-        if n % steps or steps < n and is_dynamic:
-            served = n if is_dynamic else f"a divisor of the block length {n}"
-            raise SystemExit(f"--denoising-steps {steps}: with lmdeploy's {rule} give {served}")
 
     @torch.no_grad()
     def load_weights(self, weights):
@@ -121,39 +120,31 @@ class LmdeployEngine(Engine):
             lot.clear()  # before the next ones are gathered
         torch.cuda.synchronize(self.device)  # the forwards run on a stream of their own
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
-        from lmdeploy.pytorch.config import UnmaskingStrategy
+    def tokens(self, *request):
+        settings = request[2]
+        if self.banned:
+            from lmdeploy.pytorch.config import UnmaskingStrategy
 
-        # read at every step, the same for all requests
-        unmasking = self.agent.agent_strategy.unmasking_processor.dllm_config
-        unmasking.unmasking_strategy = UnmaskingStrategy.from_str(settings["remasking"])
-        unmasking.denoising_steps = settings["denoising_steps"]
-        unmasking.confidence_threshold = settings["confidence_threshold"]
-        prompts, eos = [prompt_ids[i] for i in owner.tolist()], settings["eos_token_ids"]
-        seeds = (keyed_uniform(settings["seed"], sample_index) * 2**53).long().tolist()
-        work = self._decode(prompts, seeds, settings, eos if stop_at_eos else [])
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        rows = future.result(TIMEOUT.total_seconds())  # a loop that hangs ends the run
-        canvas_length = torch.tensor(list(map(len, rows)), device=self.device)
-        completion_ids = pad_sequence(rows, True, self.model.pad_token_id).to(self.device)
-        return Trace(
-            prompts, completion_ids, scored(completion_ids, canvas_length, eos), canvas_length,
-            None, None, sample_index, None, settings,  # what it does not tell
-        )  # fmt: skip
+            # read at every step, the same for all requests
+            unmasking = self.agent.agent_strategy.unmasking_processor.dllm_config
+            unmasking.unmasking_strategy = UnmaskingStrategy.from_str(settings["remasking"])
+            unmasking.denoising_steps = settings["denoising_steps"]
+            unmasking.confidence_threshold = settings["confidence_threshold"]
+        future = asyncio.run_coroutine_threadsafe(self._decode(*request), self.loop)
+        return future.result(TIMEOUT.total_seconds())  # a loop that hangs ends the run
 
     async def _decode(self, prompts, seeds, settings, stops):
         """-> for each prompt the token ids after it, through the terminal block"""
         from lmdeploy.messages import GenerationConfig
 
         instance, n = self.engine.create_instance(), settings["block_length"]
-        mask = self.model.mask_token_id
 
         async def complete(prompt, seed):
             P, session, ids = len(prompt), next(self.sessions), []
             length = -(-(P + settings["gen_length"]) // n) * n - P
             request = GenerationConfig(
                 max_new_tokens=length, top_k=settings["top_k"], top_p=settings["top_p"],
-                stop_token_ids=stops, bad_token_ids=[mask], random_seed=seed,
+                stop_token_ids=stops, bad_token_ids=self.banned, random_seed=seed,
             )  # fmt: skip
             request.temperature = settings["temperature"]  # the constructor allows 2 at most
             async for output in instance.async_stream_infer(session, prompt, request):
@@ -164,7 +155,7 @@ class LmdeployEngine(Engine):
             # lmdeploy does not stop at an EOS in the block that the prompt ends in
             if ends := [i for i, token in enumerate(ids[:length]) if token in stops]:
                 length = ((P + ends[0]) // n + 1) * n - P
-            if len(ids) < length or mask in ids[:length]:
+            if len(ids) < length or self.model.mask_token_id in ids[:length]:
                 raise RuntimeError(
                     f"{FLAG}: a request ended with {output.status.name}, {len(ids)} of {length} "
                     "tokens; lmdeploy logs the cause"

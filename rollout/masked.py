@@ -52,7 +52,7 @@ class CurrentBlock:
         -> final hidden states [R, width, D], of which number j predicts the token of column
         first + j
         """
-        shift = int(hasattr(self.model, "align"))  # Dream predicts token i at position i - 1
+        shift = int(self.model.shift)  # token i is predicted at position i - 1
         every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         columns = every if window is None else first - shift + every[: shift + window]
         tokens, positions = self.tokens[:, columns], self.positions[:, columns]

@@ -34,7 +34,7 @@ class RunFlags:
 
     # task and data
     model: str = "tiny-sdar"
-    """key of models.MODELS, or a directory in HF layout"""
+    """key of models.MODELS, hub id, or directory in HF layout"""
     task: str = "gsm8k"
     """file of evals/ that gives prompts and scores, or path.py, a file of your own"""
     data: str = ""

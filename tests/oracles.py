@@ -28,6 +28,12 @@ CONFIGS = {
     "dream": TINY_DREAM | TOKENS | SIZES | HEADS,
 }
 
+# of models that have no directory: biases and a tied head; the shift and norms of heads
+A2D = {
+    "a2d-block": TINY_SDAR | {"model_type": "a2d-qwen2", "tie_word_embeddings": True},
+    "a2d-masked": TINY_DREAM | {"model_type": "a2d-qwen3", "block_size": 0, "shift": True},
+}
+
 
 class Group:
     """Stands in a model's `groups` for FSDP2, and keeps which backward passes reduce gradients."""

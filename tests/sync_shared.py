@@ -50,7 +50,7 @@ METHODS = {
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
     "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1251, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1281, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(

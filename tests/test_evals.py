@@ -42,10 +42,10 @@ TASKS = sorted({case["task"] for case in GOLDEN if "scores" in case})
 PRIVATE = {"private": ""}
 TRAIN = "arc_c countdown gsm8k math500 mbpp qa sudoku".split()
 RECALL = {  # of judged completions, at least: of the forms that scorers were tuned on, of others
-    "number": (0.91, 0.88),
+    "number": (0.91, 0.99),
     "expression": (0.89, 0.45),
     "latex": (0.75, 0.73),
-    "letter": (0.92, 0.75),
+    "letter": (0.94, 0.77),
     "list": (0.92, 0.62),
     "program": (0.96, 0.96),
     "grid": (0.82, 0.73),
@@ -57,7 +57,7 @@ HOSTILE = [
     "<answer>" + "[" * 10**5 + "</answer>",
     "[BEGIN]'" + "-" * 50_000 + "1", "```python\n" + "(" * 5000 + "\n```", "x" * 10**5,
     "9" * 10**5, "1 " * 10**4, "answer is " * 10**4, "A\n" * 10**4, "-" * 500 + "1",
-    "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**4,
+    "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**4, "<answer>" + "`" * 50_000 + "</answer>",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from golden_runs import CASES, assert_same, rows_of, run_case
+from oracles import A2D
 from sync_shared import METHODS
 from torch.distributed.tensor import DTensor
 
@@ -23,13 +24,13 @@ from models import (
 from models.checkpoint import set_special_tokens
 from models.tiny import TINY_CONFIGS, byte_tokenizer, random_model
 
-FAMILIES = list(TINY_CONFIGS)
+CONFIGS = TINY_CONFIGS | A2D
 ARGS = SimpleNamespace(activation_checkpointing=False, attention="auto", compile=False)
 
 
 def saved(family, directory, **changes):
     """A random checkpoint of the family on disk, biases and norms random too. -> the model"""
-    model = set_special_tokens(random_model(TINY_CONFIGS[family] | changes))
+    model = set_special_tokens(random_model(CONFIGS[family] | changes))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for value in model.state_dict().values():
@@ -42,7 +43,7 @@ def saved(family, directory, **changes):
 # --- loading -------------------------------------------------------------------------------------
 
 UNEVEN = {"vocab_size": 265, "num_experts": 2, "n_group": 1, "topk_group": 1}
-SHARDED = [(family, 2, {}) for family in FAMILIES] + [("tiny-llada2", 3, UNEVEN)]
+SHARDED = [(family, 2, {}) for family in CONFIGS] + [("tiny-llada2", 3, UNEVEN)]
 
 
 @pytest.mark.parametrize("family, ranks, changes", SHARDED)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import A2D
 
 from kernels.decode import cached_attention
 from models import add_lora, export_adapter, export_weights
@@ -21,6 +22,7 @@ from models.lora import adapter_tensors
 from models.tensors import tensor_names
 from models.tiny import TINY_CONFIGS, random_model
 
+CONFIGS = TINY_CONFIGS | A2D
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
@@ -95,7 +97,7 @@ def test_heads_are_normed_and_rotated_as_in_the_model_files(dtype, normed, half,
 
 
 @needs_triton
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("adapters", [None, "before", "after"])
 @torch.no_grad()
 def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
@@ -104,7 +106,7 @@ def test_an_engines_copy_computes_what_the_plain_model_does(family, adapters):
     at = torch.arange(48, device=DEVICE).expand(2, 48)
 
     def model_of(seed, is_fast=False):
-        model = random_model(TINY_CONFIGS[family], seed, DEVICE, dtype)
+        model = random_model(CONFIGS[family], seed, DEVICE, dtype)
         if is_fast and adapters != "before":
             layers.install(model)
         if adapters:

@@ -22,6 +22,7 @@ from models import (
     add_lora,
     export_weights,
     load_model,
+    load_tokenizer,
     save_adapter,
     save_model,
 )
@@ -118,7 +119,7 @@ def test_the_draws_are_keyed_by_the_seed():
 
 
 INSIDE = {"sdar": 28, "sdar_moe": 8, "llada2": 2 * 2 + 3 + 3, "llada": 28, "dream": 28}
-INSIDE["llada_moe"] = 8
+INSIDE |= {"llada_moe": 8, "a2d_block": 28, "a2d_masked": 28}
 
 
 @pytest.mark.parametrize("family", SMALLS)
@@ -182,13 +183,17 @@ def test_peft_alone_reads_a_saved_adapter(saved):
 
 def test_an_adapter_on_an_adapter_loads(saved, tmp_path):
     """RL on an adapter directory 'merges it and adds a fresh adapter': the chain of both loads,
-    without copies of the base.
+    without copies of the base, also of its tokenizer.
     """
-    _, first, _ = saved
+    first = shutil.copytree(saved[1], tmp_path / "first")
     model = fill_b(add_lora(load_model(first), 2, 6, ["v_proj"], seed=5), seed=7)
     save_adapter(model, tmp_path / "second", str(first), byte_tokenizer())
     assert close(load_model(tmp_path / "second").logits(IDS), model.logits(IDS))
     assert not close(load_model(first).logits(IDS), model.logits(IDS), 1e-2)
+    for file in [*tmp_path.glob("*/*token*"), *tmp_path.glob("*/*.jinja")]:
+        file.unlink()
+    tokenizer = load_tokenizer(tmp_path / "second")
+    assert tokenizer.name_or_path == str(saved[0]) and tokenizer.chat_template
 
 
 def test_every_export_starts_from_the_pristine_base():
@@ -217,12 +222,16 @@ PLAIN, CONFIG, WEIGHTS = "only plain LoRA", "adapter_config.json", "adapter_mode
 OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     "rank": (edit(CONFIG, r=8), ["of rank 8, does not fit its model at"]),
     "names": (edit(CONFIG, base_model_name_or_path="tiny-llada"), ["does not fit its model at"]),
-    "empty": (tensors(dict.clear, WEIGHTS), ["holds no adapters"]),
+    "empty": (tensors(dict.clear, WEIGHTS), ["holds no floating-point adapters"]),
+    "integers": (
+        tensors(lambda t: t.update({Q + "B.weight": t[Q + "B.weight"].long()}), WEIGHTS),
+        ["holds no floating-point"],
+    ),
     "half a pair": (tensors(lambda t: t.pop(Q + "B.weight"), WEIGHTS), ["q_proj"]),
     "rsLoRA": (edit(CONFIG, use_rslora=True), [PLAIN, "use_rslora"]),
     "unknown base": (
-        edit(CONFIG, base_model_name_or_path="me/unknown"),
-        ["unknown model .me/unknown"],
+        edit(CONFIG, base_model_name_or_path="unknown"),
+        ["unknown model .unknown"],
     ),
     "its own base": (
         lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d),

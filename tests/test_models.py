@@ -18,19 +18,20 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from oracles import row_logps
+from oracles import A2D, row_logps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import models
 from models import checkpoint as checkpoint_module
 from models import (
+    from_ar,
     load_model,
     load_tokenizer,
     random_init,
     save_model,
 )
-from models.checkpoint import set_special_tokens
+from models.checkpoint import prompt_text, set_special_tokens
 from models.experts import expert_parts
 from models.layers import RMSNorm
 from models.tensors import build_model, materialize, tensor_names, tensor_shapes
@@ -49,6 +50,7 @@ def golden(family):
 
 
 FAMILIES = ("llada", "llada_moe", "dream", "llada2", "sdar_moe")
+FAMILIES += ("a2d_qwen2", "a2d_qwen3", "a2d_llama")
 GOLDEN = {family: golden(family) for family in FAMILIES}
 CONFIGS = {family: config for family, (config, _) in GOLDEN.items()}
 CONFIGS["dream"] = TINY_CONFIGS["tiny-dream"] | dict(
@@ -56,9 +58,10 @@ CONFIGS["dream"] = TINY_CONFIGS["tiny-dream"] | dict(
     mask_token_id=151, eos_token_id=150, pad_token_id=150
 )  # fmt: skip
 MASK = 257
-SMALLS = {name[5:].replace("-", "_"): config for name, config in TINY_CONFIGS.items()}
+SMALLS = TINY_CONFIGS | A2D
+SMALLS = {n.removeprefix("tiny-").replace("-", "_"): config for n, config in SMALLS.items()}
 each_family = pytest.mark.parametrize("family", SMALLS)
-BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2")
+BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2", "a2d_block")
 
 
 def draw(model, rule):
@@ -145,6 +148,14 @@ def golden_pairs(family):
         grouped = model_of(config | {"n_kv_heads": 2}, rule="llada")  # shared key heads
         pairs["grouped"] = grouped.logits(ids), want["gqa_logits"]
         pairs["far"] = model.logits(want["long_ids"].long())[:, -16:], want["long_logits"]
+    if "mdlm_logits" in want:
+        free, plain = config | {"block_size": 0}, want["mdlm_logits"]
+        mdlm = model_of(free, rule=family)
+        pairs["mdlm"] = mdlm.logits(ids), plain
+        padded = mdlm.logits(want["padded_ids"].long(), valid)
+        pairs["mdlm, padded"] = padded[valid], want["mdlm_padded_logits"]
+        shifted = model_of(free | {"shift": True}, rule=family)
+        pairs["shift"] = shifted.logits(ids), torch.cat([plain[:, :1], plain[:, :-1]], 1)
     if "noisy_ids" in want:  # [clean | noisy]
         noisy = want["noisy_ids"][:, None]
         logps = model.logps(ids, noisy, torch.ones_like(noisy, dtype=torch.bool))[:, 0]
@@ -296,6 +307,7 @@ def test_logps_are_those_of_a_pass_over_the_clean_past(family, side):
             torch.testing.assert_close(logps[place], want[place], atol=1e-11, rtol=0)
             torch.testing.assert_close(entropies[place], want_entropies[place], atol=1e-11, rtol=0)
         assert not logps[~score].any() and not entropies[~score].any() and (logps[score] < 0).all()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # not tied
     model.lm_head.weight[MASK] *= 50  # the mask token has probability 0
     assert torch.equal(model.logps(*rows, **options), logps)
 
@@ -426,6 +438,8 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), NORM + r".*\(1,\).*\(32,\)"),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*I8"),
     "cut off": (cut_off, "safetensors.*truncated"),
+    "pipe": (lambda d: [(d / WEIGHTS).unlink(), os.mkfifo(d / WEIGHTS)], "safetensors .*no file"),
+    "end ids": (edit("generation_config.json", eos_token_id=[]), "no config file states eos"),
     "mask id": (edit(mask_token_id=7), r"mask_token_id 7 is no special.*'<\|MASK\|>': 257"),
     "no end": (
         lambda d: [(d / "generation_config.json").unlink(), edit(eos_token_id=None)(d)],
@@ -445,10 +459,42 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(saved, damage, words):
         load_model(saved)
 
 
-def test_a_damaged_template_is_refused_in_one_line(saved):
-    (saved / "chat_template.jinja").write_text("{% if")
-    with exits_with_one_line("its tokenizer cannot be loaded .TemplateSyntaxError", "copy "):
-        load_tokenizer(saved)
+TEMPLATES = [  # and what it raises
+    ("{% if", "TemplateSyntaxError"),
+    ("{{ raise_exception('no') if messages[0].content|length > 4 }}", "TemplateError..no"),
+    ("{{ 1 / (messages[0].content|length - 5) }}", "ZeroDivisionError"),
+    ("{{ messages[0].content }}", "UnicodeEncodeError"),
+]
+
+
+@pytest.mark.parametrize("template, words", TEMPLATES)
+def test_what_a_template_raises_is_one_line(saved, template, words):
+    (saved / "chat_template.jinja").write_text(template)
+    with exits_with_one_line("checkpoint", words):
+        models.prompt_ids(load_tokenizer(saved), [{"role": "user", "content": "2 + \ud800"}])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_code_is_saved_along_or_not_named(saved, tmp_path, there):
+    """auto_map asks for it; code in another repository needs no file."""
+    named = {"AutoModel": ["modeling_a.A", None], "AutoConfig": "me/b--configuration_b.B"}
+    edit(auto_map=named if there else named | {"AutoModel": "modeling_c.C"})(saved)
+    for name in ("modeling_a.py", "blocks.py"):
+        (saved / name).write_text("import torch")
+    save_model(load_model(saved), tmp_path / "b", None)
+    raw = json.loads((tmp_path / "b/config.json").read_text())
+    assert (
+        raw.get("auto_map") == (named if there else None) and (tmp_path / "b/blocks.py").is_file()
+    )
+
+
+def test_a_prompt_beyond_the_context_is_one_line(saved, caplog):
+    """That of transformers."""
+    edit(max_position_embeddings=12)(saved)
+    tokenizer = load_tokenizer(saved)
+    for length in (10, 11, 12):
+        models.prompt_ids(tokenizer, [{"role": "user", "content": "2" * length}])
+        assert len(caplog.records) == (length > 10)
 
 
 def test_names_without_files_are_refused(tmp_path):
@@ -465,34 +511,60 @@ def test_tiny_is_shipped_or_small(saved, tmp_path, monkeypatch):
     adapted = models.add_lora(load_model(saved), 2, 4)
     models.save_adapter(adapted, tmp_path / "a", str(saved), byte_tokenizer())
     assert models.sampling_facts(tmp_path / "a") == {"gen_length": 12, "denoising_steps": 2}
+    steps = lambda name: models.sampling_facts(name)["denoising_steps"]
+    assert [steps(name) for name in ("JetLM/SDAR-4B-Chat", "qwen3-0.6b-bd3lm")] == [4, 32]
     large = SMALLS["llada"] | {"mlp_hidden_size": 20_000, "torch_dtype": "bfloat16"}
     save_model(random_model(large), tmp_path / "large", None)
     assert models.sampling_facts(tmp_path / "large")["cache"] == "dual"
 
 
-def test_a_revision_reaches_every_file(tmp_path, monkeypatch):
-    """Config, weights and tokenizer of a model, and of the base of its adapter."""
-    asked = []
+NAMES = {
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "me/sdar": "me/sdar",
+    "qwen3-0.6b-bd3lm": "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1",
+}
+
+
+@pytest.mark.parametrize("name, hub_id", NAMES.items())
+def test_a_revision_reaches_every_file(saved, tmp_path, monkeypatch, name, hub_id):
+    """Config, weights and tokenizer of a model, and of the base of its adapter. Weights come last,
+    and none of a model that is not implemented.
+    """
+    asked, name = [], f"{name}@v1.0"
+    if "qwen3" in name:  # its config.json states neither
+        config = {k: v for k, v in SMALLS["a2d_block"].items() if k not in ("block_size", "shift")}
+        shutil.rmtree(saved)
+        save_model(model_of(config | models.names.STATED[hub_id]), saved, byte_tokenizer())
+        del config["mask_token_id"]
+        (saved / "config.json").write_text(json.dumps(config))
 
     def download(hub_id, revision, allow_patterns):
-        asked.append((hub_id, revision))
-        return models.names.MODELS["tiny-sdar"]
+        asked.append((hub_id, revision, "*.safetensors" in allow_patterns))
+        return str(saved)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    name, hub_id = "sdar-8b@v1.0", "JetLM/SDAR-8B-Chat"
+    assert models.sampling_facts(name)["gen_length"] == (12 if "me/" in name else 256)
+    assert not any(weights for *_, weights in asked)
     model = models.add_lora(load_model(name), 2, 4)
     tokenizer, base = load_tokenizer(name), models.source_of(name)
     models.save_adapter(model, tmp_path / "adapter", base, tokenizer)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (hub_id, "v1.0")
     load_model(tmp_path / "adapter")
-    assert len(asked) == 3 and {*asked} == {(hub_id, "v1.0")}
-    load_model("sdar-8b")
-    assert asked[3:] == [(hub_id, None)]
-    (tmp_path / name).symlink_to(models.names.MODELS["tiny-sdar"])
-    monkeypatch.chdir(tmp_path)
+    assert {(hub_id, "v1.0")} == {(name, revision) for name, revision, _ in asked}
+    assert sum(weights for *_, weights in asked) == 2
+    asked.clear()
+    load_model(hub_id)
+    assert asked == [(hub_id, None, False), (hub_id, None, True)]
+    (folder := tmp_path / "folder" / name).parent.mkdir(parents=True)
+    folder.symlink_to(models.names.MODELS["tiny-sdar"])
+    monkeypatch.chdir(tmp_path / "folder")
     load_model(name)  # a directory
-    assert len(asked) == 4
+    assert len(asked) == 2
+    edit(model_type="gpt2")(saved)
+    with exits_with_one_line("model_type 'gpt2'.* sdar, .*a2d-qwen2"):
+        load_model(hub_id)
+    assert len(asked) == 3
 
 
 # --- config files --------------------------------------------------------------------------------
@@ -504,7 +576,17 @@ REFUSED = [
     ("sdar", {"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
     ("sdar", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
     ("sdar", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
-    ("sdar", {"model_type": "qwen3"}, "model_type.*qwen3.*sdar"),
+    ("sdar", {"model_type": "qwen3"}, "qwen3.*models/from_ar.py"),
+    ("a2d_block", {"block_size": None}, "block_size None; add block_size: 0"),
+    ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
+    ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
+    ("sdar", {"block_size": 0}, "block_size = 0: no int, 1 to"),
+    ("sdar", {"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000.* to 10000"),
+    ("sdar", {"rope_theta": math.nan}, "rope_theta = nan: no float"),
+    ("sdar", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': no bool"),
+    ("llada2", {"num_experts": 10**400}, "num_experts = 1000"),
+    ("llada", {"n_heads": True}, "n_heads = True"),
+    ("dream", {"block_length": 4.0}, "block_length = 4.0"),
     ("sdar_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("llada2", {"score_function": "softmax"}, "score_function.*softmax"),
     ("llada", {"activation_type": "swiglu"}, "activation_type.*swiglu.*silu"),
@@ -622,11 +704,84 @@ def test_official_tokens(tmp_path):
     assert len(sdar("<MASK>", add_special_tokens=False)["input_ids"]) == 3  # it is no token
 
 
+# --- autoregressive models -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def autoregressive(tmp_path):
+    """Directory of a Qwen2 with a tied head; files of others hold these copies."""
+    config = SMALLS["a2d_block"] | {"torch_dtype": "bfloat16", "vocab_size": 260}
+    save_model(model_of(config, is_rounded=True), tmp_path / "old", byte_tokenizer())
+    edit(model_type="qwen2", mask_token_id=None, block_size=None, shift=None)(tmp_path / "old")
+    tensors(lambda t: t.update(COPIES))(tmp_path / "old")
+    return tmp_path / "old"
+
+
+COPIES = {"lm_head.weight": torch.zeros(260, 96), "a.rotary_emb.inv_freq": torch.zeros(4)}
+
+
+CONVERTED = [  # flags; attention, length of blocks
+    ({}, ("block-causal", 4)),
+    ({"block_length": 8}, ("block-causal", 8)),
+    ({"bidirectional": True, "shift": True}, ("bidirectional", 32)),
+]
+
+
+@pytest.mark.parametrize("flags, facts", CONVERTED)
+def test_an_autoregressive_model_is_converted(autoregressive, tmp_path, flags, facts):
+    """Its tensors bit for bit; the row of the mask token is the mean. Without a mask token one is
+    added, behind the last row.
+    """
+    has_mask, new = bool(flags), str(tmp_path / "new")
+    if not has_mask:
+        for name in "tokenizer.json", "tokenizer_config.json":
+            text = (autoregressive / name).read_text().replace("<|MASK|>", "<|none|>")
+            (autoregressive / name).write_text(text.replace('"mask_token"', '"no_token"'))
+    from_ar.main(str(autoregressive), new, **flags)
+    old, held = load_file(autoregressive / WEIGHTS), load_file(tmp_path / "new" / WEIGHTS)
+    row, name = MASK if has_mask else 260, "model.embed_tokens.weight"
+    want, got = old.pop(name), held.pop(name)
+    assert len(got) == (260 if has_mask else 320) and got.dtype == torch.bfloat16
+    assert torch.equal(got[:row], want[:row]) and torch.equal(got[row + 1 : 260], want[row + 1 :])
+    torch.testing.assert_close(got[row], want[:row].float().mean(0).bfloat16())
+    assert held.keys() | COPIES.keys() == old.keys()
+    assert all(torch.equal(value, old[name]) for name, value in held.items())
+    model, tokenizer = load_model(new), load_tokenizer(new)
+    assert (model.attention, model.block_length) == facts and model.eos_token_ids == [256]
+    assert model.config.shift == ("shift" in flags)
+    assert model.mask_token_id == tokenizer.mask_token_id == row
+
+
+def test_qwen3_answers_without_thinking(saved):
+    edit(model_type="a2d-qwen3")(saved)
+    template = "{{ enable_thinking is defined and enable_thinking is false }}"
+    (saved / "chat_template.jinja").write_text(template)
+    for _ in range(2):
+        tokenizer = load_tokenizer(saved)
+        assert prompt_text(tokenizer, [{}]) == "True"
+        tokenizer.save_pretrained(saved)
+    assert tokenizer.chat_template.count("set ") == 1
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; .* are qwen2, qwen3, llama"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_a_model_that_cannot_be_converted_is_refused(autoregressive, tmp_path, change, words):
+    edit(**change)(autoregressive)
+    with exits_with_one_line(words):
+        from_ar.main(str(autoregressive), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
 # --- tiny models ---------------------------------------------------------------------------------
 
 
 def test_the_command_writes_a_model_with_random_weights(tmp_path):
-    random_init.main(str(tmp_path / "one"), "tiny-llada")
+    random_init.main(str(tmp_path / "one"), "tiny-llada", device="cpu")
     want = random_model(TINY_CONFIGS["tiny-llada"])
     assert_same_weights(load_model(tmp_path / "one"), want)
     assert load_tokenizer(tmp_path / "one").mask_token_id == MASK

@@ -3,12 +3,15 @@ traceback. And the command line itself: its help, and what a start costs.
 """
 
 import json
+import os
 import re
 import runpy
 import sys
+from itertools import dropwhile
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from models import checkpoint
 ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
 TASK = "algos/d1.py --task TMP/task.py"
+MASTER = "MASTER_ADDR=localhost MASTER_PORT=0"
 ROWS = "--task gsm8k --data TMP/rows.jsonl"
 # rewards that fail
 OWN = {
@@ -86,6 +90,10 @@ REFUSALS = {
     "algos/d1.py --task TMP/leaves.py": "leaves.py line 1; SystemExit(0)",
     f"{TASK} --data TMP/rows.jsonl {ALGO}": "rows.jsonl row 1 has no column 'text', only question",
     f"{TASK} --data TMP/text.jsonl {ALGO}": "task.py line 10; SystemExit(0)",
+    "RANK=x algos/d1.py": "unset RANK",
+    "RANK=0 algos/sft.py": "WORLD_SIZE expected",
+    f"RANK=0 WORLD_SIZE=0 {MASTER} evals/run.py --tasks qa --model x": "size cannot be 0",
+    f"RANK=0 WORLD_SIZE=-2 {MASTER} algos/d1.py": "rank < size. 0 vs -2",
     # numbers
     **{f"algos/{name}.py --temperature 0": "--temperature 0.0 must be from" for name in ONLINE},
     "algos/bgpo.py --num-generations 1": "--num-generations 1 must be from 2 to 2147483647",
@@ -136,9 +144,12 @@ def collect(folder):
     evals.SECONDS = rewards.SECONDS = 0.5
     load_few_problems()
     for command in REFUSALS:
-        sys.argv = command.replace("TMP", str(folder)).split()
+        words = command.replace("TMP", str(folder)).split()
+        sys.argv = [*dropwhile(lambda word: "=" in word, words)]
+        set_for = dict(word.split("=") for word in words[: -len(sys.argv)])
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            with patch.dict(os.environ, set_for):
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except BaseException as error:
             found[command] = str(error) if type(error) is SystemExit else repr(error)
         if dist.is_initialized():
@@ -150,7 +161,7 @@ def collect(folder):
 def said(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     copytree(ROOT / "models/tiny-sdar", folder / "wide", ignore=ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 1024}
+    config = json.loads((folder / "wide/config.json").read_text()) | {"hidden_size": 4096}
     for name, content in {
         "wide/config.json": json.dumps(config),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),

@@ -195,8 +195,8 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
 
 
 def test_an_interrupted_run_continues(tmp_path, cli, calls):
-    """Samples that are finished stay, of other ranks too; half a row does not; other settings and
-    weights are refused.
+    """Samples that are finished stay, of other ranks too; half a row does not, and a call that was
+    written in part is made again; other settings and weights are refused.
     """
     flags = "--model tiny-sdar --limit 10 --batch-size 2 --seed 5 --out".split()
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -207,7 +207,7 @@ def test_an_interrupted_run_continues(tmp_path, cli, calls):
     assert timeless(cut, "samples-0") == rows[:6], "what was generated is scored and kept"
     assert "exists: name another one" in one_line(cli, *flags, cut)
     with open(cut / "samples-0.jsonl", "a") as file:
-        file.write(json.dumps(rows[6])[:-20])
+        file.write(f"{json.dumps(rows[6])}\n{json.dumps(rows[7])[:-20]}")
     others = (whole / "samples.jsonl").read_text().splitlines(keepends=True)
     (cut / "samples-1.jsonl").write_text("".join(others[8:]))
     calls.clear()
@@ -284,9 +284,10 @@ llada-1.5 llada gsm8k               256 16 16 none 0.0 1 low_confidence_static d
 llada-1.5 llada gpqa                256 16 16 none 0.0 1 low_confidence_static none
 x/llada-8b-base llada humaneval     256 256 256 none 0.0 1 low_confidence_static none
 dream-7b Dream mbpp                 512 512 512 none 0.2 1 entropy none
-sdar-8b sdar gsm8k                  4096 None 4 none 0.0 1 low_confidence_static none
+sdar-8b sdar gsm8k                  4096 None None none 0.0 1 low_confidence_static none
 sdar-8b sdar countdown compact      12 None 2 none 0.0 1 low_confidence_static none
 m lladamoe aime24                   2048 64 2 none 1.0 8 low_confidence_static none
+m a2d-masked humaneval              256 256 256 none 0.0 1 low_confidence_static none
 m llada2_moe gpqa                   128 None 32 none 0.0 1 low_confidence_dynamic none
 """
 
@@ -310,4 +311,5 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
         for task in decoding.SETTINGS[name]:
             sampling = decoding.settings(name, model_type, task)
             assert sampling.pop("repeats") and own_blocks == (sampling["block_length"] is None)
+            sampling["denoising_steps"] = sampling["denoising_steps"] or engine.model.block_length
             engine.validate(**sampling)

@@ -214,7 +214,7 @@ def naive_logits(model, ids, fresh, stored):
         return (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
     hidden = model.hidden(torch.tensor([ids]), torch.arange(len(ids))[None], attend)[0]
-    if hasattr(model, "align"):  # Dream: token i is predicted where token i - 1 is
+    if getattr(model, "shift", False):  # Dream: token i is predicted where token i - 1 is
         hidden = torch.stack([hidden[max(i - 1, 0)] for i in range(len(ids))])
     return model.head(hidden)
 
@@ -270,7 +270,7 @@ def naive_sample(
         start, before = origin + sum(map(sum, plan[:b])), sum(map(len, plan[:b])) * (not is_block)
         end = start + sum(quotas)
         inside, behind = range(max(start, P), end), range(end, total)
-        first = start - 1 if hasattr(model, "align") else start
+        first = start - 1 if getattr(model, "shift", False) else start
         fresh, stored, run, post = range(first, end if cache == "dual" else total), {}, {}, 0
         for step in range(len(quotas) + (max_post_steps + 1) * edits):
             now, places = before + step, [p for p in inside if masked[p]]

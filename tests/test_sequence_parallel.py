@@ -5,6 +5,7 @@ Whole scripts are in test_scripts.py.
 
 import pytest
 import torch
+from oracles import A2D
 from test_models import exits_with_one_line, ragged
 
 from distributed import sequence as sequence_parallel
@@ -37,7 +38,7 @@ def test_groups_score_rows_and_add_up_gradients_as_one_rank(run_ranks, ranks, N)
     """
 
     def body(rank, world_size):
-        for config in TINY_CONFIGS.values():
+        for config in (TINY_CONFIGS | A2D).values():
             model = random_model(config).double()
             packed = torch.arange(25).expand(4, 25) // 9
             for side, documents in ("scattered", None), ("left", packed):

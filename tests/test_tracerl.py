@@ -20,20 +20,25 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_rows_are_states_of_the_rollout(family, remasking, shrink):
     """Every token up to the EOS is scored in one draw of one update, in the state before the first
     of the steps that its round merges, of those that revealed something; unmerged, with the
-    log-probability that the sampler drew it with.
+    log-probability that the sampler drew it with. A group that is left out is not, one with an
+    advantage is as a whole, as released.
     """
-    model, args = tiny_model(family), tracerl.Args(num_iterations=3, shrink=shrink)
+    how = {"num_iterations": 3, "shrink": shrink, "num_generations": 4}
+    model, args = tiny_model(family), tracerl.Args(**how)
     how = {"num_samples": 4, "gen_length": 12, "seed": 5, "temperature": 0.8, "records": "steps"}
     how |= {"remasking": remasking, "confidence_threshold": 0.3, "block_length": 4}
     trace = make_engine(model).generate([*map(list, PROMPTS)], **how)
     batch, states, total = Batch(trace, model), [*trace.states(MASK)], 0
-    batch.advantages = torch.ones(12)
+    batch.advantages = torch.tensor([1.0, 0, -1, 0, 0, 0, 0, 0, 0, 2, -1, -1])
+    trained = (torch.arange(12) // 4 != 1)[:, None]
     for iteration in range(3):
         rows = tracerl.sample_masks(batch, iteration, args)
         scored, mine = rows.weights != 0, torch.arange(12) % 3 == iteration
         with torch.no_grad():
             logps = tracerl.draw_logps(model, changed(rows, temperature=0.8))
         assert rows.total == scored.any(2).sum() and not scored[~mine].any()
+        kept = rows.for_update(99, False, keep_all=False)
+        assert kept.total == (kept.weights != 0).any(2).sum()
         assert shrink > 1 or (logps - trace.logps[:, None]).abs()[scored].max() < 2e-6
         seen = torch.where(rows.masked, MASK, rows.input_ids[:, None])[..., batch.P :]
         for b, k, j in scored.nonzero().tolist():
@@ -42,7 +47,7 @@ def test_rows_are_states_of_the_rollout(family, remasking, shrink):
             first = steps[steps.index(trace.replay_map[b, j]) // shrink * shrink]
             assert torch.equal(seen[b, k, block], states[first][b, block])
         total = total + scored.sum(1)
-    assert torch.equal(total, trace.completion_mask.long())
+    assert torch.equal(total, (trace.completion_mask & trained).long())
 
 
 # --- the released code: Gen-Verse/dLLM-RL 10b4fd1 ------------------------------------------------
@@ -65,6 +70,7 @@ def released(family, **settings):
     batch.trace.reveal_map = Trace.reveal_map.fget(batch.trace)
     batch.advantages = torch.tensor([1.5, -0.5])
     how = {"num_iterations": 1, "micro_batch_size": 99, "row_mean": family == "llada"}
+    how["num_generations"] = 2
     return batch, tracerl.Args(gen_length=12, **how | settings)
 
 
