@@ -101,8 +101,8 @@ class Saves:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise OSError(f"{cause!r:.300} (rank {rank})") from error
             if is_first_rank():
-                facts = {"world_size": dist.get_world_size(), "sizes": sizes(folder)}
-                facts["about"] = about(self.args)
+                ranks, files = dist.get_world_size(), sizes(folder)
+                facts = {"world_size": ranks, "sizes": files, "about": about(self.args)}
                 (folder / FACTS).write_text(json.dumps(facts) + "\n")
         self.saved = step
         self.prune(self.resume)
