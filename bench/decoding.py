@@ -1,6 +1,6 @@
 """Decoding settings of one model on a task: accuracy, tokens per forward, tokens per second.
 
-    python bench/decoding.py --model DIR --task gsm8k --data test.jsonl --steps 4 2 1 --thresholds 0.9
+    python bench/decoding.py --model DIR --data test.jsonl --steps 4 2 1 --thresholds 0.8 0.9
 
 One JSON line per setting, greedy. tokens_per_s: completion tokens up to and with the first EOS over
 the seconds of whole rollouts, of all problems with --rows together, and of the first --alone
@@ -81,9 +81,8 @@ def main(args):
     rules = static + [dynamic | {"confidence_threshold": bound} for bound in args.thresholds]
     if n == 1:  # autoregressive
         rules = [{"denoising_steps": 1}]
-    caches = [{"cache": c} for c in args.cache] if engine.model.attention != "block-causal" else [{}]
-    for cache, rule in product(caches, rules):
-        settings = {"block_length": n} | rule | cache
+    for cache, rule in product(args.cache, rules):
+        settings = {"block_length": n, "cache": cache} | rule
         facts = {"model": args.model, "rows": args.rows} | settings
         report(facts, measure, engine, task, tokenizer, examples, args, settings)
         engine.release()

@@ -30,7 +30,8 @@ def setup_distributed(sequence_parallel=1):
     device = own_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    join_ranks(backend, TIMEOUT, **alone)
+    if not dist.is_initialized():
+        join_ranks(backend, TIMEOUT, **alone)
     form_groups(sequence_parallel, ranks_of_a_node(dist.get_world_size()), TIMEOUT)
     return device
 

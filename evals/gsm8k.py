@@ -165,7 +165,6 @@ PLAIN = [(WORDS, r"\1"), *rules(PLAIN + FRACTION)]
 # boxes: those without an answer, such as \boxed{Your Answer}; the sign in front of one
 BOXES = rules(r"""
 \\boxed\{(?:\s*|[^{}\d]{0,40}(?i:answer)[^{}\d]{0,40})\} =>
-(?<![\w)}])-(\$?\\boxed\{) => \1-
 """)
 
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
     main("math500")
 
+import re
 import sys
 
 from data.planning import stable_hash
@@ -33,7 +34,7 @@ from evals.examples import (
     worked,
 )
 from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
-from evals.math_grader import last_box, math_verify
+from evals.math_grader import hendrycks, last_box, math_verify, rewritten, rules
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
@@ -52,6 +53,22 @@ PROMPTS = {
     "tags": f"{D1}QUESTION",
     "boxed-tags": EVALUATION.format("") + '" \n\n\nQUESTION',
 }
+BOX = r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"
+# two boxes with no more than a comma, "and" or "or" between them
+SEVERAL = (
+    BOX + r"(?=[\s$*)\\]*(?:[,;]|and|or|\\text))(?:[\s$*,;]|\\[()]|and\b|or\b"
+    r"|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
+)
+# what makes no other formula of one: units, + 0, 1(...), brackets, spaces, and a name for it
+LAYOUT = rules(r"""
+(?<=.)\\(?:text\w*|mbox|mathrm)\{[^{}]*\}$|[.,;:]+$ =>
+[+-] *0(?![\d.])|(?<![\d.])(?:0 *\+|1 *(?:(?=\()|\*|\\cdot(?![a-z])|\\times)) =>
+\\(?:left|right|displaystyle|[!,;: ])|[\s{}()\[\]$] =>
+\\[dt]frac => \\frac
+\\cdot(?![a-z])|\\times|× => *
+^(.*)=\1$ => \1
+^[^=+*/^-]*=(?=[^=]*$) =>
+""")
 COLUMNS = (
     "problem and answer, or problem and solution with a box, or prompt and "
     "reward_model.ground_truth (DARE)"
@@ -91,14 +108,30 @@ def prompt(example):
 
 
 def extract(completion, example):
-    """The final answer, in a box or an answer tag; None without one. Never raises."""
+    r"""The final answer, in a box or an answer tag; None without one. Never raises.
+
+    \boxed{3} and \boxed{5} are the answers 3, 5."""
+    while (text := re.sub(SEVERAL, r"\\boxed{\1, \2\3}", completion)) != completion:
+        completion = text
     return final_answer(completion)
 
 
 def score(completion, example):
     """1.0 if Math-Verify finds the final answer equal to the gold one, else 0.0. Never raises."""
-    answer = final_answer(completion)
+    answer = extract(completion, example)
     return float(answer is not None and math_verify(answer, example["gold"]))
+
+
+def is_copy(completion, example):
+    """Whether the final answer is a formula of the question as it stands there, and not the gold
+    one: nothing that training may pay."""
+    answer = extract(completion, example) or ""
+    piece, question = (rewritten(text, LAYOUT) for text in (answer, example["question"]))
+    return (
+        re.search(r"[-+*/^!\\]|\d\.\d", piece)  # a formula, no number or name
+        and re.search(rf"(?<!\d){re.escape(piece)}(?!\d)", question)
+        and not hendrycks(answer, example["gold"])
+    )
 
 
 def answer(example, draw=0):

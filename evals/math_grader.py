@@ -28,12 +28,23 @@ MAX_TEXT = 100_000  # characters at the end of a completion that are read
 TIMEOUT = 5.0  # seconds for a question: a pair of answers, or some programs
 MEMORY = 4 * 2**30  # bytes of address space of a process
 
-BRACES = re.compile(r"\\[{}]|(\\boxed\s*)?([{}])")
-UNCLOSED = re.compile(rf"((?:\\\$|[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
-# what Math-Verify 0.9 does not see: the base of 52_8, and words of size
-IGNORED = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|dozen)\b")
+# a box with the minus sign in front of it, unless that subtracts
+BRACES = re.compile(r"\\[{}]|(?:((?<![\w)}\]-])-|)\$?(\\boxed\s*))?([{}])")
+# up to the next box: what has one inside is no answer
+UNCLOSED = re.compile(rf"((?:\\\$|(?!\\boxed)[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
+# what Math-Verify 0.9 does not see: the base of 52_8, words of size, and what a last \text says
+# that is no unit
+UNSEEN = re.compile(
+    r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|trillion|dozen)\b"
+    r"|\\(?:text\w*|mbox|math\w\w)\{(\s*(?:squared|cubed)|[^{}]*(?:(?<![\w^])[0-9]|\?|n't\b"
+    r"|\b(?:no[rt]?|or|wrong|incorrect|false|maybe|perhaps|plus|minus)\b))[^{}]*\}$"
+)
+# one name between bounds, and an interval: 0 < x < 1 is (0, 1)
+RANGE = r"([^<>=]*([<>]|\\[lgn]\w+))? *\\?[^\W\d][\w()]* *(([<>]|\\[lgn]\w+)[^<>=]*)?\n.*[)\]]"
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+"  # 1,450,000
-NUMBER = re.compile(rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?|-?[0-9]+/0*[1-9][0-9]*")
+NUMBER = re.compile(
+    rf"[-+]?(?:{GROUPED}|[0-9]+|(?=\.))(?:\.[0-9]+)?(?:E-?[0-9]{{1,3}})?|-?[0-9]+/0*[1-9][0-9]*"
+)
 # \frac{1}{2} as 1/2, a line of `rules`; in running text - is a sign unless it subtracts
 FRACTION = r"""
 ((?<![\w)])-)?\\[dt]?frac(?:\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}|([0-9])([0-9])) =>  \1\2\4/\3\5
@@ -52,32 +63,57 @@ def rewritten(text, rules):
     return text.strip()
 
 
+# what Math-Verify 0.9 does not read: = 3 and \approx 3, sets {x | 0 < x < 1}, signs that are no
+# LaTeX, 0.1\overline{36}, 1 1/4, 1 234, 54 52, \text{14 cm}^2, 14 cm^2, and the dots of a list
+READ = rules(r"""
+^(?:=|≈|\\approx(?![a-z])) =>
+√ *(\d+|\w|\{[^{}]*\}|\([^()]*\)) => \\sqrt{\1}
+^(?:\\left)?\\\{ *\w+ *(?:\\in *\\mathbb\{?R\}?)? *(?:\\mid|\||:)(.*?)(?:\\right)?\\\}$ => \1
+² => ^2
+³ => ^3
+∞ => {\\infty}
+∪(.) => \\cup \1
+±(.) => \\pm \1
+≤(.) => \\le \1
+≥(.) => \\ge \1
+≠(.) => \\ne \1
+(\.\d*)\\(?:overline|bar|dot) *(?:\{(\d+)\}|(\d)) => \1\2\3\2\3\2\3\2\3\2\3\2\3\2\3
+(?<=\d)\\? +(\d+)/(\d+) => \\frac{\1}{\2}
+(?<=\d)(?:\\,| )+(?=\d{3}(?!\d)) =>
+(?<=\d)(?<![_^c]\d)(?<!c \d)(?:\\[;: ]|\\q?quad|[ ~])+(?=\d) => ,
+\\text\{ *(-?[\d.,]*\d)([A-Za-z ]*)\} => \1\\text{\2}
+(?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
+\\[lc]?dots(?![a-z])|…|\.{3} => \\text{dots}
+""")  # noqa: E501
 COUNTED = r"""
 \{,\} => ,
 \\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
-[ .%$\\]+$ =>"""
+[ .$\\]+$ =>
+^(-?[1-9][^/]*?) *\\?%$ => \1
+(?<=\d)[\\ ]*(?:\\times|\\cdot) *10\^\{?(-?\d+)\}?$ => E\1"""
 COUNTED = rules(COUNTED + FRACTION)
 
 
 def boxes(text, unclosed=False):
-    r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open; \{ and
-    \} do not count. Linear.
+    r"""Contents of complete \boxed{...} up to MAX_LENGTH, in the order in which they open: -3 of
+    -\boxed{3}. \{ and \} do not count. Linear.
 
     unclosed: also of those that lack their bracket, up to the end of the line, $, < or >, with the
     brackets that lack inside.
     """
-    found, opened = [], []  # opened: where each open brace's content starts, and if it is a box
+    found, opened = [], []  # opened: the braces that are open
     for brace in BRACES.finditer(text):
-        if brace[2] == "{":
-            opened.append((brace.end(), bool(brace[1])))
-        elif brace[2] and opened:
-            start, is_box = opened.pop()
-            if is_box and brace.start() - start <= MAX_LENGTH:
-                found.append((start, text[start : brace.start()]))
-    for start, is_box in opened if unclosed else ():
-        if is_box and (line := UNCLOSED.match(text, start)):
+        if brace[3] == "{":
+            opened.append(brace)
+        elif brace[3] and opened:
+            box = opened.pop()
+            content = text[box.end() : brace.start()]
+            if box[2] and len(content) <= MAX_LENGTH:
+                found.append((box.end(), box[1] + content))
+    for box in opened if unclosed else ():
+        if box[2] and (line := UNCLOSED.match(text, box.end())):
             lacking = line[1].count("{") - line[1].count("}")
-            found.append((start, line[1] + "}" * lacking))
+            found.append((box.end(), box[1] + line[1] + "}" * lacking))
     return [content for _, content in sorted(found)]
 
 
@@ -90,25 +126,27 @@ def last_box(text):
 
 def math_verify(answer, gold, tolerance=0.0):
     """Whether Math-Verify finds two answers (LaTeX without \\boxed) equal. Equal strings and
-    numbers need no process.
+    numbers need no process. Decimals are equal to six places, but to no less than two digits.
 
     tolerance: values that differ by at most this much, plus 1 % for rounding of the last digit, are
     equal too."""
+    answer, gold = (rewritten(text, READ) for text in (answer, gold))
     if answer == gold:
         return True
     ours, theirs = number(answer), number(gold)
     if ours is not None and theirs is not None:
-        if abs(ours - theirs) <= 1.01 * tolerance:
+        gap = abs(ours - theirs)
+        if gap <= 1.01 * tolerance:
             return True
-        if ours.denominator == theirs.denominator == 1:
+        if gap > abs(theirs) / 500 and "%" not in answer + gold:
             return False
-    same = IGNORED.findall(answer) == IGNORED.findall(gold)
-    return same and bool(_verdict(answer, gold, tolerance))
+    same = UNSEEN.findall(answer) == UNSEEN.findall(gold)
+    return same and _verdict(answer, gold, tolerance) is True
 
 
 def number(answer):
-    r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2";
-    None for anything else."""
+    r"""The value of "1,450,000", "\$18.00", "50\%" (50), "90^\circ" (90), "-\frac{1}{2}", "1/2",
+    "1.6 \times 10^{-19}"; None for anything else."""
     text = rewritten(answer, COUNTED)
     return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
@@ -128,7 +166,7 @@ HENDRYCKS = rules(r"""
 \\?infinity|(?<!\\)\binf\b => \\infty
 (\d)\.0+(?!\d) => \1
 (?<![\d}])\.(?=\d) => 0.
-^.{0,2}=([^=]*)$ => \1
+^[^=\d]{0,2}=([^=]*)$ => \1
 \\sqrt\s*(\w+) => \\sqrt{\1}
 \s =>
 \\frac([^{}\\])([^{}\\]) => \\frac{\1}{\2}
@@ -195,18 +233,37 @@ def ask(kind, *question):
     print(f"{kind} grader: {wrong}", file=sys.stderr)
 
 
-_verdict = lru_cache(maxsize=2**16)(partial(ask, "math"))
+_verdict = lru_cache(2**16)(partial(ask, "math"))
 
 
 def _by_math_verify(answer, gold, tolerance):
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Eq, false, posify
 
-    read = [parse(text, parsing_timeout=None) for text in (f"${gold}$", f"\\boxed{{{answer}}}")]
-    right = verify(*read, timeout_seconds=None)
+    # all of a text is a formula, or nothing: by default Math-Verify reads "\\leq 12" as 12. And
+    # differences below 1e-15 are some
+    read = [
+        parse(text, [LatexExtractionConfig()], parsing_timeout=None)
+        for text in (f"${gold}$", f"\\boxed{{{answer}}}")
+    ]
+    options = {
+        "numeric_precision": 300,
+        "allow_set_relation_comp": re.fullmatch(RANGE, f"{answer}\n{gold}"),
+        "timeout_seconds": None,
+    }
+    right = verify(*read, **options)
+    if not right and r"\sqrt" in answer and "|" not in gold:  # of letters above 0
+        right = verify(*posify([side[0] for side in read])[0], **options)
+    if any(  # 7 = 5 is not 5
+        equation.lhs.is_number and equation.doit() == false
+        for side in read[1][:-1]
+        for equation in side.atoms(Eq)
+    ):
+        return False
     if tolerance and not right:  # x = 5 is 5
         theirs, ours = (complex(getattr(side[0], "rhs", side[0]).evalf()) for side in read)
         right = abs(ours - theirs) <= 1.01 * tolerance
-    return bool(right)
+    return right
 
 
 def _first_program(texts):

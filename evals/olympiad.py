@@ -23,7 +23,7 @@ import re
 
 from evals.examples import read_examples, user
 from evals.gsm8k import INSTRUCTION
-from evals.math500 import extract
+from evals.math500 import extract, is_copy  # noqa: F401
 from evals.math_grader import math_verify, number, rewritten, rules
 
 HUB, CONFIG = "Hothan/OlympiadBench", "OE_TO_maths_en_COMP"

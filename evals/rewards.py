@@ -2,9 +2,9 @@
 reward. A function of your own, --reward path.py:function, may also return one number.
 
 They are for training and live beside the metric, never in it: without --reward a run is trained on
-the task's score(), which pays for nothing but right answers. Each reward pays what the released
-code of its paper pays, errors included, to reproduce numbers that were made with it. `load_reward`
-gives the scripts the reward of a whole rollout at once.
+the task's score(), which pays for nothing but right answers, less what the task's is_copy() finds.
+Each reward pays what the released code of its paper pays, errors included, to reproduce numbers
+that were made with it. `load_reward` gives the scripts the reward of a whole rollout at once.
 """
 
 import re
@@ -12,6 +12,7 @@ from contextlib import suppress
 from numbers import Real
 
 from evals import mbpp, score_all
+from evals.math500 import is_copy
 from evals.math_grader import (
     MAX_LENGTH,
     MAX_TEXT,
@@ -160,7 +161,7 @@ def math500_deepscaler(completion, example):
     It is if it is the same string by the rule of MATH's authors or by PRM800K's, or if sympy finds
     no difference between them (for tuples and intervals in equal brackets: between their parts).
     Fractions must be in lowest terms, and an integer must be written as one; nothing is calculated
-    with more than two letters.
+    with more than two letters. Unlike there, no formula of the question is paid for its value.
     """
     answers = last_box(completion) or "", example["gold"]
     authors = [(r"^\\text\{(.+?)\}$", r"\1"), *MATHD]
@@ -173,7 +174,7 @@ def math500_deepscaler(completion, example):
     )
     ends = len(golds) == 1 or ours[:1] + ours[-1:] == theirs[0] + theirs[-1]
     equal = ours == theirs or len({rewritten(text, authors) for text in answers}) == 1
-    alike = len(parts) == len(golds) and ends
+    alike = len(parts) == len(golds) and ends and not is_copy(f"\\boxed{{{answers[0]}}}", example)
     return {"correct": float(equal or alike and all(map(same_part, parts, golds)))}
 
 
@@ -273,7 +274,7 @@ MOST = 1e18  # of a reward: fp32 holds its square
 
 def load_reward(name, task, instead=None):
     """--reward NAME or path.py:function -> function(completions, examples) -> [{component: value}];
-    "" -> the score of the task, as "score".
+    "" -> the score of the task, as "score", 0.0 for copies of the question.
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
     own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
@@ -315,7 +316,9 @@ def load_reward(name, task, instead=None):
         if function:
             paid = in_threads(function, texts, once.values())
         else:
-            paid = [{"score": score} for score in score_all(task, texts, once.values())]
+            copies = getattr(task, "is_copy", lambda *asked: False)
+            judged = zip(score_all(task, texts, once.values()), texts, once.values(), strict=True)
+            paid = [{"score": score * (not copies(*asked))} for score, *asked in judged]
         found = dict(zip(once, map(checked, texts, paid), strict=True))
         return [dict(found[key]) for key in keys]
 

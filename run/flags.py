@@ -19,7 +19,7 @@ from models import is_tiny, sampling_facts
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 # flags that --resume may change; it does not look at --out
-CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "reward_errors", "out")
+CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_errors", "out")
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # of a field in the source: a title above it; its name and what it is
@@ -79,6 +79,8 @@ class RunFlags:
     """reduce gradients after every backward: slower, but no rank holds full-size gradients"""
     sequence_parallel: int = 1
     """so many ranks share each row in the update: for rows that do not fit one GPU"""
+    plan: str = ""
+    """print memory and seconds for GPUs that need not be here, and end: 4xH100, or 2x24 (GB)"""
     # LoRA
     lora_rank: int = 128
     """rank of the LoRA adapters; 0: full fine-tuning"""
@@ -231,14 +233,21 @@ def command_line(arguments, by_size):
         print_help(arguments, found | {"model": (asked.model, "")})
         raise SystemExit(0)
     first = had or {name: value for name, (value, _) in found.items()}
-    args = tyro.cli(arguments, args=[*flags_of(first), *map(whole_path, sys.argv[1:])])
+    words = [*flags_of(first), *map(whole_path, sys.argv[1:])]
+    args, unknown = tyro.cli(arguments, args=words, return_unknown_args=True)
+    if unknown:
+        raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], arguments)}")
     check_numbers(args)
     now = json.loads(json.dumps(vars(args)))
     for name in had.keys() - CHANGEABLE:
         if now[name] != had[name]:
             flag = name.replace("_", "-")
             raise SystemExit(f"--resume: the run had --{flag} {had[name]}, now it is {now[name]}")
-    if os.environ.get("RANK", "0") == "0":
+    if args.plan:
+        from run.plan import pretend
+
+        pretend(args.plan)
+    elif os.environ.get("RANK", "0") == "0":
         print(f"settings: {sys.argv[0]} {shlex.join(flags_of(vars(args)))}", file=sys.stderr)
     return args
 
@@ -263,6 +272,32 @@ def flags_of(values):
     return words
 
 
+def described(arguments):
+    """-> {field: (title of its group, what it is)}, from the source of the dataclass"""
+    found, fields = {}, get_type_hints(arguments)
+    for kind in arguments.__mro__[:-1]:
+        title = "the method's own"
+        for heading, name, about in FIELD.findall(inspect.getsource(kind)):
+            title = heading or title
+            if name in fields:
+                found.setdefault(name, (title, " ".join(about.split())))
+    return found
+
+
+def meant(flag, arguments):
+    """-> the flags, at most three, that a wrong one may stand for: those with the most of its words
+    (of four letters) in initials and name, which count twice, and description
+    """
+    # 0.5: more than no word
+    scores, asked = {0.5: ["--help"]}, re.findall(r"[-_]([^\W_]{1,4})", f"-{flag}")
+    for name, (_, about) in described(arguments).items():
+        parts = name.split("_")
+        title = " ".join(["".join(part[0] for part in parts), *parts])
+        found = re.findall(rf"\b(?:{'|'.join(asked)})", f"{title} {title} {about}", re.I)
+        scores.setdefault(len(found), []).append(f"--{name}".replace("_", "-"))
+    return " or ".join(scores[max(scores)][:3])
+
+
 def print_help(arguments, found):
     """--help: flags in groups, whose titles are comments in the source of their dataclass, with the
     values of a run, and where those come from that the script does not set.
@@ -270,21 +305,16 @@ def print_help(arguments, found):
     print(
         "Values of the run as flags; in brackets, where those are from that the script does not set"
     )
-    left = get_type_hints(arguments)
-    for kind in arguments.__mro__[:-1]:
-        title = "the method's own"
-        for heading, name, about in FIELD.findall(inspect.getsource(kind)):
-            if heading:
-                title = heading
-            elif name in left:
-                value, source = found.get(name, (getattr(arguments, name), ""))
-                if title:
-                    print(f"\n{title}:")
-                title, options = "", get_args(left.pop(name))
-                print(" ", *flags_of({name: value}), f"({source})" * bool(source))
-                if isinstance(value, str) and options:
-                    print("      one of", *options)
-                print("     ", *about.split())
+    kinds, last = get_type_hints(arguments), ""
+    for name, (title, about) in described(arguments).items():
+        value, source = found.get(name, (getattr(arguments, name), ""))
+        if title != last:
+            print(f"\n{title}:")
+        last, options = title, get_args(kinds[name])
+        print(" ", *flags_of({name: value}), f"({source})" * bool(source))
+        if isinstance(value, str) and options:
+            print("      one of", *options)
+        print("     ", about)
 
 
 def check_numbers(args):

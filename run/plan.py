@@ -1,18 +1,24 @@
 """A plan of a run, made before weights are read: memory, seconds, and the micro-batch that fits.
 
+A run on a GPU prints its own; with --plan any command prints that of other GPUs, and ends.
+
 Parameters, and what a block keeps for the backward pass, are counted on the model without weights
 (the meta device), whatever the family. The other terms are estimates, with constants fitted to
 bench/step.py and to the samplers' tables. docs/models.md compares plans with measurements.
 """
 
 import math
+import os
+import re
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch._functorch.config
 import torch.distributed as dist
 
+from distributed import groups
 from distributed.sharding import (
     cuda_bytes,
     gathered_bytes,
@@ -20,11 +26,29 @@ from distributed.sharding import (
     ranks_of_a_copy,
     replicated,
 )
+from models import names
 from models.attention import check_backend
+from models.config import stored_dtype
 from models.layers import memory_budget
+from run.flags import flags_of
 
-# Part of a GPU's name -> FLOP/s of an 8192^3 bf16 product, bytes/s of its memory
-GPUS = {"H100": (0.69e15, 3.35e12), "H200": (0.69e15, 4.8e12)}
+# Parts of a GPU's name -> FLOP/s of a large bf16 product, bytes/s of its memory, its size as the
+# driver gives it. Measured on H100 and H200; of others 0.7 of the FLOP/s of the data sheet.
+GPUS = {
+    "A100-40": (0.218e15, 1.56e12, 42e9),
+    "A100-80": (0.218e15, 2.04e12, 85e9),
+    "A10G": (0.049e15, 0.6e12, 23.6e9),
+    "A10": (0.088e15, 0.6e12, 23.6e9),
+    "B200": (1.58e15, 8e12, 191e9),
+    "H100": (0.69e15, 3.35e12, 85e9),
+    "H200": (0.69e15, 4.8e12, 150e9),
+    "L40S": (0.253e15, 0.864e12, 47.7e9),
+    "L4": (0.085e15, 0.3e12, 23.6e9),
+    "RTX-3090": (0.05e15, 0.936e12, 25.4e9),
+    "RTX-4090": (0.116e15, 1.01e12, 25.4e9),
+}
+# bytes and name of a GPU that is not here, but planned for
+ASKED = None
 # Share of the memory that a plan leaves to the CUDA context, libraries, graphs, and gaps between
 # tensors
 RESERVE = 0.07
@@ -35,19 +59,14 @@ ON_CPU = 256  # micro-batch
 # Gradients and recomputed tensors of the block in work, as a multiple of what a block keeps
 IN_WORK = 2
 # Training: all products, as a share of the rate of a large one; how often a forward and backward
-# pass read or write what blocks keep; FLOP/s of attention of bidirectional and of block models;
+# pass read or write what blocks keep; attention's share, of bidirectional and of block models;
 # seconds to launch a block forward and backward
-PRODUCTS, TOUCHES, SDPA, FLEX, LAUNCH = 0.92, 11, 285e12, 130e12, 6e-4
+PRODUCTS, TOUCHES, SDPA, FLEX, LAUNCH = 0.92, 11, 0.413, 0.188, 6e-4
 # A sampler's forward: share of the roofline; seconds of an adapter, which takes four kernels
 SAMPLER, ADAPTER = 0.66, 2e-5
 
-# What takes less memory, where no micro-batch fits
-ADVICE = (
-    "--sync-every-backward, --activation-checkpointing, --lora-rank 128, more GPUs (for long rows "
-    "with --sequence-parallel), or a smaller model"
-)
 
-
+@cache
 def kept_per_token(model, compiled, dtype=torch.bfloat16):
     """-> bytes a token that a block of a model on the meta device keeps for its backward pass,
     without its parameters.
@@ -181,18 +200,20 @@ class Plan:
 
     def seconds(self):
         """-> {phase: seconds of a step}, waiting for other ranks left out; {} on an unknown GPU"""
-        rates = [rates for name, rates in GPUS.items() if name in self.gpu]
+        words = re.split(r"\W|GB", self.gpu)  # of "NVIDIA A100-SXM4-40GB": A100 and 40
+        rates = [GPUS[name] for name in GPUS if {*name.split("-")} <= {*words}]
         if not rates:
             return {}
-        ((flop_rate, byte_rate),), args, net, n = rates, self.args, self.model, self.n
+        (flop_rate, byte_rate, _), args, net, n = rates[0], self.args, self.model, self.n
         prompt, scored = self.lengths.double().mean(0).tolist()
         adapters = sum("lora_A" in name for name, _ in net.named_parameters())
         products = lambda tokens, scored: tokens * self.active + scored * net.lm_head.weight.numel()
 
         together, K, length = self.layout(self.size, prompt, scored)
-        pairs = length**2 / SDPA  # of tokens that see each other
+        pairs = length**2 / SDPA / flop_rate  # of tokens that see each other
         if self.is_block:
-            pairs = ((prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)) / FLEX
+            pairs = (prompt + scored) ** 2 / 2 + K * scored * (prompt + scored / 2)
+            pairs /= FLEX * flop_rate
         # 4 FLOPs a pair and dimension in the forward pass, 10 in the backward pass
         other = 14 * pairs * net.config.num_attention_heads * net.config.head_dim
         other += length * self.kept * TOUCHES / byte_rate + LAUNCH / together
@@ -232,13 +253,17 @@ class Plan:
 
     def table(self):
         """-> the plan in lines"""
-        line = lambda terms: ", ".join(f"{k} {v:.3g}" for k, v in terms.items() if v)
-        memory = {term: value / 1e9 for term, value in self.memory(self.size).items()}
+        line = lambda terms, unit: ", ".join(f"{k} {v / unit:.3g}" for k, v in terms.items() if v)
+        weights = stored_dtype(self.model.checkpoint_config).itemsize * self.base
+        # parameters and moments in fp32
+        save = {"weights": 4 * self.trained if self.args.lora_rank else weights}
+        save["for --resume"] = 12 * self.trained * (1 + self.values)
         return (
             f"plan for one of {self.ranks} x {self.gpu}, --micro-batch-size {self.size}, "
             f"{self.rows} completions at a time\n"
-            f"  GB of {self.room / 1e9:.3g}: {line(memory)}\n"
-            f"  seconds: {line(self.seconds()) or 'unknown on this GPU'}"
+            f"  GB of {self.room / 1e9:.3g}: {line(self.memory(self.size), 1e9)}\n"
+            f"  seconds: {line(self.seconds(), 1) or 'unknown on this GPU'}\n"
+            f"  GB of a save: {line(save, 1e9)}"
         )
 
     def check(self):
@@ -249,9 +274,27 @@ class Plan:
         if not self.size or needed >= self.room:
             raise SystemExit(
                 f"--micro-batch-size {size} needs {needed / 1e9:.3g} GB on a GPU of "
-                f"{self.room / 1e9:.3g} GB: try "
-                + (f"--micro-batch-size {self.fitting[-1]}" if self.fitting else ADVICE)
+                f"{self.room / 1e9:.3g} GB: "
+                + (f"try --micro-batch-size {self.fitting[-1]}" if self.fitting else self.advice())
             )
+
+    def advice(self):
+        """-> how many such GPUs of a node fit the run as it is, or fewer with flags that take less
+        memory
+        """
+        found, fewest = [], math.inf
+        sync, recompute = {"sync_every_backward": True}, {"activation_checkpointing": True}
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        for flags in ({}, sync, recompute, sync | recompute):
+            args = replace(self.args, **flags)
+            for ranks in (self.ranks, 2, 4, 8):
+                if self.ranks <= ranks < fewest and replace(self, args=args, ranks=ranks).fitting:
+                    found.append(" ".join([f"{ranks}", *flags_of(flags)]))
+                    fewest = ranks
+        return (
+            f"such GPUs that fit: {', or '.join(found or ['none up to 8'])}; else try "
+            "--lora-rank 128, --sequence-parallel for long rows, or a smaller model"
+        )
 
 
 def fit(model, args, lengths, splits, coupled, has_old=False):
@@ -262,17 +305,37 @@ def fit(model, args, lengths, splits, coupled, has_old=False):
     Prints the plan. SystemExit for an --attention that cannot serve the model, if the size asked
     for does not hold what one forward must, or if the run does not fit the GPU.
     """
-    check_backend(args.attention, model.attention, "cuda" if cuda_bytes() else "cpu")
+    room, gpu = ASKED or (cuda_bytes(), "")
+    check_backend(args.attention, model.attention, "cuda" if room else "cpu")
     size, together = args.micro_batch_size, coupled * args.num_draws(1)
     if 0 < size < together:
         raise SystemExit(
             f"--micro-batch-size {size} does not hold the {together} draws that one forward takes"
         )
-    if not (room := cuda_bytes()):
+    if not room:
         return size or max(ON_CPU, together), ROWS
-    machine = room, torch.cuda.get_device_name(), dist.get_world_size()
+    machine = room, gpu or torch.cuda.get_device_name(), dist.get_world_size()
     plan = Plan(model, args, lengths, len(splits.get("test", ())), coupled, has_old, *machine)
     plan.check()
     if not dist.get_rank():
         print(plan.table(), flush=True)
+    if ASKED:
+        raise SystemExit(0)
     return plan.size, plan.rows
+
+
+def pretend(gpus):
+    """--plan: from here on this process is the first of a run on these GPUs, which are of one node,
+    until `fit` ends it. Weights are not downloaded.
+    """
+    global ASKED
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found = re.fullmatch(f"([1-8])x({'|'.join(GPUS)}|[0-9]+)", gpus)
+    if not found:
+        raise SystemExit(f"--plan {gpus}: use 1x24 to 8x24 (GB), or 1x one of {', '.join(GPUS)}")
+    ranks, gpu = found.groups()
+    ASKED = (GPUS[gpu][2] if gpu in GPUS else 1e9 * int(gpu)), gpu
+    groups.own_device = lambda: torch.device("cuda")
+    names.FILES[:] = names.SMALL
+    dist.init_process_group("fake", rank=0, world_size=int(ranks), store=FakeStore())

@@ -1,6 +1,7 @@
 """The plan of a run against real tensors, on CPU."""
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from oracles import small_args
 
-from algos import d1
-from models import add_lora, load_model, load_weights, meta_model
+from algos import bgpo, d1
+from distributed import groups
+from models import add_lora, load_model, load_weights, meta_model, names
 from run import plan
 
 PLANS = (Path(__file__).parent / "golden/plans.jsonl").read_text().splitlines()
@@ -31,7 +33,7 @@ def test_plans_are_golden(monkeypatch, capsys, line):
     case = json.loads(line)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(plan, "cuda_bytes", lambda: case["gigabytes"] * 1e9)
-    monkeypatch.setattr(plan.torch.cuda, "get_device_name", lambda: "test H100")
+    monkeypatch.setattr(plan.torch.cuda, "get_device_name", lambda: case.get("gpu", "H100"))
     monkeypatch.setattr(plan.dist, "get_world_size", lambda *group: case["ranks"])
     monkeypatch.setattr(plan.dist, "get_rank", lambda *group: 0)
     script = import_module(f"algos.{case['script']}")
@@ -43,6 +45,23 @@ def test_plans_are_golden(monkeypatch, capsys, line):
     except SystemExit as error:
         said = str(error)
     assert said.splitlines() == case["table"]
+
+
+@pytest.mark.parametrize("gpus", ["2xA100-40", "8x24"])
+def test_a_plan_needs_no_gpu(monkeypatch, capsys, gpus):
+    """And reads no weights: `main` ends before."""
+    monkeypatch.setattr(plan, "ASKED", None)
+    monkeypatch.setattr(names, "FILES", [*names.FILES])
+    monkeypatch.setattr(groups, "own_device", groups.own_device)
+    monkeypatch.setattr(sys, "argv", ["algos/bgpo.py", "--no-compile", "--plan", gpus])
+    monkeypatch.setattr(bgpo, "load_models", None)
+    with pytest.raises(SystemExit, match="^0$"):
+        bgpo.main(bgpo.Args.parse(bgpo.BY_SIZE))
+    torch.distributed.destroy_process_group()
+    first, memory, seconds, save = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"plan for one of {gpus.replace('x', ' x ')}, --micro-batch-size ")
+    assert memory.startswith(f"  GB of {'42' if 'A100' in gpus else '24'}: policy ")
+    assert ("unknown" in seconds) == ("A100" not in gpus) and "for --resume 0.00" in save
 
 
 @pytest.mark.parametrize("rank", [0, 4])
