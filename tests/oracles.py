@@ -284,6 +284,10 @@ def full_graph_loss(module, model, rows, args):
         limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
         kl = args.beta * (elbo - rows.ref) ** 2 / (2 * n)
         return (kl - torch.minimum(ratio * A, limited * A)).sum() / sequences
+    if name == "gdpo":
+        ratio = ((lp * w).sum((1, 2)) / c.sum(1) - old / c.sum(1)).exp()
+        kept = torch.where(A > 0, ratio.clamp(max=1 + args.epsilon), ratio.clamp(1 - args.epsilon))
+        return -(kept * A).sum() / sequences
     assert name == "spg", f"write the loss of {name} from its paper here"
     powers = (w * lp.exp() ** args.eubo_beta).mean(1)  # [R, L], 0 where no draw masks
     logs = torch.where(powers > 0, powers, 1).log().sum(1) / args.eubo_beta

@@ -36,6 +36,7 @@ from algos import (
     dtreerpo,
     ebpo,
     espo,
+    gdpo,
     justgrpo,
     mdpo,
     spg,
@@ -91,7 +92,7 @@ PROMPT, COMPLETION = [4, 1, 2, 3, 0, 1], [2, 0, 3, 1, 4, 0, 2, 2, 5]
 BLOCKS = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3])  # the EOS ends the third one early
 
 
-def drawn(module, u, noise):
+def drawn(module, u, noise, **fields):
     """-> rows of one completion for each level u [n], with noise [n, 4] in every block; the sampler
     went on behind the EOS
     """
@@ -99,7 +100,7 @@ def drawn(module, u, noise):
     batch = made_batch(*(x.expand(len(u), -1) for x in (ids, c, BLOCKS)))
     values = {0: noise, 1: noise.flip(1)}
     batch.uniform = lambda iteration, key: values.get(key, u[:, None]).repeat(1, 18)[:, :18]
-    return module.sample_masks(batch, 0, small_args(module, p_mask_context=0.0))
+    return module.sample_masks(batch, 0, small_args(module, p_mask_context=0.0, **fields))
 
 
 @pytest.mark.parametrize("module", [bgpo, ebpo, espo, spg])
@@ -125,6 +126,22 @@ def test_each_block_is_unbiased(module):
     whole = module.estimate_logps(logps, rows, spg.Args())
     whole = whole[:, 0] * 9 if module is spg else whole  # its lower bound, per token
     assert whole.mean().item() == pytest.approx(ends[-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("points", [(0,), (-(3**-0.5), 3**-0.5), (-(0.6**0.5), 0, 0.6**0.5)])
+def test_gdpo_integrates_polynomials_of_the_time(points):
+    """K times: exactly up to degree 2 K - 1, and not above, in blocks of any length. Of n tokens
+    t (n - 1) + 1 are masked on average.
+    """
+    K, u = len(points), (torch.arange(100) + 0.5).double() / 100
+    times = (torch.tensor(points).double() + 1) / 2
+    rows = drawn(gdpo, u, torch.rand(100, 4), mc_num=K)
+    for degree in range(2 * K + 1):
+        logps = (times**degree)[:, None].expand(100, K, 12)
+        error = gdpo.estimate_logps(logps, rows, None) / 9 - 1 / (degree + 1)
+        assert (error.abs() < 1e-6).all() if degree < 2 * K else (error.abs() > 1e-4).all()
+    counts = (rows.weights[..., 2:6] > 0).sum(2).double().mean(0)
+    torch.testing.assert_close(counts, 3 * times + 1, atol=0.01, rtol=0)
 
 
 def test_counts_of_ebpos_released_code():
@@ -254,6 +271,7 @@ OTHERS = {  # rewards of the table below that are not 1, 0, 0, 0
 ADVANTAGES = [  # script, flags, advantages of the first and of the others, by hand
     (d1, {}, 0.75, -0.25),
     (spg, {}, 0.75, -0.25),
+    (gdpo, {}, 0.75, -0.25),
     (tpg, {}, 0.75, -0.25),
     (coupled_grpo, {}, 0.75, -0.25),
     (coupled_grpo, {"baseline": "loo"}, 1.0, -0.333333),

@@ -1,0 +1,271 @@
+"""GDPO (arXiv 2510.08554): PPO on the whole completion, its ELBO integrated by a quadrature.
+
+loss  = mean over sequences of -min(ratio A, clip(ratio, 1-eps, 1+eps) A)
+ratio = exp((elbo - old) / L), L tokens
+elbo  = sum over times t of w(t) (n / m) sum of logps over m of n tokens, masked
+t, w  : points and weights of the Gauss-Legendre rule on 0..1;  m = about t n, at least 1
+        on a block model those of each block, given the clean blocks before it
+
+What differs from d1, and why:
+1. The completion is one action with one ratio, of its ELBO, because its reward is one.
+2. The times are fixed: where they are drawn, most of the variance of an ELBO comes from them.
+3. The ratio is taken per token: over the whole length it would leave any clip range at once.
+4. No KL, so no reference; the prompt stays clean.
+
+python   algos/gdpo.py                                      # the shipped tiny model on a CPU
+torchrun --nproc-per-node 8 algos/gdpo.py --model llada-8b  # GSM8K, LoRA, eight GPUs
+"""
+
+# >>> shared: imports
+import os
+import sys
+from copy import deepcopy
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.groups import StepMetrics, setup_distributed
+from distributed.sharding import reduce_gradients, register_forwards, sharding
+from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
+from models.tensors import frozen_dtype
+from rollout import sync_engine
+from rollout.rows import Rows
+from run import Problems, RolloutFlags, Run
+
+# B sequences, G completions per prompt, P prompt length, L completion length, T = P + L
+# R rows: terms of the loss. K draws: noisy copies of a row
+# The rest is in run/flags.py: GSM8K, LoRA of rank 128, 100 steps of 8 prompts over all ranks;
+# lengths are the model's own (models/names.py)
+TINY = {  # what every method takes on the tiny models
+    "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "betas": (0.9, 0.99),
+    "weight_decay": 0.0, "max_grad_norm": 1.0, "temperature": 1.0, "num_generations": 8,
+    "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
+}  # fmt: skip
+# <<< shared: imports
+# isort: split
+from numpy.polynomial.legendre import leggauss
+
+from rollout.rows import block_counts, choose_in_blocks
+
+
+@dataclass
+class Args(RolloutFlags):
+    learning_rate: float = 3e-7
+    """AdamW (Block-R1, all tasks: 3e-7, LoRA)"""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW (Block-R1, train.yaml)"""
+    weight_decay: float = 0.1
+    """AdamW (Block-R1, train.yaml: 0.1)"""
+    max_grad_norm: float = 0.2
+    """gradient norm clip (Block-R1, train.yaml: 0.2)"""
+    temperature: float = 0.9
+    """of the rollout (Block-R1's config: 0.9)"""
+    num_generations: int = 6
+    """completions per prompt, G (Block-R1, train.yaml: 6)"""
+    num_iterations: int = 12
+    """updates per rollout, mu (Block-R1: 12)"""
+    epsilon: float = 0.5
+    """clip range of the ratio per token (Block-R1, train.yaml: 0.5)"""
+    mc_num: int = 3
+    """times of the quadrature, one mask for each (paper's tables: 3; Block-R1: 2)"""
+    beta = 0.0  # no KL: not a flag
+
+    def num_draws(self, replays):
+        return self.mc_num
+
+
+# What differs on the tiny models.
+BY_SIZE = {"tiny": TINY | {"num_iterations": 2}}
+RECORDS = None  # read from the rollout besides tokens: "steps", "events", "states" or "draws"
+USES_OLD = True  # policy_loss compares with the estimates before the first update
+DRAWS_TOGETHER = True  # the K draws of a row need one forward: the loss is no sum over them
+
+
+def sample_masks(batch, iteration, args):
+    """Draw j masks m of the n scored tokens of each likelihood block, for the time t_j.
+
+    m = floor(t_j (n - 1) + u) + 1, u ~ U(0, 1): of a forward process at time t_j, a masked token
+    sees so many masks on average. Weights w_j n / m. Everything after the EOS is masked and not
+    scored, so that no later token shows where the end is. -> Rows, R = B, K = mc_num
+    """
+    c, P, weights = batch.completion_mask, batch.P, []
+    n = block_counts(c, batch.block_ids)[0].clamp(min=1)
+    for j, (x, w) in enumerate(zip(*leggauss(args.mc_num), strict=True)):  # on -1..1
+        share = ((x + 1) / 2 * (n - 1) + batch.uniform(iteration, f"u{j}")[:, P, None]) / n
+        noise = batch.uniform(iteration, j)[:, P:]
+        chosen, _, m = choose_in_blocks(c, batch.block_ids, share, noise)
+        weights.append(chosen * n / m * w / 2)
+    weights = torch.stack(weights, 1)
+    masked = torch.nn.functional.pad((weights > 0) | ~c[:, None], (P, 0))
+    return Rows(batch, masked, weights)
+
+
+def estimate_logps(logps, rows, args):
+    """ELBO of a completion, a sum over draws and tokens. [R, K, L] -> [R]"""
+    return (rows.weights * logps).sum((1, 2))
+
+
+def compute_advantages(rewards, args):
+    """Reward minus group mean, not divided by the std. [B] -> [B]"""
+    groups = rewards.view(-1, args.num_generations)
+    groups = groups - groups[:, :1]  # equal rewards give exactly 0
+    return (groups - groups.mean(1, keepdim=True)).flatten()
+
+
+def policy_loss(estimates, old, ref, rows, args):
+    """PPO clip of the ratio per token. estimates, old [R] -> loss, metrics"""
+    # c: share of a sequence in the mean over all of the step
+    A, c = rows.advantages, 1 / rows.batch.num_sequences
+    ratio = ((estimates - old) / rows.completion_mask.sum(1)).exp()
+    clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * A
+    policy = -torch.minimum(ratio * A, clipped).sum() * c
+    return policy, {
+        "loss/policy": policy,
+        "policy/ratio": ratio.sum() * c,
+        "policy/weight": torch.ones_like(A).sum() * c,
+    }
+
+
+# >>> shared: parallelize
+def parallelize(model, args):
+    """torch.compile and FSDP2: fp32 master weights; computes in bf16 on GPU and in fp32 on CPU."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # 0.7 s: not for --help
+
+    mixed = (torch.bfloat16, torch.float32) if torch.cuda.is_available() else ()
+    set_speed(model, args.attention, args.activation_checkpointing, args.compile)
+    for module, types, layout in sharding(model, mixed):
+        policy = MixedPrecisionPolicy(*types, cast_forward_inputs=False)  # rotary tables stay exact
+        fully_shard(module, mp_policy=policy, **layout)
+    register_forwards(model)
+    return model
+
+
+def build_policy(device, args):
+    """The model to train, without weights: flags that cannot work are refused before they load."""
+    model = meta_model(args.model, frozen_dtype(device) if args.lora_rank else torch.float32)
+    if args.lora_rank:
+        add_lora(model, *args.lora)
+    return model
+
+
+# <<< shared: parallelize
+
+
+# >>> shared: load_models
+def load_models(model, device, args):
+    """-> policy, frozen reference (with LoRA None: the policy without its adapters)"""
+    ref = None
+    if args.beta and not args.lora_rank:
+        ref = deepcopy(model).to(frozen_dtype(device)).requires_grad_(False)
+        load_weights(parallelize(ref, args), device)
+    # sharded before weights are read: no rank ever holds the whole model
+    return load_weights(parallelize(model, args), device), ref
+
+
+# <<< shared: load_models
+
+
+# >>> shared: learner
+def draw_logps(model, rows, entropy=False):
+    """The only forward in training: log-probabilities of the tokens that the draws score.
+
+    -> [R, K, L] fp32, 0 elsewhere; with entropy=True a pair (logps, entropies without gradient)
+    """
+    noisy_ids = torch.where(rows.masked, model.mask_token_id, rows.input_ids[:, None])
+    settings = {"temperature": rows.temperature, "entropy": entropy, "targets": rows.targets}
+    # weights, of the completion: the last L columns
+    return model.logps(rows.input_ids, noisy_ids, rows.weights != 0, rows.valid_mask, **settings)
+
+
+@torch.no_grad()
+def frozen_estimates(model, rows, args):
+    """Estimates of all rows without a graph: the old and the reference values."""
+    micros = rows.micro_batches(args.micro_batch_size)
+    parts = [estimate_logps(draw_logps(model, micro), micro, args) for micro, *_ in micros]
+    return torch.cat(parts)[: len(rows.input_ids)]
+
+
+def prepare_rows(model, ref, batch, args):
+    """Rows of every inner iteration, with old and reference values, before the first update."""
+    iterations = []
+    for iteration in range(args.num_iterations):
+        rows = sample_masks(batch, iteration, args)
+        if rows is None:  # nothing random: the same rows for all
+            return iterations * args.num_iterations
+        rows = rows.for_update(args.micro_batch_size, DRAWS_TOGETHER, keep_all=args.beta > 0)
+        if USES_OLD and args.num_iterations > 1:
+            rows.old = frozen_estimates(model, rows, args)
+        if args.beta:
+            with adapters_off(ref or model) as reference:
+                rows.ref = frozen_estimates(reference, rows, args)
+        iterations.append(rows)
+    return iterations
+
+
+def update(model, optimizer, rows, step, args):
+    """One optimizer step, unless loss or gradient are not finite. -> metrics over all ranks"""
+    sums, (group,) = StepMetrics(), optimizer.param_groups
+    for micro, is_last, counts in rows.micro_batches(args.micro_batch_size):
+        reduce_gradients(model, is_last, args.sync_every_backward)
+        logps, entropies = draw_logps(model, micro, entropy=True)
+        estimates = estimate_logps(logps, micro, args)
+        # with one update per rollout the old values are the current ones
+        old = estimates.detach() if micro.old is None else micro.old
+        loss, metrics = policy_loss(estimates, old, micro.ref, micro, args)
+        (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
+        sums.add(loss, metrics | micro.mismatch(logps, entropies), counts)
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], args.max_grad_norm)
+    metrics = sums.reduce(step + 1, norm)  # the run ends here if it or the loss is not finite
+    group["lr"] = args.learning_rate * args.lr_share(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return metrics | {"optim/lr": group["lr"]}
+
+
+# <<< shared: learner
+
+
+def main(args):
+    # >>> shared: start
+    device = setup_distributed(args.sequence_parallel)
+    model = build_policy(device, args)
+    # <<< shared: start
+    # >>> shared: load
+    problems = Problems(args, model, RECORDS, DRAWS_TOGETHER, USES_OLD)
+    engine = problems.make_engine(device)
+    model, ref = load_models(model, device, args)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        betas=args.betas,
+        weight_decay=args.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+    run = Run(__file__, args, problems, model, optimizer)
+    run.begin(engine, model)
+    # <<< shared: load
+    for step, clock in run.steps():
+        # >>> shared: rollout
+        with clock("rollout"):
+            trace = engine.generate(**problems.request(step, args.num_generations))
+            engine.make_room()
+        with clock("reward"):
+            batch, rewards, metrics = problems.reward(trace, step, model)
+        # <<< shared: rollout
+        batch.advantages = compute_advantages(rewards, args)
+        # >>> shared: learn
+        with clock("update"), router_metrics(model) as routing:
+            for rows in prepare_rows(model, ref, batch, args):
+                learned = update(model, optimizer, rows, step, args)
+        with clock("sync"):
+            sync_engine(engine, model)
+        metrics |= learned | routing | run.validate(engine, model)
+        run.end_step(metrics, batch)
+    run.end(engine)
+    # <<< shared: learn
+
+
+if __name__ == "__main__":
+    main(Args.parse(BY_SIZE))
