@@ -288,11 +288,16 @@ def full_graph_loss(module, model, rows, args):
         ratio = ((lp * w).sum((1, 2)) / c.sum(1) - old / c.sum(1)).exp()
         kept = torch.where(A > 0, ratio.clamp(max=1 + args.epsilon), ratio.clamp(1 - args.epsilon))
         return -(kept * A).sum() / sequences
-    assert name == "spg", f"write the loss of {name} from its paper here"
+    assert name in ("spg", "stabledrl"), f"write the loss of {name} from its paper here"
     powers = (w * lp.exp() ** args.eubo_beta).mean(1)  # [R, L], 0 where no draw masks
     logs = torch.where(powers > 0, powers, 1).log().sum(1) / args.eubo_beta
     mixed = args.omega * logs / (powers > 0).sum(1) * c.sum(1) + (1 - args.omega) * elbo
-    return -(rows.advantages * torch.where(rows.advantages > 0, elbo, mixed)).sum() / tokens
+    gain = rows.advantages * torch.where(rows.advantages > 0, elbo, mixed)
+    if name == "spg":
+        return -gain.sum() / tokens
+    ratio = (elbo / c.sum(1) - old[:, 0]).detach().exp().clamp(max=args.clip_ratio).view(-1, 4)
+    shares = 4 * ratio / ratio.sum(1, keepdim=True)
+    return -(shares.flatten() * gain / c.sum(1)).sum() / sequences
 
 
 def gradient(model, loss=None, again=False):

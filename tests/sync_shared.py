@@ -35,6 +35,7 @@ METHODS = {
     "d1": Method(503, {"dream": LORA | TWO}),
     "coupled_grpo": Method(673, {"sdar": MOVES}),
     "spg": Method(902, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "stabledrl": Method(1044, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
         565,
         {
@@ -69,7 +70,10 @@ METHODS = {
 OFFLINE = ("sft", "vrpo")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
-EXCEPTIONS = {("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees."}
+EXCEPTIONS = {
+    ("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees.",
+    ("stabledrl", "learner"): "An update begins with the weights of whole groups: group_weights.",
+}
 SHARED = re.compile(r"(^ *# >>> shared: (\w+)\n)(.*?)(^ *# <<< shared: \2$)", re.M | re.S)
 
 

@@ -52,7 +52,14 @@ def test_an_update_is_that_of_the_full_graph(script, family, monkeypatch):
     models with which rows were prepared.
     """
     monkeypatch.setattr("rollout.rows.maximum", lambda count: count + 1)  # of a rank with more rows
-    chosen = {"epsilon": 0.1, "mc_num": 3, "kl_to_old": 0.3, "row_mean": True, "lambda_max": 2.0}
+    chosen = {
+        "epsilon": 0.1,
+        "clip_ratio": 1.02,
+        "mc_num": 3,
+        "kl_to_old": 0.3,
+        "row_mean": True,
+        "lambda_max": 2.0,
+    }
     module, model, args, batch = rolled(script, family, minibatches=False, **chosen)
     args.beta = 0.3 * has_kl(module)
     batch.num_tokens, batch.num_sequences = 50.0, 24.0  # of all ranks
