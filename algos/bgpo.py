@@ -67,6 +67,8 @@ class Args(RolloutFlags):
     """updates per rollout (paper: 1)"""
     mc_num: int = 16
     """mask draws per sequence, K (the paper's n: 16, sudoku 32)"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
     beta = 0.0  # no KL: not a flag
 
     def num_draws(self, replays):
@@ -112,7 +114,8 @@ def compute_advantages(rewards, args):
     """Group-normalised reward; 0 in a group without spread. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     std, centred = groups.std(1, keepdim=True), groups - groups.mean(1, keepdim=True)
-    return torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
+    advantages = torch.where(std > 1e-4, centred / (std + 1e-6), 0.0).flatten()
+    return advantages.clamp(min=0) if args.positive_only else advantages
 
 
 def policy_loss(estimates, old, ref, rows, args):

@@ -83,6 +83,8 @@ class Args(RolloutFlags):
         "low_confidence_static"
     )
     """which masked tokens a step reveals; entropy: those of lowest entropy (official recipe)"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
     RANGES = {"t_range": (1e-6, 0.999999)}
 
     def num_draws(self, replays):
@@ -129,7 +131,8 @@ def compute_advantages(rewards, args):
     groups = rewards.view(-1, G) - rewards[::G, None]  # equal rewards give exactly 0
     # r - mean of the others = G / (G - 1) (r - mean of all)
     scale = G / (G - 1) if args.baseline == "loo" else 1
-    return (scale * (groups - groups.mean(1, keepdim=True))).flatten()
+    advantages = (scale * (groups - groups.mean(1, keepdim=True))).flatten()
+    return advantages.clamp(min=0) if args.positive_only else advantages
 
 
 def policy_loss(estimates, old, ref, rows, args):

@@ -61,6 +61,8 @@ class Args(RolloutFlags):
     """KL coefficient (official train.yaml: 0.04)"""
     p_mask_prompt: float = 0.15
     """probability of masking a prompt token (official train.yaml: 0.15)"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
 
 
 # What differs on the tiny models, and on others where all weights train (rates of ours).
@@ -99,7 +101,8 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+    return advantages.clamp(min=0) if args.positive_only else advantages
 
 
 def policy_loss(estimates, old, ref, rows, args):

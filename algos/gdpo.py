@@ -71,6 +71,8 @@ class Args(RolloutFlags):
     """clip range of the ratio per token (Block-R1, train.yaml: 0.5)"""
     mc_num: int = 3
     """times of the quadrature, one mask for each (paper's tables: 3; Block-R1: 2)"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
     beta = 0.0  # no KL: not a flag
 
     def num_draws(self, replays):
@@ -112,7 +114,8 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+    return advantages.clamp(min=0) if args.positive_only else advantages
 
 
 def policy_loss(estimates, old, ref, rows, args):

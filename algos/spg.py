@@ -77,6 +77,8 @@ class Args(RolloutFlags):
     """order of the upper bound (paper, mixture: 1.5, sudoku 1.0; EUBO alone: countdown 2.0)"""
     p_mask_context: float = 0.15
     """probability of masking tokens of the prompt and of earlier blocks (official: 0.15)"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
     beta = 0.0  # no KL: not a flag
     RANGES = {"mc_num": 2, "omega": (0, 1), "eubo_beta": 1}
 
@@ -143,7 +145,8 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    return (groups - groups.mean(1, keepdim=True)).flatten()
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+    return advantages.clamp(min=0) if args.positive_only else advantages
 
 
 def policy_loss(estimates, old, ref, rows, args):
