@@ -3,7 +3,7 @@
 They may be a model's own answers, scored by the task. After this, for each split, the folder
 runs/samples holds pairs:
 
-    python evals/countdown.py --model tiny-sdar --split train --repeats 8 --temperature 1 \\
+    python evals/countdown.py --model tiny-sdar --split train --samples 8 --temperature 1 \\
         --out runs/samples/train
 """
 

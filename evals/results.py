@@ -1,22 +1,19 @@
 """The numbers of an evaluation: result.json of each task, and a table of them all."""
 
 import math
+from statistics import mode
 
 import pandas as pd
 
-NUMBERS = "index repeat score truncated tokens forwards seconds".split()  # of a row
-# of the table
-COLUMNS = (
-    "task n repeats accuracy stderr macro_accuracy answered truncated tokens_per_forward "
-    "tokens_per_s failed"
-).split()
+NUMBERS = "index sample score truncated tokens forwards seconds".split()  # of a row
 
 
 def table(results, skipped):
     """Results in Markdown, then the tasks that were not evaluated."""
-    frame = pd.DataFrame(results.values()).reindex(columns=COLUMNS)
+    more = ["accuracies", "reward", "settings"]
+    frame = pd.DataFrame(results.values()).drop(columns=more, errors="ignore")
     lines = frame.to_csv(sep="|", index=False, float_format="%.4g").splitlines()
-    lines.insert(1, "|".join("-" * len(COLUMNS)))
+    lines.insert(1, "|".join("-" * len(frame.columns)))
     lines += [f"\n{name}: not evaluated: {why}" for name, why in skipped.items()]
     return "\n".join(lines)
 
@@ -25,16 +22,29 @@ def summary(evaluation, rows):
     """-> what result.json has of the rows of a task.
 
     stderr: that of the problems' own means, because several answers to one problem are not
-    independent; sqrt(p(1 - p) / n) for one answer each. tokens_per_s: of one rank, without scoring.
+    independent; sqrt(p(1 - p) / n) for one answer each. majority: the score of the most frequent
+    answer of a problem, none at all being one too, character by character; of several the first
+    that was given. tokens_per_s: of one rank, without scoring.
     """
     examples, settings = evaluation.examples, evaluation.settings
     numbers = pd.DataFrame(rows, columns=NUMBERS, dtype=float)
     score = lambda groups: numbers.groupby(groups)["score"].mean()
     problems, means = score("index"), numbers.mean()
-    result = {"task": evaluation.task.NAME, "n": len(problems), "accuracy": means["score"]}
-    result["stderr"] = problems.std(ddof=0) / math.sqrt(len(problems))
-    if settings["repeats"] > 1:
-        result |= {"repeats": settings["repeats"], "accuracies": score("repeat").tolist()}
+    error = lambda values: values.std(ddof=0) / math.sqrt(values.count())
+    n = settings["samples"]
+    result = {"task": evaluation.task.NAME, "n": len(problems), "samples": n}
+    result |= {"accuracy": means["score"], "stderr": error(problems)}
+    if n > 1:
+        result["accuracies"] = score("sample").tolist()
+        ks = sorted({*(2**i for i in range(n.bit_length())), n})
+        by_problem = numbers.groupby("index")["score"]
+        found = {f"pass@{k}": by_problem.agg(best_of, k) for k in ks}
+        if not hasattr(evaluation.task, "job"):  # programs that do the same are written differently
+            votes = pd.Series([(repr(row["answer"]), row["score"]) for row in rows])
+            found["majority"] = votes.groupby(numbers["index"]).agg(lambda votes: mode(votes)[1])
+        for name, values in found.items():
+            if values.count():  # a file may lack samples
+                result |= {name: values.mean(), f"{name}_stderr": error(values)}
     if "subject" in examples[0]:  # subjects count alike, however many questions they have
         subjects = [examples[row["index"]]["subject"] for row in rows]
         result["macro_accuracy"] = score(subjects).mean()
@@ -52,3 +62,10 @@ def summary(evaluation, rows):
         result["reward"] = {"name": settings["reward"]} | parts
     result["failed"] = sum("failed" in row for row in rows)
     return result | evaluation.counts | {"settings": settings}
+
+
+def best_of(scores, k):
+    """The mean, over all subsets of k scores, of the best one, which is unbiased for the best of k
+    samples: 1 - C(n - c, k) / C(n, k) if c of n are right. NaN if there are fewer than k."""
+    ways = [math.comb(i, k - 1) * score for i, score in enumerate(sorted(scores))]
+    return sum(ways) / (math.comb(len(scores), k) or math.nan)

@@ -11,11 +11,12 @@ The defaults of lengths, steps and temperatures come from evals/decoding.py: the
 published number for this model and task. Ranks share the problems of every task; the number of
 ranks changes no completion. docs/evals.md describes the output directory. For one task the last
 line on stdout is a JSON object: task, n, accuracy, stderr, answered, truncated, ..., settings, and
-macro_accuracy, the plain mean of the subjects, if the examples have a "subject". With --repeats N
-every problem is answered N times, with seeds --seed to --seed + N - 1: accuracy is the mean of the
-repeats, `accuracies` lists them, and stderr is that of the problems' means. A task is a module of
-evals/ with load(split, path, limit), prompt(example), extract(completion, example) and
-score(completion, example) in [0, 1]; for slow scorers also score_batch(completions, examples).
+macro_accuracy, the plain mean of the subjects, if the examples have a "subject". With --samples N
+every problem is answered N times, with seeds --seed to --seed + N - 1: accuracy is their mean,
+`accuracies` lists them, stderr is that of the problems' means, and there are pass@k and majority
+(evals/results.py). A task is a module of evals/ with load(split, path, limit), prompt(example),
+extract(completion, example) and score(completion, example) in [0, 1]; for slow scorers also
+score_batch(completions, examples).
 """
 
 import json
@@ -82,7 +83,7 @@ class Args(SamplerFlags):
     """engine of rollout.make_engine"""
     batch_size: int = 64
     """prompts decoded together; changes results only by rounding"""
-    repeats: int | None = None
+    samples: int | None = None
     """answers per problem, with seeds seed, seed + 1, ...; published AIME values have 8"""
     seed: int = 0
     """sampling seed; sample i draws from (seed, i)"""
@@ -104,7 +105,7 @@ def main(name=""):
     if not tasks or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
         raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, and {what}")
-    for name in "batch_size", "limit", "repeats":
+    for name in "batch_size", "limit", "samples":
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
@@ -187,7 +188,7 @@ def directory(args, tasks):
 class Evaluation:
     """A task, its examples, and their completions: of a file, or else of an engine.
 
-    settings: all that decides completions and verdicts. answer(repeat, indices) -> rows without
+    settings: all that decides completions and verdicts. answer(sample, indices) -> rows without
     scores; size: examples that are answered together; counts: of a file. SystemExit for settings
     that the engine cannot use.
     """
@@ -208,36 +209,39 @@ class Evaluation:
             "torch": torch.__version__,
         }
         if args.completions:
-            self.read(file, args.repeats or 1)
+            self.read(file, args.samples or 1)
         else:
             self.ask(args, engine(), load_tokenizer(args.model))
 
-    def read(self, path, repeats):
-        rows, self.counts = given(path, repeats, len(self.examples))
-        self.settings |= {"completions": path, "repeats": repeats}
-        self.answer = lambda repeat, indices: [
-            rows[repeat, i] for i in indices if (repeat, i) in rows
+    def read(self, path, samples):
+        rows, self.counts = given(path, samples, len(self.examples))
+        self.settings |= {"completions": path, "samples": samples}
+        self.answer = lambda sample, indices: [
+            rows[sample, i] for i in indices if (sample, i) in rows
         ]
 
     def ask(self, args, engine, tokenizer):
         model, style = engine.model, self.examples[0].get("style", "")
-        sampling = sampling_for(args, model, self.task.NAME, style)
-        repeats = sampling.pop("repeats")
-        checked = engine.validate(**sampling)
-        if is_first_rank():
-            print(f"{self.task.NAME}: {checked}", file=sys.stderr)
         folders = filter(None, (model.sources[0], *model.sources[1]))
         files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
-        self.settings |= engine.full_settings(None, sampling) | {
+        self.settings |= {
             "model": args.model,
             "seed": args.seed,
-            "repeats": repeats,
             "style": style,
             "weights": [file.stat().st_mtime for file in files],
             "engine": f"{type(engine).__name__} {getattr(engine, 'version', '')}".strip(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "dtype": str(engine.dtype).removeprefix("torch."),
         }
+        sampling = sampling_for(args, model, self.task.NAME, style)
+        samples = sampling.pop("samples")
+        is_drawn = sampling["temperature"] or sampling["alg_temp"]
+        if samples > 1 and not is_drawn and sampling["remasking"] != "random":
+            raise SystemExit(f"--samples {samples} would be equal: add --temperature 0.8")
+        checked = engine.validate(**sampling)
+        if is_first_rank():
+            print(f"{self.task.NAME}: {checked}", file=sys.stderr)
+        self.settings |= engine.full_settings(None, sampling) | {"samples": samples}
         prompts = [*map(self.task.prompt, self.examples)]
         prompt_ids(tokenizer, prompts[0])  # refused before a directory is made
         self.answer = partial(generated, engine, tokenizer, prompts, sampling, args.seed)
@@ -245,7 +249,7 @@ class Evaluation:
         self.size = args.batch_size * (4 if engine.refills else 1)
 
     def begin(self, folder):
-        """Write the settings. -> rows that are finished, {(repeat, index): row}
+        """Write the settings. -> rows that are finished, {(sample, index): row}
 
         SystemExit if a resumed run used other settings: samples of two settings, or of two models,
         do not make one number.
@@ -269,9 +273,9 @@ class Evaluation:
         done, rank, ranks = from_first_rank(partial(self.begin, folder)), 0, 1
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
-        indices, repeats = range(len(self.examples)), range(self.settings["repeats"])
+        indices, samples = range(len(self.examples)), range(self.settings["samples"])
         size = min(self.size, math.ceil(len(indices) / ranks))
-        calls = product(repeats, [indices[i : i + size] for i in indices[::size]])
+        calls = product(samples, [indices[i : i + size] for i in indices[::size]])
         calls = [call for call in calls if not done.keys() >= {*product(call[:1], call[1])}]
 
         def write(rows):

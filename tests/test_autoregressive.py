@@ -43,7 +43,7 @@ def test_greedy_rows_of_a_padded_batch_are_the_argmax_of_each_prefix(directory):
 
 
 def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa: F811
-    flags = f"--model {directory} --limit 6 --repeats 2 --gen-length 40 --temperature 0.8".split()
+    flags = f"--model {directory} --limit 6 --samples 2 --gen-length 40 --temperature 0.8".split()
     for name in "ab":
         cli(*flags, "--out", tmp_path / name)
     rows, again = (rows_of(tmp_path / name, "samples") for name in "ab")
