@@ -16,7 +16,7 @@ every problem is answered N times, with seeds --seed to --seed + N - 1: accuracy
 `accuracies` lists them, stderr is that of the problems' means, and there are pass@k and majority
 (evals/results.py). A task is a module of evals/ with load(split, path, limit), prompt(example),
 extract(completion, example) and score(completion, example) in [0, 1]; for slow scorers also
-score_batch(completions, examples).
+score_batch(completions, examples), for --likelihood choices(example) (evals/likelihood.py).
 """
 
 import json
@@ -47,9 +47,10 @@ from distributed.disk import (
     progress,
     write_atomically,
 )
-from distributed.groups import join_ranks, own_device
+from distributed.groups import join_ranks, own_device, setup_distributed
 from evals import TRIAL, load_examples, load_task
 from evals.decoding import SamplerFlags, sampling_for
+from evals.likelihood import elbo, encode, likeliest, readable
 from evals.report import write_report
 from evals.results import summary, table
 from evals.rewards import load_reward
@@ -75,6 +76,15 @@ class Args(SamplerFlags):
     completions: list[str] = field(default_factory=list)
     """TASK=FILE ..., of a single task FILE alone: score this .jsonl of {"index": i, "completion":
     text} instead of generating (index: row of the task's split)"""
+    likelihood: bool = False
+    """multiple choice without sampling, whose flags have no effect: the choice that is most likely
+    per character"""
+    text: str = ""
+    """instead of --tasks: the perplexity of this UTF-8 file"""
+    length: int = 512
+    """tokens of a chunk of --text"""
+    mc_num: int = 128
+    """draws for a likelihood; that of a single token takes one"""
     reward: str = ""
     """also report the mean of this reward: name in evals/rewards.py, or path.py:function"""
     limit: int | None = None
@@ -102,10 +112,10 @@ def main(name=""):
     """
     args = command_line(name)
     tasks = {task.NAME: task for task in map(load_task, args.tasks.replace(",", " ").split())}
-    if not tasks or bool(args.model) == bool(args.completions):
+    if bool(tasks) == bool(args.text) or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
-        raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, and {what}")
-    for name in "batch_size", "limit", "samples":
+        raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, or --text, and {what}")
+    for name in "batch_size", "limit", "samples", "length", "mc_num":
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
@@ -118,6 +128,9 @@ def main(name=""):
             args.model, args.rollout_backend, own_device(), max_batch_size=args.batch_size
         )
     )
+    if args.text:
+        found = perplexity(args, engine)
+        return is_first_rank() and print(json.dumps(found), flush=True)
     ready, skipped, results = {}, {}, {}
     for name, task in tasks.items():
         try:
@@ -185,6 +198,28 @@ def directory(args, tasks):
     return out
 
 
+def perplexity(args, load):
+    """-> of the file --text: exp of minus the bound per token, over whole chunks of --length
+    tokens, each without the text before it. Its error is that of the chunks. load() -> the engine.
+    Collective."""
+    tokenizer = load_tokenizer(args.model)
+    try:
+        text = Path(args.text).read_text(encoding="utf-8")
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        chunks = ids.unfold(0, args.length, args.length)[: args.limit].tolist()
+    except (OSError, ValueError, RuntimeError) as error:  # no such file, no text, too short
+        raise SystemExit(f"--text {args.text} --length {args.length}: {error}") from error
+    setup_distributed()
+    model, nats = readable(load()), torch.zeros(len(chunks)).double()
+    first, draws = encode(model, tokenizer, ""), (args.mc_num, args.batch_size, args.seed)
+    for i in progress(range(dist.get_rank(), len(chunks), dist.get_world_size()), "chunks"):
+        bound = elbo(model, len(first), first + chunks[i], *draws, "text", i)
+        nats[i] = -bound / args.length
+    dist.all_reduce(nats)
+    value, error = nats.mean().exp().item(), (nats.std(correction=0) / len(nats) ** 0.5).item()
+    return {"text": args.text, "n": len(nats), "perplexity": value, "stderr": value * error}
+
+
 class Evaluation:
     """A task, its examples, and their completions: of a file, or else of an engine.
 
@@ -210,6 +245,8 @@ class Evaluation:
         }
         if args.completions:
             self.read(file, args.samples or 1)
+        elif args.likelihood and not hasattr(task, "choices"):
+            raise SystemExit(f"--likelihood: {task.NAME} has no choices to compare")
         else:
             self.ask(args, engine(), load_tokenizer(args.model))
 
@@ -233,6 +270,12 @@ class Evaluation:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "dtype": str(engine.dtype).removeprefix("torch."),
         }
+        if args.likelihood:
+            self.settings |= {"mc_num": args.mc_num, "samples": 1}
+            draws = args.mc_num, args.batch_size, args.seed
+            score = partial(likeliest, readable(engine), tokenizer, self.task, *draws)
+            self.answer = lambda _, indices: [score(i, self.examples[i]) for i in indices]
+            return
         sampling = sampling_for(args, model, self.task.NAME, style)
         samples = sampling.pop("samples")
         is_drawn = sampling["temperature"] or sampling["alg_temp"]

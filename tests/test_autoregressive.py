@@ -51,6 +51,8 @@ def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa
     assert texts == [row["completion"] for row in again] and len({*texts}) == 12
     for flag in "--block-length 4", "--denoising-steps 2", "--rollout-backend block":
         assert flag in one_line(cli, *flags, *flag.split())
+    text = "--model", directory, "--text", __file__
+    assert "not for autoregressive models" in one_line(lambda: cli(*text, task=""))
 
     for row in rows:  # three right answers and two wrong ones, each twice; others are cut off
         i = row["index"]
