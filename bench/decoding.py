@@ -3,7 +3,7 @@
     python bench/decoding.py --model DIR --data test.jsonl --steps 4 2 1 --thresholds 0.8 0.9
 
 One JSON line per setting, greedy. tokens_per_s: completion tokens up to and with the first EOS over
-the seconds of whole rollouts, of all problems with --rows together, and of the first --alone
+the seconds of a whole rollout, after one that captures CUDA graphs. --rows 1 --limit 8: of eight
 problems one by one.
 """
 
@@ -43,32 +43,20 @@ class Args:
     """for bidirectional models"""
     rows: int = 128
     """problems decoded together"""
-    alone: int = 8
-    """problems decoded one by one; 0: none"""
 
 
-def measure(engine, task, tokenizer, examples, args, settings):
+def measure(engine, task, tokenizer, examples, settings):
     prompts = [prompt_ids(tokenizer, task.prompt(example)) for example in examples]
-    settings = settings | {"gen_length": args.gen_length, "temperature": 0.0}
-    roll = lambda prompts: engine.generate(prompts, **settings)
-
-    def rates(calls):
-        timed(lambda: roll(calls[0]))  # captures graphs
-        seconds, traces = timed(lambda: [roll(call) for call in calls])
-        tokens = sum(int(trace.completion_mask.sum()) for trace in traces)
-        forwards = [t.num_forwards.sum() for t in traces if t.num_forwards is not None]
-        texts = [text for trace in traces for text in trace.texts(tokenizer)]
-        return texts, tokens / seconds, tokens / int(sum(forwards)) if forwards else 1.0
-
-    texts, speed, parallel = rates([prompts])
-    scores = score_all(task, texts, examples)
+    roll = lambda: engine.generate(prompts, **settings)
+    timed(roll)  # captures graphs
+    seconds, trace = timed(roll)
+    tokens = int(trace.completion_mask.sum())
+    scores = score_all(task, trace.texts(tokenizer), examples)
     p, n = sum(scores) / len(scores), len(scores)
     found = {"n": n, "accuracy": p, "stderr": (p * (1 - p) / n) ** 0.5}
-    found |= {"tokens_per_forward": parallel, "tokens_per_s": speed}
-    if args.alone:
-        engine.release()
-        found["tokens_per_s_alone"] = rates([[ids] for ids in prompts[: args.alone]])[1]
-    return found
+    if trace.num_forwards is not None:  # autoregressive: one token each
+        found["tokens_per_forward"] = tokens / int(trace.num_forwards.sum())
+    return found | {"tokens_per_s": tokens / seconds}
 
 
 def main(args):
@@ -82,9 +70,10 @@ def main(args):
     if n == 1:  # autoregressive
         rules = [{"denoising_steps": 1}]
     for cache, rule in product(args.cache, rules):
-        settings = {"block_length": n, "cache": cache} | rule
+        settings = {"gen_length": args.gen_length, "block_length": n, "temperature": 0.0}
+        settings |= {"cache": cache} | rule
         facts = {"model": args.model, "rows": args.rows} | settings
-        report(facts, measure, engine, task, tokenizer, examples, args, settings)
+        report(facts, measure, engine, task, tokenizer, examples, settings)
         engine.release()
 
 
