@@ -18,7 +18,6 @@ if __name__ == "__main__":
 import re
 from fractions import Fraction
 
-from data.planning import stable_hash
 from data.rows import is_of, read_rows
 from evals import WORDS, final_answer
 from evals.examples import (
@@ -224,7 +223,7 @@ def load(split, path=None, limit=None):
     part, config = "train" if held else split, "main" if own else None
     rows = read_rows(path, part, PRESETS, config=config)
     if held:
-        rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
+        rows = held_out(rows, split, "gsm8k")
     examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
     return [{"style": "boxed"} | example | style for example in examples]
 

@@ -28,6 +28,7 @@ from evals.sandbox import Job
 HUB = "google-research-datasets/mbpp"
 SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
+MODULES = "import collections, heapq, itertools, math, re, string, sys"  # that tests may use
 TASK = (
     "You are an expert Python programmer, and here is your task: {text} Your code should pass "
     "these tests:\n\n {tests}  \n"
@@ -138,12 +139,9 @@ def names_of(example):
 
 
 def job(completion, example):
-    """The program of a completion and its tests, with the modules that these use; None if it is
-    empty."""
-    code, tests = extract(completion, example), _tests(example)
-    modules = sys.stdlib_module_names.intersection(re.findall(r"\b(\w+)\.", tests))
-    imports = "\n".join(f"import {module}" for module in modules)
-    return code and Job(code, tests, tuple(names_of(example)), imports, TIMEOUT)
+    """The program of a completion and its tests; None if it is empty."""
+    code, names = extract(completion, example), tuple(names_of(example))
+    return code and Job(code, _tests(example), names, MODULES, TIMEOUT)
 
 
 def score(completion, example):

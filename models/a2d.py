@@ -51,6 +51,7 @@ class A2D:
 
     def __init__(self, config):
         super().__init__(config, config.block_size or config.block_length)
+        self.shift = config.shift
         self.turn_end = "<|eot_id|>" if config.model_type == "a2d-llama" else "<|im_end|>"
         self.model, self.lm_head = decoder(config, self.block)
         if config.tie_word_embeddings:
@@ -78,10 +79,6 @@ class A2D:
 class A2DMasked(A2D, Bidirectional):
     # dllm, core/trainers/mdlm.py
     objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="drawn")
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.shift = config.shift
 
 
 class A2DBlock(A2D, BlockCausal):

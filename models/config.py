@@ -114,7 +114,7 @@ def architecture(raw):
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:  # a damaged one may be no string
         advice = f"supported are {', '.join(MODEL_TYPES)}"
-        if kind in [*AUTOREGRESSIVE]:
+        if kind in AUTOREGRESSIVE:
             advice = "it is autoregressive: python models/from_ar.py converts it"
         raise SystemExit(f"config.json has model_type {kind!r}; {advice}")
     if kind in A2D:
