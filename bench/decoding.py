@@ -2,9 +2,8 @@
 
     python bench/decoding.py --model DIR --data test.jsonl --steps 4 2 1 --thresholds 0.8 0.9
 
-One JSON line per setting, greedy. tokens_per_s: completion tokens up to and with the first EOS over
-the seconds of a whole rollout, after one that captures CUDA graphs. --rows 1 --limit 8: of eight
-problems one by one.
+One JSON line per setting, greedy, with the rates of bench/rollout.py. --rows 1 --limit 8: those of
+eight problems one by one.
 """
 
 import sys
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.timing import report, timed
+from bench.rollout import speed
+from bench.timing import report
 from distributed.groups import own_device
 from evals import load_examples, load_task, score_all
 from models import load_tokenizer, prompt_ids
@@ -47,16 +47,10 @@ class Args:
 
 def measure(engine, task, tokenizer, examples, settings):
     prompts = [prompt_ids(tokenizer, task.prompt(example)) for example in examples]
-    roll = lambda: engine.generate(prompts, **settings)
-    timed(roll)  # captures graphs
-    seconds, trace = timed(roll)
-    tokens = int(trace.completion_mask.sum())
+    trace, rates = speed(lambda: engine.generate(prompts, **settings))
     scores = score_all(task, trace.texts(tokenizer), examples)
     p, n = sum(scores) / len(scores), len(scores)
-    found = {"n": n, "accuracy": p, "stderr": (p * (1 - p) / n) ** 0.5}
-    if trace.num_forwards is not None:  # autoregressive: one token each
-        found["tokens_per_forward"] = tokens / int(trace.num_forwards.sum())
-    return found | {"tokens_per_s": tokens / seconds}
+    return {"n": n, "accuracy": p, "stderr": (p * (1 - p) / n) ** 0.5} | rates
 
 
 def main(args):
