@@ -39,7 +39,6 @@ class Dream(Bidirectional):
     # DreamLM/Dream, src/trainer/fsdp_sft_trainer.py; there the mean is over masked tokens
     # (docs/algos/sft.md, detail 5)
     objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="drawn", has_cart=True)
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config):
         super().__init__(config, config.block_length)

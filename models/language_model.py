@@ -23,7 +23,7 @@ from models.logps import at_least_fp32, linear_logps
 
 class LanguageModel(nn.Module):
     """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
-    `lora_targets`, `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
+    `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
     """
 
     embedding, final_norm = "model.embed_tokens", "model.norm"

@@ -108,8 +108,6 @@ class LLaDA2(BlockCausal):
     is_edited = True
     embedding = "model.word_embeddings"
     eos_token_id = 156892  # <|endoftext|>, which no official config file states
-    # gate, up, down: of dense blocks and shared experts
-    lora_targets = ("query_key_value", "dense", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config):
         super().__init__(config, config.block_size)
