@@ -3,7 +3,7 @@
     python bench/decoding.py --model DIR --data test.jsonl --steps 4 2 1 --thresholds 0.8 0.9
 
 One JSON line per setting, greedy, with the rates of bench/rollout.py. --rows 1 --limit 8: those of
-eight problems one by one.
+eight problems one by one. An autoregressive model takes --steps 1.
 """
 
 import sys
@@ -61,8 +61,6 @@ def main(args):
     static = [{"denoising_steps": k, "remasking": "low_confidence_static"} for k in args.steps]
     dynamic = {"denoising_steps": n, "remasking": "low_confidence_dynamic"}
     rules = static + [dynamic | {"confidence_threshold": bound} for bound in args.thresholds]
-    if n == 1:  # autoregressive
-        rules = [{"denoising_steps": 1}]
     for cache, rule in product(args.cache, rules):
         settings = {"gen_length": args.gen_length, "block_length": n, "temperature": 0.0}
         settings |= {"cache": cache} | rule

@@ -74,9 +74,9 @@ class A2D:
 
 class A2DMasked(A2D, Bidirectional):
     # dllm, core/trainers/mdlm.py
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="drawn")
+    objective = Objective(tail="drawn")
 
 
 class A2DBlock(A2D, BlockCausal):
     # dllm, core/trainers/bd3lm.py
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="block")
+    objective = Objective(tail="block")

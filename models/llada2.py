@@ -103,7 +103,7 @@ class LLaDA2(BlockCausal):
 
     turn_end = "<|role_end|>"  # ends an answer
     # inclusionAI/dFactory, train_llada2_bd.py
-    objective = Objective(0.3, 0.8, weight="1", mean="masked", tail="block")
+    objective = Objective(tail="block", mean="masked", t_min=0.3, t_max=0.8, weight="1")
     # 2.1 was trained to replace revealed tokens; 2.0, with the same config, was not
     is_edited = True
     embedding = "model.word_embeddings"

@@ -59,7 +59,7 @@ class SDAR(BlockCausal):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="block")  # SDAR, training/
+    objective = Objective(tail="block")  # SDAR, training/
 
     def __init__(self, config):
         super().__init__(config, config.block_size)
