@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,8 +50,8 @@ def measure(engine, task, tokenizer, examples, settings):
     prompts = [prompt_ids(tokenizer, task.prompt(example)) for example in examples]
     trace, rates = speed(lambda: engine.generate(prompts, **settings))
     scores = score_all(task, trace.texts(tokenizer), examples)
-    p, n = sum(scores) / len(scores), len(scores)
-    return {"n": n, "accuracy": p, "stderr": (p * (1 - p) / n) ** 0.5} | rates
+    found = {"n": len(scores), "accuracy": fmean(scores)}
+    return found | {"stderr": pstdev(scores) / len(scores) ** 0.5} | rates
 
 
 def main(args):

@@ -291,7 +291,7 @@ def stated(text):
         result = RESULT.split(SENTENCE_END.split(behind, maxsplit=1)[0])[-1]
         if number := IN_TEXT.search(result):
             return None if RANGE.match(result, number.end()) else number[0]
-    sentences = [part for part in SENTENCE_END.split(text) if IN_TEXT.search(part)]
+    sentences = [*filter(IN_TEXT.search, SENTENCE_END.split(text))]
     if not sentences or UNDECIDED.search(sentences[-1]):
         return None
     *calculated, result = RESULT.split(sentences[-1])

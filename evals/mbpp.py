@@ -21,7 +21,7 @@ import re
 import sys
 
 from data.rows import is_of, read_rows
-from evals.examples import as_text, parse_rows, user, worked
+from evals.examples import as_text, chat_row, parse_rows, user, worked
 from evals.programs import code_of, defines, passed
 from evals.sandbox import Job
 
@@ -160,10 +160,10 @@ def _tests(example):
 
 
 def _problem(row):
-    if isinstance(row.get("reward_model"), dict):
+    if chat := chat_row(row):
         asked = row["prompt"][2 * len(SHOTS)]["content"]
         text = asked.partition(" task: ")[2].rpartition(" Your code should pass")[0]
-        tests = json.loads(row["reward_model"]["ground_truth"])
+        tests = json.loads(chat[1])
     else:
         text, tests = row["text"], row["test_list"]
     if not isinstance(tests, list) or not tests:

@@ -125,13 +125,12 @@ def in_threads(function, *columns):
     """
     from tqdm.contrib.concurrent import thread_map  # here: the sandbox itself needs no packages
 
-    rows = list(zip(*columns, strict=True))
     quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
     bar = {"desc": "scoring", "leave": False, "delay": 5, "disable": quiet}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
-        return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
+        return thread_map(function, *columns, max_workers=workers, **bar)
     except (BlockingIOError, RuntimeError) as error:
         if str(error).endswith(("start new thread", "temporarily unavailable")):
             raise SandboxError(f"scoring: {error}") from error

@@ -119,7 +119,9 @@ def checkpoint_config(name_or_dir, patterns=FILES):
         # dllm names the mask token in the tokenizer alone
         config = {"mask_token_id": mask_token_id(directory)} | config
     directory = resolve(source, patterns)
-    return config, None if is_drawn(directory) else directory, adapters
+    # a tiny model may come without weights
+    is_drawn = directory.parent == HERE and not (directory / "model.safetensors").is_file()
+    return config, None if is_drawn else directory, adapters
 
 
 def special_tokens(directory):
@@ -136,11 +138,6 @@ def mask_token_id(directory):
     """-> by the tokenizer files, or None"""
     token = json_if_there(directory / "tokenizer_config.json").get("mask_token")
     return special_tokens(directory).get(token["content"] if isinstance(token, dict) else token)
-
-
-def is_drawn(directory):
-    """Whether it is one of a tiny model that comes without weights."""
-    return directory.parent == HERE and not (directory / "model.safetensors").is_file()
 
 
 def resolve(name_or_dir, patterns=FILES):

@@ -119,9 +119,8 @@ class Plan:
         self.lengths = torch.as_tensor(self.lengths)
         # completions of a step, updates that each is in, a frozen and a second trained model
         self.rollout = getattr(args, "prompts_per_step", 0) * getattr(args, "num_generations", 0)
-        self.epochs = (
-            1 if getattr(args, "minibatches", False) else getattr(args, "num_iterations", 1)
-        )
+        self.iterations = getattr(args, "num_iterations", 1)
+        self.epochs = 1 if getattr(args, "minibatches", False) else self.iterations
         self.has_reference = getattr(args, "beta", 0) > 0
         self.values = getattr(args, "value_model", False)
         self.base = sum(p.numel() for name, p in net.named_parameters() if "lora_" not in name)
@@ -240,7 +239,7 @@ class Plan:
             return number / max(rows, 1) * self.blocks * self.steps * one
 
         update = self.epochs * ((2 + args.activation_checkpointing) * forward + gradients)
-        values = (self.has_old and getattr(args, "num_iterations", 1) > 1) + self.has_reference
+        values = (self.has_old and self.iterations > 1) + self.has_reference
         if args.num_draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
             values *= self.epochs
         phases = {
