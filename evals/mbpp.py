@@ -28,7 +28,7 @@ from evals.sandbox import Job
 HUB = "google-research-datasets/mbpp"
 SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
-MODULES = "import collections, heapq, itertools, math, re, string, sys"  # that tests may use
+MODULES = "import collections, heapq, itertools, math, re, sys"  # that tests may use
 TASK = (
     "You are an expert Python programmer, and here is your task: {text} Your code should pass "
     "these tests:\n\n {tests}  \n"

@@ -84,10 +84,10 @@ def main(
         able = ", ".join(AUTOREGRESSIVE)
         raise SystemExit(f"{model} is of model_type {kind!r}; those converted are {able}")
     words = load_tokenizer(tokenizer or model)
-    if chat_template and not Path(chat_template).is_file():
-        raise SystemExit(f"--chat-template {chat_template}: no such file")
     if chat_template:
-        words.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        if not (file := Path(chat_template)).is_file():
+            raise SystemExit(f"--chat-template {file}: no such file")
+        words.chat_template = file.read_text(encoding="utf-8")
     if not words.chat_template:
         raise SystemExit(f"{model} has no chat template: give one with --chat-template FILE")
     mask = add_mask_token(words)
