@@ -92,8 +92,8 @@ def chat_row(row):
 
 def planning_row(row, question, answer):
     """The columns `question` and `answer` of a row, or what DARE or Dream have in their place."""
-    if dare := chat_row(row):
-        return row["extra_info"][question], dare[1]
+    if isinstance(row.get("reward_model"), dict):  # DARE
+        return row["extra_info"][question], row["reward_model"]["ground_truth"]
     dream = "input" in row and "output" in row
     return (row["input"], row["output"]) if dream else (row[question], row[answer])
 

@@ -48,8 +48,8 @@ class LanguageModel(nn.Module):
     @property
     def fp32_modules(self):
         """Modules that compute in fp32. Under FSDP2 each of them is a group of its own."""
-        is_one = lambda module: isinstance(module, Router) or module is self.value_head
-        return list(filter(is_one, self.modules()))
+        head = self.value_head
+        return [one for one in self.modules() if isinstance(one, Router) or one is head]
 
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V] in the dtype of the model"""
