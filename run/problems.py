@@ -60,9 +60,9 @@ class HeldOut:
         """-> those that the run is scored on; rows that ask the same are not trained on"""
         return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
 
-    def encode(self, rows, model, asked=()):
-        """-> TokenRows of rows of text, without those that ask one of the prompts `asked`"""
-        return encode(rows, self.tokenizer, model, self.max_length, asked)
+    def encode(self, rows, model, *how):
+        """-> TokenRows of rows of text. how: `asked`, `joins` of data.tokens.encode"""
+        return encode(rows, self.tokenizer, model, self.max_length, *how)
 
     def pairs(self, data, limit):
         """-> preference pairs to train on, {split: at most `limit` held-out ones}"""
