@@ -15,10 +15,11 @@ from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.own import SECONDS, guarded, load_file
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
+from rollout.traces import Completion
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
-TRIAL = "```python\npass\n```"
+TRIAL = Completion("```python\npass\n```", 1, False)
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
