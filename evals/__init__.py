@@ -16,10 +16,12 @@ from data.planning import split_of
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
+from rollout.traces import gold
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
 TRIAL = "```python\npass\n```"
+KEPT = 32  # answers to held-out problems that a run keeps for its report
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
@@ -135,22 +137,47 @@ def score_all(task, completions, examples):
 
 
 def mean_score(engine, task, tokenizer, problems, name, **settings):
-    """Mean exact score of one completion per problem; the ranks of a run share the problems. ->
-    {name/task: float}
+    """Score one completion per problem; the ranks of a run share the problems. -> {name/task: mean
+    exact score, and as of `standard_error` error/name, problems/name}, this rank's first KEPT
+    completions as of Trace.describe
 
     problems: from load_problems; settings: for engine.generate.
     """
     share = math.ceil(len(problems) / dist.get_world_size())
     first = dist.get_rank() * share
-    score = torch.zeros((), dtype=torch.float64, device=engine.device)
+    scores, kept = torch.zeros(len(problems), dtype=torch.float64, device=engine.device), []
     if mine := problems[first : first + share]:
         examples, prompts = zip(*mine, strict=True)
         trace = engine.generate(list(prompts), sample_offset=first, **settings)
         if engine.held is None:  # otherwise the next rollout makes room before the next update
             engine.release()
-        score += sum(score_all(task, trace.texts(tokenizer), examples))
-    dist.all_reduce(score)
-    return {f"{name}/{task.NAME}": score.item() / len(problems)}
+        found = score_all(task, trace.texts(tokenizer), examples)
+        scores[first : first + share] = scores.new_tensor(found)
+        facts = zip(range(KEPT), found, examples, strict=False)
+        kept = [trace.describe(i, tokenizer, score, example) for i, score, example in facts]
+    dist.all_reduce(scores)
+    error, distinct = standard_error(task, [example for example, _ in problems], scores.tolist())
+    names = f"{name}/{task.NAME}", f"error/{name}", f"problems/{name}"
+    return dict(zip(names, (scores.mean().item(), error, distinct), strict=True)), kept
+
+
+def standard_error(task, examples, scores):
+    """-> standard error of the mean score, number of distinct problems. Several answers to one
+    problem are not independent: their deviations from the mean are summed before they are squared.
+    """
+    sums, mean = {}, sum(scores) / len(scores)
+    for example, score in zip(examples, scores, strict=True):
+        problem = problem_of(task, example)
+        sums[problem] = sums.get(problem, 0.0) + score - mean
+    return math.hypot(*sums.values()) / len(scores), len(sums)
+
+
+def problem_of(task, example):
+    """What is asked, the same for prompts that have the same words in any order and the same gold
+    answer: countdown asks for one target with its numbers in every order.
+    """
+    text = " ".join(str(turn["content"]) for turn in task.prompt(example))
+    return gold(example), *sorted(text.split())
 
 
 def tagged_answer(completion):

@@ -3,7 +3,7 @@
 from data.stream import check_items
 from distributed.disk import from_first_rank
 from distributed.groups import close_distributed
-from rollout import sync_engine
+from rollout import sync_engine, warn
 from run.log import RunLog, Stop, Stopwatch, machine_metrics
 from run.saves import Saves, newest_step
 
@@ -21,8 +21,16 @@ class Run:
         self.saves = Saves(self.log.run_dir, *pair, problems.tokenizer, args, scores, self.start)
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
-        self.say, self.write = self.log.say, self.log.write
+        self.say = self.log.say
         self.drawn, self.stopped = "", False
+
+    def write(self, step, metrics):
+        """Log a row; with a test score also some of the answers. Warn of what a check found."""
+        if f"test/{self.problems.task.NAME}" in metrics:
+            self.log.samples(step, self.problems.answers, "heldout.jsonl")
+        if "probe/distinct_frac" in metrics:
+            warn(metrics)
+        self.log.write(step, metrics)
 
     def begin(self, engine, model):
         """Hand the weights to the sampler; a new run has its first scores."""
@@ -74,11 +82,12 @@ class Run:
         name = self.problems.task.NAME
         if engine and not self.stopped:
             self.write(self.args.max_steps, self.problems.score(engine, "test", "test", model))
-        scores = dict(self.log.history(f"test/{name}"))
+        keys = f"test/{name}", "error/test", "problems/test"
+        scores, errors, (*_, n) = ([v for _, v in self.log.history(key)] or [0] for key in keys)
         if len(scores) > 1:
-            before, *_, after = scores.values()
-            facts = f"{name} on {len(self.problems.splits['test'])} held-out problems"
-            self.say(f"{facts}: {before:.1%} before, {after:.1%} after")
+            tell = lambda i: f"{scores[i]:.1%} (se {100 * errors[i]:.1f})"
+            after = f"{tell(-1)} after on {n:.0f} distinct held-out problems"
+            self.say(f"{name}: {tell(0)} before, {after}")
         if self.drawn:
             self.say(self.drawn)
         self.log.end(self.saves.newest, self.stop.status)

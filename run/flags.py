@@ -100,6 +100,7 @@ class RunFlags:
     track: bool = False
     """mirror the log to wandb"""
 
+    chosen = {}  # by the command line: flags with other values than the model gets
     # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0, MAX
     RANGES = {
         "max_steps": 1,
@@ -238,7 +239,8 @@ def command_line(arguments, by_size):
         if ".py" in (path := getattr(args, name, "")):
             setattr(args, name, str(Path(path).resolve()))
     check_numbers(args)
-    now = json.loads(json.dumps(vars(args)))
+    of_model, now = json.loads(json.dumps([vars(arguments()) | first, vars(args)]))
+    arguments.chosen = {name: now[name] for name in now if now[name] != of_model[name]}
     for name in had.keys() - CHANGEABLE:
         if now[name] != had[name]:
             flag = name.replace("_", "-")
@@ -248,7 +250,8 @@ def command_line(arguments, by_size):
 
         pretend(args.plan)
     elif os.environ.get("RANK", "0") == "0":
-        print(f"settings: {sys.argv[0]} {shlex.join(flags_of(vars(args)))}", file=sys.stderr)
+        shown = shlex.join(flags_of({"model": args.model} | arguments.chosen))
+        print(f"settings: {shown}; others as the model gets them: config.json", file=sys.stderr)
     return args
 
 

@@ -1,5 +1,6 @@
 """The problems of a run: prompts and rewards of its rollouts, and scores on those held out."""
 
+import sys
 from dataclasses import fields
 
 import torch
@@ -7,8 +8,9 @@ import torch
 from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
+from distributed.disk import is_first_rank
 from distributed.groups import rank_share
-from evals import TRIAL, load_splits, load_task, mean_score, score_all
+from evals import TRIAL, load_splits, load_task, mean_score, problem_of, score_all
 from evals.rewards import load_reward
 from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
@@ -16,11 +18,14 @@ from rollout.engine import SamplingSettings
 from rollout.rows import Batch
 from run.plan import fit
 
+FEW = 100  # distinct held-out problems; fewer make a score uncertain by five points and more
+
 
 class HeldOut:
     """Problems that no training sees.
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
+    answers: some of the last that were scored, for the report;
     train: what a script trains on, `stream` the order of it
     """
 
@@ -35,7 +40,14 @@ class HeldOut:
         self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
-        self.facts = f"problems with too long a prompt, dropped: {dropped}"
+        self.answers, held_out = [], {}
+        for split in self.splits.keys() - {"train"}:
+            asked = [problem_of(self.task, example) for example, _ in self.splits[split]]
+            held_out[split] = f"{len(asked)} ({(distinct := len({*asked}))} distinct)"
+            if distinct < FEW and is_first_rank():
+                error = f"the standard error of a score may be {50 / distinct**0.5:.0f} points"
+                print(f"warning: {distinct} distinct problems in {split}: {error}", file=sys.stderr)
+        self.facts = f"held-out problems: {held_out}; dropped, as the prompt is too long: {dropped}"
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
@@ -77,13 +89,15 @@ class HeldOut:
         return engine
 
     def score(self, engine, split, name, model=None):
-        """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective. model: whose
-        weights the sampler gets first; None: it has them"""
+        """-> metrics of `mean_score`, {} with --eval-limit 0. Collective. model: whose weights the
+        sampler gets first; None: it has them"""
         if not (problems := self.splits.get(split)):
             return {}
         if model:
             sync_engine(engine, model)
-        return mean_score(engine, self.task, self.tokenizer, problems, name, **self.sampling)
+        how = self.task, self.tokenizer, problems, name
+        metrics, self.answers = mean_score(engine, *how, **self.sampling)
+        return metrics
 
 
 class Problems(HeldOut):
