@@ -1,4 +1,5 @@
 # make demo: RL that visibly works, on CPU, in a few minutes.  make test: the tests.  make test-gpu: those of a GPU's kernels.
+# make speedrun: an autoregressive model becomes a reinforced diffusion model, on a GPU (docs/real.md).
 # Each makes .venv first and says where it is.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,6 +8,9 @@ RUN = $(VENV)/bin/python
 
 demo: venv
 	$(RUN) algos/bgpo.py --model $(MODEL)
+
+speedrun: venv
+	PYTHON=$(abspath $(RUN)) bash speedrun.sh
 
 # Two workers; the tests of a file stay in one of them, because they share what its fixtures make.
 test: venv
@@ -27,4 +31,4 @@ $(VENV)/installed: requirements.txt
 venv: $(VENV)/installed
 	@echo "Python is $(abspath $(RUN)); to use it: source $(abspath $(VENV))/bin/activate"
 
-.PHONY: demo test test-all test-gpu venv
+.PHONY: demo speedrun test test-all test-gpu venv

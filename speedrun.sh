@@ -7,10 +7,11 @@
 # Prints each command before it runs it. Called again, it continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
-MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} # directory or hub id; Qwen2, Qwen3 or Llama
+MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} # directory or hub id: Qwen2, Qwen3 or Llama
 OUT=${OUT:-runs/speedrun}
 TRAIN=${TRAIN:-openai/gsm8k} TEST=${TEST:-openai/gsm8k} # files or hub ids
 BLOCK=${BLOCK:-4} GPUS=${GPUS:-1} PYTHON=${PYTHON:-python}
+LAUNCH="$PYTHON -m torch.distributed.run --standalone --nproc-per-node"
 SECONDS=0
 mkdir -p "$OUT"
 
@@ -18,44 +19,52 @@ show() {
     printf '\n[%d s] %s\n' $SECONDS "$*"
     "$@"
 }
-evaluate() { # NAME FLAG...: the directory $OUT/NAME
-    local out=$OUT/$1
-    shift
+evaluate() { # NAME RANKS FLAG...: an evaluation in $OUT/NAME
+    local out=$OUT/$1 ranks=$2
+    shift 2
     if [ -e "$out/table.md" ]; then return; fi
     if [ -e "$out/config.json" ]; then set -- --resume "$out"; else set -- "$@" --out "$out"; fi
-    show $RUN evals/run.py --tasks gsm8k "$@"
+    show $LAUNCH "$ranks" evals/run.py --tasks gsm8k --batch-size 256 "$@"
 }
-train() { # NAME SCRIPT FLAG...: a run directory below $OUT/NAME, whose last weights are $OUT/NAME/final
+train() { # NAME SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a link to its last weights
     local out=$OUT/$1 script=$2 old
     shift 2
     if [ -e "$out/final" ]; then return; fi
     old=$(ls -d "$out"/*/resume 2>/dev/null | tail -1 || true)
     if [ "$old" ]; then set -- --resume "${old%/resume}"; else set -- "$@" --out "$out"; fi
-    show $RUN "$script" "$@"
+    show $LAUNCH "$GPUS" "$script" --task gsm8k --lora-rank 0 --save-every 50 --keep-saves 1 "$@"
     ln -sfn "$(cd "$out" && ls -d */checkpoints/step-* | tail -1)" "$out/final"
 }
 
-RUN="$PYTHON -m torch.distributed.run --standalone --nproc-per-node $GPUS"
+# 1. The model's own answers to the training questions: right ones, and half as many wrong ones.
+# lmdeploy's engine is bound by Python: six of them share a GPU.
+ENGINES=$((GPUS * 6))
+evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
+evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --repeats 4 \
+    --temperature 0.8 --top-p 0.95 --gen-length 256
+[ -e "$OUT/rows.jsonl" ] ||
+    show $PYTHON data/own_samples.py --samples "$OUT/samples" --out "$OUT/rows.jsonl" --wrong 0.5
 
-# 1. The model's own answers to training questions: eight each, right ones and as many wrong ones.
-evaluate teacher --model "$MODEL" --data "$TEST"
-evaluate samples --model "$MODEL" --data "$TRAIN" --split train --repeats 8 --temperature 0.8
-[ -e "$OUT/rows.jsonl" ] || show $PYTHON data/own_samples.py --samples "$OUT/samples" --out "$OUT/rows.jsonl"
+# 2. A mask token and block-causal attention.
+[ -e "$OUT/converted" ] ||
+    show $PYTHON models/from_ar.py --model "$MODEL" --block-length "$BLOCK" --out "$OUT/converted"
 
-# 2. Convert: the mask token, block-causal attention.
-[ -e "$OUT/converted" ] || show $PYTHON models/from_ar.py --model "$MODEL" --block-length "$BLOCK" --out "$OUT/converted"
-
-# 3. Fine-tune all weights on those rows, then reinforce.
+# 3. Fine-tune all weights on these rows.
 train sft algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
-    --lora-rank 0 --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine \
-    --batch-size 512 --pack-length 2048 --max-length 640 --max-steps 150 --eval-every 50 --save-every 50 --keep-saves 1
-evaluate sft-gsm8k --model "$OUT/sft/final" --data "$TEST" --gen-length 512
-train rl algos/cj_grpo.py --model "$OUT/sft/final" --data "$TRAIN" --eval-data "$TEST" \
-    --lora-rank 0 --learning-rate 2e-6 --beta 0 --num-iterations 1 \
-    --prompts-per-step 32 --num-generations 8 --max-steps 150 --eval-every 50 --save-every 50 --keep-saves 1
-evaluate rl-gsm8k --model "$OUT/rl/final" --data "$TEST" --gen-length 512
+    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 150 \
+    --batch-size 256 --pack-length 2048 --max-length 640
+evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 
-printf '\nGSM8K, all test problems, greedy; %d s\n' $SECONDS
-for name in teacher sft-gsm8k rl-gsm8k; do
-    $PYTHON -c 'import json, sys; r = json.load(open(sys.argv[2])); print("{} {accuracy:.1%} +- {stderr:.1%} (n = {n})".format(sys.argv[1], **r))' $name "$OUT/$name/result.json"
+# 4. Reinforce.
+train rl algos/cj_grpo.py --model "$OUT/sft/final" --data "$TRAIN" --eval-data "$TEST" \
+    --learning-rate 3e-6 --beta 0 --num-iterations 1 --max-steps 70 \
+    --prompts-per-step 32 --num-generations 8
+evaluate rl-scores "$GPUS" --model "$OUT/rl/final" --data "$TEST" --gen-length 512
+
+printf '\nGSM8K, test, greedy; %d s\n' $SECONDS
+for name in teacher sft-scores rl-scores; do
+    $PYTHON -c 'import json, sys
+result = json.load(open(sys.argv[2]))
+print("{:12} {accuracy:.1%} +- {stderr:.1%} (n = {n})".format(sys.argv[1], **result))' \
+        $name "$OUT/$name/result.json"
 done

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import re
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -44,8 +45,36 @@ def open_rows(path, split, presets, config=None):
 
 
 def read_rows(path, split, presets, limit=None, config=None):
-    """`open_rows` as a list: at most `limit` rows, the first."""
-    return list(islice(open_rows(path, split, presets, config), limit))
+    """`open_rows` as a list of Row: at most `limit` rows, the first."""
+    rows = islice(open_rows(path, split, presets, config), limit)
+    return [Row(f"{path} row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+class Row(dict):
+    """Says where it is when it lacks a column."""
+
+    def __init__(self, place, row):
+        super().__init__(row)
+        self.place = place
+
+    def __missing__(self, column):
+        raise Missing(f"{self.place} has no column {column!r}, only {', '.join(self)}")
+
+
+class Missing(SystemExit, KeyError):
+    """Ends a command in one line, unless it is caught as what it is in a dict."""
+
+
+def whole_path(text):
+    """A word of a command line, with the whole path of every file and folder in it that has a . or
+    a /: rows.jsonl@d1, pay.py:pay, gsm8k=a.jsonl. So --resume works from any directory.
+    """
+
+    def whole(found):
+        is_path = re.search("[./]", found[0]) and os.path.exists(found[0])
+        return os.path.abspath(found[0]) if is_path else found[0]
+
+    return re.sub("[^=,@:]+", whole, text)
 
 
 def is_hub_id(path):

@@ -3,9 +3,7 @@ training."""
 
 import math
 import re
-import sys
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch.distributed as dist
 
 from data.planning import split_of
 from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
+from evals.own import SECONDS, guarded, load_file
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
 from rollout.traces import gold
@@ -38,14 +37,16 @@ OPERATORS = str.maketrans(
 )
 
 
-def load_task(name):
+def load_task(name, instead=None):
     """--task NAME -> the module evals/NAME.py; or, for a path that ends in .py, that file as a
     module, which needs the functions of one. Its NAME is the file's, without the folder and .py.
+    instead: see evals/own.py.
 
     SystemExit lists the tasks if it is unknown, or says what the file lacks.
     """
     if name.endswith(".py"):
         task = load_file(name, ["load", "prompt", "extract", "score"])
+        task.score = guarded(name, task.score, SECONDS, instead)
     else:
         files = Path(__file__).parent.glob("*.py")
         is_task = lambda file: f'main("{file.stem}")' in file.read_text(encoding="utf-8")
@@ -55,19 +56,6 @@ def load_task(name):
         task = getattr(module, "task", module)
     task.NAME, task.PRESETS = Path(name).stem, getattr(task, "PRESETS", ())
     return task
-
-
-def load_file(path, functions):
-    """A Python file, anywhere, as a module. SystemExit says which of the `functions` it lacks."""
-    if not Path(path).is_file():
-        raise SystemExit(f"{path}: no such file")
-    spec = spec_from_file_location(Path(path).stem, path)
-    module = module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    if missing := [name for name in functions if not hasattr(module, name)]:
-        raise SystemExit(f"{path}: needs a function {missing[0]}")
-    return module
 
 
 def load_examples(task, split, data, limit=None, divided=False):

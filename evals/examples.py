@@ -47,7 +47,7 @@ def parse_rows(read, needs, path, rows, first=1):
     examples = []
     for number, row in enumerate(rows, first):
         try:
-            examples.append(read(row))
+            examples.append(read(dict(row)))
             for key in QUESTION & examples[-1].keys():
                 if not examples[-1][key].strip():
                     raise ValueError("a blank question")

@@ -4,7 +4,7 @@ pass.
     python evals/humaneval.py --model llada-8b  DARE's setting
     python evals/humaneval.py --completions FILE.jsonl --data HumanEval.jsonl.gz
 
-pass@1: 1.0 if the tests pass within 5 seconds in evals/sandbox.py, mode "proxy", else 0.0. A
+pass@1: 1.0 if the tests pass within 5 seconds in evals/sandbox.py, else 0.0. A
 completion may be the whole function or only its body, in a fenced block, in an unclosed one, or
 without any. OpenCompass, and so DARE, takes the first block and strips the indentation of a body,
 which then does not parse.

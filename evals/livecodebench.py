@@ -5,7 +5,7 @@ tests pass.
     python evals/livecodebench.py --model sdar-8b --data release_v5@2024-08-01..2025-01-31
     python evals/livecodebench.py --completions FILE.jsonl --data test6.jsonl
 
-pass@1: 1.0 if every public and private test passes in evals/sandbox.py, mode "proxy", else 0.0.
+pass@1: 1.0 if every public and private test passes in evals/sandbox.py, else 0.0.
 LeetCode's tests call a method and compare values; the others give stdin and compare stdout line by
 line, and lines that differ as numbers. Prompt and rules are those of LiveCodeBench's own runner (6
 seconds per test), except that a program that reads stdin runs as a new process for every test; the
@@ -80,12 +80,19 @@ def _judged_call(*arguments):
     return function(*arguments)
 """
 PROGRAM = """
-import os as _os, select as _select, sys as _sys
+import os as _os, select as _select, sys as _sys, time as _time
 def _judged_call(stdin):
     "stdout of the program, in a process of its own that reads stdin"
     to_read, feed = _os.pipe()
     output, to_write = _os.pipe()
-    pid = _os.fork()
+    for seconds in range(5, -1, -1):  # other programs may have all processes for a while
+        try:
+            pid = _os.fork()
+            break
+        except BlockingIOError:
+            if not seconds:
+                raise
+            _time.sleep(1)
     if not pid:
         status = 1
         try:

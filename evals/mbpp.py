@@ -3,11 +3,10 @@
     python evals/mbpp.py --model llada-8b  DARE's setting
     python evals/mbpp.py --completions FILE.jsonl --data mbpp.jsonl
 
-1.0 if the tests pass within 10 seconds in evals/sandbox.py, else 0.0: mode "proxy", or "nonce" for
-   the few problems whose tests create objects of the program's own classes or use its imports (367
-   of test, some of train). Splits are the paper's: tasks 11-510 are test, 511-600 validation,
-   601-974 train, also in a file whose rows have task_id. DARE leaves out the set-up code, so that
-   nobody solves 367 there, and its RL reward keeps the quotes around an answer.
+1.0 if the tests pass within 10 seconds in evals/sandbox.py, else 0.0. Splits are the paper's: tasks
+   11-510 are test, 511-600 validation, 601-974 train, also in a file whose rows have task_id. DARE
+   leaves out the set-up code, so that nobody solves 367 there, and its RL reward keeps the quotes
+   around an answer.
 """
 
 if __name__ == "__main__":
@@ -19,6 +18,7 @@ import ast
 import builtins
 import json
 import re
+import sys
 
 from data.rows import is_of, read_rows
 from evals.examples import as_text, parse_rows, user, worked
@@ -126,22 +126,24 @@ def unquoted(text):
 
 def names_of(example):
     """What a program must define: names that the set-up code and the tests use and neither they nor
-    Python define."""
+    Python and its library define."""
     nodes = [*ast.walk(ast.parse(_tests(example)))]
     names = {(node.id, type(node.ctx)) for node in nodes if isinstance(node, ast.Name)}
     # of functions, classes, imports, arguments
     own = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "arg")}
     own |= {name for name, context in names if context is ast.Store}
     used = {name for name, _ in names} - own
-    return sorted(used - set(dir(builtins))) or sorted(used)  # task 126 asks for a function sum
+    # task 126 asks for a function sum
+    return sorted(used - {*dir(builtins), *sys.stdlib_module_names}) or sorted(used)
 
 
 def job(completion, example):
-    """The program of a completion and its tests; None if it is empty."""
-    code, names = extract(completion, example), names_of(example)
-    own_objects = len(names) > 1 or any(name in example["setup"] for name in names)
-    mode = "nonce" if own_objects else "proxy"
-    return code and Job(code, _tests(example), tuple(names), timeout=TIMEOUT, mode=mode)
+    """The program of a completion and its tests, with the modules that these use; None if it is
+    empty."""
+    code, tests = extract(completion, example), _tests(example)
+    modules = sys.stdlib_module_names.intersection(re.findall(r"\b(\w+)\.", tests))
+    imports = "\n".join(f"import {module}" for module in modules)
+    return code and Job(code, tests, tuple(names_of(example)), imports, TIMEOUT)
 
 
 def score(completion, example):

@@ -6,19 +6,32 @@ import textwrap
 from evals.math_grader import ask
 from evals.sandbox import MAX_CODE, run
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*$", re.MULTILINE)
+# the only run of three or more backquotes on its line, what stands before it, and behind it
+FENCE = re.compile(r"^((?:(?!```)[^\n])*)`{3,}([^\n`]*)$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
+# a statement that is not indented and what it defines: imported names, a function or class with its
+# decorators, or a constant. Decorators alone match too, so that a long row of them is read once
+DEFINITION = re.compile(
+    r"^(?:@.*\n)*(?:(?:from [\w.]+ )?import (.*(?:\n[ \t)].*)*)"
+    r"|(?:(?:async )?(?:def|class) |(?=[A-Z_\d]+ =))(\w+).*(?:\n(?:[ \t)].*)?)*|)",
+    re.MULTILINE,
+)
 MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
 def fenced(text):
     """(rank, code) of the fenced blocks; only the last one may be unclosed. rank: 2 for closed
-    blocks of Python, 1 for other closed ones, 0."""
-    marks = FENCE.finditer(text)
+    blocks of Python, 1 for other closed ones, 0.
+
+    A fence that does not begin its line, as in a list or right behind the code, has no quotes
+    behind it: those are of a string.
+    """
+    found = FENCE.finditer(text)
+    marks = (mark for mark in found if not mark[1].strip() or not re.search("['\"]", mark[2]))
     for opening in marks:
         closing = next(marks, None)
-        is_python = opening[1].lower() in ("python", "py", "python3")
-        code = text[opening.end() + 1 : closing.start() if closing else len(text)]
+        is_python = opening[2].strip().lower().startswith("py")
+        code = text[opening.end() + 1 : closing.end(1) if closing else len(text)]
         yield (1 + is_python if closing else 0), code
 
 
@@ -34,19 +47,38 @@ def code_of(text, names):
     """The code of a completion, not checked; None if there is no text.
 
     The first of these that exists: the last closed python block that defines one of `names`; the
-    last closed block that does; the last block, closed or not, that does; the text, if it does; the
-    last closed python block; the last block; the text. Leading spaces are kept: they may be the
-    indentation of a body. Only the last MAX_CODE characters are read.
+    last closed block that does; the last block, closed or not, that does; what the last tag
+    <answer> or <code> holds, if it does; the text, if it does; the last closed python block; the
+    last block; what the tag holds; the text. A block that defines a name comes with what it uses of
+    earlier ones (`with_helpers`). Leading spaces are kept: they may be the indentation of a body.
+    Only the last MAX_CODE characters are read.
     """
     text = text[-MAX_CODE:]
     blocks = [*fenced(text)]
     ranked = sorted(blocks, key=lambda block: block[0])
     if defining := [code for _, code in ranked if defines(code, names)]:
-        return textwrap.dedent(defining[-1])
-    if defines(text, names):
-        return trimmed(textwrap.dedent(text))
-    _, code = [(0, text), *(ranked if 2 in dict(blocks) else blocks)][-1]
+        code = textwrap.dedent(defining[-1])
+        whole = with_helpers(code, text.partition(defining[-1])[0], names)
+        return code if whole == code else first_program([whole, code]) or code
+    begun = re.split("<(?:answer|code)>", text)[-1]
+    tagged = re.split("</(?:answer|code)>", begun)[0]
+    for part in (tagged, text):
+        if defines(part, names):
+            return trimmed(textwrap.dedent(part))
+    _, code = [(0, tagged), *(ranked if 2 in dict(blocks) else blocks)][-1]
     return code if code.strip() else None
+
+
+def with_helpers(code, earlier, names):
+    """The code behind those definitions of earlier blocks that it uses: imports, functions, but
+    none of `names`, which are its own."""
+    words, parts = {"*", *re.findall(r"\w+", code)}, [code]
+    for found in reversed([*DEFINITION.finditer(earlier)]):
+        bound = re.findall(r"\w+|\*", found[1] or found[2] or "")
+        if not words.isdisjoint(bound) and not defines(found[0], names):
+            words.update(re.findall(r"\w+", found[0]))
+            parts.append(found[0])
+    return "\n".join(reversed(parts))
 
 
 def trimmed(text):

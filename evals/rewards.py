@@ -7,12 +7,11 @@ Each reward pays what the released code of its paper pays, errors included, to r
 that were made with it. `load_reward` gives the scripts the reward of a whole rollout at once.
 """
 
-import math
 import re
 from contextlib import suppress
 from numbers import Real
 
-from evals import load_file, mbpp, score_all
+from evals import mbpp, score_all
 from evals.math500 import is_copy
 from evals.math_grader import (
     MAX_LENGTH,
@@ -24,6 +23,7 @@ from evals.math_grader import (
     rewritten,
     rules,
 )
+from evals.own import SECONDS, guarded, load_file
 from evals.programs import first_program
 from evals.sandbox import in_threads
 
@@ -230,17 +230,17 @@ def gsm8k_d1(completion, example):
 
 def code_format(completion, example):
     """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text
-    followed by one complete ```python block at its end; 0.25 more if the code in it is not empty
-    and parses. It runs nothing.
+    followed by one complete ```python block at its end, whose fences may stand in a line; 0.25 more
+    if the code in it is not empty and parses. It runs nothing.
 
     DiffuCoder also requires a newline after the block, which an answer that ends there does not
     have, pays for an empty block, and fails on code whose parsing raises anything but a
     SyntaxError.
     """
-    found = re.fullmatch(r"(?s)(?:.*\n)?```python\n(.*\n)?```\s*", completion)
-    whole = bool(found) and completion.count("```") == 2
-    code = (found[1] or "").strip() if whole else ""
-    return {"block": 0.25 * whole, "syntax": 0.25 * bool(code and first_program([code]))}
+    code, closing, rest = completion.partition("```python\n")[2].partition("```")
+    whole = bool(closing) and completion.count("```") == 2 and not rest.strip()
+    valid = whole and code.strip() and first_program([code.strip()])
+    return {"block": 0.25 * whole, "syntax": 0.25 * bool(valid)}
 
 
 def mbpp_diffucoder(completion, example):
@@ -268,23 +268,27 @@ REWARDS = (
 )
 REWARDS = {reward.__name__: reward for reward in REWARDS}
 
-METRICS = "mean", "std", "square", "zero_std_frac"  # reward/... of rollout_metrics
+METRICS = "mean", "std", "square", "zero_std_frac", "error_frac"  # reward/... of a rollout
+MOST = 1e18  # of a reward: fp32 holds its square
 
 
-def load_reward(name, task):
+def load_reward(name, task, instead=None):
     """--reward NAME or path.py:function -> function(completions, examples) -> [{component: value}];
     "" -> the score of the task, as "score", 0.0 for copies of the question.
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
     own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
-    if a reward is not finite, has other components than the first, or one of METRICS. load_reward
+    if a reward is not finite, has other components than the first, or one of METRICS. instead: see
+    evals/own.py; it counts as the first component. load_reward
     ends in SystemExit if there is no such reward or file, or if it reads the examples of another
     task, and lists the rewards.
     """
     function = REWARDS.get(name)
     file, _, function_name = name.rpartition(":")
     if file.endswith(".py"):
-        function = getattr(load_file(file, [function_name]), function_name)
+        own = getattr(load_file(file, [function_name]), function_name)
+        judged = lambda text, example: checked(text, own(text, example))
+        function = guarded(file, judged, SECONDS, instead)
     elif name and not (function and name.startswith(f"{task.NAME}_")):
         problem = f"does not fit {task.NAME}" if function else "no such reward"
         raise SystemExit(
@@ -293,9 +297,10 @@ def load_reward(name, task):
     parts = {}  # that the first completion, the trial, is paid: the same on all ranks
 
     def checked(completion, paid):
-        paid = paid if isinstance(paid, dict) else {"reward": paid}
+        if not isinstance(paid, dict):
+            paid = dict.fromkeys(parts, 0.0) | {next(iter(parts), "reward"): paid}
         parts.update({} if parts else paid)
-        finite = all(isinstance(part, Real) and math.isfinite(part) for part in paid.values())
+        finite = all(isinstance(part, Real) and abs(part) < MOST for part in paid.values())
         if not paid or not finite or paid.keys() != parts.keys() or paid.keys() & METRICS:
             raise SystemExit(
                 f"--reward {name or 'none: the score'} of {task.NAME}: completion "

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import tyro
 
 sys.path.insert(0, __file__.rpartition("/evals/")[0])
-from data.rows import read_json
+from data.rows import read_json, whole_path
 from distributed.disk import (
     from_first_rank,
     hold,
@@ -129,10 +129,13 @@ def main(name=""):
         raise SystemExit("; ".join(map(str, skipped.values())))
     # only now: a wrong --model or file of completions leaves no directory behind
     out = from_first_rank(partial(directory, args, tasks))
-    for name, evaluation in ready.items():
-        results[name] = evaluation.run(out / name if len(tasks) > 1 else out)
-        if is_first_rank():
-            write_atomically(out / "table.md", table(results, skipped))
+    try:
+        for name, evaluation in ready.items():
+            results[name] = evaluation.run(out / name if len(tasks) > 1 else out)
+            if is_first_rank():
+                write_atomically(out / "table.md", table(results, skipped))
+    except KeyboardInterrupt as error:
+        raise SystemExit(f"interrupted; go on with --resume {out}") from error
     if is_first_rank():
         print(f"{table(results, skipped)}\ndirectory: {out}", flush=True)
         if skipped:
@@ -144,10 +147,11 @@ def main(name=""):
 def command_line(task):
     """The flags; tasks are those of evals/<task>.py if there is a `task`, and with --resume DIR the
     flags of that run are the defaults."""
-    args = tyro.cli(Args, default=Args(tasks=task))
+    words = [*map(whole_path, sys.argv[1:])]
+    args = tyro.cli(Args, args=words, default=Args(tasks=task))
     if args.resume:
         saved = read_json(Path(args.resume) / "config.json")
-        args = tyro.cli(Args, default=Args(**saved))
+        args = tyro.cli(Args, args=words, default=Args(**saved))
     return args
 
 

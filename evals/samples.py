@@ -19,6 +19,7 @@ import pandas as pd
 from data.rows import read_lines, read_rows
 from distributed.disk import write_atomically
 from evals import score_all
+from evals.own import Failed
 from models import prompt_ids
 from rollout.traces import gold
 
@@ -85,7 +86,7 @@ def scored(task, rows, examples, reward=None):
         found["answer"] = [*map(task.extract, texts, asked)]
         if reward:
             found["reward"] = reward(texts, asked)
-    except Exception as error:
+    except (Exception, Failed) as error:
         if len(rows) > 1:
             return [scored(task, [row], examples, reward)[0] for row in rows]
         why = f"{type(error).__name__}: {str(error)[:200]}"

@@ -2,7 +2,7 @@
 rewards.
 
     result = run(Job(code="def f(x): return x + 1", tests="assert f(1) == 2", entry_points=("f",)))
-    results = run_batch(jobs)            keeps all cores busy; the calling thread only waits
+    results = in_threads(run, jobs)      keeps all cores busy; the calling thread only waits
 
 A program runs in a process of its own (evals/sandbox_child.py says how its three processes are
 arranged), behind walls that every kernel of Linux has:
@@ -17,11 +17,9 @@ a read-only root directory of Python and the system's libraries. Containers ofte
 there Landlock keeps it to the same files. Where a kernel has neither, one line on stderr says so.
 Against a bug of the kernel itself only a virtual machine helps.
 
-Mode "proxy": the tests run in another process, and the functions under test are called over a pipe
-with plain values. So an object that equals everything, a patched builtin, a walk over the frames or
-memory, and an early exit win nothing. Mode "nonce": code and tests share a process, as in every
-published number; passed is a random number that is sent after the tests, so an early exit does not
-pass, but code that looks for the number can. Rewards use "proxy".
+The tests run in another process, and the functions under test are called over a pipe with plain
+values. So an object that equals everything, a patched builtin, a walk over the frames or memory,
+and an early exit win nothing.
 """
 
 import itertools
@@ -30,10 +28,10 @@ import os
 import select
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from evals.sandbox_child import send
 
@@ -41,6 +39,7 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 MAX_CODE = 1_000_000  # characters of a program; longer ones are not run
 # seconds that start and clean-up may take beyond the limit of a program, on a busy machine
 GRACE = 20.0
+PAUSES = 0.5, 2, 8, 0  # seconds until it starts a program again, if processes or memory lack
 NO_WALLS = (
     "sandbox: this machine gives neither namespaces nor Landlock: model-written code is run, and "
     "it can read what its user may read"
@@ -58,9 +57,9 @@ class Job:
     """A program and its tests.
 
     code: the program. tests: statements that raise where it is wrong. entry_points: names of the
-    program's functions that the tests call (proxy). prelude: trusted definitions that the tests
-    need beside them (proxy). timeout: seconds of wall time. memory: bytes of address space of a
-    process, and of resident memory of all. processes: threads count too.
+    program's functions and classes that the tests call. prelude: trusted definitions that the tests
+    need beside them. timeout: seconds of wall time. memory: bytes of address space of a process,
+    and of resident memory of all. processes: threads count too.
     """
 
     code: str
@@ -70,7 +69,6 @@ class Job:
     timeout: float = 5.0
     memory: int = 1 << 30
     processes: int = 32
-    mode: Literal["proxy", "nonce"] = "proxy"
 
 
 EMPTY = Job("", "", timeout=300.0)  # no program: ends at once, even on a very busy machine
@@ -81,8 +79,7 @@ class Result:
     """What became of a program.
 
     reason: "passed", "wrong" (an assertion), "error" (any other exception), "exited" (without an
-    answer), "timeout", "memory", "unsupported" (the tests pass values that cannot be sent, so they
-    need mode "nonce"), "long" (not run), "lost" (its supervisor died).
+    answer), "timeout", "memory", "long" (not run), "lost" (its supervisor died).
     detail: exception and message. walls: what kept the program off the machine's files:
     "namespaces", "Landlock", or "" for nothing but its uid.
     """
@@ -97,31 +94,29 @@ class Result:
 
 
 def run(job, without=()):
-    """Run the program of a Job to its end. -> Result. SandboxError where the sandbox does not work;
-    never for what a program does.
+    """Run the program of a Job to its end. -> Result. SandboxError where the sandbox cannot start
+    it; never for what a program does. Other programs may hold what it lacks, so it tries again.
 
     without: walls to do without, for tests: "namespaces", "landlock".
     """
     if len(job.code) > MAX_CODE:
         return Result("long", f"{len(job.code)} characters")
-    result = _supervised(job, without)
+    for pause in PAUSES:
+        try:
+            result = _supervised(job, without)
+            break
+        except OSError as error:
+            if not pause:
+                raise SandboxError(f"sandbox: no program can be started ({error})") from error
+            time.sleep(pause)
     if result.reason != "lost":
         if not result.walls and next(WARNINGS) == 0:
             print(NO_WALLS, file=sys.stderr)
     elif job == EMPTY:
-        raise SandboxError(f"sandbox: no answer from its supervisor ({result.detail})")
+        raise SandboxError(f"sandbox: its supervisor is killed ({result.detail})")
     else:
         run(EMPTY, without)  # raises if the fault is the sandbox's own
     return result
-
-
-def run_batch(jobs, workers=None):
-    """`run` of every Job, in their order (`in_threads`). -> list of Result
-
-    A job may be a function that makes it when its turn comes, so that large tests are not in memory
-    all at once.
-    """
-    return in_threads(lambda job: run(job() if callable(job) else job), jobs, workers=workers)
 
 
 def in_threads(function, *columns, workers=None):
@@ -134,7 +129,12 @@ def in_threads(function, *columns, workers=None):
     quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
     bar = {"desc": "scoring", "leave": False, "delay": 5, "disable": quiet}
     workers = workers or max(1, min(own_cores(), len(rows)))
-    return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
+    try:
+        return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
+    except (BlockingIOError, RuntimeError) as error:
+        if str(error).endswith(("start new thread", "temporarily unavailable")):
+            raise SandboxError(f"scoring: {error}") from error
+        raise
 
 
 def own_cores():
@@ -144,7 +144,8 @@ def own_cores():
 
 
 def _supervised(job, without):
-    """Start the supervisor, send it the program and its tests, read its one answer. -> Result"""
+    """Start the supervisor, send it the program and its tests, read its one answer. -> Result.
+    OSError if it does not come to start the program."""
     site_packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     paths = ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *site_packages]
     settings = vars(job) | {"without": without, "paths": paths, "site_packages": site_packages}
@@ -190,4 +191,8 @@ def _supervised(job, without):
             return Result(*json.loads(process.stdout.read()))
         except ValueError:  # it is empty, or cut off
             lines = process.stderr.read().decode(errors="replace").splitlines()
-            return Result("lost", lines[-1] if lines else f"exit {process.wait()}")
+        status = process.wait()
+        said = lines[-1] if lines else f"exit {status}"
+        if status > 0:  # by itself: of an error before the program began
+            raise OSError(said)
+        return Result("lost", said)

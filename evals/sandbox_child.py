@@ -34,8 +34,9 @@ DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 ROOT = "/sys"  # any directory that no program needs: its own root is mounted there
 # System calls that a program does without, by their numbers on x86_64 and aarch64: sockets, memory
 # that is in no process's size, keys, other processes, leaving the process group, ways around these
-# rules, and, from truncate on, changes of files that are not open for writing. Where aarch64 has no
-# such call, the number of another stands.
+# rules, marks on what programs share (locks, watches of files, the kernel's log), and, from
+# truncate on, changes of files that are not open for writing. Where aarch64 has no such call, the
+# number of another stands.
 CALLS = """
     socket 41 198              shmget 29 194              shmat 30 196
     shmctl 31 195              semget 64 190              semop 65 193
@@ -51,7 +52,13 @@ CALLS = """
     sched_setparam 142 118     ioprio_set 251 30          unshare 272 97
     setns 308 268              bpf 321 280                userfaultfd 323 282
     perf_event_open 298 241    io_uring_setup 425 425     migrate_pages 256 238
-    move_pages 279 239         openat2 437 437
+    move_pages 279 239         openat2 437 437            setsockopt 54 208
+    sendmsg 46 211             sendmmsg 307 269           sendfile 40 71
+    vmsplice 278 75            splice 275 76              tee 276 77
+    io_setup 206 0             process_madvise 440 440    landlock_create_ruleset 444 444
+    landlock_add_rule 445 445  flock 73 32                inotify_init 253 26
+    inotify_init1 294 26       inotify_add_watch 254 27   fanotify_init 300 262
+    futex_wake 454 454         futex_requeue 456 456      syslog 103 116
     truncate 76 45             chmod 90 53                fchmodat 268 53
     fchmodat2 452 452          chown 92 54                lchown 94 54
     fchownat 260 54            utime 132 88               utimes 235 88
@@ -62,23 +69,33 @@ CALLS = """
     file_setattr 469 469
 """
 # Those refused for some values: x86_64, aarch64, which argument, its mask, smallest, largest.
-#   mmap: shared and huge pages. fcntl: whom a descriptor signals. ioctl: the same, and flags of
-#   files; most of terminals and plain descriptors are below. prlimit, setpriority: other processes.
-#   open: what empties a file that is not open for writing
+#   mmap: shared and huge pages. fcntl: locks, leases and whom a descriptor signals, all but its own
+#   flags and copies. ioctl: the same, and flags of files; most of terminals and plain descriptors
+#   are below. prlimit, priorities: other processes. open: what empties a file that is not open for
+#   writing. clone: namespaces. madvise: out of memory to the swap. futex: wakers and counts of
+#   waiters in other processes, which may have mapped the same file
 VALUES = """
     mmap          9  222  3     0x40001       1     0x40001
-    fcntl        72   25  1  0xffffffff       8          15
+    fcntl        72   25  1  0xffffffff       5        1029
+    fcntl        72   25  1  0xffffffff    1031  0xffffffff
     ioctl        16   29  1  0xffffffff  0x5500  0xffffffff
     prlimit     302  261  0  0xffffffff       1  0xffffffff
     setpriority 141  140  0  0xffffffff       1  0xffffffff
     setpriority 141  140  1  0xffffffff       1  0xffffffff
+    getpriority 140  141  1  0xffffffff       1  0xffffffff
     openat      257   56  2       0x203   0x200       0x200
     open          2 9999  1       0x203   0x200       0x200
+    clone        56  220  0  0x7e020000       1  0x7e020000
+    madvise      28  233  2  0xffffffff      20          21
+    futex       202   98  1        0xff       1           8
+    futex       202   98  1        0xff      10        0x7f
 """
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, column
 # instructions of BPF
 LOAD, MASK, EQUAL, AT_LEAST, ABOVE, RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
-ALLOW, REFUSE, END = 0x7FFF0000, 0x00050001, 0x80000000  # SECCOMP_RET_*, with EPERM
+# SECCOMP_RET_*, with EPERM and ENOSYS
+ALLOW, REFUSE, UNKNOWN, END = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+CLONE3 = 435  # its flags are out of sight, in memory; libc has an older call for kernels without it
 # Landlock: its system calls, and rights: to read below a directory, to use a device, all
 NEW_RULES, ADD_RULE, RESTRICT = 444, 445, 446
 TO_READ, TO_USE, RIGHTS = 1 | 4 | 8, 2 | 4, (1 << 13) - 1
@@ -89,6 +106,8 @@ COLLECTIONS = tuple, set, frozenset
 # what an object of JSON stands for, by its one key
 KINDS = {kind.__name__: kind for kind in (*COLLECTIONS, dict, complex)}
 KINDS |= {"iterator": iter, "int": lambda digits: int(digits, 16)}
+KEPT = {0: getattr, 1: setattr}  # with the candidate: objects that the tests know by their place
+PIPES = []  # with the tests: to the candidate, and from it
 
 
 class Unsupported(BaseException):
@@ -123,8 +142,9 @@ def send(file, message):
 def encode(value):
     """A plain value as JSON: what JSON does not have becomes {kind: content}.
 
-    Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Unsupported for
-    functions, objects of the candidate's classes and all else.
+    Subclasses lose their type (a Counter is a dict, an `__eq__` that lies is gone). Functions,
+    objects of the candidate's classes and all else stay with it, as a number: Unsupported for those
+    of the tests.
     """
     if value is None or isinstance(value, (bool, float, str)):  # JSON ignores what is overridden
         return value
@@ -144,17 +164,58 @@ def encode(value):
     module, name = type(value).__module__, type(value).__name__
     if module == "numpy":  # one number; ValueError for arrays of more
         return encode(value.item())
-    if module == "re" and name == "Match":  # tests ask whether there is one
-        return str(value)
     if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
         return {"iterator": [encode(item) for item in value]}
-    raise Unsupported(f"a value of type {name}")
+    if isinstance(value, Remote):
+        return {"object": vars(value)[""]}
+    if KINDS["object"] is Remote:
+        if value in vars(builtins).values():
+            return {"builtin": value.__name__}
+        raise Unsupported(f"a value of type {name}")
+    KEPT[len(KEPT)] = value
+    return {"object": len(KEPT) - 1}
 
 
 def revived(tagged):
     """The value of an object of JSON: only of KINDS, whatever it says."""
     [(kind, content)] = tagged.items()
     return KINDS[kind](content)
+
+
+class Remote:
+    """With the tests: what stays with the candidate, by its place in KEPT or its name. It equals
+    only itself, and no operator or protocol reaches it, so that it cannot pass for a value."""
+
+    def __init__(self, place):
+        vars(self)[""] = place  # a name that no attribute has
+
+    def __call__(self, *arguments, **named):
+        return ask(self, arguments, named)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # libraries would read memory where such an attribute points
+            raise AttributeError(name)
+        return Remote(0)(self, name)
+
+    def __setattr__(self, name, value):
+        Remote(1)(self, name, value)
+
+
+KINDS["object"] = Remote
+
+
+def ask(*request):
+    """What the candidate answers to a source, or to a Remote with its arguments and named ones: a
+    plain value, a Remote, or its exception."""
+    calls, answers = PIPES
+    send(calls, encode([*request]))
+    kind, value, detail = receive(answers, MAX_MESSAGE)
+    if kind == "value":
+        return value
+    error = getattr(builtins, value, None)
+    if isinstance(error, type) and issubclass(error, Exception):
+        raise error(detail)
+    raise CandidateError(f"{value}: {detail}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,6 +310,7 @@ def refuse_calls():
     rules = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, END)]
     # numbers from here on are those of x32, another way to the same calls
     rules += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, REFUSE)]
+    rules += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, UNKNOWN)]
     for row in rows:
         call, argument, mask, low, high = (int(number, 0) for number in row)
         rules += [(LOAD, 0, 0, 0), (EQUAL, 0, 5, call), (LOAD, 0, 0, 16 + 8 * argument)]
@@ -271,7 +333,9 @@ def stands(wall, job):
 
 def raise_walls(job):
     """Around this process and all that it starts, for good. -> whether Landlock is among them"""
-    threads = 0 if become_nobody() else job["threads"]  # the limit counts all of this user's
+    # the limit counts all of this user's, with those that other programs start meanwhile; what a
+    # program starts beyond its number is bounded by their memory
+    threads = 0 if become_nobody() else job["threads"] + 1000
     limit(NPROC=1 + job["processes"] + threads, CPU=int(job["timeout"]) + 2, STACK=64 << 20)
     limit(FSIZE=0, NOFILE=64, CORE=0, MEMLOCK=0)
     system("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))  # no rights, of no namespace
@@ -295,16 +359,16 @@ def candidate(requests, replies):
     # dataclasses and pickles look there
     module = sys.modules["candidate"] = ModuleType("candidate")
     space = vars(module)
+    KINDS["object"] = lambda place: KEPT.get(place, space.get(place))
+    KINDS["builtin"] = vars(builtins).get
     while True:
-        name, *given = receive(requests)
+        function, arguments, named = receive(requests)
         try:
-            if name is None:  # a source, and what tells that it came to its end
-                source, value = given
-                exec(compile(source, "<candidate>", "exec"), space)
+            if isinstance(function, str):
+                function = exec(compile(function, "<candidate>", "exec"), space)
             else:
-                arguments, named = given
-                value = encode(space[name](*arguments, **named))
-            reply = "value", value, ""
+                function = function(*arguments, **named)
+            reply = "value", encode(function), ""
         except BaseException as error:
             try:
                 detail = str(error)[:500]
@@ -314,38 +378,19 @@ def candidate(requests, replies):
         send(replies, reply)
 
 
-def verdict_of(job, given, calls, answers):
-    """Reason and detail, which sandbox.py's Result names, of a candidate that listens on the two
-    pipes."""
-
-    def ask(*request):
-        send(calls, request)
-        kind, value, detail = receive(answers, MAX_MESSAGE)
-        if kind == "value":
-            return value
-        error = getattr(builtins, value, None)
-        if isinstance(error, type) and issubclass(error, Exception):
-            raise error(detail)
-        raise CandidateError(f"{value}: {detail}")
-
-    def proxy(name):
-        return lambda *arguments, **named: ask(name, encode(arguments), encode(named))
+def verdict_of(job, given):
+    """Reason and detail, which sandbox.py's Result names, of a candidate that listens on PIPES."""
 
     code, tests, prelude = given
     try:
-        ask(None, code, None)
-        if job["mode"] == "nonce":  # the tests run among what the program defined
-            nonce = os.urandom(16).hex()
-            return "passed" if ask(None, tests, nonce) == nonce else "exited", ""
+        ask(code, (), {})
         space = {"__name__": "__main__"}
         exec(compile(prelude, "<prelude>", "exec"), space)
-        space |= {name: proxy(name) for name in job["entry_points"]}
+        space |= {name: Remote(name) for name in job["entry_points"]}
         exec(compile(tests, "<tests>", "exec"), space)
         return "passed", ""
     except (Gone, BrokenPipeError):
         return "exited", ""
-    except Unsupported as error:  # a fact about the tests, not about the candidate
-        return "unsupported", str(error)
     except BaseException as error:
         reason = "wrong" if isinstance(error, AssertionError) else "error"
         return reason, f"{type(error).__name__}: {error}"[:600]
@@ -362,26 +407,36 @@ def judge(job, verdict, own_root):
     requests, calls = os.pipe()
     answers, replies = os.pipe()
     nothing = os.open("/dev/null", os.O_RDWR)
+    top = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 4  # the largest descriptors but two
     if not os.fork():
-        for fd, target in ((nothing, 0), (nothing, 1), (nothing, 2), (requests, 60), (replies, 61)):
+        for fd, target in ((nothing, 0), (nothing, 1), (requests, top), (replies, top + 1)):
             os.dup2(fd, target)
-        os.closerange(3, 60)
-        os.closerange(62, 4096)
+        os.closerange(3, top)
+        os.closerange(top + 2, 4096)
+        prctl(DEATH_SIGNAL, signal.SIGKILL)
+        limit(AS=job["memory"])
+        os.nice(10)  # what ends a program must not wait for it
+        if not os.fork():  # a program that may start processes can
+            os._exit(0)
+        os.wait()
+        # ready; what failed so far is the sandbox's fault, and stderr says why
+        os.write(top + 1, b"\n")
+        os.dup2(0, 2)
         try:
-            prctl(DEATH_SIGNAL, signal.SIGKILL)
-            limit(AS=job["memory"])
-            os.nice(10)  # what ends a program must not wait for it
-            candidate(open(60, "rb"), open(61, "wb"))
+            candidate(open(top, "rb"), open(top + 1, "wb"))
         finally:
             os._exit(1)
     for fd in (requests, replies):
         os.close(fd)
+    PIPES[:] = open(calls, "wb"), open(answers, "rb")
+    if not PIPES[1].readline():
+        os._exit(1)
     for fd in (1, 2):
         os.dup2(nothing, fd)
     send(verdict, "namespaces" if own_root else "Landlock" if confined else "")
     limit(AS=TESTS_MEMORY)
     given = receive(sys.stdin.buffer)
-    send(verdict, verdict_of(job, given, open(calls, "wb"), open(answers, "rb")))
+    send(verdict, verdict_of(job, given))
     os._exit(0)
 
 
@@ -442,8 +497,8 @@ def supervise():
     try:
         walls = receive(verdict)
         result = watch(job, group, verdict)
-    except Gone:  # its walls do not stand; it has said why
-        pass
+    except Gone:  # no program was started; stderr says why
+        sys.exit(1)
     finally:  # nobody can have left the group, and orphans come to us
         os.killpg(group, signal.SIGKILL)
         with suppress(ChildProcessError):

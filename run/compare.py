@@ -44,7 +44,8 @@ def read_runs(folders):
             print(f"left out, as metrics.jsonl has no whole training step: {folder}")
     if not runs:
         raise SystemExit("no run to compare")
-    told = pd.DataFrame(told, dtype=object).map(str)
+    # a terminal obeys escape sequences
+    told = pd.DataFrame(told, dtype=object).map(lambda value: repr(str(value))[1:-1])
     told["code"] = told.groupby("script")["code"].transform(lambda code: code.factorize()[0] + 1)
     flags = told.drop(columns=FREE, errors="ignore")
     flags = flags.loc[:, flags.nunique() > 1].to_dict("records")
@@ -91,8 +92,10 @@ def table(runs, metric):
 
 def draw(runs, metric, path):
     """Curves of a metric over UNITS."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    rcParams["text.parse_math"] = False  # a flag may hold dollars
     figure = Figure((12, 4.2), layout="constrained")
     panels = figure.subplots(1, len(UNITS), sharey=True)
     for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):

@@ -14,7 +14,7 @@ class Run:
     def __init__(self, script, args, problems, model, optimizer):
         """script: its file. problems: a HeldOut, whose `train` a resumed run must have too."""
         task = problems.task.NAME
-        self.start = from_first_rank(lambda: newest_step(args.resume))
+        self.start = from_first_rank(lambda: newest_step(args.resume, args))
         self.log = RunLog(script, args, task, self.start)
         scores = self.log.history(f"eval/{task}")
         pair = model, optimizer
@@ -22,7 +22,8 @@ class Run:
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
         self.say = self.log.say
-        self.drawn, self.stopped = "", False
+        self.drawn, self.stopped, self.step = "", False, self.start
+        problems.keep = self.keep
 
     def write(self, step, metrics):
         """Log a row; with a test score also some of the answers. Warn of what a check found."""
@@ -57,6 +58,13 @@ class Run:
             return {}
         with self.clock("eval"):
             return self.problems.validate(engine, model)
+
+    def keep(self):
+        """Save the state before the update of this step. -> how to go on, as text. Collective."""
+        if not self.step:
+            return ""
+        self.saves.save_state(self.step)
+        return f"; step {self.step} is saved, go on with --resume {self.log.run_dir}"
 
     def end_step(self, metrics, batch=None):
         """Log the step and the first group of its rollout, a Batch with rewards; save what is due;

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from data.rows import read_json
+from data.rows import read_json, whole_path
 from models import is_tiny, sampling_facts
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
-# flags that --resume may change
-CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan")
+# flags that --resume may change; it does not look at --out
+CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_errors", "out")
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # of a field in the source: a title above it; its name and what it is
@@ -94,7 +94,7 @@ class RunFlags:
     keep_saves: int = 0
     """newest saves to keep besides the best by validation score; 0: all"""
     resume: str = ""
-    """run directory to continue, with its flags; --max-steps, --dead-steps, --track may change"""
+    """run directory to continue, with its flags; CHANGEABLE in run/flags.py may change"""
     out: str = "runs"
     """parent of the run directory"""
     track: bool = False
@@ -148,6 +148,8 @@ class RolloutFlags(RunFlags):
     # rollouts and rewards
     reward: str = ""
     """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    reward_errors: float | None = None
+    """reward of a completion for which a file of yours fails; None: the run saves and ends"""
     max_prompt_length: int = 1024
     """tokens; problems with longer prompts are dropped and counted"""
     prompts_per_step: int = 8
@@ -175,6 +177,7 @@ class RolloutFlags(RunFlags):
         "confidence_threshold": (0, 1),
         "epsilon": (0, math.inf),
         "ref_mixup": (0, 1),
+        "reward_errors": (-MAX, MAX),
     }
 
     @classmethod
@@ -214,7 +217,7 @@ def command_line(arguments, by_size):
 
     What a model sets, or with --resume DIR that run had, stands in front of the flags given.
     SystemExit if a resumed run would get another value than it had, but for CHANGEABLE; if a number
-    is outside of its range. Files of --task and --reward get their whole path.
+    is outside of its range. Files and folders get their whole path.
     """
     import tyro
 
@@ -231,13 +234,10 @@ def command_line(arguments, by_size):
         print_help(arguments, found | {"model": (asked.model, "")})
         raise SystemExit(0)
     first = had or {name: value for name, (value, _) in found.items()}
-    words = [*flags_of(first), *sys.argv[1:]]
+    words = [*flags_of(first), *map(whole_path, sys.argv[1:])]
     args, unknown = tyro.cli(arguments, args=words, return_unknown_args=True)
     if unknown:
         raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], arguments)}")
-    for name in ("task", "reward"):
-        if ".py" in (path := getattr(args, name, "")):
-            setattr(args, name, str(Path(path).resolve()))
     check_numbers(args)
     of_model, now = json.loads(json.dumps([vars(arguments()) | first, vars(args)]))
     arguments.chosen = {name: now[name] for name in now if now[name] != of_model[name]}

@@ -55,6 +55,7 @@ SHOWN = {
     "time/step": "{:6.2f} s",
 }
 NO_LOSS = 1e-6  # rounding: with one update per rollout the advantages cancel
+SAME_SIGNAL = 2  # seconds: torchrun passes on what the terminal has sent already
 DEAD_STATUS = 3  # exit status of a run that ends because it is dead
 DEAD_STEPS = 5  # steps in a row without an advantage that a line warns of
 # metrics that tell the reasons apart
@@ -81,7 +82,7 @@ class RunLog:
         if not self.is_writer:
             return
         if args.resume:
-            for file in ("metrics.jsonl", "samples.jsonl"):
+            for file in ("metrics.jsonl", "samples.jsonl")[: 1 + hasattr(args, "reward")]:
                 truncate_rows(self.run_dir / file, step)
         else:
             hold(self.run_dir)
@@ -109,7 +110,7 @@ class RunLog:
             place = f"step {step:{len(str(self.max_steps))}}/{self.max_steps}"
             self.say("  ".join([place, *shown]))
         if self.wandb_run:
-            self.wandb_run.log(row, step=step)
+            self.wandb_run.log(row | {"step": step})
         # It takes seconds, more in a long run: not after every score.
         if any(map(is_score, row)) and time.perf_counter() >= self.next_plot:
             self.plot()
@@ -166,6 +167,9 @@ class RunLog:
             print(f"run directory: {self.run_dir}", file=sys.stderr)
         try:
             self.plot()
+        except SystemExit:
+            if not status:  # otherwise the full disk has been named
+                raise
         finally:
             if self.wandb_run:
                 self.wandb_run.finish(exit_code=status)
@@ -184,24 +188,37 @@ def follow(run_dir, config):
     """-> a new run of wandb, or the one that the run in this directory has had before"""
     import wandb
 
-    kept, how = run_dir / "wandb-id", {"project": "cleandllm", "name": run_dir.name, "dir": run_dir}
+    kept = run_dir / "wandb-id"
+    ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": run_dir}
     known = kept.read_text() if kept.exists() else None
+    how = {name[6:].lower(): ours[name] for name in ours if name not in os.environ}
     run = wandb.init(config=config, id=known, resume="allow", **how)
+    # wandb's own counter would drop the steps that a killed run repeats
+    run.define_metric("*", step_metric="step")
     kept.write_text(run.id)
     return run
 
 
 class Stop:
-    """Whether the loop has to end between two steps, and the `reason`: SIGTERM came (a scheduler's
-    notice), or the run is dead, because no completion has had an advantage for many steps.
-    `status`: exit status of the process, DEAD_STATUS for a dead run
+    """Whether the loop has to end between two steps, and the `reason`: SIGTERM (a scheduler's
+    notice) or Ctrl-C came, of which a second one ends the process at once; or the run is dead,
+    because no completion has had an advantage for many steps. `status`: exit status of the process,
+    DEAD_STATUS for a dead run
     """
 
     def __init__(self, dead_steps=0):
         """dead_steps: so many steps in a row without an advantage end the run; 0: they do not."""
-        self.received, self.dead_steps, self.dead = False, dead_steps, 0
+        self.received, self.dead_steps, self.dead = 0.0, dead_steps, 0
         self.reason, self.status = "stopped by a signal", 0
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
+        for number in signal.SIGTERM, signal.SIGINT:
+            signal.signal(number, self.receive)
+
+    def receive(self, *_):
+        if self.received and time.monotonic() > self.received + SAME_SIGNAL:
+            os._exit(1)
+        # print() may be at work
+        os.write(2, b"stopping after this step; a second signal aborts it\n")
+        self.received = time.monotonic()
 
     def is_set(self, advantages=None, metrics=None):
         """On any rank. advantages: of this rank's completions; metrics: with those of the rollout,
@@ -291,19 +308,26 @@ def describe_device():
 
 
 def truncate_rows(path, step):
-    """Keep the rows of a .jsonl up to `step`, without a last test score, which is made again."""
-    kept = []
+    """Keep the rows of a .jsonl up to `step`, without a last test score, which is made again. Says
+    how many steps have none.
+    """
+    kept, lost = [], {*range(1, step + 1)}
     for line, row in read_lines(path):
         is_last_test = row["step"] and any(key.startswith("test/") for key in row)
         if row["step"] <= step and not is_last_test:
             kept.append(line.decode())
+            lost.discard(row["step"])
     write_atomically(path, "".join(kept))
+    if lost:
+        print(f"--resume: {path} lacks {len(lost)} of {step} steps", file=sys.stderr)
 
 
 def draw_curves(table, run_dir):
     """curves.png: those of PANELS and COSTS whose keys the run has. table: metrics over steps"""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
+    rcParams["text.parse_math"] = False  # a name may hold dollars
     table, place = table.round({"loss/total": 6}), count(1)
     figure = Figure((20, 16), layout="constrained")
     figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")

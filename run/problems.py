@@ -9,8 +9,9 @@ from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
 from distributed.disk import is_first_rank
-from distributed.groups import rank_share
+from distributed.groups import all_reduce, rank_share
 from evals import TRIAL, load_splits, load_task, mean_score, problem_of, score_all
+from evals.own import FAILED
 from evals.rewards import load_reward
 from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
@@ -26,15 +27,18 @@ class HeldOut:
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
     answers: some of the last that were scored, for the report;
-    train: what a script trains on, `stream` the order of it
+    train: what a script trains on, `stream` the order of it; keep: Run.keep, where there is a run
     """
+
+    keep = str
 
     def __init__(self, args, max_length, train=None):
         """train: --data of a split to train on, with `splits` of the same; None: there is none"""
-        self.task, self.tokenizer = load_task(args.task), load_tokenizer(args.model)
+        instead = getattr(args, "reward_errors", None)
+        self.task, self.tokenizer = load_task(args.task, instead), load_tokenizer(args.model)
         self.max_length = max_length
         # of rollouts; refused here, before problems are fetched
-        self.grade = load_reward(getattr(args, "reward", ""), self.task)
+        self.pay = load_reward(getattr(args, "reward", ""), self.task, instead)
         is_preset = args.data.partition("@")[0] in self.task.PRESETS
         eval_data = args.eval_data or (args.data if is_preset else "")
         self.splits, dropped = load_splits(
@@ -145,6 +149,19 @@ class Problems(HeldOut):
             "sample_offset": self.mine.start * G,
         }
 
+    def grade(self, completions, examples):
+        """-> what they are paid, [{part: value}]. If that fails on a rank, all save what they have
+        and end. Collective.
+        """
+        error = None
+        try:
+            paid = self.pay(completions, examples)
+        except SystemExit as caught:
+            error = caught
+        if all_reduce({"failed": bool(error)})["failed"]:
+            raise SystemExit(f"{error or 'a reward failed on another rank'}{self.keep()}")
+        return paid
+
     def reward(self, trace, step, model):
         """Grade the rollout of a step. Collective.
 
@@ -152,11 +169,16 @@ class Problems(HeldOut):
         """
         G = trace.settings["num_samples"]
         examples = [example for example, _ in self.chosen(step) for _ in range(G)]
+        FAILED.clear()
         parts = self.grade(trace.texts(self.tokenizer), examples)
+        failed = all_reduce({"failed": len(FAILED), "all": len(parts)})
         trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
-        return batch, rewards, rollout_metrics(trace, rewards, parts, G)
+        metrics = rollout_metrics(trace, rewards, parts, G)
+        if self.args.reward_errors is not None:
+            metrics["reward/error_frac"] = failed["failed"] / failed["all"]
+        return batch, rewards, metrics
 
     def check(self, engine, model):
         """-> metrics of `probe`: do sampler and learner agree? Collective."""

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from distributed.disk import hold, is_first_rank, whole_directory, writing
 from models import save_model, source_of
 from models.lora import has_lora, save_adapter
+from run.flags import CHANGEABLE
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-FACTS = "facts.json"  # of a state: number of ranks, sizes of its files
+FACTS = "facts.json"  # of a state: number of ranks, sizes of its files, flags and versions
 
 
 class Saves:
@@ -34,7 +36,7 @@ class Saves:
         """args: RunFlags. scores: [(step, validation score)] so far. step: see `include`"""
         self.checkpoints, self.resume = Path(run_dir) / "checkpoints", Path(run_dir) / "resume"
         self.model, self.tokenizer, self.args = model, tokenizer, args
-        self.scores, self.parts = dict(scores), {}
+        self.scores, self.parts, self.saved = dict(scores), {}, step
         self.newest = max(saves_in(self.checkpoints), default=(0, None))[1]
         self.include(model, optimizer, step)
         self.tag_best()
@@ -80,15 +82,18 @@ class Saves:
         link = self.checkpoints / "best"
         if is_first_rank():
             with writing(link):
+                shutil.rmtree(link, ignore_errors=True)  # a copy of a run holds a folder
                 link.unlink(missing_ok=True)
-                if self.best:
-                    link.symlink_to(f"step-{self.best:06d}")
+                if (self.checkpoints / (name := f"step-{self.best:06d}")).exists():
+                    link.symlink_to(name)
 
     def save_state(self, step):
         """Save into resume/step-<step>, delete older states than --keep-saves. Collective.
 
         The state takes its name only when all of it is on disk.
         """
+        if step == self.saved:
+            return
         with whole_directory(self.resume / f"step-{step:06d}") as folder:
             try:  # a full disk raises on every rank
                 dcp.save(self.parts, checkpoint_id=folder / "state")
@@ -96,8 +101,10 @@ class Saves:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise OSError(f"{cause!r:.300} (rank {rank})") from error
             if is_first_rank():
-                facts = {"world_size": dist.get_world_size(), "sizes": sizes(folder)}
+                ranks, files = dist.get_world_size(), sizes(folder)
+                facts = {"world_size": ranks, "sizes": files, "about": about(self.args)}
                 (folder / FACTS).write_text(json.dumps(facts) + "\n")
+        self.saved = step
         self.prune(self.resume)
 
     def prune(self, directory, spare=None):
@@ -141,9 +148,15 @@ def facts_of(state):
     return facts if facts.get("sizes") == sizes(state) else None
 
 
-def newest_step(run_dir):
-    """-> step of the newest whole state of a run, after a line on each that is not; what was saved
-    after it is deleted. 0 for a new run, "". Call it on the first rank.
+def about(args):
+    """-> {name: value} of what a resumed run should have as it was, as JSON has it"""
+    return json.loads(json.dumps(vars(args) | {"torch": torch.__version__}))
+
+
+def newest_step(run_dir, args):
+    """-> step of the newest whole state of a run, after a line on each that is not, and on what is
+    not as it was at the save: config.json can be edited. What was saved after it is deleted. 0 for
+    a new run, "". Call it on the first rank.
 
     SystemExit if there is none, if it is of another number of ranks, or if a process works there.
     """
@@ -157,10 +170,18 @@ def newest_step(run_dir):
                 raise SystemExit(
                     f"--resume: {state} was saved by {saved} ranks, this run has {now}"
                 )
+            now = about(args)
+            for name, had in facts.get("about", {}).items():
+                if name not in CHANGEABLE and now.get(name) != had:
+                    print(f"--resume: {name} was {had!r}, now {now.get(name)!r}", file=sys.stderr)
             delete(path for folder in folders for at, path in saves_in(folder) if at > step)
             return step
         print(f"--resume: {state} is damaged; trying the save before it", file=sys.stderr)
-    raise SystemExit(f"--resume: no undamaged save in {folders[0]} (--save-every)")
+    kept = ""
+    for step, path in saves_in(folders[1])[-1:]:
+        ended = "finished, " * (step == args.max_steps)
+        kept = f": {ended}it kept only weights, {path}"
+    raise SystemExit(f"--resume: no undamaged save in {folders[0]} (--save-every){kept}")
 
 
 def delete(saves):

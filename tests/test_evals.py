@@ -47,7 +47,7 @@ RECALL = {  # of judged completions, at least: of the forms that scorers were tu
     "latex": (0.76, 0.79),
     "letter": (0.94, 0.77),
     "list": (0.92, 0.62),
-    "program": (0.96, 0.96),
+    "program": (0.99, 0.99),
     "grid": (0.82, 0.73),
 }
 HOSTILE = [
@@ -57,7 +57,10 @@ HOSTILE = [
     "<answer>" + "[" * 10**5 + "</answer>",
     "[BEGIN]'" + "-" * 50_000 + "1", "```python\n" + "(" * 5000 + "\n```", "x" * 10**5,
     "9" * 10**5, "1 " * 10**4, "answer is " * 10**4, "A\n" * 10**4, "-" * 500 + "1",
-    "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**4, "<answer>" + "`" * 50_000 + "</answer>",
+    "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**4,
+    "<answer>" + "`" * 50_000 + "</answer>", "```python\n" * 10**5, "@\n" * 10**5,
+    *("```" + mark * 10**5 + "`" for mark in " a\t"),
+    "```python\ndef add(): a0\n```" + "".join(f"\ndef a{n}(): a{n + 1}" for n in range(30_000)),
 ]  # fmt: skip
 
 
@@ -510,19 +513,18 @@ def test_dares_files_have_our_prompts_and_rows():
 
 @needs_files
 def test_reference_programs():
-    """Whole functions, bodies, helpers; without their body they fail. One MBPP task needs mode
-    "nonce"."""
+    """Whole functions, bodies, helpers; without their body they fail. Some MBPP tasks have tests
+    with objects or modules of the program's."""
     humaneval, mbpp = load_task("humaneval"), load_task("mbpp")
     examples = humaneval.load("test", f"{DATA}/human_eval/HumanEval.jsonl.gz")
     some = [examples[i] for i in (0, 10, 32, 38, 50, 64, 115, 163)]
     texts = [*map(humaneval.answer, some), *(example["solution"] for example in some)]
     scores = score_all(humaneval, [*texts, *["    pass"] * 8], some * 3)
     assert scores == [1.0] * 16 + [0.0] * 8
-    examples = mbpp.load("test", f"{DATA}/mbpp/mbpp.jsonl")
-    some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510)]
-    assert score_all(mbpp, [*map(mbpp.answer, some)], some) == [1.0] * 8
-    modes = [mbpp.job(mbpp.answer(example), example).mode for example in examples]
-    assert [i + 11 for i, mode in enumerate(modes) if mode == "nonce"] == [367]
+    loaded = (mbpp.load(s, f"{DATA}/mbpp/mbpp.jsonl") for s in ("test", "validation", "train"))
+    examples = sum(loaded, [])
+    some = [examples[task - 11] for task in (11, 18, 40, 88, 122, 126, 367, 510, 596, 601, 927)]
+    assert score_all(mbpp, [*map(mbpp.answer, some)], some) == [1.0] * 11
 
 
 @needs_files

@@ -19,14 +19,51 @@ import tyro
 from golden_runs import load_few_problems
 from sync_shared import ONLINE
 
+import evals
 from algos import d1, sft
-from evals import sandbox
+from evals import own, rewards, sandbox
 from models import checkpoint
 
 ROOT = Path(__file__).parents[1]
 ALGO = "--max-steps 1 --eval-limit 0"
+TASK = "algos/d1.py --task TMP/task.py"
 MASTER = "MASTER_ADDR=localhost MASTER_PORT=0"
 ROWS = "--task gsm8k --data TMP/rows.jsonl"
+# rewards that fail
+OWN = {
+    "own.py:raises": "own.py line 2; ZeroDivisionError('division by zero'); '```python\\npass\\n",
+    "own.py:leaves": "own.py line 3; SystemExit(0); ",
+    "own.py:sleeps": "own.py; no value in 0.5 s; ",
+    "own.py:spins": "own.py; no value in 0.5 s; ",
+    "own.py:large": "not a finite number for each of ['reward']",
+    "own.py:longest": "Exceeds the limit",
+    "own.py:absent": "own.py: needs a function absent",
+    "cut.py:pay": "cut.py; SyntaxError(",
+    "leaves.py:pay": "leaves.py line 1; SystemExit(0)",
+    "lacks.py:pay": "lacks.py line 1; ModuleNotFoundError",
+}
+REWARDS = """import sys, time
+def raises(completion, example): return 1 / 0
+def leaves(completion, example): sys.exit(0)
+def sleeps(completion, example): time.sleep(99)
+def spins(completion, example):
+    end = time.time() + 99
+    while time.time() < end: pass
+def large(completion, example): return 10**400
+def longest(completion, example): return 10**5000
+def half(completion, example): return 1 / len(completion)
+"""
+SCORE = """from data.rows import read_rows
+import sys
+def load(split, path=None, limit=None):
+    return read_rows(path, split, (), limit)
+def prompt(example):
+    return [{"role": "user", "content": example["text"]}]
+def extract(completion, example):
+    return completion
+def score(completion, example):
+    sys.exit(0)
+"""
 # command line (TMP: the folder of `said`) -> words of its last line
 REFUSALS = {
     # names and files
@@ -45,9 +82,14 @@ REFUSALS = {
     "algos/d1.py --eval-data none.jsonl": "--data none.jsonl: no such file that ends",
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
-    "algos/sft.py --data README.md": "--data README.md: no such file that ends in .jsonl, .csv",
+    "algos/sft.py --data README.md": "README.md: no such file that ends in .jsonl, .csv",
     "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
     "algos/bgpo.py --resume TMP": "config.json is damaged: [Errno 2] No such file",
+    # files of a user
+    **{f"algos/d1.py --reward TMP/{reward} {ALGO}": said for reward, said in OWN.items()},
+    "algos/d1.py --task TMP/leaves.py": "leaves.py line 1; SystemExit(0)",
+    f"{TASK} --data TMP/rows.jsonl {ALGO}": "rows.jsonl row 1 has no column 'text', only question",
+    f"{TASK} --data TMP/text.jsonl {ALGO}": "task.py line 10; SystemExit(0)",
     "RANK=x algos/d1.py": "unset RANK",
     "RANK=0 algos/sft.py": "WORLD_SIZE expected",
     f"RANK=0 WORLD_SIZE=0 {MASTER} evals/run.py --tasks qa --model x": "size cannot be 0",
@@ -105,6 +147,7 @@ def collect(folder):
         raise AssertionError("weights are read")
 
     checkpoint.materialize, sandbox.CHILD, found = no_weights, folder / "gone.py", {}
+    evals.SECONDS = rewards.SECONDS = 0.5
     load_few_problems()
     for command in REFUSALS:
         words = command.replace("TMP", str(folder)).split()
@@ -129,6 +172,12 @@ def said(warm, tmp_path_factory):
         "wide/config.json": json.dumps(config),
         "rows.jsonl": json.dumps({"question": "1 + 1?", "answer": "Two.\n#### 2"}),
         "t.jsonl": json.dumps({"text": "f", "code": "", "test_list": ["assert f(2) == 4"]}),
+        "own.py": REWARDS,
+        "task.py": SCORE,
+        "text.jsonl": '{"text": "a"}',
+        "cut.py": "def pay(",
+        "leaves.py": "import sys; sys.exit(0)",
+        "lacks.py": "import lacking",
         "pay.py": "pay = lambda completion, example: {'a': 1.0, 'b': float('nan')}",
     }.items():
         (folder / name).write_text(f"{content}\n")
@@ -142,6 +191,17 @@ def said(warm, tmp_path_factory):
 def test_refusal(said, command):
     line = said.get(command, "not refused")
     assert REFUSALS[command] in line and "\n" not in line.strip()
+
+
+def test_what_reward_errors_counts(tmp_path, capsys):
+    """One line, however many fail; a shaped reward pays the value in its first part."""
+    (tmp_path / "own.py").write_text(REWARDS)
+    pay = rewards.load_reward(f"{tmp_path}/own.py:half", evals.load_task("countdown"), -2.0)
+    own.FAILED.clear()
+    paid = pay(["aa", "", "", "a", ""], [{}, {}, {}, {}, {"a": 1}])
+    assert [part["reward"] for part in paid] == [0.5, -2, -2, 1, -2] and len(own.FAILED) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"counted as -2: {tmp_path}/own.py line 10; ZeroDivisionError")
 
 
 @pytest.mark.parametrize("module", [d1, sft])

@@ -45,7 +45,10 @@ def test_differences_and_their_errors(tmp_path, capsys):
         return str(folder)
 
     step = {"time/rollout": 2, "time/update": 1, "time/eval": 50, "speed/tokens_per_s": 10}
-    steps, caps = [{"step": 1} | step, {"step": 2} | step], {"a": None, "b": 2, "c": 3}
+    steps, caps = (
+        [{"step": 1} | step, {"step": 2} | step],
+        {"a": None, "b": 2, "c": "$\\frac{\x1b[2J$"},
+    )
     scores = {"a0": 1, "a1": 2, "a2": 6, "b0": 2, "b1": 5, "c8": 4, "c9": 6}
     names = [
         run(
@@ -55,7 +58,7 @@ def test_differences_and_their_errors(tmp_path, capsys):
     ]
     runs = read_runs(names)
     found = table(runs, "test/x").reset_index().values.tolist()
-    assert [row[0] for row in found] == ["cap None", "cap 2", "cap 3"]
+    assert [row[0] for row in found] == ["cap None", "cap 2", "cap $\\\\frac{\\x1b[2J$"]
     assert [row[4:7] for row in found[1:]] == [[2, 1, 2], [2, pytest.approx((7 / 3 + 1) ** 0.5), 0]]
     assert {tuple(row[-3:]) for row in found} == {(2, 40, 6)}
     early = run("early", {"seed": 0}, {"step": 0, "test/x": 1})

@@ -26,7 +26,7 @@ from algos import d1
 from distributed import disk
 from models import load_tokenizer
 from run import log as runlog
-from run.flags import RunFlags
+from run.flags import RolloutFlags, RunFlags
 from run.log import RunLog
 from run.saves import Saves, facts_of, newest_step
 
@@ -54,31 +54,40 @@ def refused(*words):
 # --- states ---------------------------------------------------------------------------------------
 
 
-def test_a_damaged_state_is_named_and_the_one_before_is_taken(run_ranks, tmp_path, capfd):
+def test_a_damaged_state_is_named_and_the_one_before_is_taken(
+    run_ranks, tmp_path, monkeypatch, capfd
+):
     """As a copy onto a full disk is. Copies that someone made are no states. A second process waits
     for the end of the first.
     """
 
     def body(*_):
         saves = saves_of(tmp_path)
-        for step in range(1, 5):
-            saves.save_state(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "__version__", "of the save")
+            for step in range(1, 5):
+                saves.save_state(step)
         states = [tmp_path / f"resume/step-{step:06d}" for step in range(1, 5)]
         (states[1] / "facts.json").unlink()
         os.truncate(states[2] / "state/__0_0.distcp", 99)
         (states[3] / "state/.metadata").unlink()
         states[0].rename(copy := tmp_path / "resume/step-000001-old")
         with refused("no undamaged save", str(tmp_path), "--save-every"):
-            newest_step(tmp_path)
+            newest_step(tmp_path, RunFlags())
         with refused(str(tmp_path), "another process works there"):
-            newest_step(tmp_path)
+            newest_step(tmp_path, RunFlags())
         copy.rename(states[0])
         (tmp_path / ".lock").unlink()
-        assert newest_step(tmp_path) == 1 and [*states[0].parent.iterdir()] == states[:1]
+        assert (
+            newest_step(tmp_path, RunFlags(seed=7, save_every=2)) == 1
+            and [*states[0].parent.iterdir()] == states[:1]
+        )
 
     run_ranks(1, body)
     said = capfd.readouterr().err
     assert all(f"step-00000{n} is damaged; trying the save before it" in said for n in (2, 3, 4))
+    # config.json was edited, another torch is installed
+    assert "--resume: seed was 42, now 7\n--resume: torch was 'of the save', now" in said
 
 
 def test_an_error_in_saving_leaves_earlier_states(run_ranks, tmp_path, monkeypatch):
@@ -155,11 +164,20 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
         ]
         saves.after_step(9, {})
         assert listing(tmp_path) == "7 8 9 | 6 8 | 7"
-        assert newest_step(tmp_path) == 8
+        assert newest_step(tmp_path, RunFlags()) == 8
         saves_of(tmp_path, scores=[(7, 0.6)])
         assert listing(tmp_path) == "7 8 | 6 8 | 7"
         saves_of(tmp_path)
         assert listing(tmp_path) == "7 8 | 6 8 | "  # without any score there is no link
+        shutil.copytree(tmp_path / "checkpoints/step-000008", tmp_path / "checkpoints/best")
+        saves_of(tmp_path, scores=[(7, 0.6)])  # as of a copy without links
+        assert listing(tmp_path) == "7 8 | 6 8 | 7" and (tmp_path / "checkpoints/best").is_symlink()
+        shutil.rmtree(tmp_path / "resume")
+        (tmp_path / ".lock").unlink()
+        with refused("finished, it kept only weights", "step-000008"):
+            newest_step(tmp_path, RunFlags(max_steps=8))
+        shutil.rmtree(tmp_path / "checkpoints")
+        saves_of(tmp_path, scores=[(7, 0.6)])
 
     run_ranks(1, body)
 
@@ -168,12 +186,12 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
 
 
 def log_of(step=0, **flags):
-    return RunLog("algos/x.py", RunFlags(**flags), "t", step)
+    return RunLog("algos/x.py", RolloutFlags(**flags), "t", step)
 
 
-def test_a_resumed_log_goes_on_after_the_step(tmp_path):
+def test_a_resumed_log_goes_on_after_the_step(tmp_path, capsys):
     """Rows of later steps and a line that the kill cut are dropped, config.json stays, the table
-    follows; no run is resumed to a step behind it.
+    follows; no run is resumed to a step behind it. Rows that are gone are missed.
     """
     with closing(log_of(out=str(tmp_path), max_steps=6)) as log:
         log.write(0, {"loss/total": 2.0, "test/t": 0.5})
@@ -194,6 +212,11 @@ def test_a_resumed_log_goes_on_after_the_step(tmp_path):
     assert (directory / "config.json").read_bytes() == config and not Path("elsewhere").exists()
     with refused("the run is at step 5, beyond --max-steps"):
         log_of(5, max_steps=4, resume=str(directory))
+    assert not capsys.readouterr().err
+    kept = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(kept[:3]))
+    log_of(5, resume=str(directory)).close()
+    assert f"--resume: {directory}/metrics.jsonl lacks 3 of 5 steps" in capsys.readouterr().err
 
 
 CHANGED = {
@@ -213,6 +236,9 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     had = {"learning_rate": 5e-4, "lora_targets": ("q_proj",), "seed": 7, "betas": (0.8, 0.95)}
     had |= {"task": f"{tmp_path}/mine.py", "out": "", "compile": False}
+    had |= {"data": f"{tmp_path}/rows.jsonl@d1", "reward": f"{tmp_path}/mine.py:pay"}
+    for name in "mine.py", "rows.jsonl":
+        Path(name).touch()
 
     def parse(flags, **args):
         config = {"script": "x", "args": had | args}
@@ -221,8 +247,9 @@ def test_resume_takes_the_flags_of_the_run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", command)
         return d1.Args.parse(d1.BY_SIZE)
 
-    same = parse("--seed 7 --betas 0.8 0.95 --task mine.py --max-steps 50 --track --dead-steps 3")
-    more = {"max_steps": 50, "dead_steps": 3, "track": True}
+    same = "--seed 7 --betas 0.8 0.95 --task mine.py --data rows.jsonl@d1 --reward mine.py:pay "
+    same = parse(same + "--max-steps 50 --track --dead-steps 3 --reward-errors -1")
+    more = {"max_steps": 50, "dead_steps": 3, "track": True, "reward_errors": -1.0}
     assert same == d1.Args(**had | more, resume=str(tmp_path))
     for flags, words in CHANGED.items():
         with refused("--resume: the run had", words):
@@ -334,19 +361,41 @@ def test_a_run_goes_on_as_the_uninterrupted_one(warm, tmp_path, monkeypatch, scr
     assert_same_record(left, directory)
 
 
-def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(warm, tmp_path, monkeypatch):
-    """Two ranks with LoRA. SIGTERM on one: both stop after the step they are in, and say how to go
-    on. What --resume refuses changes nothing.
+# a reward that raises once the file `bad` is there
+OWN = """
+from pathlib import Path
+
+def pay(completion, example):
+    return len(completion) / (not Path(__file__).with_name("bad").exists())
+"""
+
+
+def interrupt(run_dir, is_first):
+    """Ctrl-C, which torchrun sends once more, on one rank, on the other SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGINT) if is_first else (signal.SIGTERM,):
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("stop", ["signals", "a reward"])
+def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(warm, tmp_path, monkeypatch, stop):
+    """Two ranks with LoRA. Signals: both stop after the step they are in; a reward that raises:
+    before the update. They say how to go on. What --resume refuses changes nothing.
     """
+    (tmp_path / "pay.py").write_text(OWN)
     flags = RUN + " --lora-rank 4 --lora-targets q_proj v_proj --save-every 2 --out"
-    run = "algos/bgpo.py", *flags.split()
+    run = "algos/bgpo.py", "--reward", tmp_path / "pay.py:pay", *flags.split()
     Run(tmp_path / "a", 2, *run, tmp_path / "whole").finish()
     with monkeypatch.context() as patch:
-        terminate = lambda _, is_first: is_first or os.kill(os.getpid(), signal.SIGTERM)
-        at_row(patch, 3, terminate)
-        text = Run(tmp_path / "b", 2, *run, tmp_path / "stopped").finish()
+        spoil = lambda *_: (tmp_path / "bad").touch()
+        at_row(patch, 3, interrupt if stop == "signals" else spoil)
+        text = Run(tmp_path / "b", 2, *run, tmp_path / "stopped").finish(stop != "signals")
     (directory,), (whole,) = (tmp_path / "stopped").iterdir(), (tmp_path / "whole").iterdir()
-    assert f"step 3: stopped by a signal; go on with --resume {directory}" in text
+    if stop == "signals":
+        assert f"step 3: stopped by a signal; go on with --resume {directory}" in text
+    else:
+        (tmp_path / "bad").unlink()
+        assert "pay.py line 5; ZeroDivisionError" in text and "Traceback" not in text
+        assert f"step 3 is saved, go on with --resume {directory}" in text
     held = dcp.FileSystemReader(directory / "resume/step-000003/state").read_metadata()
     assert all("lora_" in k or "param_groups" in k for k in held.state_dict_metadata)
     contents = lambda: {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
@@ -359,5 +408,5 @@ def test_a_run_that_is_stopped_goes_on_as_the_uninterrupted_one(warm, tmp_path, 
         assert words in text and "Traceback" not in text
     assert contents() == files
     Run(tmp_path / "c", 2, *run[:1], *resume).finish()
-    shutil.rmtree(directory / "checkpoints/step-000003")
+    shutil.rmtree(directory / "checkpoints/step-000003", ignore_errors=True)
     assert_same_record(directory, whole)

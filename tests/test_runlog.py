@@ -56,12 +56,20 @@ def test_files_of_a_run(new_log, tmp_path, capsys):
     assert config["code"] == [zlib.crc32(Path(__file__).read_bytes())] * 2
     log.write(0, {"policy/elbo": -5.5, "loss/total": 1e-9, **SCORE})
     odd = {"loss/total": math.nan, "optim/lr": -math.inf, "reward/mean": torch.tensor(0.5)}
+    odd |= {"eval/$\\frac{a$": 0.5}  # no formula
     log.write(12, RL_ROW | odd)
     assert capsys.readouterr().out.splitlines() == [
         "step   0/300  eval 0.410  elbo   -5.500",
-        "step  12/300  reward  0.500  loss      nan  len    6.1    0.73 s",
+        "step  12/300  eval 0.500  reward  0.500  loss      nan  len    6.1    0.73 s",
     ]
-    row = {"step": 12, **RL_ROW, "loss/total": None, "reward/mean": 0.5, "optim/lr": None}
+    row = {
+        "step": 12,
+        **RL_ROW,
+        "loss/total": None,
+        "reward/mean": 0.5,
+        "optim/lr": None,
+        "eval/$\\frac{a$": 0.5,
+    }
     assert rows_of(log.run_dir)[1] == row
     log.close()
     with open(log.run_dir / "metrics.csv", newline="") as file:
@@ -80,6 +88,8 @@ def test_a_full_disk_ends_the_run_with_one_line(new_log, file):
         log.samples(1, [{"completion": ""}])
         log.write(1, SCORE)
         write_atomically(log.run_dir / "x", "text")
+    if file == "metrics.csv":  # others cannot be read
+        log.close(1)  # as at the exit of the process, behind that line
     (log.run_dir / file).unlink()
 
 
@@ -104,15 +114,18 @@ def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch, 
 
 def test_wandb_has_rows_page_and_settings_and_a_resumed_run_goes_on(new_log, monkeypatch):
     wandb = MagicMock()
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     wandb.init.return_value.id = "x1"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = new_log(track=True)
     log.write(1, RL_ROW)
     log.close()
-    log.wandb_run.log.assert_called_once_with(RL_ROW, step=1)
+    log.wandb_run.log.assert_called_once_with(RL_ROW | {"step": 1})
+    log.wandb_run.define_metric.assert_called_once_with("*", step_metric="step")
     log.wandb_run.save.assert_called_once_with(log.run_dir / "report.html", log.run_dir, "now")
     new_log(track=True, resume=str(log.run_dir), step=1)
     first, second = (made.kwargs for made in wandb.init.call_args_list)
+    assert "project" not in first and first["name"] == log.run_dir.name
     assert first["config"]["task"] == ARGS.task and (first["id"], second["id"]) == (None, "x1")
 
 
@@ -145,5 +158,12 @@ def test_a_dead_run_says_why_and_ends(monkeypatch, capsys):
     assert warned.startswith("warning: for 5 steps no completion had an advantage: ")
     assert "reward/mean 0.25, " in warned and warned.endswith("ends after 7 (--dead-steps)")
     assert not any(endless.is_set(none, metrics) for _ in range(99)) and endless.status == 0
+    stop.receive()
+    monkeypatch.setattr(runlog.os, "_exit", lambda status: stop.__setattr__("reason", status))
+    stop.receive()  # torchrun passes on Ctrl-C
+    assert "for 7 steps" in stop.reason
+    monkeypatch.setattr(runlog, "SAME_SIGNAL", -1)
+    stop.receive()
+    assert stop.reason == 1
     others["received"] = True
     assert endless.is_set() and endless.status == 0 and "signal" in endless.reason
