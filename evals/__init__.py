@@ -3,6 +3,7 @@ training."""
 
 import math
 import re
+from collections import Counter
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -141,31 +142,26 @@ def mean_score(engine, task, tokenizer, problems, name, **settings):
             engine.release()
         found = score_all(task, trace.texts(tokenizer), examples)
         scores[first : first + share] = scores.new_tensor(found)
-        facts = zip(range(KEPT), found, examples, strict=False)
-        kept = [trace.describe(i, tokenizer, score, example) for i, score, example in facts]
+        places = range(len(mine))[:KEPT]
+        kept = [trace.describe(i, tokenizer, found[i], examples[i]) for i in places]
     dist.all_reduce(scores)
-    error, distinct = standard_error(task, [example for example, _ in problems], scores.tolist())
-    names = f"{name}/{task.NAME}", f"error/{name}", f"problems/{name}"
-    return dict(zip(names, (scores.mean().item(), error, distinct), strict=True)), kept
+    error, distinct = standard_error(task, [one for one, _ in problems], scores.tolist())
+    mean = {f"{name}/{task.NAME}": scores.mean().item()}
+    return mean | {f"error/{name}": error, f"problems/{name}": distinct}, kept
 
 
 def standard_error(task, examples, scores):
     """-> standard error of the mean score, number of distinct problems. Several answers to one
     problem are not independent: their deviations from the mean are summed before they are squared.
+
+    Problems are equal if their prompts have the same words in any order and the same gold answer:
+    countdown asks for one target with its numbers in every order.
     """
-    sums, mean = {}, sum(scores) / len(scores)
+    sums, mean = Counter(), sum(scores) / len(scores)
     for example, score in zip(examples, scores, strict=True):
-        problem = problem_of(task, example)
-        sums[problem] = sums.get(problem, 0.0) + score - mean
+        words = " ".join(turn["content"] for turn in task.prompt(example)).split()
+        sums[gold(example), *sorted(words)] += score - mean
     return math.hypot(*sums.values()) / len(scores), len(sums)
-
-
-def problem_of(task, example):
-    """What is asked, the same for prompts that have the same words in any order and the same gold
-    answer: countdown asks for one target with its numbers in every order.
-    """
-    text = " ".join(str(turn["content"]) for turn in task.prompt(example))
-    return gold(example), *sorted(text.split())
 
 
 def tagged_answer(completion):

@@ -3,9 +3,10 @@ network. Training and evaluation write it; this writes it anew.
 
     python evals/report.py RUN        directory of a run, or of a task of an evaluation
 
-It begins with the scores before and after, and with what is wrong. It shows the settings, the
-curves, and completions with the denoising step and the probability of each token. The page is the template report.html beside this file, with the records in it as JSON.
-Its script makes text of them, never HTML.
+It begins with the scores before and after, and with what is wrong. Then come the settings, the
+curves, and completions with the denoising step and the probability of each token. The page is the
+template report.html beside this file, with the records in it as JSON. Its script makes text of
+them, never HTML.
 """
 
 import json
@@ -34,8 +35,6 @@ PANELS = {
     "Likelihood of the completions": "policy/elbo",
     "Change of the policy": "policy/(ratio|clip_frac)",
     "Margin of chosen answers": "reward/margin",
-}
-COSTS = {
     "Tokens per second": "speed/tokens_per_s",
     "Seconds of a step": "time/.*",
     "Learning rate": "optim/lr",
@@ -62,7 +61,6 @@ def write_report(folder):
     page = {
         "title": folder.resolve().name,
         "panels": PANELS,
-        "costs": COSTS,
         "seconds": sum(row.get("time/step") or 0 for row in rows),
         "heldout": [*map(shown, complete_lines(folder / "heldout.jsonl"))],
         "metrics": [row for i, row in enumerate(rows) if i % every == 0 or any(map(is_score, row))],
@@ -71,8 +69,6 @@ def write_report(folder):
     for file in folder.parent / "config.json", folder / "config.json", folder / "result.json":
         if file.is_file():
             page[file.stem] = read_json(file)
-    if (best := folder / "checkpoints/best").exists():
-        page["best"] = best.resolve().name
     # of an evaluation only some tell the denoising steps of their tokens: those
     told = [b'"step_map": ' in line for line in complete_lines(path)]
     usable = [i for i, tells in enumerate(told) if tells] or range(len(told))

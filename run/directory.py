@@ -27,9 +27,9 @@ class Run:
 
     def write(self, step, metrics):
         """Log a row; with a test score also some of the answers. Warn of what a check found."""
-        if f"test/{self.problems.task.NAME}" in metrics:
+        if "error/test" in metrics:
             self.log.samples(step, self.problems.answers, "heldout.jsonl")
-        if "probe/distinct_frac" in metrics:
+        if metrics.keys() & {"error/test", "probe/distinct_frac"}:
             warn(metrics)
         self.log.write(step, metrics)
 
@@ -90,12 +90,11 @@ class Run:
         name = self.problems.task.NAME
         if engine and not self.stopped:
             self.write(self.args.max_steps, self.problems.score(engine, "test", "test", model))
-        keys = f"test/{name}", "error/test", "problems/test"
-        scores, errors, (*_, n) = ([v for _, v in self.log.history(key)] or [0] for key in keys)
-        if len(scores) > 1:
-            tell = lambda i: f"{scores[i]:.1%} (se {100 * errors[i]:.1f})"
-            after = f"{tell(-1)} after on {n:.0f} distinct held-out problems"
-            self.say(f"{name}: {tell(0)} before, {after}")
+        tests = self.log.history(f"test/{name}", "error/test", "problems/test")
+        if len(tests) > 1:
+            before, after = (f"{test[1]:.1%} (se {test[2]:.1%})" for test in (tests[0], tests[-1]))
+            held_out = f"{tests[-1][3]:.0f} distinct held-out problems"
+            self.say(f"{name}: {before} before, {after} after on {held_out}")
         if self.drawn:
             self.say(self.drawn)
         self.log.end(self.saves.newest, self.stop.status)

@@ -38,7 +38,7 @@ from distributed.disk import (
     writing,
 )
 from distributed.groups import all_reduce
-from evals.report import COSTS, PANELS, is_score, read_rows, write_report
+from evals.report import PANELS, is_score, read_rows, write_report
 from run.flags import flags_of
 
 # What the line of a step shows of a row, behind its scores (docs/metrics.md).
@@ -127,10 +127,13 @@ class RunLog:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def history(self, key):
-        """[(step, value)] of one key so far, on every rank. Collective."""
+    def history(self, *keys):
+        """[(step, value, ...)] of the rows so far that have the first key, on every rank.
+        Collective.
+        """
         rows = from_first_rank(lambda: read_rows(self.run_dir))
-        return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        found = [row for row in rows if row.get(keys[0]) is not None]
+        return [(row["step"], *map(row.get, keys)) for row in found]
 
     def say(self, text):
         if self.is_writer:
@@ -323,7 +326,7 @@ def truncate_rows(path, step):
 
 
 def draw_curves(table, run_dir):
-    """curves.png: those of PANELS and COSTS whose keys the run has. table: metrics over steps"""
+    """curves.png: those of PANELS whose keys the run has. table: metrics over steps"""
     from matplotlib import rcParams
     from matplotlib.figure import Figure  # not pyplot: needs no display and keeps no global state
 
@@ -331,7 +334,7 @@ def draw_curves(table, run_dir):
     table, place = table.round({"loss/total": 6}), count(1)
     figure = Figure((20, 16), layout="constrained")
     figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")
-    for title, keys in (PANELS | COSTS).items():
+    for title, keys in PANELS.items():
         curves = table.filter(regex=f"^({keys})$").dropna(how="all")
         if curves.size:
             axes = figure.add_subplot(4, 4, next(place), title=title)

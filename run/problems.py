@@ -1,6 +1,5 @@
 """The problems of a run: prompts and rewards of its rollouts, and scores on those held out."""
 
-import sys
 from dataclasses import fields
 
 import torch
@@ -8,9 +7,8 @@ import torch
 from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
-from distributed.disk import is_first_rank
 from distributed.groups import all_reduce, rank_share
-from evals import TRIAL, load_splits, load_task, mean_score, problem_of, score_all
+from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
 from evals.rewards import load_reward
 from models import add_lora, load_tokenizer
@@ -19,14 +17,12 @@ from rollout.engine import SamplingSettings
 from rollout.rows import Batch
 from run.plan import fit
 
-FEW = 100  # distinct held-out problems; fewer make a score uncertain by five points and more
-
 
 class HeldOut:
     """Problems that no training sees.
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
-    answers: some of the last that were scored, for the report;
+    answers: the last that were scored, some of them, for the report;
     train: what a script trains on, `stream` the order of it; keep: Run.keep, where there is a run
     """
 
@@ -44,14 +40,7 @@ class HeldOut:
         self.splits, dropped = load_splits(
             self.task, train, eval_data, self.tokenizer, max_length, args.eval_limit
         )
-        self.answers, held_out = [], {}
-        for split in self.splits.keys() - {"train"}:
-            asked = [problem_of(self.task, example) for example, _ in self.splits[split]]
-            held_out[split] = f"{len(asked)} ({(distinct := len({*asked}))} distinct)"
-            if distinct < FEW and is_first_rank():
-                error = f"the standard error of a score may be {50 / distinct**0.5:.0f} points"
-                print(f"warning: {distinct} distinct problems in {split}: {error}", file=sys.stderr)
-        self.facts = f"held-out problems: {held_out}; dropped, as the prompt is too long: {dropped}"
+        self.facts = f"problems with too long a prompt, dropped: {dropped}"
         greedy = {"temperature": 0.0, "remasking": "low_confidence_static"}
         self.sampling = greedy | sampling_of(args)
 
