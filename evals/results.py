@@ -24,7 +24,7 @@ def table(results, skipped):
 def summary(evaluation, rows):
     """-> what result.json has of the rows of a task.
 
-    distinct, stderr: see `standard_error`. tokens_per_s, seconds: of one rank, without scoring.
+    distinct, stderr: see `standard_error`. tokens_per_s: of one rank, without scoring.
     """
     examples, settings = evaluation.examples, evaluation.settings
     numbers = pd.DataFrame(rows, columns=NUMBERS, dtype=float)
@@ -43,7 +43,6 @@ def summary(evaluation, rows):
         "tokens": means["tokens"],
         "tokens_per_forward": means["tokens"] / means["forwards"],
         "tokens_per_s": means["tokens"] / means["seconds"],
-        "seconds": numbers["seconds"].sum(min_count=1),
     }
     result |= pd.Series(known).dropna()  # a file tells none of them
     if paid := [row["reward"] for row in rows if "reward" in row]:
