@@ -101,10 +101,6 @@ def test_replay_gives_the_engines_log_probabilities(
 
 def test_warnings(capsys):
     """Not of the probe's own prompt, which may be an easy one."""
-    good = {"probe/distinct_frac": 1 / 8, "completion/distinct_frac": 0.3, "problems/test": 100}
-    warn(good)
-    warn(good | {"completion/distinct_frac": 0.2, "problems/test": 99, GAP[0]: 0.06})
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split()[:3] for line in said] == [
-        ["warning:", "only", "20%"], ["warning:", "sampler", "and"], ["warning:", "only", "99"]
-    ]  # fmt: skip
+    warn({"probe/distinct_frac": 1 / 8, "completion/distinct_frac": 0.3, "problems/test": 100})
+    warn({"completion/distinct_frac": 0.2, "problems/test": 99})
+    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["20%", "99"]
