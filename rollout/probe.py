@@ -22,7 +22,7 @@ GOOD = {
     "problems/test": (
         100,
         1e9,
-        "only {:.0f} distinct held-out problems: scores are noisy",
+        "only {:.0f} distinct held-out problems: 10 points are noise",
     ),
     "probe/greedy_agreement": (0.9, 1, "only {:.0%} of greedy tokens are also the learner's"),
 }

@@ -91,10 +91,10 @@ class Run:
         if engine and not self.stopped:
             self.write(self.args.max_steps, self.problems.score(engine, "test", "test", model))
         tests = self.log.history(f"test/{name}", "error/test", "problems/test")
-        if len(tests) > 1:
-            before, after = (f"{test[1]:.1%} (se {test[2]:.1%})" for test in (tests[0], tests[-1]))
-            held_out = f"{tests[-1][3]:.0f} distinct held-out problems"
-            self.say(f"{name}: {before} before, {after} after on {held_out}")
+        if tests and tests[-1][0]:
+            values = [f"{test[1]:.1%} (se {test[2]:.1%})" for test in tests]
+            said = " before, ".join(values[:1] + values[1:][-1:])
+            self.say(f"{name}: {said} after on {tests[-1][3]:.0f} distinct held-out problems")
         if self.drawn:
             self.say(self.drawn)
         self.log.end(self.saves.newest, self.stop.status)
