@@ -250,8 +250,8 @@ def command_line(arguments, by_size):
 
         pretend(args.plan)
     elif os.environ.get("RANK", "0") == "0":
-        shown = shlex.join(flags_of({"model": args.model} | arguments.chosen))
-        print(f"settings: {shown}; others as the model gets them: config.json", file=sys.stderr)
+        chosen = flags_of({"model": args.model} | arguments.chosen)
+        print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
     return args
 
 

@@ -82,8 +82,8 @@ def test_files_of_a_run(new_log, tmp_path, capsys):
 def test_the_first_line_tells_what_differs_from_the_values_of_the_model(tmp_path, capsys):
     words = "--mc-num 4 --betas 0.9 0.99 --learning-rate 1e-3 --out"
     args = parsed("bgpo", *words.split(), tmp_path)
-    first = f"settings: --model tiny-sdar --out {tmp_path} --learning-rate 0.001; "
-    assert capsys.readouterr().err.startswith(first)
+    first = f"settings: algos/bgpo.py --model tiny-sdar --out {tmp_path} --learning-rate 0.001\n"
+    assert capsys.readouterr().err == first
     config = runlog.describe_run("algos/bgpo.py", args)
     assert config["chosen"].keys() == {"out", "learning_rate"}
     assert config["complete"].startswith("algos/bgpo.py --model tiny-sdar --task countdown ")
