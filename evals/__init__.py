@@ -16,7 +16,6 @@ from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.own import SECONDS, guarded, load_file
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
-from rollout.traces import gold
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
@@ -154,13 +153,13 @@ def standard_error(task, examples, scores):
     """-> standard error of the mean score, number of distinct problems. Several answers to one
     problem are not independent: their deviations from the mean are summed before they are squared.
 
-    Problems are equal if their prompts have the same words in any order and the same gold answer:
-    countdown asks for one target with its numbers in every order.
+    Problems with the same prompt are one, or what the task's `problem` says is one: countdown asks
+    for a target with the same numbers in every order.
     """
     sums, mean = Counter(), sum(scores) / len(scores)
+    problem = getattr(task, "problem", task.prompt)
     for example, score in zip(examples, scores, strict=True):
-        words = " ".join(turn["content"] for turn in task.prompt(example)).split()
-        sums[gold(example), *sorted(words)] += score - mean
+        sums[repr(problem(example))] += score - mean
     return math.hypot(*sums.values()) / len(scores), len(sums)
 
 

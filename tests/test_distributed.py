@@ -156,11 +156,10 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
 
     task = SimpleNamespace(NAME="t")
     task.score = lambda numbers, of: 2.0 ** -of["i"] * (numbers == (of["i"], of["i"]))
-    task.prompt = lambda of: [{"content": "a" + " b" * of["i"]}, {"content": "b" * (1 - of["i"])}]
+    task.prompt = lambda of: max(of["i"], 1)
 
     def body(rank, ranks):
-        # the first two ask the same, in another order
-        problems = [({"i": i, "gold": i // 2}, [i]) for i in range(5)]
+        problems = [({"i": i}, [i]) for i in range(5)]  # the first two ask the same
         engine, freed = Answers(), []
         engine.release = lambda: freed.append(1)
         for held in 0, None:  # None: nothing else makes room before the next update
