@@ -7,7 +7,7 @@ from evals import standard_error
 NUMBERS = "index repeat score truncated tokens forwards seconds".split()  # of a row
 # of the table
 COLUMNS = (
-    "task n distinct repeats accuracy stderr macro_accuracy answered truncated tokens_per_forward "
+    "task n repeats accuracy stderr distinct macro_accuracy answered truncated tokens_per_forward "
     "tokens_per_s failed"
 ).split()
 
