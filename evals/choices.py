@@ -104,8 +104,8 @@ def letter(completion, letters="ABCD"):
             restated = (
                 below and below[2] != choice and ("\n" in match[0] or not LONE.fullmatch(below[1]))
             )
-            undecided = (rule.match(completion, end) for rule in (HEDGED, RETRACTED))
-            said.append(None if restated or any(undecided) else choice)
+            taken_back = HEDGED.match(completion, end) or RETRACTED.match(completion, end)
+            said.append(None if restated or taken_back else choice)
     if said:
         return said[-1]
     lone, labels = set(), set()

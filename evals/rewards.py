@@ -228,33 +228,24 @@ def gsm8k_d1(completion, example):
     }
 
 
-def code_format(completion, example):
-    """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text
-    followed by one complete ```python block at its end, whose fences may stand in a line; 0.25 more
-    if the code in it is not empty and parses. It runs nothing.
+def mbpp_diffucoder(completion, example):
+    """DiffuCoder's reward. block: 0.25 for a completion that is text followed by one complete
+    ```python block at its end, whose fences may stand in a line. syntax: 0.25 more if the code in
+    it is not empty and parses. passed: with both, 2.0 times the share of tests that pass, each run
+    alone.
 
     DiffuCoder also requires a newline after the block, which an answer that ends there does not
     have, pays for an empty block, and fails on code whose parsing raises anything but a
-    SyntaxError.
+    SyntaxError. There a test passes by exit status 0, so that sys.exit(0) earns everything, and one
+    timeout voids the completion.
     """
     code, closing, rest = completion.partition("```python\n")[2].partition("```")
     whole = bool(closing) and completion.count("```") == 2 and not rest.strip()
-    valid = whole and code.strip() and first_program([code.strip()])
-    return {"block": 0.25 * whole, "syntax": 0.25 * bool(valid)}
-
-
-def mbpp_diffucoder(completion, example):
-    """DiffuCoder's reward: code_format, and if that is complete 2.0 times the share of tests that
-    pass, each run alone.
-
-    There a test passes by exit status 0, so that sys.exit(0) earns everything, and one timeout
-    voids the completion.
-    """
-    form, tests = code_format(completion, example), example["tests"]
-    alone = [
-        mbpp.score(completion, example | {"tests": [test]}) for test in tests if form["syntax"]
-    ]
-    return form | {"passed": 2.0 * sum(alone) / len(tests)}
+    valid = bool(whole and code.strip() and first_program([code.strip()]))
+    tests = example["tests"]
+    alone = [mbpp.score(completion, example | {"tests": [test]}) for test in tests if valid]
+    passed = 2.0 * sum(alone) / len(tests)
+    return {"block": 0.25 * whole, "syntax": 0.25 * valid, "passed": passed}
 
 
 REWARDS = (
