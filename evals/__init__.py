@@ -153,13 +153,13 @@ def standard_error(task, examples, scores):
     """-> standard error of the mean score, number of distinct problems. Several answers to one
     problem are not independent: their deviations from the mean are summed before they are squared.
 
-    Problems with the same prompt are one, or what the task's `problem` says is one: countdown asks
-    for a target with the same numbers in every order.
+    Problems with the same prompt are one, or with the same `asks` of the task: countdown asks for a
+    target with the same numbers in every order.
     """
     sums, mean = Counter(), sum(scores) / len(scores)
-    problem = getattr(task, "problem", task.prompt)
+    asks = getattr(task, "asks", task.prompt)
     for example, score in zip(examples, scores, strict=True):
-        sums[repr(problem(example))] += score - mean
+        sums[repr(asks(example))] += score - mean
     return math.hypot(*sums.values()) / len(scores), len(sums)
 
 

@@ -106,7 +106,7 @@ def prompt(example):
     return user(text.format(numbers=numbers, target=target))
 
 
-def problem(example):
+def asks(example):
     """What is asked, whatever the order of the numbers."""
     return sorted(example["numbers"]), example["target"]
 
