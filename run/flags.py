@@ -101,6 +101,7 @@ class RunFlags:
     track: bool = False
     """mirror the log to wandb"""
 
+    chosen = {}  # by the command line: flags with other values than the model gets
     # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0, MAX
     RANGES = {
         "max_steps": 1,
@@ -239,7 +240,8 @@ def command_line(arguments, by_size):
     if unknown:
         raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], arguments)}")
     check_numbers(args)
-    now = json.loads(json.dumps(vars(args)))
+    of_model, now = json.loads(json.dumps([vars(arguments()) | first, vars(args)]))
+    arguments.chosen = {name: now[name] for name in now if now[name] != of_model[name]}
     for name in had.keys() - CHANGEABLE:
         if now[name] != had[name]:
             flag = name.replace("_", "-")
@@ -249,7 +251,8 @@ def command_line(arguments, by_size):
 
         pretend(args.plan)
     elif os.environ.get("RANK", "0") == "0":
-        print(f"settings: {sys.argv[0]} {shlex.join(flags_of(vars(args)))}", file=sys.stderr)
+        chosen = flags_of({"model": args.model} | arguments.chosen)
+        print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
     return args
 
 

@@ -22,6 +22,7 @@ class HeldOut:
     """Problems that no training sees.
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
+    answers: the last that were scored, some of them, for the report;
     train: what a script trains on, `stream` the order of it; keep: Run.keep, where there is a run
     """
 
@@ -81,13 +82,15 @@ class HeldOut:
         return engine
 
     def score(self, engine, split, name, model=None):
-        """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective. model: whose
-        weights the sampler gets first; None: it has them"""
+        """-> metrics of `mean_score`, {} with --eval-limit 0. Collective. model: whose weights the
+        sampler gets first; None: it has them"""
         if not (problems := self.splits.get(split)):
             return {}
         if model:
             sync_engine(engine, model)
-        return mean_score(engine, self.task, self.tokenizer, problems, name, **self.sampling)
+        how = self.task, self.tokenizer, problems, name
+        metrics, self.answers = mean_score(engine, *how, **self.sampling)
+        return metrics
 
 
 class Problems(HeldOut):

@@ -18,8 +18,12 @@ def test_page(tmp_path):
     line = json.dumps(row | {"logps": [-0.1054] * len(HOSTILE), "completion_ids": [0]})
     # of an evaluation only some tell their denoising steps
     (tmp_path / "samples.jsonl").write_text(f'{line}\n{{"prompt": ""}}\n' * 250 + line[:50])
-    rows = '{"step": 1, "loss/total": null}\n' * 3000 + '{"step": 2, "test/x": 1.0}\n{"st'
+    rows = (
+        '{"step": 1, "loss/total": null, "time/step": 0.5}\n' * 3000
+        + '{"step": 2, "test/x": 1.0}\n{"st'
+    )
     (tmp_path / "metrics.jsonl").write_text(rows)
+    (tmp_path / "heldout.jsonl").write_text(f"{line}\n{line[:50]}")
     (tmp_path / "config.json").write_text('{"args": {"max_grad_norm": Infinity}}')
     write_report(tmp_path)
     seen, parser = [], HTMLParser()
@@ -31,7 +35,8 @@ def test_page(tmp_path):
     page = json.loads(seen[seen.index("script") + 1], parse_constant=pytest.fail)
     assert page["metrics"][-1]["test/x"] == 1 and len(page["metrics"]) < 302
     assert page["samples"] == [row | {"percent": [90] * len(HOSTILE)}] * 84
-    assert page["written"] == 500
+    assert page["written"] == 500 and page["seconds"] == 1500
+    assert page["heldout"] == page["samples"][:1]
 
 
 def test_differences_and_their_errors(tmp_path, monkeypatch, capsys):
