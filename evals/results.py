@@ -5,6 +5,8 @@ from statistics import mode
 
 import pandas as pd
 
+from evals import standard_error
+
 NUMBERS = "index sample score truncated tokens forwards seconds".split()  # of a row
 
 
@@ -21,33 +23,32 @@ def table(results, skipped):
 def summary(evaluation, rows):
     """-> what result.json has of the rows of a task.
 
-    stderr: that of the problems' own means, because several answers to one problem are not
-    independent; sqrt(p(1 - p) / n) for one answer each. majority: the score of the most frequent
-    answer of a problem, none at all being one too, character by character; of several the first
-    that was given. tokens_per_s: of one rank, without scoring.
+    distinct, stderr: see `standard_error`. majority: the score of the most frequent answer of a
+    problem, none at all being one too, character by character; of several the first that was given.
+    tokens_per_s: of one rank, without scoring.
     """
     examples, settings = evaluation.examples, evaluation.settings
     numbers = pd.DataFrame(rows, columns=NUMBERS, dtype=float)
     score = lambda groups: numbers.groupby(groups)["score"].mean()
-    problems, means = score("index"), numbers.mean()
-    error = lambda values: values.std(ddof=0) / math.sqrt(values.count())
-    n = settings["samples"]
-    result = {"task": evaluation.task.NAME, "n": len(problems), "samples": n}
-    result |= {"accuracy": means["score"], "stderr": error(problems)}
+    means, asked = numbers.mean(), [examples[row["index"]] for row in rows]
+    n, by_problem = settings["samples"], numbers.groupby("index")["score"]
+    result = {"task": evaluation.task.NAME, "n": len(by_problem), "samples": n}
+    error, distinct = standard_error(evaluation.task, asked, numbers["score"].tolist())
+    result |= {"accuracy": means["score"], "stderr": error, "distinct": distinct}
     if n > 1:
         result["accuracies"] = score("sample").tolist()
         ks = sorted({*(2**i for i in range(n.bit_length())), n})
-        by_problem = numbers.groupby("index")["score"]
-        found = {f"pass@{k}": by_problem.agg(best_of, k) for k in ks}
+        found = {f"pass@{k}": by_problem.agg(best_of, k).dropna() for k in ks}
         if not hasattr(evaluation.task, "job"):  # programs that do the same are written differently
             votes = pd.Series([(repr(row["answer"]), row["score"]) for row in rows])
             found["majority"] = votes.groupby(numbers["index"]).agg(lambda votes: mode(votes)[1])
         for name, values in found.items():
-            if values.count():  # a file may lack samples
-                result |= {name: values.mean(), f"{name}_stderr": error(values)}
+            if len(values):  # a file may lack samples
+                problems = [examples[int(index)] for index in values.index]
+                error, _ = standard_error(evaluation.task, problems, values.tolist())
+                result |= {name: values.mean(), f"{name}_stderr": error}
     if "subject" in examples[0]:  # subjects count alike, however many questions they have
-        subjects = [examples[row["index"]]["subject"] for row in rows]
-        result["macro_accuracy"] = score(subjects).mean()
+        result["macro_accuracy"] = score([example["subject"] for example in asked]).mean()
     result["answered"] = sum(row["answer"] is not None for row in rows) / len(rows)
     known = {
         "truncated": means["truncated"],
