@@ -40,7 +40,7 @@ train() { # NAME SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a link t
 # lmdeploy's engine is bound by Python: six of them share a GPU.
 ENGINES=$((GPUS * 6))
 evaluate teacher $ENGINES --model "$MODEL" --data "$TEST"
-evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --repeats 4 \
+evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --samples 4 \
     --temperature 0.8 --top-p 0.95 --gen-length 256
 [ -e "$OUT/rows.jsonl" ] ||
     show $PYTHON data/own_samples.py --samples "$OUT/samples" --out "$OUT/rows.jsonl" --wrong 0.5

@@ -2,19 +2,20 @@
 
     python bench/decoding.py --model DIR --data test.jsonl --steps 4 2 1 --thresholds 0.8 0.9
 
-One JSON line per setting, greedy. tokens_per_s: completion tokens up to and with the first EOS over
-the seconds of whole rollouts, of all problems with --rows together, and of the first --alone
-problems one by one.
+One JSON line per setting, greedy, with the rates of bench/rollout.py. --rows 1 --limit 8: those of
+eight problems one by one. An autoregressive model takes --steps 1.
 """
 
 import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.timing import report, timed
+from bench.rollout import speed
+from bench.timing import report
 from distributed.groups import own_device
 from evals import load_examples, load_task, score_all
 from models import load_tokenizer, prompt_ids
@@ -43,32 +44,14 @@ class Args:
     """for bidirectional models"""
     rows: int = 128
     """problems decoded together"""
-    alone: int = 8
-    """problems decoded one by one; 0: none"""
 
 
-def measure(engine, task, tokenizer, examples, args, settings):
+def measure(engine, task, tokenizer, examples, settings):
     prompts = [prompt_ids(tokenizer, task.prompt(example)) for example in examples]
-    settings = settings | {"gen_length": args.gen_length, "temperature": 0.0}
-    roll = lambda prompts: engine.generate(prompts, **settings)
-
-    def rates(calls):
-        timed(lambda: roll(calls[0]))  # captures graphs
-        seconds, traces = timed(lambda: [roll(call) for call in calls])
-        tokens = sum(int(trace.completion_mask.sum()) for trace in traces)
-        forwards = [t.num_forwards.sum() for t in traces if t.num_forwards is not None]
-        texts = [text for trace in traces for text in trace.texts(tokenizer)]
-        return texts, tokens / seconds, tokens / int(sum(forwards)) if forwards else 1.0
-
-    texts, speed, parallel = rates([prompts])
-    scores = score_all(task, texts, examples)
-    p, n = sum(scores) / len(scores), len(scores)
-    found = {"n": n, "accuracy": p, "stderr": (p * (1 - p) / n) ** 0.5}
-    found |= {"tokens_per_forward": parallel, "tokens_per_s": speed}
-    if args.alone:
-        engine.release()
-        found["tokens_per_s_alone"] = rates([[ids] for ids in prompts[: args.alone]])[1]
-    return found
+    trace, rates = speed(lambda: engine.generate(prompts, **settings))
+    scores = score_all(task, trace.texts(tokenizer), examples)
+    found = {"n": len(scores), "accuracy": fmean(scores)}
+    return found | {"stderr": pstdev(scores) / len(scores) ** 0.5} | rates
 
 
 def main(args):
@@ -79,12 +62,11 @@ def main(args):
     static = [{"denoising_steps": k, "remasking": "low_confidence_static"} for k in args.steps]
     dynamic = {"denoising_steps": n, "remasking": "low_confidence_dynamic"}
     rules = static + [dynamic | {"confidence_threshold": bound} for bound in args.thresholds]
-    if n == 1:  # autoregressive
-        rules = [{"denoising_steps": 1}]
     for cache, rule in product(args.cache, rules):
-        settings = {"block_length": n, "cache": cache} | rule
+        settings = {"gen_length": args.gen_length, "block_length": n, "temperature": 0.0}
+        settings |= {"cache": cache} | rule
         facts = {"model": args.model, "rows": args.rows} | settings
-        report(facts, measure, engine, task, tokenizer, examples, args, settings)
+        report(facts, measure, engine, task, tokenizer, examples, settings)
         engine.release()
 
 

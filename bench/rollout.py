@@ -60,15 +60,19 @@ def measure(engine, rows, length, mask_token_id, settings):
     samples = math.gcd(rows, 8)
     torch.manual_seed(0)
     prompts = torch.randint(mask_token_id, (rows // samples, length)).tolist()
-    roll = lambda seed: engine.generate(prompts, num_samples=samples, seed=seed, **settings)
-    first_s, _ = timed(lambda: roll(0))
-    seconds, trace = timed(lambda: roll(1))
+    return speed(lambda: engine.generate(prompts, num_samples=samples, **settings))[1]
+
+
+def speed(roll):
+    """roll() -> Trace. Called twice. -> the Trace of the second call, and its rates"""
+    first_s, _ = timed(roll)
+    seconds, trace = timed(roll)
     tokens = int(trace.completion_mask.sum())
     facts = {"tokens_per_s": tokens / seconds, "seconds": seconds, "first_s": first_s}
     if trace.num_forwards is not None:  # lmdeploy does not tell
-        forwards = int(trace.num_forwards.sum())
+        rows, forwards = len(trace.num_forwards), int(trace.num_forwards.sum())
         facts |= {"forwards": forwards / rows, "tokens_per_forward": tokens / forwards}
-    return facts
+    return trace, facts
 
 
 def main(args):

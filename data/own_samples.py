@@ -1,6 +1,6 @@
 """Rows for algos/sft.py from a model's own answers: right ones, and a share of the wrong ones.
 
-    python evals/run.py --model DIR --tasks gsm8k --split train --repeats 8 --temperature 0.8
+    python evals/run.py --model DIR --tasks gsm8k --split train --samples 8 --temperature 0.8
     python data/own_samples.py --samples runs/eval-gsm8k-... --out own.jsonl
     python algos/sft.py --model DIR2 --task gsm8k --data own.jsonl
 

@@ -1,10 +1,10 @@
 r"""AIME 2024 and 2025: 30 problems each, whose answers are integers from 0 to 999.
 
-    python evals/aime24.py --model sdar-8b --temperature 1.0 --repeats 8
+    python evals/aime24.py --model sdar-8b --temperature 1.0 --samples 8
     python evals/aime24.py --completions FILE.jsonl --data test_aime2024.parquet
 
 The metric is exact: the final answer, in practice the last box, as an integer; 033 is 33. One
-problem is 3.3 points. Published values are means of eight runs: --repeats 8, at the published
+problem is 3.3 points. Published values are means of eight runs: --samples 8, at the published
 temperature above 0; at 0 all eight are the same. There is no train split. evals/aime25.py asks the
 problems of 2025, with another prompt, as in DARE.
 """

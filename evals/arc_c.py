@@ -7,8 +7,8 @@ validation, 1,119 in train.
 The prompt is OpenCompass' ARC_c_gen_1e0de5, without worked examples. DARE's number is for the 295
 validation questions that have four options: --data dare gives these for every --split (lengths
 there: LLaDA, Dream and LLaDA2 512, SDAR 4,096). DARE's table: LLaDA-8B-Instruct 87.80 (259 of 295),
-Dream-7B-Instruct 81.36, SDAR-8B-Chat 86.78, LLaDA2.0-mini 85.76. lm-eval compares the likelihoods
-of the options on test and gets 45 to 60 % for the same models: a different quantity.
+Dream-7B-Instruct 81.36, SDAR-8B-Chat 86.78, LLaDA2.0-mini 85.76. --likelihood
+compares the options on test, as for base models (LLaDA-8B-Base 45.9): a different quantity.
 """
 
 if __name__ == "__main__":
@@ -24,6 +24,7 @@ class ArcC(Choices):
     splits = {name: name for name in ("train", "validation", "test")}
     needs = "question, choices.text, choices.label and answerKey, which is one of the labels"
     forms = {"": Form("Question: {question}\n{options}\nAnswer:")}
+    base = Form("Question: {question}\nAnswer:", " {option}")  # lm-eval arc_challenge
 
     def load(self, split, path=None, limit=None):
         """As Choices.load. "dare": the validation rows with four options."""

@@ -7,7 +7,7 @@ because test has no labels.
 --split test reads the val rows. The prompt shows five examples of the subject (dev rows 0-4) as
   chat turns: OpenCompass' ceval_gen_5f30c7, which has no published length for these models.
   macro_accuracy in result.json is the plain mean of the subjects. Reported: LLaDA2.0-mini 81.38
-  (its report, setting not given), LLaDA-8B-Base 70.5 by likelihood, a different quantity.
+  (its report, setting not given), LLaDA-8B-Base 70.5 by --likelihood, a different quantity.
 """
 
 if __name__ == "__main__":
@@ -85,6 +85,8 @@ class CEval(Choices):
     needs = f"question, A, B, C, D, answer (letter) and subject, one of {', '.join(SUBJECTS)}"
     # OpenCompass ceval_gen_5f30c7
     forms = {"": Form(ASK, shot=(ASK, "{gold}"))}
+    base = Form("{question}\n{options}\n答案：", " {gold}")  # lm-eval ceval-valid
+    heading = "以下是中国关于{topic}的单项选择题，请选出其中的正确答案。\n\n"
 
     def read(self, row):
         options, example = [row[label] for label in "ABCD"], {"question": row["question"]}

@@ -4,6 +4,7 @@ A benchmark is a file with a subclass of Choices and, as `task`, its one object.
 """
 
 import re
+from functools import partial
 from typing import NamedTuple
 
 from data.rows import is_hub_id, read_rows
@@ -104,8 +105,8 @@ def letter(completion, letters="ABCD"):
             restated = (
                 below and below[2] != choice and ("\n" in match[0] or not LONE.fullmatch(below[1]))
             )
-            undecided = (rule.match(completion, end) for rule in (HEDGED, RETRACTED))
-            said.append(None if restated or any(undecided) else choice)
+            taken_back = HEDGED.match(completion, end) or RETRACTED.match(completion, end)
+            said.append(None if restated or taken_back else choice)
     if said:
         return said[-1]
     lone, labels = set(), set()
@@ -134,11 +135,13 @@ class Choices:
     HUB, parts: its rows, and their configs there, one for each subject if there are several.
     splits: {split: the hub's name of it}. needs: what a row must have. forms: {style: Form}, the
     default is "". styles: {name behind --data FILE@: style}, names that are also data of their own.
-    topics: {subject: its words}. `read` makes an example of a row: question, options (a list), gold
-    (a letter), and subject if there are several.
+    base, heading: a Form and what stands above it, for `choices`. topics: {subject: its words}.
+    `read` makes an example of a row: question, options (a list), gold (a letter), and subject if
+    there are several.
     """
 
-    PRESETS, parts, styles, topics = (), (None,), {}, {}
+    PRESETS, parts, styles, topics, heading = (), (None,), {}, {}, ""
+    base = Form("{question}\n{options}\nAnswer:", " {gold}")
     splits = {"test": "test", "validation": "validation"}
 
     def load(self, split, path=None, limit=None):
@@ -175,17 +178,29 @@ class Choices:
 
     def prompt(self, example):
         """Worked examples as chat turns, then the question."""
-        form = self.form(example)
-        shots = example["shots"] if form.shot else ()
-        shots = [[self.filled(text, shot) for text in form.shot] for shot in shots]
-        return user(self.filled(form.ask, example), shots)
+        form, shots = self.form(example), self.shots(example)
+        shots = [[self.filled(form, text, shot) for text in form.shot] for shot in shots]
+        return user(self.filled(form, form.ask, example), shots)
+
+    def choices(self, example):
+        """-> text without a chat, as lm-eval shows it to base models, {letter: what may follow}"""
+        fill, ask, answer = partial(self.filled, self.base), self.base.ask, self.base.answer
+        shots = [fill(f"{ask}{answer}\n\n", shot) for shot in self.shots(example)]
+        options = labelled(example["options"]).items()
+        follow = {letter: answer.format(gold=letter, option=option) for letter, option in options}
+        return fill(self.heading, example) + "".join(shots) + fill(ask, example), follow
+
+    def shots(self, example):
+        return example["shots"] if self.form(example).shot else ()
 
     def form(self, example):
         return self.forms[example.get("style", "")]
 
-    def filled(self, text, example):
-        option, subject = self.form(example).option, example.get("subject", "")
-        lines = "\n".join(option.format(*pair) for pair in labelled(example["options"]).items())
+    def filled(self, form, text, example):
+        subject = example.get("subject", "")
+        lines = "\n".join(
+            form.option.format(*pair) for pair in labelled(example["options"]).items()
+        )
         topic = self.topics.get(subject, subject.replace("_", " "))
         more = {"options": lines, "stripped_options": lines.strip(), "topic": topic}
         return text.format(**example | more)

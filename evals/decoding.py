@@ -21,7 +21,7 @@ SamplerFlags = make_dataclass(
 )
 # what no line of TABLE sets
 BASE = asdict(SamplingSettings(temperature=0.0, remasking="low_confidence_static"))
-BASE |= {"repeats": 1}
+BASE |= {"samples": 1}
 
 # Names of --model or its architecture, tasks, tokens, block (own: the model's), steps per block
 # (own: one for each of its tokens), other settings. The other settings of a model's line * hold for
@@ -40,8 +40,8 @@ llada,llada-1.5 math500                       512  64   64   cache=prefix
 llada,llada-1.5 gpqa                          128  64   64   cache=prefix
 llada,llada-1.5 humaneval,humaneval_plus,mbpp,mbpp_plus 512 32 32 cache=prefix
 llada,llada-1.5 olympiad                      2048 64   64   cache=prefix
-llada,llada-1.5 aime24                        2048 64   64   cache=dual temperature=1 repeats=8
-llada,llada-1.5 aime25                        2048 64   64   cache=prefix temperature=1 repeats=8
+llada,llada-1.5 aime24                        2048 64   64   cache=dual temperature=1 samples=8
+llada,llada-1.5 aime25                        2048 64   64   cache=prefix temperature=1 samples=8
 # DARE's validation during training: half as many steps as tokens
 llada,llada-1.5 countdown,sudoku              256  32   16
 # LLaDA-1.5: no cache, and an end of text is revealed last in its block
@@ -55,14 +55,14 @@ lladamoe        *                             512  64   8
 lladamoe        gpqa                          128  64   32
 lladamoe        mmlu,mmlu_pro,gsm8k,hellaswag 256  64   16
 lladamoe        olympiad                      2048 64   2
-lladamoe        aime24,aime25                 2048 64   2    temperature=1 repeats=8
+lladamoe        aime24,aime25                 2048 64   2    temperature=1 samples=8
 # Dream decodes the whole answer as one block, in steps of its own schedule, the least uncertain
 # first.
 Dream           *     512  512  512  schedule=timesteps remasking=entropy temperature=0.2 top_p=0.95
 Dream           gsm8k                         256  256  256
 Dream           mmlu,mmlu_pro,gpqa,hellaswag  128  128  128
 Dream           olympiad                      2048 2048 2048
-Dream           aime24,aime25                 2048 2048 2048 repeats=8
+Dream           aime24,aime25                 2048 2048 2048 samples=8
 # greedy, one token of a block per step; DARE's lmdeploy runs of MMLU, GPQA, HumanEval and MBPP
 # reveal above 0.95
 sdar,sdar_moe   *                             4096 own  own
@@ -83,7 +83,7 @@ compact         sudoku                        20   own  2
 # autoregressive models; to a sampler they have blocks of one token
 autoregressive  *                             512  own  1
 autoregressive  olympiad                      2048 own  1
-autoregressive  aime24,aime25                 2048 own  1    temperature=1 repeats=8
+autoregressive  aime24,aime25                 2048 own  1    temperature=1 samples=8
 """
 
 
@@ -122,7 +122,7 @@ def sampling_for(flags, model, task, style):
 
 
 def settings(model, model_type, task, style=""):
-    """-> arguments of engine.generate, and "repeats", for `model` (a key of MODELS, or a directory
+    """-> arguments of engine.generate, and "samples", for `model` (a key of MODELS, or a directory
     with that name) or else its architecture. style: of the task's examples"""
     rows = SETTINGS.get(Path(pinned(model)[0]).name) or SETTINGS.get(model_type)
     if rows is None:

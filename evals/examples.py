@@ -4,6 +4,7 @@ import re
 from itertools import chain, cycle
 from pathlib import Path
 
+from data.planning import stable_hash
 from data.rows import is_of, read_rows
 
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
@@ -104,9 +105,9 @@ def one_split(task, split, known):
     return known[split]
 
 
-def held_out(rows, split, key):
-    """Train rows in their order: "validation" is the VALIDATION rows with the smallest key(index),
-    "train" the others."""
-    order = sorted(range(len(rows)), key=key)
+def held_out(rows, split, task):
+    """Train rows in their order: "validation" is the VALIDATION rows whose questions have the
+    smallest hashes, "train" the others."""
+    order = sorted(range(len(rows)), key=lambda i: stable_hash(task, rows[i]["question"]))
     chosen = order[:VALIDATION] if split == "validation" else order[VALIDATION:]
     return [rows[i] for i in sorted(chosen)]

@@ -18,7 +18,6 @@ if __name__ == "__main__":
 import re
 from fractions import Fraction
 
-from data.planning import stable_hash
 from data.rows import is_of, read_rows
 from evals import WORDS, final_answer
 from evals.examples import (
@@ -224,7 +223,7 @@ def load(split, path=None, limit=None):
     part, config = "train" if held else split, "main" if own else None
     rows = read_rows(path, part, PRESETS, config=config)
     if held:
-        rows = held_out(rows, split, lambda i: stable_hash("gsm8k", rows[i]["question"]))
+        rows = held_out(rows, split, "gsm8k")
     examples = parse_rows(_problem, COLUMNS, path, rows[:limit])
     return [{"style": "boxed"} | example | style for example in examples]
 
@@ -292,7 +291,7 @@ def stated(text):
         result = RESULT.split(SENTENCE_END.split(behind, maxsplit=1)[0])[-1]
         if number := IN_TEXT.search(result):
             return None if RANGE.match(result, number.end()) else number[0]
-    sentences = [part for part in SENTENCE_END.split(text) if IN_TEXT.search(part)]
+    sentences = [*filter(IN_TEXT.search, SENTENCE_END.split(text))]
     if not sentences or UNDECIDED.search(sentences[-1]):
         return None
     *calculated, result = RESULT.split(sentences[-1])

@@ -7,8 +7,8 @@ because test has no labels.
 The only split, test, is the hub's validation split. The prompt is OpenCompass'
 hellaswag_gen_6faab5, without worked examples and without the activity in front of the text. DARE's
 lengths: LLaDA 3, Dream 128, LLaDA2 256, SDAR 4,096. DARE's table: LLaDA-8B-Instruct 75.30,
-Dream-7B-Instruct 63.23, SDAR-8B-Chat 87.59, LLaDA2.0-mini 82.35. lm-eval compares likelihoods of
-the endings (per byte in acc_norm): a different quantity.
+Dream-7B-Instruct 63.23, SDAR-8B-Chat 87.59, LLaDA2.0-mini 82.35. --likelihood compares endings, as
+for base models: LLaDA-8B-Base 70.5, a different quantity.
 """
 
 if __name__ == "__main__":
@@ -23,18 +23,20 @@ from evals.choices import LETTERS, Choices, Form
 
 class HellaSwag(Choices):
     HUB, splits = "Rowan/hellaswag", {"test": "validation"}
-    needs = "ctx_a, ctx_b, four endings and label (0 to 3)"
+    needs = "activity_label, ctx_a, ctx_b, four endings and label (0 to 3)"
     forms = {
         "": Form(  # OpenCompass hellaswag_gen_6faab5
             "{text}\nQuestion: Which ending makes the most sense?\n{options}\n"
             "You may choose from 'A', 'B', 'C', 'D'.\nAnswer:",
         )
     }
+    base = Form("{titled}", " {option}")  # lm-eval hellaswag
 
     def read(self, row):
-        text = cleaned(f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}")
+        text = f"{row['ctx_a']} {str(row['ctx_b']).capitalize()}"
         options, gold = [*map(cleaned, row["endings"])], LETTERS[int(row["label"])]
-        return {"text": text, "options": options, "gold": gold}
+        titled = cleaned(f"{row['activity_label']}: {text}")
+        return {"text": cleaned(text), "titled": titled, "options": options, "gold": gold}
 
 
 def cleaned(text):

@@ -21,13 +21,14 @@ import re
 import sys
 
 from data.rows import is_of, read_rows
-from evals.examples import as_text, parse_rows, user, worked
+from evals.examples import as_text, chat_row, parse_rows, user, worked
 from evals.programs import code_of, defines, passed
 from evals.sandbox import Job
 
 HUB = "google-research-datasets/mbpp"
 SPLITS = {"test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
 TIMEOUT = 10.0  # seconds of wall time for the three tests; the slowest reference takes 2
+MODULES = "import collections, heapq, itertools, math, re, sys"  # that tests may use
 TASK = (
     "You are an expert Python programmer, and here is your task: {text} Your code should pass "
     "these tests:\n\n {tests}  \n"
@@ -138,12 +139,9 @@ def names_of(example):
 
 
 def job(completion, example):
-    """The program of a completion and its tests, with the modules that these use; None if it is
-    empty."""
-    code, tests = extract(completion, example), _tests(example)
-    modules = sys.stdlib_module_names.intersection(re.findall(r"\b(\w+)\.", tests))
-    imports = "\n".join(f"import {module}" for module in modules)
-    return code and Job(code, tests, tuple(names_of(example)), imports, TIMEOUT)
+    """The program of a completion and its tests; None if it is empty."""
+    code, names = extract(completion, example), tuple(names_of(example))
+    return code and Job(code, _tests(example), names, MODULES, TIMEOUT)
 
 
 def score(completion, example):
@@ -162,10 +160,10 @@ def _tests(example):
 
 
 def _problem(row):
-    if isinstance(row.get("reward_model"), dict):
+    if chat := chat_row(row):
         asked = row["prompt"][2 * len(SHOTS)]["content"]
         text = asked.partition(" task: ")[2].rpartition(" Your code should pass")[0]
-        tests = json.loads(row["reward_model"]["ground_truth"])
+        tests = json.loads(chat[1])
     else:
         text, tests = row["text"], row["test_list"]
     if not isinstance(tests, list) or not tests:

@@ -46,13 +46,12 @@ def guarded(file, function, seconds=None, instead=None):
         except (Exception, SystemExit) as error:
             if type(error) is SystemExit and isinstance(error.code, str):
                 raise
-            places = [
-                f"{file} line {line}"
-                for frame, line in walk_tb(error.__traceback__)
-                if frame.f_code.co_filename == file
-            ]
+            place = file
+            for frame, line in walk_tb(error.__traceback__):
+                if frame.f_code.co_filename == file:
+                    place = f"{file} line {line}"
             what = f"{error!r:.200}" if future.done() else f"no value in {seconds:g} s"
-            said = "; ".join([*(places[-1:] or [file]), what, *(f"{a!r:.200}" for a in arguments)])
+            said = "; ".join([place, what, *(f"{a!r:.200}" for a in arguments)])
             if instead is None:
                 raise Failed(said) from error
             FAILED.append(said)

@@ -26,8 +26,8 @@ def fenced(text):
     A fence that does not begin its line, as in a list or right behind the code, has no quotes
     behind it: those are of a string.
     """
-    found = FENCE.finditer(text)
-    marks = (mark for mark in found if not mark[1].strip() or not re.search("['\"]", mark[2]))
+    is_fence = lambda mark: not mark[1].strip() or not re.search("['\"]", mark[2])
+    marks = filter(is_fence, FENCE.finditer(text))
     for opening in marks:
         closing = next(marks, None)
         is_python = opening[2].strip().lower().startswith("py")

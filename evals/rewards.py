@@ -228,33 +228,24 @@ def gsm8k_d1(completion, example):
     }
 
 
-def code_format(completion, example):
-    """DiffuCoder's format reward with its weight of 0.5: 0.25 for a completion that is text
-    followed by one complete ```python block at its end, whose fences may stand in a line; 0.25 more
-    if the code in it is not empty and parses. It runs nothing.
+def mbpp_diffucoder(completion, example):
+    """DiffuCoder's reward. block: 0.25 for a completion that is text followed by one complete
+    ```python block at its end, whose fences may stand in a line. syntax: 0.25 more if the code in
+    it is not empty and parses. passed: with both, 2.0 times the share of tests that pass, each run
+    alone.
 
     DiffuCoder also requires a newline after the block, which an answer that ends there does not
     have, pays for an empty block, and fails on code whose parsing raises anything but a
-    SyntaxError.
+    SyntaxError. There a test passes by exit status 0, so that sys.exit(0) earns everything, and one
+    timeout voids the completion.
     """
     code, closing, rest = completion.partition("```python\n")[2].partition("```")
     whole = bool(closing) and completion.count("```") == 2 and not rest.strip()
-    valid = whole and code.strip() and first_program([code.strip()])
-    return {"block": 0.25 * whole, "syntax": 0.25 * bool(valid)}
-
-
-def mbpp_diffucoder(completion, example):
-    """DiffuCoder's reward: code_format, and if that is complete 2.0 times the share of tests that
-    pass, each run alone.
-
-    There a test passes by exit status 0, so that sys.exit(0) earns everything, and one timeout
-    voids the completion.
-    """
-    form, tests = code_format(completion, example), example["tests"]
-    alone = [
-        mbpp.score(completion, example | {"tests": [test]}) for test in tests if form["syntax"]
-    ]
-    return form | {"passed": 2.0 * sum(alone) / len(tests)}
+    valid = bool(whole and code.strip() and first_program([code.strip()]))
+    tests = example["tests"]
+    alone = [mbpp.score(completion, example | {"tests": [test]}) for test in tests if valid]
+    passed = 2.0 * sum(alone) / len(tests)
+    return {"block": 0.25 * whole, "syntax": 0.25 * valid, "passed": passed}
 
 
 REWARDS = (
@@ -277,7 +268,8 @@ def load_reward(name, task, instead=None):
     "" -> the score of the task, as "score", 0.0 for copies of the question.
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
-    own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
+    own, on all cores of this rank, and equal completions of one example once. A completion is a
+    text, or a Completion, which a function may ask for its tokens. It ends in SystemExit
     if a reward is not finite, has other components than the first, or one of METRICS. instead: see
     evals/own.py; it counts as the first component. load_reward
     ends in SystemExit if there is no such reward or file, or if it reads the examples of another
@@ -310,9 +302,12 @@ def load_reward(name, task, instead=None):
         return {part: float(paid[part]) for part in parts}
 
     def rewards(completions, examples):
-        keys = [(text, id(example)) for text, example in zip(completions, examples, strict=True)]
+        keys = [
+            (text, id(example), *getattr(text, "__dict__", {}).values())
+            for text, example in zip(completions, examples, strict=True)
+        ]
         once = dict(zip(keys, examples, strict=True))
-        texts = [text for text, _ in once]
+        texts = [text for text, *_ in once]
         if function:
             paid = in_threads(function, texts, once.values())
         else:

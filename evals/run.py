@@ -11,11 +11,12 @@ The defaults of lengths, steps and temperatures come from evals/decoding.py: the
 published number for this model and task. Ranks share the problems of every task; the number of
 ranks changes no completion. docs/evals.md describes the output directory. For one task the last
 line on stdout is a JSON object: task, n, accuracy, stderr, answered, truncated, ..., settings, and
-macro_accuracy, the plain mean of the subjects, if the examples have a "subject". With --repeats N
-every problem is answered N times, with seeds --seed to --seed + N - 1: accuracy is the mean of the
-repeats, `accuracies` lists them, and stderr is that of the problems' means. A task is a module of
-evals/ with load(split, path, limit), prompt(example), extract(completion, example) and
-score(completion, example) in [0, 1]; for slow scorers also score_batch(completions, examples).
+macro_accuracy, the plain mean of the subjects, if the examples have a "subject". With --samples N
+every problem is answered N times, with seeds --seed to --seed + N - 1: accuracy is their mean,
+`accuracies` lists them, stderr is that of the problems' means, and there are pass@k and majority
+(evals/results.py). A task is a module of evals/ with load(split, path, limit), prompt(example),
+extract(completion, example) and score(completion, example) in [0, 1]; for slow scorers also
+score_batch(completions, examples), for --likelihood choices(example) (evals/likelihood.py).
 """
 
 import json
@@ -46,9 +47,10 @@ from distributed.disk import (
     progress,
     write_atomically,
 )
-from distributed.groups import join_ranks, own_device
+from distributed.groups import join_ranks, own_device, setup_distributed
 from evals import TRIAL, load_examples, load_task
 from evals.decoding import SamplerFlags, sampling_for
+from evals.likelihood import elbo, encode, likeliest, readable
 from evals.report import write_report
 from evals.results import summary, table
 from evals.rewards import load_reward
@@ -74,6 +76,15 @@ class Args(SamplerFlags):
     completions: list[str] = field(default_factory=list)
     """TASK=FILE ..., of a single task FILE alone: score this .jsonl of {"index": i, "completion":
     text} instead of generating (index: row of the task's split)"""
+    likelihood: bool = False
+    """multiple choice without sampling, whose flags have no effect: the choice that is most likely
+    per character"""
+    text: str = ""
+    """instead of --tasks: the perplexity of this UTF-8 file"""
+    length: int = 512
+    """tokens of a chunk of --text"""
+    mc_num: int = 128
+    """draws for a likelihood; that of a single token takes one"""
     reward: str = ""
     """also report the mean of this reward: name in evals/rewards.py, or path.py:function"""
     limit: int | None = None
@@ -82,7 +93,7 @@ class Args(SamplerFlags):
     """engine of rollout.make_engine"""
     batch_size: int = 64
     """prompts decoded together; changes results only by rounding"""
-    repeats: int | None = None
+    samples: int | None = None
     """answers per problem, with seeds seed, seed + 1, ...; published AIME values have 8"""
     seed: int = 0
     """sampling seed; sample i draws from (seed, i)"""
@@ -101,10 +112,10 @@ def main(name=""):
     """
     args = command_line(name)
     tasks = {task.NAME: task for task in map(load_task, args.tasks.replace(",", " ").split())}
-    if not tasks or bool(args.model) == bool(args.completions):
+    if bool(tasks) == bool(args.text) or bool(args.model) == bool(args.completions):
         what = "either --model (generate and score) or --completions (only score)"
-        raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, and {what}")
-    for name in "batch_size", "limit", "repeats":
+        raise SystemExit(f"give --tasks, such as --tasks gsm8k,math500, or --text, and {what}")
+    for name in "batch_size", "limit", "samples", "length", "mc_num":
         if (value := getattr(args, name)) is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     data, files = by_task("data", args.data, tasks), by_task("completions", args.completions, tasks)
@@ -117,6 +128,9 @@ def main(name=""):
             args.model, args.rollout_backend, own_device(), max_batch_size=args.batch_size
         )
     )
+    if args.text:
+        found = perplexity(args, engine)
+        return is_first_rank() and print(json.dumps(found), flush=True)
     ready, skipped, results = {}, {}, {}
     for name, task in tasks.items():
         try:
@@ -184,10 +198,32 @@ def directory(args, tasks):
     return out
 
 
+def perplexity(args, load):
+    """-> of the file --text: exp of minus the bound per token, over whole chunks of --length
+    tokens, each without the text before it. Its error is that of the chunks. load() -> the engine.
+    Collective."""
+    tokenizer = load_tokenizer(args.model)
+    try:
+        text = Path(args.text).read_text(encoding="utf-8")
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        chunks = ids.unfold(0, args.length, args.length)[: args.limit].tolist()
+    except (OSError, ValueError, RuntimeError) as error:  # no such file, no text, too short
+        raise SystemExit(f"--text {args.text} --length {args.length}: {error}") from error
+    setup_distributed()
+    model, nats = readable(load()), torch.zeros(len(chunks)).double()
+    first, draws = encode(model, tokenizer, ""), (args.mc_num, args.batch_size, args.seed)
+    for i in progress(range(dist.get_rank(), len(chunks), dist.get_world_size()), "chunks"):
+        bound = elbo(model, len(first), first + chunks[i], *draws, "text", i)
+        nats[i] = -bound / args.length
+    dist.all_reduce(nats)
+    value, error = nats.mean().exp().item(), (nats.std(correction=0) / len(nats) ** 0.5).item()
+    return {"text": args.text, "n": len(nats), "perplexity": value, "stderr": value * error}
+
+
 class Evaluation:
     """A task, its examples, and their completions: of a file, or else of an engine.
 
-    settings: all that decides completions and verdicts. answer(repeat, indices) -> rows without
+    settings: all that decides completions and verdicts. answer(sample, indices) -> rows without
     scores; size: examples that are answered together; counts: of a file. SystemExit for settings
     that the engine cannot use.
     """
@@ -208,36 +244,47 @@ class Evaluation:
             "torch": torch.__version__,
         }
         if args.completions:
-            self.read(file, args.repeats or 1)
+            self.read(file, args.samples or 1)
+        elif args.likelihood and not hasattr(task, "choices"):
+            raise SystemExit(f"--likelihood: {task.NAME} has no choices to compare")
         else:
             self.ask(args, engine(), load_tokenizer(args.model))
 
-    def read(self, path, repeats):
-        rows, self.counts = given(path, repeats, len(self.examples))
-        self.settings |= {"completions": path, "repeats": repeats}
-        self.answer = lambda repeat, indices: [
-            rows[repeat, i] for i in indices if (repeat, i) in rows
+    def read(self, path, samples):
+        rows, self.counts = given(path, samples, len(self.examples))
+        self.settings |= {"completions": path, "samples": samples}
+        self.answer = lambda sample, indices: [
+            rows[sample, i] for i in indices if (sample, i) in rows
         ]
 
     def ask(self, args, engine, tokenizer):
         model, style = engine.model, self.examples[0].get("style", "")
-        sampling = sampling_for(args, model, self.task.NAME, style)
-        repeats = sampling.pop("repeats")
-        checked = engine.validate(**sampling)
-        if is_first_rank():
-            print(f"{self.task.NAME}: {checked}", file=sys.stderr)
         folders = filter(None, (model.sources[0], *model.sources[1]))
         files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
-        self.settings |= engine.full_settings(None, sampling) | {
+        self.settings |= {
             "model": args.model,
             "seed": args.seed,
-            "repeats": repeats,
             "style": style,
             "weights": [file.stat().st_mtime for file in files],
             "engine": f"{type(engine).__name__} {getattr(engine, 'version', '')}".strip(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "dtype": str(engine.dtype).removeprefix("torch."),
         }
+        if args.likelihood:
+            self.settings |= {"mc_num": args.mc_num, "samples": 1}
+            draws = args.mc_num, args.batch_size, args.seed
+            score = partial(likeliest, readable(engine), tokenizer, self.task, *draws)
+            self.answer = lambda _, indices: [score(i, self.examples[i]) for i in indices]
+            return
+        sampling = sampling_for(args, model, self.task.NAME, style)
+        samples = sampling.pop("samples")
+        is_drawn = sampling["temperature"] or sampling["alg_temp"]
+        if samples > 1 and not is_drawn and sampling["remasking"] != "random":
+            raise SystemExit(f"--samples {samples} would be equal: add --temperature 0.8")
+        checked = engine.validate(**sampling)
+        if is_first_rank():
+            print(f"{self.task.NAME}: {checked}", file=sys.stderr)
+        self.settings |= engine.full_settings(None, sampling) | {"samples": samples}
         prompts = [*map(self.task.prompt, self.examples)]
         prompt_ids(tokenizer, prompts[0])  # refused before a directory is made
         self.answer = partial(generated, engine, tokenizer, prompts, sampling, args.seed)
@@ -245,7 +292,7 @@ class Evaluation:
         self.size = args.batch_size * (4 if engine.refills else 1)
 
     def begin(self, folder):
-        """Write the settings. -> rows that are finished, {(repeat, index): row}
+        """Write the settings. -> rows that are finished, {(sample, index): row}
 
         SystemExit if a resumed run used other settings: samples of two settings, or of two models,
         do not make one number.
@@ -269,9 +316,9 @@ class Evaluation:
         done, rank, ranks = from_first_rank(partial(self.begin, folder)), 0, 1
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
-        indices, repeats = range(len(self.examples)), range(self.settings["repeats"])
+        indices, samples = range(len(self.examples)), range(self.settings["samples"])
         size = min(self.size, math.ceil(len(indices) / ranks))
-        calls = product(repeats, [indices[i : i + size] for i in indices[::size]])
+        calls = product(samples, [indices[i : i + size] for i in indices[::size]])
         calls = [call for call in calls if not done.keys() >= {*product(call[:1], call[1])}]
 
         def write(rows):

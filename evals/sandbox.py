@@ -119,28 +119,22 @@ def run(job, without=()):
     return result
 
 
-def in_threads(function, *columns, workers=None):
-    """function(...) of every row of the columns, in order, `workers` at a time (None: one per core,
-    which the ranks of a machine share). On the first rank's terminal a bar appears after a while.
+def in_threads(function, *columns):
+    """function(...) of every row of the columns, in order, as many at a time as there are cores,
+    which the ranks of a machine share. On the first rank's terminal a bar appears after a while.
     """
     from tqdm.contrib.concurrent import thread_map  # here: the sandbox itself needs no packages
 
-    rows = list(zip(*columns, strict=True))
     quiet = os.environ.get("RANK", "0") != "0" or None  # None: only on a terminal
     bar = {"desc": "scoring", "leave": False, "delay": 5, "disable": quiet}
-    workers = workers or max(1, min(own_cores(), len(rows)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
-        return thread_map(lambda row: function(*row), rows, max_workers=workers, **bar)
+        return thread_map(function, *columns, max_workers=workers, **bar)
     except (BlockingIOError, RuntimeError) as error:
         if str(error).endswith(("start new thread", "temporarily unavailable")):
             raise SandboxError(f"scoring: {error}") from error
         raise
-
-
-def own_cores():
-    """-> cores of this rank, 0 if the machine has fewer than ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _supervised(job, without):

@@ -47,14 +47,11 @@ class Config(DecoderKeys):
 class A2D:
     """What both models below have in common. Callers use `hidden`, `logits` and `logps`."""
 
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
     def __init__(self, config):
         super().__init__(config, config.block_size or config.block_length)
+        self.shift = config.shift
         self.turn_end = "<|eot_id|>" if config.model_type == "a2d-llama" else "<|im_end|>"
         self.model, self.lm_head = decoder(config, self.block)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
 
     def block(self, layer):
         config, kind = self.config, self.config.model_type
@@ -77,13 +74,9 @@ class A2D:
 
 class A2DMasked(A2D, Bidirectional):
     # dllm, core/trainers/mdlm.py
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="drawn")
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.shift = config.shift
+    objective = Objective(tail="drawn")
 
 
 class A2DBlock(A2D, BlockCausal):
     # dllm, core/trainers/bd3lm.py
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="block")
+    objective = Objective(tail="block")

@@ -19,8 +19,8 @@ from models.tensors import (
     build_model,
     fitting_weights,
     full_tensor,
+    json_if_there,
     materialize,
-    read_json,
     read_weights,
     tensor_parts,
     tensor_shapes,
@@ -85,9 +85,10 @@ def set_special_tokens(model, directory=None):
     They come from generation_config.json where it states them (SDAR ends at two ids), else from
     config.json, else from the model file. A single end id is preceded by the family's turn end.
     """
-    facts, named = dict(model.checkpoint_config), special_tokens(directory) if directory else {}
-    if directory and (generation := directory / "generation_config.json").is_file():
-        facts |= read_json(generation)
+    facts, named = dict(model.checkpoint_config), {}
+    if directory:
+        facts |= json_if_there(directory / "generation_config.json")
+        named = special_tokens(directory)
     facts = {key: value for key, value in facts.items() if value is not None}
     eos = facts.get("eos_token_id", model.eos_token_id)
     if eos in (None, []):
@@ -116,8 +117,7 @@ def load_tokenizer(name_or_dir):
             directory = adapter
     if directory is None:
         return byte_tokenizer()
-    path = directory / "tokenizer_config.json"
-    facts = read_json(path) if path.is_file() else {}
+    facts = json_if_there(directory / "tokenizer_config.json")
     # Dream's class is Qwen2's under another name.
     kind = "qwen2" if facts.get("tokenizer_class") == "DreamTokenizer" else None
     try:
@@ -164,18 +164,17 @@ def prompt_ids(tokenizer, messages):
     return tokenizer(prompt_text(tokenizer, messages), add_special_tokens=False)["input_ids"]
 
 
-def export_weights(model, dtype=None, merge_lora=True):
+def export_weights(model, dtype=None):
     """Yield (official name, full tensor on the model's device), one at a time; dtype None keeps
     each tensor's own.
 
-    Buffers always keep theirs: bf16 would lose small steps of an expert bias. merge_lora: add each
-    adapter to its weight, in fp32 and from the frozen base, never from an earlier merge; False
-    leaves the base as it is. Rounding a merged weight to bf16 loses early updates; export_adapter
-    hands adapters over unmerged instead. Collective: with FSDP2 every rank must walk all of it,
-    because gathering a tensor takes all ranks.
+    Buffers always keep theirs: bf16 would lose small steps of an expert bias. Each adapter is added
+    to its weight, in fp32 and from the frozen base, never from an earlier merge. Rounding a merged
+    weight to bf16 loses early updates; export_adapter hands adapters over unmerged instead.
+    Collective: with FSDP2 every rank must walk all of it, because gathering a tensor takes all
+    ranks.
     """
-    adapters = adapter_tensors(model) if merge_lora else {}
-    buffers = dict(model.named_buffers())
+    adapters, buffers = adapter_tensors(model), dict(model.named_buffers())
     source = gathered = None
     for name, (value, index) in tensor_parts(model).items():
         if source is not value:  # stacked experts are gathered once for all of them
@@ -188,10 +187,12 @@ def export_weights(model, dtype=None, merge_lora=True):
         yield name, value.to(dtype if dtype and name not in buffers else value.dtype)
 
 
-def write_weights(tensors, shapes, dtype, folder):
-    """Write pairs (name, tensor) to files of up to SHARD_BYTES, each as soon as it is full, and
-    their index if there are several.
+def write_files(folder, config, tensors, shapes, end_ids, pad_id, tokenizer):
+    """Write the files of a checkpoint. tensors: pairs (name, tensor) in the dtype that config.json
+    names. Each file of up to SHARD_BYTES is written as soon as it is full, and an index if there
+    are several. shapes {name: shape}. tokenizer: None for none.
     """
+    dtype = stored_dtype(config)
     like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     plan = split_torch_state_dict_into_shards(like, max_shard_size=SHARD_BYTES)
     files = defaultdict(dict)
@@ -203,6 +204,11 @@ def write_weights(tensors, shapes, dtype, folder):
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+    generation = {"eos_token_id": end_ids, "pad_token_id": pad_id}
+    for name, content in ("config", config), ("generation_config", generation):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    if tokenizer:
+        tokenizer.save_pretrained(folder)
 
 
 def save_model(model, directory, tokenizer):
@@ -219,19 +225,13 @@ def save_model(model, directory, tokenizer):
     code = {path.stem: path for path in source.glob("*.py")} if named and source else {}
     if not named <= code.keys():
         del config["auto_map"]  # it would ask for what is not there
-    dtype = stored_dtype(config)
-    generation = {"eos_token_id": model.eos_token_ids, "pad_token_id": model.pad_token_id}
     with whole_directory(directory) as folder:
-        tensors = export_weights(model, dtype)
+        tensors = export_weights(model, stored_dtype(config))
+        ends = model.eos_token_ids, model.pad_token_id
         try:
             if is_first_rank():
-                write_weights(tensors, tensor_shapes(model), dtype, folder)
-                files = {"config.json": config, "generation_config.json": generation}
                 for path in code.values():
                     shutil.copy(path, folder)
-                for name, content in files.items():
-                    (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-                if tokenizer:
-                    tokenizer.save_pretrained(folder)
+                write_files(folder, config, tensors, tensor_shapes(model), *ends, tokenizer)
         finally:
             deque(tensors, maxlen=0)  # all ranks gather all of them, also if rank 0 fails

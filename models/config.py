@@ -10,17 +10,17 @@ class Objective:
     """How a family is trained on answers; algos/sft.py computes it (docs/algos/sft.md).
 
     Each answer gets one t ~ U(t_min, t_max). Each of its tokens is masked with probability t, and
-    masked tokens are scored.
+    masked tokens are scored. The defaults are those of most families.
     """
 
-    t_min: float
-    t_max: float
-    weight: str  # of a masked token: "1/t" or "1"
-    # "answers": mean over answers, each the mean of its tokens; "tokens": over answer tokens;
-    # "masked"
-    mean: str
     # End tokens after an answer, trained with it: "drawn", a random number; "block", up to its end.
     tail: str
+    # "answers": mean over answers, each the mean of its tokens; "tokens": over answer tokens;
+    # "masked"
+    mean: str = "tokens"
+    t_min: float = 1e-3
+    t_max: float = 1.0
+    weight: str = "1/t"  # of a masked token; or "1"
     has_cart: bool = False  # offers context-adaptive weights in place of 1/t (Dream)
 
 
@@ -114,7 +114,7 @@ def architecture(raw):
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:  # a damaged one may be no string
         advice = f"supported are {', '.join(MODEL_TYPES)}"
-        if kind in [*AUTOREGRESSIVE]:
+        if kind in AUTOREGRESSIVE:
             advice = "it is autoregressive: python models/from_ar.py converts it"
         raise SystemExit(f"config.json has model_type {kind!r}; {advice}")
     if kind in A2D:

@@ -38,8 +38,7 @@ class Dream(Bidirectional):
     turn_end = "<|im_end|>"  # ends an answer
     # DreamLM/Dream, src/trainer/fsdp_sft_trainer.py; there the mean is over masked tokens
     # (docs/algos/sft.md, detail 5)
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="drawn", has_cart=True)
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    objective = Objective(tail="drawn", has_cart=True)
 
     def __init__(self, config):
         super().__init__(config, config.block_length)

@@ -7,7 +7,6 @@ Weights stay as they are, but for the embedding of the mask token, which starts 
 comes out writes no sense before it is trained: algos/sft.py.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -16,10 +15,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from distributed.disk import whole_directory
 from models import load_tokenizer
-from models.checkpoint import write_weights
-from models.config import A2D, stored_dtype
+from models.checkpoint import write_files
+from models.config import AUTOREGRESSIVE, stored_dtype
 from models.names import SMALL, resolve
-from models.tensors import build_model, fitting_weights, read_json, tensor_shapes
+from models.tensors import (
+    build_model,
+    fitting_weights,
+    json_if_there,
+    read_json,
+    tensor_shapes,
+)
 
 MASKS = ("<|mask|>", "<|MASK|>")  # the first, dllm's, is added where there is none
 # The first found closes an answer, the last one is padding.
@@ -35,8 +40,8 @@ def add_mask_token(tokenizer):
 
 def end_ids(tokenizer, directory):
     """Every id that ends a completion: ENDS that the tokenizer has, and what the files state."""
-    added, file = tokenizer.get_added_vocab(), directory / "generation_config.json"
-    facts = read_json(directory / "config.json") | (read_json(file) if file.is_file() else {})
+    added, facts = tokenizer.get_added_vocab(), read_json(directory / "config.json")
+    facts |= json_if_there(directory / "generation_config.json")
     stated = facts.get("eos_token_id") or []
     found = [added[token] for token in ENDS if token in added]
     stated = stated if isinstance(stated, list) else [stated]
@@ -75,20 +80,21 @@ def main(
         chat_template: file of another chat template
     """
     old = read_json(resolve(model, SMALL) / "config.json")
-    if (kind := f"a2d-{old.get('model_type')}") not in A2D:
-        able = ", ".join(name.removeprefix("a2d-") for name in A2D)
-        raise SystemExit(f"{model} is of model_type {kind[4:]!r}; those converted are {able}")
+    if (kind := old.get("model_type")) not in AUTOREGRESSIVE:
+        able = ", ".join(AUTOREGRESSIVE)
+        raise SystemExit(f"{model} is of model_type {kind!r}; those converted are {able}")
     words = load_tokenizer(tokenizer or model)
-    if chat_template and not Path(chat_template).is_file():
-        raise SystemExit(f"--chat-template {chat_template}: no such file")
     if chat_template:
-        words.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        if not (file := Path(chat_template)).is_file():
+            raise SystemExit(f"--chat-template {file}: no such file")
+        words.chat_template = file.read_text(encoding="utf-8")
     if not words.chat_template:
         raise SystemExit(f"{model} has no chat template: give one with --chat-template FILE")
     mask = add_mask_token(words)
-    config = {k: v for k, v in old.items() if k != "auto_map"} | {"model_type": kind}
-    config |= {"architectures": [f"A2D{kind[4:].capitalize()}LMHeadModel"], "mask_token_id": mask}
-    config |= {"block_size": 0 if bidirectional else block_length, "shift": shift}
+    old.pop("auto_map", None)
+    config = old | {"model_type": f"a2d-{kind}", "mask_token_id": mask, "shift": shift}
+    config |= {"architectures": [f"A2D{kind.capitalize()}LMHeadModel"]}
+    config |= {"block_size": 0 if bidirectional else block_length}
     net, dtype = build_model(config), stored_dtype(old)  # refused before weights are downloaded
     directory, rows = resolve(model), net.config.vocab_size
     files = fitting_weights(net, directory)
@@ -96,15 +102,11 @@ def main(
         rows = -(-(mask + 1) // 64) * 64
     shapes = tensor_shapes(build_model(config := config | {"vocab_size": rows}))
     ends = end_ids(words, directory)
-    generation = {"eos_token_id": ends, "pad_token_id": ends[-1]}
     with whole_directory(out) as folder:
         tensors = ((name, files[name].get_tensor(name)) for name in shapes)
         tensors = ((name, converted(name, value, rows, mask).to(dtype)) for name, value in tensors)
-        write_weights(tensors, shapes, dtype, folder)
-        for name, content in ("config", config), ("generation_config", generation):
-            (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        words.save_pretrained(folder)
-    print(f"{out}: {kind}, mask token {words.mask_token} {mask}, ends {ends}; now train it:")
+        write_files(folder, config, tensors, shapes, ends, ends[-1], words)
+    print(f"{out}: a2d-{kind}, mask token {words.mask_token} {mask}, ends {ends}; now train it:")
     print(f"torchrun algos/sft.py --model {out} --lora-rank 0 --learning-rate 1e-4 --data ROWS")
 
 

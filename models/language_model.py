@@ -23,7 +23,7 @@ from models.logps import at_least_fp32, linear_logps
 
 class LanguageModel(nn.Module):
     """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
-    `lora_targets`, `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
+    `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
     """
 
     embedding, final_norm = "model.embed_tokens", "model.norm"
@@ -48,8 +48,8 @@ class LanguageModel(nn.Module):
     @property
     def fp32_modules(self):
         """Modules that compute in fp32. Under FSDP2 each of them is a group of its own."""
-        is_one = lambda module: isinstance(module, Router) or module is self.value_head
-        return list(filter(is_one, self.modules()))
+        head = self.value_head
+        return [one for one in self.modules() if isinstance(one, Router) or one is head]
 
     def head(self, hidden):
         """hidden [..., D] -> logits [..., V] in the dtype of the model"""

@@ -104,11 +104,14 @@ def decoder(config, block, norm=RMSNorm, embedding="embed_tokens"):
 
     block: number of a layer -> Block
     """
-    model = nn.Module()
-    model.add_module(embedding, embedding_table(config.vocab_size, config.hidden_size))
+    model, table = nn.Module(), embedding_table(config.vocab_size, config.hidden_size)
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    if config.tie_word_embeddings:
+        head.weight = table.weight
+    model.add_module(embedding, table)
     model.layers = nn.ModuleList(map(block, range(config.num_hidden_layers)))
     model.norm = norm(config.hidden_size, config.rms_norm_eps)
-    return model, nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return model, head
 
 
 def embedding_table(rows, size):

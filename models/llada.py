@@ -81,8 +81,7 @@ class LLaDA(Bidirectional):
     rope_dtype = torch.float32
     turn_end = "<|eot_id|>"  # ends an answer
     # ML-GSAI/LLaDA, GUIDELINES.md
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="answers", tail="drawn")
-    lora_targets = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
+    objective = Objective(tail="drawn", mean="answers")
 
     def __init__(self, config):
         super().__init__(config, config.block_length)

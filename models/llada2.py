@@ -103,13 +103,11 @@ class LLaDA2(BlockCausal):
 
     turn_end = "<|role_end|>"  # ends an answer
     # inclusionAI/dFactory, train_llada2_bd.py
-    objective = Objective(0.3, 0.8, weight="1", mean="masked", tail="block")
+    objective = Objective(tail="block", mean="masked", t_min=0.3, t_max=0.8, weight="1")
     # 2.1 was trained to replace revealed tokens; 2.0, with the same config, was not
     is_edited = True
     embedding = "model.word_embeddings"
     eos_token_id = 156892  # <|endoftext|>, which no official config file states
-    # gate, up, down: of dense blocks and shared experts
-    lora_targets = ("query_key_value", "dense", "gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config):
         super().__init__(config, config.block_size)

@@ -46,7 +46,6 @@ class LLaDAMoE(Bidirectional):
     turn_end = "<|role_end|>"  # ends an answer
     eos_token_id = 156892  # <|endoftext|>, where no official file states it
     objective = LLaDA.objective
-    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def __init__(self, config):
         super().__init__(config, config.block_length)

@@ -28,20 +28,20 @@ def add_lora(model, rank, alpha, targets=(), seed=0, dtype=torch.float32):
     """Freeze the model and put adapters of this rank on its linear layers, in place; no dropout. ->
     the model
 
-    targets: last parts of module names; empty: model.lora_targets, every linear layer of a block.
+    targets: last parts of module names; empty: every linear layer of a block.
     The scale is alpha / rank. A is drawn from a generator keyed by seed, the same on every rank; B
     is 0, so the model's outputs do not change yet. dtype: fp32 for training; an engine takes its
     own dtype. SystemExit names a target that matches nothing.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = list(targets) or list(model.lora_targets)
     last = lambda name: name.rsplit(".", 1)[-1]
     linear = {
         last(name)
         for name, module in model.layers.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
+    targets = list(targets) or sorted(linear)
     if unknown := sorted(set(targets) - linear):
         there = f"match no linear layer; there are {', '.join(sorted(linear))}"
         raise SystemExit(f"--lora-targets {', '.join(unknown)} {there}")

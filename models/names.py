@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from models.config import AUTOREGRESSIVE, architecture
-from models.tensors import build_model, read_json
+from models.tensors import build_model, json_if_there, read_json
 from models.tiny import HERE, TINY_CONFIGS
 
 # `architecture`, or "tiny" -> {name for --model: hub id, or directory in the repository}. Other hub
@@ -115,35 +115,29 @@ def checkpoint_config(name_or_dir, patterns=FILES):
         source = source_of(f"{base}@{revision}" if revision else f"{base}")
     directory = resolve(source, SMALL)
     config = STATED.get(pinned(source)[0], {}) | read_json(directory / "config.json")
-    is_autoregressive = config.get("model_type") in [*AUTOREGRESSIVE]
-    if not is_autoregressive and "a2d" in architecture(config):
+    if config.get("model_type") not in AUTOREGRESSIVE and "a2d" in architecture(config):
         # dllm names the mask token in the tokenizer alone
         config = {"mask_token_id": mask_token_id(directory)} | config
     directory = resolve(source, patterns)
-    return config, None if is_drawn(directory) else directory, adapters
+    # a tiny model may come without weights
+    is_drawn = directory.parent == HERE and not (directory / "model.safetensors").is_file()
+    return config, None if is_drawn else directory, adapters
 
 
 def special_tokens(directory):
     """{token: id} of the added tokens in the tokenizer files, without loading the tokenizer"""
-    tokens = []
-    for path in (directory / "tokenizer.json", directory / "tokenizer_config.json"):
-        content = read_json(path) if path.is_file() else {}
-        tokens += content.get("added_tokens", [])
-        decoder = content.get("added_tokens_decoder", {}).items()
-        tokens += (token | {"id": int(number)} for number, token in decoder)
-    return {token["content"]: token["id"] for token in tokens}
+    tokens = json_if_there(directory / "tokenizer.json").get("added_tokens", [])
+    config = json_if_there(directory / "tokenizer_config.json")
+    named = {token["content"]: token["id"] for token in tokens}
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        named[token["content"]] = int(number)
+    return named
 
 
 def mask_token_id(directory):
     """-> by the tokenizer files, or None"""
-    path = directory / "tokenizer_config.json"
-    token = read_json(path).get("mask_token") if path.is_file() else None
+    token = json_if_there(directory / "tokenizer_config.json").get("mask_token")
     return special_tokens(directory).get(token["content"] if isinstance(token, dict) else token)
-
-
-def is_drawn(directory):
-    """Whether it is one of a tiny model that comes without weights."""
-    return directory.parent == HERE and not (directory / "model.safetensors").is_file()
 
 
 def resolve(name_or_dir, patterns=FILES):

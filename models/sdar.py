@@ -59,15 +59,11 @@ class SDAR(BlockCausal):
     """The language model. Callers use `hidden`, `logits` and `logps`."""
 
     turn_end = "<|im_end|>"  # ends an answer
-    objective = Objective(1e-3, 1.0, weight="1/t", mean="tokens", tail="block")  # SDAR, training/
+    objective = Objective(tail="block")  # SDAR, training/
 
     def __init__(self, config):
         super().__init__(config, config.block_size)
-        mlp = () if config.num_experts else ("gate_proj", "up_proj", "down_proj")
-        self.lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", *mlp)
         self.model, self.lm_head = decoder(config, self.block, RMSNorm)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
 
     def block(self, layer):
         config = self.config

@@ -133,6 +133,11 @@ def read_json(path):
         raise SystemExit(f"{path} is not JSON ({error}): {problem}") from error
 
 
+def json_if_there(path):
+    """What read_json gives; {} if there is no such file."""
+    return read_json(path) if path.is_file() else {}
+
+
 def open_tensors(path):
     try:
         if not path.is_file():  # a pipe would be waited for

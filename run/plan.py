@@ -34,19 +34,20 @@ from run.flags import flags_of
 
 # Parts of a GPU's name -> FLOP/s of a large bf16 product, bytes/s of its memory, its size as the
 # driver gives it. Measured on H100 and H200; of others 0.7 of the FLOP/s of the data sheet.
-GPUS = {
-    "A100-40": (0.218e15, 1.56e12, 42e9),
-    "A100-80": (0.218e15, 2.04e12, 85e9),
-    "A10G": (0.049e15, 0.6e12, 23.6e9),
-    "A10": (0.088e15, 0.6e12, 23.6e9),
-    "B200": (1.58e15, 8e12, 191e9),
-    "H100": (0.69e15, 3.35e12, 85e9),
-    "H200": (0.69e15, 4.8e12, 150e9),
-    "L40S": (0.253e15, 0.864e12, 47.7e9),
-    "L4": (0.085e15, 0.3e12, 23.6e9),
-    "RTX-3090": (0.05e15, 0.936e12, 25.4e9),
-    "RTX-4090": (0.116e15, 1.01e12, 25.4e9),
-}
+GPUS = """
+    A100-40   0.218e15   1.56e12    42e9
+    A100-80   0.218e15   2.04e12    85e9
+    A10G      0.049e15    0.6e12  23.6e9
+    A10       0.088e15    0.6e12  23.6e9
+    B200       1.58e15      8e12   191e9
+    H100       0.69e15   3.35e12    85e9
+    H200       0.69e15    4.8e12   150e9
+    L40S      0.253e15  0.864e12  47.7e9
+    L4        0.085e15    0.3e12  23.6e9
+    RTX-3090   0.05e15  0.936e12  25.4e9
+    RTX-4090  0.116e15   1.01e12  25.4e9
+"""
+GPUS = {name: [*map(float, facts)] for name, *facts in map(str.split, GPUS.strip().splitlines())}
 # bytes and name of a GPU that is not here, but planned for
 ASKED = None
 # Share of the memory that a plan leaves to the CUDA context, libraries, graphs, and gaps between
@@ -118,9 +119,8 @@ class Plan:
         self.lengths = torch.as_tensor(self.lengths)
         # completions of a step, updates that each is in, a frozen and a second trained model
         self.rollout = getattr(args, "prompts_per_step", 0) * getattr(args, "num_generations", 0)
-        self.epochs = (
-            1 if getattr(args, "minibatches", False) else getattr(args, "num_iterations", 1)
-        )
+        self.iterations = getattr(args, "num_iterations", 1)
+        self.epochs = 1 if getattr(args, "minibatches", False) else self.iterations
         self.has_reference = getattr(args, "beta", 0) > 0
         self.values = getattr(args, "value_model", False)
         self.base = sum(p.numel() for name, p in net.named_parameters() if "lora_" not in name)
@@ -239,7 +239,7 @@ class Plan:
             return number / max(rows, 1) * self.blocks * self.steps * one
 
         update = self.epochs * ((2 + args.activation_checkpointing) * forward + gradients)
-        values = (self.has_old and getattr(args, "num_iterations", 1) > 1) + self.has_reference
+        values = (self.has_old and self.iterations > 1) + self.has_reference
         if args.num_draws(1 << 20) < 1 << 20:  # masks are drawn anew; replays of all steps stay
             values *= self.epochs
         phases = {

@@ -43,7 +43,7 @@ def test_greedy_rows_of_a_padded_batch_are_the_argmax_of_each_prefix(directory):
 
 
 def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa: F811
-    flags = f"--model {directory} --limit 6 --repeats 2 --gen-length 40 --temperature 0.8".split()
+    flags = f"--model {directory} --limit 6 --samples 2 --gen-length 40 --temperature 0.8".split()
     for name in "ab":
         cli(*flags, "--out", tmp_path / name)
     rows, again = (rows_of(tmp_path / name, "samples") for name in "ab")
@@ -51,6 +51,8 @@ def test_samples_of_an_evaluation_become_rows(directory, tmp_path, cli):  # noqa
     assert texts == [row["completion"] for row in again] and len({*texts}) == 12
     for flag in "--block-length 4", "--denoising-steps 2", "--rollout-backend block":
         assert flag in one_line(cli, *flags, *flag.split())
+    text = "--model", directory, "--text", __file__
+    assert "not for autoregressive models" in one_line(lambda: cli(*text, task=""))
 
     for row in rows:  # three right answers and two wrong ones, each twice; others are cut off
         i = row["index"]

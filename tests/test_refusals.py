@@ -114,7 +114,7 @@ REFUSALS = {
     "algos/sft.py --learning-rate inf": "--learning-rate inf must be from 0",
     "algos/d1.py --betas 0.9 1.0": "--betas 0.9 1.0 must be from 0",
     "algos/d1.py --seed 2147483648": "--seed 2147483648 must be from 0 to 2147483647",
-    "evals/run.py --tasks countdown --model tiny-sdar --repeats 0": "--repeats must be at least 1",
+    "evals/run.py --tasks countdown --model tiny-sdar --samples 0": "--samples must be at least 1",
     # what does not fit together
     "algos/bgpo.py --max-prompt-length 3": "--max-prompt-length (or --max-length) 3: the shortest",
     "algos/justgrpo.py --denoising-steps 2": "left to right, a block of 4 takes 4",

@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from golden_runs import rows_of
 from test_evals import one_line, row_of, write
 
 from distributed import disk
-from evals import countdown, decoding, run, samples, sandbox
+from evals import countdown, decoding, results, run, samples, sandbox, standard_error
 from models.config import architecture
 from rollout import make_engine
 from rollout.engine import Engine
@@ -51,7 +52,7 @@ def completions(path, texts):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(repeat, indices) of the calls of an engine; after "stop" one beyond example 5 fails"""
+    """(sample, indices) of the calls of an engine; after "stop" one beyond example 5 fails"""
     calls = []
 
     def generated(*arguments):
@@ -69,6 +70,7 @@ def calls(monkeypatch):
 
 def test_completions_are_scored_end_to_end(tmp_path, cli):
     """Also the rows of an earlier result, with a reward."""
+    assert standard_error(countdown, countdown.load("test", limit=512), [1.0] * 512) == (0, 113)
     out, problems = tmp_path / "out", countdown.load("test", limit=8)
     texts = [countdown.answer(example) for example in problems[:6]] + ["", ""]
     result = cli("--completions", completions(tmp_path / "c.jsonl", texts), "--out", out)
@@ -84,7 +86,7 @@ def test_completions_are_scored_end_to_end(tmp_path, cli):
 def test_lines_that_cannot_be_used(tmp_path):
     """Those of other problems are counted; without a completion or twice they are refused."""
     places = (0, 0), (1, 0), (0, 2), (0, 3), (2, 0)
-    lines = [{"repeat": repeat, "index": i, "completion": "1"} for repeat, i in places]
+    lines = [{"sample": sample, "index": i, "completion": "1"} for sample, i in places]
     given = lambda lines: samples.given(write(tmp_path / "c.jsonl", lines), 2, 3)
     rows, counts = given(lines)
     assert (*rows,) == places[:3] and counts == {"unused": 2, "missing": 3}
@@ -92,22 +94,30 @@ def test_lines_that_cannot_be_used(tmp_path):
         assert "c.jsonl" in one_line(given, bad)
 
 
-def test_repeats_and_subjects(tmp_path, cli):
+def test_samples_and_subjects(tmp_path, cli):
     """The error is that of the problems' means: answers to one problem are not independent.
     Subjects count alike: 1 of 1 and 1 of 3 is 2/3; of all rows it is 2 of 4.
     """
     rights = {(0, 0), (0, 1), (1, 0)}
     rows = [
-        {"index": i, "repeat": repeat, "completion": f"\\boxed{{{i}{'' if right else 99}}}"}
+        {"index": i, "sample": sample, "completion": f"\\boxed{{{i}{'' if right else 99}}}"}
         for i in range(3)
-        for repeat in range(2)
-        for right in [(repeat, i) in rights]
+        for sample in range(2)
+        for right in [(sample, i) in rights]
     ]
-    flags = "--data", write(tmp_path / "rows.jsonl", AIME), "--limit", 3, "--repeats", 2
+    flags = "--data", write(tmp_path / "rows.jsonl", AIME), "--limit", 3, "--samples", 2
     given = write(tmp_path / "given.jsonl", rows)
     result = cli(*flags, "--completions", given, "--out", tmp_path / "aime", task="aime24")
     assert (result["n"], result["accuracies"]) == (3, [pytest.approx(2 / 3), pytest.approx(1 / 3)])
     assert result["stderr"] == pytest.approx(statistics.pstdev([1, 0.5, 0]) / 3**0.5)
+    wants = {
+        "pass@1": [1, 0.5, 0],
+        "pass@2": [1, 1, 0],
+        "majority": [1, 1, 0],
+    }  # of a tie the first
+    for name, values in wants.items():
+        want = [statistics.mean(values), statistics.pstdev(values) / 3**0.5]
+        assert [result[name], result[f"{name}_stderr"]] == pytest.approx(want)
 
     row = {"question": "?", "choices": ["yes", "no"], "answer": 0}
     path = write(tmp_path / "rows.jsonl", [row | {"subject": subject} for subject in "abbb"])
@@ -116,6 +126,14 @@ def test_repeats_and_subjects(tmp_path, cli):
     result = cli("--completions", given, *flags, task="mmlu")
     assert (result["accuracy"], result["answered"]) == (0.5, 0.75)
     assert result["macro_accuracy"] == pytest.approx(2 / 3)
+
+
+def test_best_of_k_by_all_subsets():
+    """Of partial scores too."""
+    for scores in *([1.0] * c + [0.0] * (5 - c) for c in range(6)), [0.3, 0.9, 0.5, 0.1, 0.9]:
+        for k in range(1, 6):
+            want = statistics.mean(map(max, combinations(scores, k)))
+            assert results.best_of(scores, k) == pytest.approx(want)
 
 
 def test_scorers_that_give_no_verdict(tmp_path, monkeypatch, cli):
@@ -157,9 +175,9 @@ def test_neither_batches_nor_calls_change_completions(tmp_path, monkeypatch, cli
     for row, example in zip(rows, countdown.load("test", limit=10), strict=True):
         assert row["score"] == countdown.score(row["completion"], example)
     monkeypatch.setattr(Engine, "refills", True)
-    many = "--seed", 4, "--repeats", 2, "--batch-size", 2, "--out", tmp_path / "many"
+    many = "--seed", 4, "--samples", 2, "--batch-size", 2, "--out", tmp_path / "many"
     cli(*flags, *many)
-    sizes = [(repeat, len(indices)) for repeat, indices in calls]
+    sizes = [(sample, len(indices)) for sample, indices in calls]
     assert sizes == [(0, 4), (0, 4), (0, 2), (0, 10), (0, 8), (0, 2), (1, 8), (1, 2)]
     texts = [row["completion"] for row in timeless(tmp_path / "many")]
     assert texts[10:] == [row["completion"] for row in rows] != texts[:10]
@@ -178,7 +196,7 @@ def test_many_benchmarks_on_two_ranks_are_those_of_one(tmp_path, run_ranks):
     """The data of one task are missing; batches differ."""
     aime, words = tmp_path / "a.jsonl", tmp_path / "w.jsonl"
     write(aime, AIME), write(words, [row_of("gsm8k")] * 6)
-    flags = "--model tiny-sdar --tasks countdown,gsm8k,aime24,aime25 --limit 3 --repeats 2 "
+    flags = "--model tiny-sdar --tasks countdown,gsm8k,aime24,aime25 --limit 3 --samples 2 "
     flags += f"--gen-length 16 --temperature 1 --data gsm8k={words} aime24=no.jsonl aime25={aime}"
     one, two = tmp_path / "1", tmp_path / "2"
     for ranks, out in enumerate((one, two), start=1):
@@ -257,6 +275,11 @@ REFUSED = {  # flags of evals/run.py
     "--tasks countdown --model tiny-sdar --data empty.jsonl": "empty.jsonl: no problems",
     "--tasks gsm8k --model tiny-sdar --reward gsm8k_d1 --data w.jsonl": "--data d1 asks for",
     "--tasks countdown --completions none.jsonl": "none.jsonl: no such file",
+    "--tasks countdown --model tiny-sdar --samples 2": "--samples 2 would be equal: add --temp",
+    "--tasks countdown --model tiny-sdar --likelihood": "countdown has no choices to compare",
+    "--tasks countdown --model tiny-sdar --text w.jsonl": "give --tasks, such as",
+    "--model tiny-sdar --text none.txt": "none.txt --length 512: [Errno 2]",
+    "--model tiny-sdar --text empty.jsonl": "empty.jsonl --length 512: maximum size",
     "--tasks countdown --model tiny-llada --confidence-threshold 1.5": "must be from 0 to 1",
 }
 
@@ -273,7 +296,7 @@ def test_refusals(tmp_path, monkeypatch, cli, flags):
 # --- settings of published numbers ----------------------------------------------------------------
 
 
-KEYS = "gen_length block_length denoising_steps cache temperature repeats remasking eos_policy"
+KEYS = "gen_length block_length denoising_steps cache temperature samples remasking eos_policy"
 PUBLISHED = """
 llada-8b llada mmlu                 3 3 3 dual 0.0 1 low_confidence_static none
 dir llada gsm8k                     256 8 8 prefix 0.0 1 low_confidence_static none
@@ -310,6 +333,6 @@ def test_every_setting_is_one_that_its_engine_accepts(model):
     for name in [model_type, *(["llada-1.5", "llada-8b-base"] if model_type == "llada" else [])]:
         for task in decoding.SETTINGS[name]:
             sampling = decoding.settings(name, model_type, task)
-            assert sampling.pop("repeats") and own_blocks == (sampling["block_length"] is None)
+            assert sampling.pop("samples") and own_blocks == (sampling["block_length"] is None)
             sampling["denoising_steps"] = sampling["denoising_steps"] or engine.model.block_length
             engine.validate(**sampling)
