@@ -278,16 +278,12 @@ def full_graph_loss(module, model, rows, args):
     if name == "wd1":
         return -(A * lp[:, 0]).sum() * args.num_generations / sequences
     elbo = (w * lp).sum(2).mean(1)
-    if name in ("espo", "ebpo"):  # the ratio of ESPO, and its KL, are per token
-        n = c.sum(1) if name == "espo" else 1
+    if name in ("espo", "gdpo", "ebpo"):  # ratio and KL per token; EBPO's of the whole
+        n, elbo = 1 if name == "ebpo" else c.sum(1), elbo * (args.mc_num if name == "gdpo" else 1)
         ratio = ((elbo - old) / n).exp()
         limited = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
         kl = args.beta * (elbo - rows.ref) ** 2 / (2 * n)
         return (kl - torch.minimum(ratio * A, limited * A)).sum() / sequences
-    if name == "gdpo":
-        ratio = ((lp * w).sum((1, 2)) / c.sum(1) - old / c.sum(1)).exp()
-        kept = torch.where(A > 0, ratio.clamp(max=1 + args.epsilon), ratio.clamp(1 - args.epsilon))
-        return -(kept * A).sum() / sequences
     assert name in ("spg", "stabledrl"), f"write the loss of {name} from its paper here"
     powers = (w * lp.exp() ** args.eubo_beta).mean(1)  # [R, L], 0 where no draw masks
     logs = torch.where(powers > 0, powers, 1).log().sum(1) / args.eubo_beta

@@ -139,9 +139,8 @@ def test_gdpo_integrates_polynomials_of_the_time(points):
     times = (torch.tensor(points).double() + 1) / 2
     rows = drawn(gdpo, u, torch.rand(100, 4), mc_num=K)
     for degree in range(2 * K + 1):
-        logps = (times**degree)[:, None].expand(100, K, 12)
-        error = gdpo.estimate_logps(logps, rows, None) / 9 - 1 / (degree + 1)
-        assert (error.abs() < 1e-6).all() if degree < 2 * K else (error.abs() > 1e-4).all()
+        error = gdpo.estimate_logps(times[:, None] ** degree, rows, None) / 9 - 1 / (degree + 1)
+        assert ((error.abs() < 1e-6) == (degree < 2 * K)).all()
     counts = (rows.weights[..., 2:6] > 0).sum(2).double().mean(0)
     torch.testing.assert_close(counts, 3 * times + 1, atol=0.01, rtol=0)
 
@@ -272,7 +271,7 @@ def test_stabledrl_is_spg_with_weights():
     rows.group, rows.old = torch.tensor([0, 0, 1, 1, 1]), torch.zeros(5, 2)
     now = torch.tensor([1, 4, 0.5, 1, 8]).log()[:, None].expand(5, 2)
     got = stabledrl.group_weights(now, rows, stabledrl.Args(num_generations=3, clip_ratio=2.0))
-    torch.testing.assert_close(got, torch.tensor([1 / 4, 2 / 4, 1 / 7, 2 / 7, 4 / 7]).double())
+    assert got.tolist() == pytest.approx([0.25, 0.5, 1 / 7, 2 / 7, 4 / 7])
     for name in ("sample_masks", "estimate_logps"):
         ours, theirs = (inspect.getsource(getattr(one, name)) for one in (stabledrl, spg))
         assert [
@@ -321,7 +320,7 @@ def test_advantages(module, flags, first, other, more):
     want = torch.tensor(2 * [first, other, *(more or [other] * 2)]).double()
     got = module.compute_advantages(rewards, args)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    if module in (d1, coupled_grpo, spg, bgpo, espo, gdpo, ebpo):
+    if hasattr(args, "positive_only"):
         positive = replace(args, positive_only=True)
         assert torch.equal(module.compute_advantages(rewards, positive), got.clamp(min=0))
     for G, value in itertools.product((2, 6, 10), (0.1, 0.3, 0.7, 1 / 3, 2.1)):
