@@ -5,6 +5,7 @@ papers' numbers, and values of the released code.
 import importlib
 import inspect
 import itertools
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -356,7 +357,8 @@ def test_mdpo_grades_every_prediction():
     draws = torch.tensor([[[1, EOS, 4], [-1, -1, -1], [-1, 2, -1]]])
     trace = SimpleNamespace(records={"tokens": draws}, settings={"eos_token_ids": [EOS]})
     grade = lambda texts, examples: [
-        {"a": float(sum(text)), "b": example} for text, example in zip(texts, examples, strict=True)
+        {"a": float(sum(json.loads(text))), "b": example}
+        for text, example in zip(texts, examples, strict=True)
     ]
     problems = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: ids), grade=grade)
     assert mdpo.step_rewards(trace, problems, [0.25]).tolist() == [[6.25, 6.25, 7.25]]
