@@ -172,15 +172,15 @@ UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9]
 # 2 million is not 2, nor are 2K, 2-thousand, 2bn, 2 squared and 2,50
 SCALED = (
     r"(?!\d|,\d|[eE][-+]?\d|\s?[kK]\b|(?-i:[MB]\b)|[²³]|\s?[百千万亿]|[-\s]{0,4}(?i:hundred|thousand"
-    r"|lakh|crore|(?:[mbz]|(?:t|quad)r|quint)illion|mln|bn|squared|cubed)s?\b)"
+    r"|lakh|crore|grand|(?:[mbz]|(?:t|quad)r|quint)illion|mln|bn|squared|cubed)s?\b)"
 )
 NUMBER = (
     rf"(?:(?<![A-Za-z\d_)])-)?(?<![A-Za-z\d_^])(?<!\^\{{)(?<!\d[.,])(?<![^#]#){UNSIGNED}{SCALED}"
 )
 IN_TEXT = re.compile(NUMBER)
 RANGE = re.compile(  # 18 or 20, 18-20, 18, 20, 18 1/2, 18 times 4, 18 and a half, 18 divided by x
-    r"(?i)\s*(?:(?:(?:or|to|and|times)\b|[-+/^x×÷~,;]|\*{1,2})?\s*(?:[0-9]|(?:two|three|ten|half)\b)"
-    r"|(?:plus|minus|over|(?:divid|multipli)ed by)\b|and (?:a |one )?(?:half|third|quarter)\b)"
+    r"(?i)\s*(?:(?:(?:or|to|and|over|times)\b|[-+/^x×÷·⋅~,;]|\*{1,2})\s*(?:[0-9]|(?:two|three|ten)\b)"
+    r"|(?:plus|minus|(?:divid|multipli)ed by)\b|and (?:a |one )?(?:half|third|quarter)\b)|\s+[0-9]"
 )
 # behind it is the answer: "the answer is 18", "Answer: 18", or 20 of "the answer is 18. No, it is
 # 20". But not the headings "#### 1. Add up" and "Answer: 1. Add up", nor a comment of code
@@ -206,7 +206,8 @@ SENTENCE = re.compile(
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours), 个
 WHOLE = re.compile(
     rf"(-?)\s*({UNSIGNED}){SCALED}\s*"
-    r"(?:/?\s*(?!(?:and|or|plus|minus|times|over|divided|multiplied|is|x)\b|.*\b(?:not|wrong|incorrect)\b)[A-Za-z一-鿿]"
+    r"(?:/?\s*(?!(?:and|or|plus|minus|times|divided|multiplied|is|x)\b|.*\b(?:not|wrong|incorrect"
+    r"|and (?:a|one) (?:half|third|quarter))\b)[A-Za-z一-鿿]"
     r"[^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
 )
 UNEQUAL = re.compile(r"(?:^|=)\s*(\d+)\s*=\s*(?!\1\s*$)\d+\s*$")  # 20 = 18
