@@ -27,7 +27,9 @@ TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
 # a label in front of an answer, colour and size
 DECORATION = re.compile(r"\\(?:text\{[^{}]*: *\}|color\{\w+\}|displaystyle\b|[lL]arge\b)")
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
+WORDS = re.compile(
+    r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|sc|normal)?|[hm]box|emph|bm|boldsymbol|underline)\{([^{}]*)\}"
+)
 PLACEHOLDER = re.compile(r"[\s.…]*|\\[lc]?dots|.*\\boxed\b.*", re.DOTALL)  # copied from a prompt
 WRAPPED = re.compile(
     r"(\$\$?|\*\*|`{1,3})(?:(?<=```)\w+\n)?((?:(?!\1).)+)\1|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]",

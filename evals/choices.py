@@ -13,6 +13,7 @@ from evals.math_grader import MAX_TEXT
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHOTS = 5  # solved questions of the same subject in front of a question
+BESIDE = 30  # characters at most between statements that belong together
 SPECIAL = re.compile(r"<\|\w+\|>")  # a special token that was decoded: <|endoftext|>
 NOT_IN_A_WORD = (  # \b does not end a letter before a Chinese character; _B_ is slanted
     r"(?!_?[A-Za-z0-9]|['’][A-Za-z])"
@@ -21,13 +22,15 @@ MARKUP = r"(?:[\s*_$\"'“‘`>#[({（]|\\?(?:text|math)(?:bf|rm)?\{|\\boxed\b){
 CLOSED = r"(?=\s{0,4}[\])}）])"
 BARE = rf"([A-Z]){NOT_IN_A_WORD}(?!(?<=I)[ \t]+[a-z])"  # I do not know
 IS = (
-    r"\b(?:is|are|(?:would|should|must|will|(?:seems|appears|likely) to) be)\b"
+    r"\b(?:is|are|(?:would|should|must|will|(?:seems|appears|likely) to)(?: \w{2,12}ly)? be)\b"
     r"(?:[\s:]{1,4}(?:most|\w{2,12}ly|indeed|thus|therefore|in|closest to|option|choice|letter"
     r"|not \S{1,12} but)\b){0,3}\s{0,4}:?"
 )
 NAMED = r"\b(?:answers?|choice|option|correct|right|best|closest|likely|probable|true|false)\b"
 SAID = (  # what names the letter that follows
-    rf"(?:\b(?:choose|select|pick|go with)\s{{1,4}}(?:option|choice)?|{NAMED}[^.:!?\n]{{0,60}}?{IS}"
+    rf"(?:\b(?:choose|select|pick|go with)\s{{1,4}}(?:option|choice)?|{NAMED}[^.:!?\n]{{0,60}}?"
+    rf"(?:{IS}|\b(?:may|might|could) be\b)"
+    r"|\b(?:likely|(?:probab|possib)ly|certainly|definitely|surely)(?: (?:be|option|choice))?\b"
     r"|\b(?:answer|choice|option)['\"]?\s{0,4}[*_]{0,2}\s{0,4}[:：=–](?:\s{0,4}(?:option|choice)\b)?"
     r"|答案(?:选项|应该|应当|应)?(?:是|为|选)?\s{0,4}[:：]?(?:选项)?"
     r"|(?<![不可备])选择?\s{0,4}[:：]?"
@@ -37,29 +40,32 @@ SAID = (  # what names the letter that follows
 )
 STATED = re.compile(
     # the answer is (B) - is (b) - is 7 km (B) - is, of anything, (B) or B. text
-    rf"(?i:{SAID})(?:{MARKUP}(?:{BARE}|(?<=[\[({{（])([a-z]){CLOSED})"
+    rf"(?i:{SAID})(?:{MARKUP}(?:{BARE}|(?<=[\[({{（])([a-z]){CLOSED}"
+    r"|(?<=[:：*]\s)([a-z])(?=[.\s]{0,4}(?:\n|$)))"
     r"|(?:(?![.!?]\s|\([A-Z]\))[^\n]){1,99}?(?<!not )\(([A-Z])(?=\)[*.\s]{0,4}(?:\n|$)))"
-    rf"|(?i:{IS}){MARKUP}(?:(?<=[\[({{（])([A-Z]){CLOSED}|([A-Z])(?=[):]\s|\. [a-z\d]))"
+    rf"|(?i:{IS}){MARKUP}(?:(?<=[\[({{（])([A-Z]){CLOSED}|([A-Z])(?=[):]\s|\. (?:[a-z\d]"
+    r"|(?:[A-Z][a-z]+ ?){1,3}\.?(?:\n|$))))"
     rf"|\\boxed\s?{MARKUP}(?<=[({{])([A-Za-z]){CLOSED}|<answer>\s*\(?([A-Z])(?=\)?\s*[.:)<])"
     # (option B) - Thus, B.
     r"|(?i:\((?:option|choice|answer) )\(?([A-Z])(?=\)+[.*\s]{0,4}(?:\n|$))"
     r"|(?i:(?:^|[.!\n]\s{0,3})(?:thus|therefore|hence|so),? (?:option )?)\(?([A-Z])"
     r"(?=\)?[.\s]{0,4}(?:\n|$))"
     # B is correct - so (B) is the best answer
-    r"|(?:^|[.,:;(\n]\s?|(?i:option|choice|so|that|think|makes|thus|therefore)\s)[*_]{0,2}\(?([A-Z])"
+    r"|(?:^|[.,:;(\n，。项以]\s?|(?i:option|choice|so|that|think|makes|thus|therefore)\s)[*_]{0,2}\(?([A-Z])"
     r"(?=\)?[*_]{0,2} (?:is|are|as|the) (?:(?:the|most|clearly|only|a) ){0,3}"
-    r"(?:best|correct|right|answer|likely)\b)"
+    r"(?:best|correct|right|answer|likely)\b|(?:选?项)?是?正确)"
 )
-# behind a letter: B or C - B C - B, C - B. C. - A. text B. text
+# behind a letter: B or C - B C - B, C - B. C. - A. text B. text - two letters, whatever the signs
 HEDGED = re.compile(
     rf"[\])*_}}）]{{0,3}}(?:,?[ \t]*(?:or\b|and\b|to\b|through\b|[-–/&;|]|或|和)[ \t]*"
     rf"\(?[A-Za-z]{NOT_IN_A_WORD}|[ \t]+\(?[A-HJ]{NOT_IN_A_WORD}"
     r"|[ \t]*,[ \t]*\(?[A-Z]\)?(?:[.,;\n]|$))"
+    rf"|(?<=([A-Z]))(?:\W{{1,9}}(?!\1)[A-Z]{NOT_IN_A_WORD}(?![(^])){{2}}"
     r"|[.:)][ \t]*(?:or[ \t]+)?\(?[A-Z][.:)<]"
     r"|(?<=A)[.:)] [^\n]{1,300}?\s\(?B[.:)] (?!is|are|was|does|has|would)[^\n]{1,300}?\s\(?C[.:)] "
 )
 LABEL = (
-    rf"[ \t*_$\"'(\[（→]{{0,6}}(?:[Oo]ption )?([A-Z]){NOT_IN_A_WORD}"
+    rf"[ \t*_$\"'(\[（→]{{0,6}}(?:(?:[Oo]ption|[Cc]hoice) \(?)?([A-Z]){NOT_IN_A_WORD}"
     r"[ \t*_$\"')\]）]{0,6}(?:[.:,、。，：)]|$)"
 )
 BELOW = re.compile(rf"([^\n]{{0,400}})\n+{LABEL}", re.M)  # a label on the next line
@@ -87,8 +93,9 @@ def letter(completion, letters="ABCD"):
     The first rule that finds something, in front of a next question that the model asks itself:
       1. the last statement. It names a letter behind words ("answer is (B)", "ANSWER: B", "I choose
          B", "the likely cause is (B)", \boxed{B}, <answer>B. text, 答案是B) or in front of them ("B
-         is correct"). One that names several ("B or C"), restates the options or is taken back
-         names none; letters outside `letters` do not count;
+         is correct"). One that names several ("B or C"), restates the options, is taken back,
+         or, with those directly in front of it, names all options or calls several correct, names
+         none; letters outside `letters` do not count;
       2. a line that is a letter and nothing else, unless another line is another letter;
       3. "B." or "(B) text" at the start of a line, unless another letter starts a line in the same
          way: a list of options is no answer.
@@ -96,7 +103,7 @@ def letter(completion, letters="ABCD"):
     that the article "A" answers A there.
     """
     completion = SPECIAL.sub("\n", own_part(completion[-MAX_TEXT:]))
-    said = []
+    said, others, last = [], set(), 0  # others: letters of the statements directly in front
     for match in STATED.finditer(completion):
         (start, end), choice = match.span(), match[match.lastindex].upper()
         denied = NOT_SAID.search(completion, max(0, start - 40), start)
@@ -106,7 +113,11 @@ def letter(completion, letters="ABCD"):
                 below and below[2] != choice and ("\n" in match[0] or not LONE.fullmatch(below[1]))
             )
             taken_back = HEDGED.match(completion, end) or RETRACTED.match(completion, end)
-            said.append(None if restated or taken_back else choice)
+            others = others - {choice} if start - last < BESIDE else set()
+            # all options, or "A is correct. B is correct."
+            cycles = len(others) + 1 == len(letters) or match.lastindex == STATED.groups
+            said.append(None if restated or taken_back or others and cycles else choice)
+            others, last = others | {choice}, end
     if said:
         return said[-1]
     lone, labels = set(), set()

@@ -10,8 +10,11 @@ from data.rows import is_of, read_rows
 QUESTION = {"question", "text", "prompt"}  # keys of examples whose text must not be blank
 # styles of examples, by their name behind --data FILE@: d1's prompts for training and evaluation
 STYLES = {"d1": "tags", "d1-eval": "boxed-tags"}
-# where a base model goes on with a question of its own
-NEXT = re.compile(r"\n[ \t]*(?:Question|Q)[ \t]?\d{0,3}[:：]")
+# where a base model goes on with a question of its own: "Q:", "**Problem 2:**", "### Question"
+NEXT = re.compile(
+    r"(?:\n|<\|\w+\|>)[ \t#*_>]{0,9}(?:Q(?![*_\s]*\n)|(?:Next |New )?(?i:question|problem)"
+    r"|Exercise|问题|题目)[ \t]?#?\d{0,3}[*_ \t]{0,4}(?:[:：\n]|(?<=\d)\.)"
+)
 VALIDATION = 512  # rows held out of a hub data set's train split if it has no validation split
 
 

@@ -157,10 +157,11 @@ COLUMNS = (
 PLAIN = r"""
 \{,\} => ,
 [–−] => -
-\\[!,%;:]|\\q?quad|\\(?=[ $])|%|\\approx|\^\{?\\circ\}?|° =>
+\\[!,%;:]|\\q?quad|\\(?=[ $])|\\+$|^~|~(?!\d)|%|\\approx|\^\{?\\circ\}?|° =>
 (?<=[0-9]):00\b(?!:) =>
+####[\s*]{0,9}[\d,.]*\d! =>
 ((?<![A-Za-z\d_)])-)?[$€£] * =>  \1"""
-PLAIN = [(WORDS, r"\1"), *rules(PLAIN + FRACTION)]
+PLAIN = [*[(WORDS, r"\1")] * 2, *rules(PLAIN + FRACTION)]
 # boxes: those without an answer, such as \boxed{Your Answer}; the sign in front of one
 BOXES = rules(r"""
 \\boxed\{(?:\s*|[^{}\d]{0,40}(?i:answer)[^{}\d]{0,40})\} =>
@@ -168,24 +169,28 @@ BOXES = rules(r"""
 
 # ASCII digits only, without exponents. In running text - is a sign unless it subtracts.
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+|/0*[1-9][0-9]*)?|\.[0-9]+)"
-# 2 million is not 2, nor are 2K, 2 squared and 2,50
+# 2 million is not 2, nor are 2K, 2-thousand, 2bn, 2 squared and 2,50
 SCALED = (
-    r"(?!\d|,\d|[eE][-+]?\d|\s*(?:hundred|thousand|(?:m|b|tr)illion|squared|cubed)\b|\s?[kK]\b|[MB]\b"
-    r"|[²³]|\s?[百千万亿])"
+    r"(?!\d|,\d|[eE][-+]?\d|\s?[kK]\b|(?-i:[MB]\b)|[²³]|\s?[百千万亿]|[-\s]{0,4}(?i:hundred|thousand"
+    r"|lakh|crore|grand|(?:[mbz]|(?:t|quad)r|quint)illion|mln|bn|squared|cubed)s?\b)"
 )
 NUMBER = (
     rf"(?:(?<![A-Za-z\d_)])-)?(?<![A-Za-z\d_^])(?<!\^\{{)(?<!\d[.,])(?<![^#]#){UNSIGNED}{SCALED}"
 )
 IN_TEXT = re.compile(NUMBER)
-RANGE = re.compile(r"\s*(?:or\b|to\b|[-+*/^x×]|times\b)\s*[0-9]")  # 18 or 20, 18-20, 18 times 4
-# behind it is the answer: "the answer is 18", or 20 of "the answer is 18. No, it is 20". But not
-# the heading "#### 1. Add up"
+RANGE = re.compile(  # 18 or 20, 18-20, 18, 20, 18 1/2, 18 times 4, 18 and a half, 18 divided by x
+    r"(?i)\s*(?:(?:(?:or|to|and|over|times)\b|[-+/^x×÷·⋅~,;]|\*{1,2})\s*(?:[0-9]|(?:two|three|ten)\b)"
+    r"|(?:plus|minus|(?:divid|multipli)ed by)\b|and (?:a |one )?(?:half|third|quarter)\b)|\s+[0-9]"
+)
+# behind it is the answer: "the answer is 18", "Answer: 18", or 20 of "the answer is 18. No, it is
+# 20". But not the headings "#### 1. Add up" and "Answer: 1. Add up", nor a comment of code
 STATEMENT = re.compile(
-    rf"####(?=[\s*]{{0,9}}{NUMBER}(?![.)]\s*\w))"
+    r"(?:(?:####(?!\W{0,9}\d+[.)]\s*\w)|(?<!(?<!#)# )answer[*_]{0,2}\s?[:=](?!\W{0,9}1[.)]\s))"
+    rf"(?=[\s*]{{0,9}}{NUMBER})"
     r"|answer(?: \([^()\n]{0,40}\)| (?:to|for|of|in) [^.:=\n]{0,60}?)?,?(?: \w{2,12},?)?"
-    r" (?:is|would be)\b(?! not)"
-    r"(?:[^\n]{0,60}[.!?]\s{1,4}(?:(?:no|wait|actually|sorry)[,.:!]\s{1,4}){1,3}"
-    r"(?:(?:it|that)(?:'s|\s+is)(?! not)|(?=[0-9])))?",
+    r" (?:is|(?:would|should|must|will)(?: (?!not)\w{2,12})? be)\b(?! not))"
+    r"(?:[^\n]{0,60}[.!?\n]\s{0,4}(?:(?:no|wait|actually|sorry)[,.:!]\s{1,4}){1,3}"
+    r"(?:(?:it|that)(?:'s|\s+is)(?! not)|(?=\**[0-9])))?",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
@@ -194,14 +199,15 @@ RESULT = re.compile(r"=|\bround\w*")  # in front of a result: 50 / 3 = 16.7, rou
 UNDECIDED = re.compile(rf"(?:(?:\bnot|n't|\bor)\W{{0,4}}{NUMBER}\D*|\d,\s{{1,4}}{NUMBER}\W*)$")
 # words, nothing to calculate: "Box C is 2 dollars more than A", but not "twice 18" or "not 18"
 SENTENCE = re.compile(
-    r"(?!.*\b(?:not?|minus|negative|twice|half|double|triple|times(?=\s+\S)|square|less|fewer|or|question|wrong|incorrect)\b)"
+    r"(?!.*\b(?:not?|plus|minus|divided|multiplied|negative|twice|half|third|quarter|double|triple|times(?=\s+\S)|square|less|fewer|or|question|wrong|incorrect)\b)"
     r"(?=.*[a-z]{2})[^=+*/^{}()\\<>?]*",
     re.IGNORECASE,
 )
 # a number and nothing else but a unit and brackets: dollars, cm^2, /day, minutes (2 hours), 个
 WHOLE = re.compile(
     rf"(-?)\s*({UNSIGNED}){SCALED}\s*"
-    r"(?:/?\s*(?!(?:and|or|plus|minus|times|is|x)\b|.*\b(?:not|wrong|incorrect)\b)[A-Za-z一-鿿]"
+    r"(?:/?\s*(?!(?:and|or|plus|minus|times|divided|multiplied|is|x)\b|.*\b(?:not|wrong|incorrect"
+    r"|and (?:a|one) (?:half|third|quarter))\b)[A-Za-z一-鿿]"
     r"[^\d=+*,{}()\\^]*(?:\^\{?[23])?(?:\((?!or\b)[^()=]*\)?)?)?[\s.]*"
 )
 UNEQUAL = re.compile(r"(?:^|=)\s*(\d+)\s*=\s*(?!\1\s*$)\d+\s*$")  # 20 = 18
@@ -240,18 +246,20 @@ def extract(completion, example):
     r"""The answer of a completion, normalised if it is a number (`normalised`); None if there is
     none. Never raises, linear in time.
 
-    It is the final answer (boxes and answer tags), if it is a sentence the number in it. Without
-    one, and if the prompt does not ask for answer tags, the number of the last statement: of the
-    sentence behind "####", "answer is" or "Answer:", else of the last sentence with a number. In it
-    the first number behind the last "=" counts, without "=" the first of a statement and the last
-    of another sentence; but not one that ends a list: 1, 2, 3. A question that the model asks
-    itself, and what follows, are not read.
+    It is the final answer (boxes and answer tags), if it is a sentence the number in it. Unless the
+    prompt asks for answer tags, a number stated on a later line replaces it, and without one the
+    last statement of all counts: the sentence behind "####" or "Answer:" (if a number follows) or
+    "answer is", else the last sentence with a number. In it the first number behind the last "="
+    counts, without "=" the first of a statement and the last of another sentence; but not one that
+    begins or ends a list, or is calculated with: 1, 2, 3. A question that the model asks itself,
+    and what follows, are not read.
     """
     completion = rewritten(own_part(completion[-MAX_TEXT:]), BOXES)
     last = final_answer(completion)
-    if last is None and "tags" not in example["style"]:
-        last = stated(rewritten(completion, PLAIN))
-    elif last and not normalised(last) and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
+    if "tags" not in example["style"]:
+        lines = re.split(r"(?:box(?:ed)?\s*\{|</answer>)[^\n]*", completion)
+        last = stated(rewritten(completion if last is None else lines[-1], PLAIN), last)
+    if last and not normalised(last) and SENTENCE.fullmatch(sentence := rewritten(last, PLAIN)):
         numbers = {*IN_TEXT.findall(sentence)}
         last = numbers.pop() if len(numbers) == 1 else last
     return last and normalised(last) or last if len(last or "") <= MAX_LENGTH else None
@@ -284,16 +292,18 @@ def normalised(answer):
     return match[1] + match[2].replace(",", "") if is_equal else None
 
 
-def stated(text):
-    """The number that plain text states, by the rules of `extract`; None if there is none."""
+def stated(text, answer=None):
+    """The number that plain text states, by the rules of `extract`; None if there is none. answer:
+    the final answer in front of it, which only a statement that begins with a number replaces."""
     for statement in reversed(STATEMENT.split(text)[1:]):
         behind = statement[:MAX_LENGTH].lstrip(" \t\r\n:*")
         result = RESULT.split(SENTENCE_END.split(behind, maxsplit=1)[0])[-1]
-        if number := IN_TEXT.search(result):
+        number = IN_TEXT.search(result)
+        if number and (not answer or number.start() < 3):
             return None if RANGE.match(result, number.end()) else number[0]
     sentences = [*filter(IN_TEXT.search, SENTENCE_END.split(text))]
-    if not sentences or UNDECIDED.search(sentences[-1]):
-        return None
+    if answer or not sentences or UNDECIDED.search(sentences[-1]):
+        return answer
     *calculated, result = RESULT.split(sentences[-1])
     numbers = IN_TEXT.findall(result) or IN_TEXT.findall(sentences[-1])
     return numbers[0 if calculated else -1]

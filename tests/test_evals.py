@@ -46,7 +46,7 @@ RECALL = {  # of judged completions, at least: of the forms that scorers were tu
     "number": (0.91, 0.99),
     "expression": (0.89, 0.45),
     "latex": (0.76, 0.79),
-    "letter": (0.94, 0.77),
+    "letter": (0.96, 0.77),
     "list": (0.92, 0.62),
     "program": (0.99, 0.99),
     "grid": (0.82, 0.73),
