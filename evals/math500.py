@@ -33,7 +33,7 @@ from evals.examples import (
     worked,
 )
 from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
-from evals.math_grader import hendrycks, last_box, math_verify, rewritten, rules
+from evals.math_grader import ask, hendrycks, last_box, math_verify
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
@@ -58,16 +58,12 @@ SEVERAL = (
     BOX + r"(?=[\s$*)\\]*(?:[,;]|and|or|\\text))(?:[\s$*,;]|\\[()]|and\b|or\b"
     r"|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
 )
-# what makes no other formula of one: units, + 0, 1(...), brackets, spaces, and a name for it
-LAYOUT = rules(r"""
-(?<=.)\\(?:text\w*|mbox|mathrm)\{[^{}]*\}$|[.,;:]+$ =>
-[+-] *0(?![\d.])|(?<![\d.])(?:0 *\+|1 *(?:(?=\()|\*|\\cdot(?![a-z])|\\times)) =>
-\\(?:left|right|displaystyle|[!,;: ])|[\s{}()\[\]$] =>
-\\[dt]frac => \\frac
-\\cdot(?![a-z])|\\times|× => *
-^(.*)=\1$ => \1
-^[^=+*/^-]*=(?=[^=]*$) =>
-""")
+# between the formulas of a question: words, $, relations and the ends of sentences and cells
+APART = (
+    r"\\[()\[\]\\]|[$&?;:<>]|[,.](?!\d)|\\(?:[lg]eq?|text\w*|quad|begin|end)(?![a-z])"
+    r"|(?<!\\)\b[A-Za-z]{2,}\*?\}?"
+)
+OPERATION = re.compile(r"[-+*/^!\\√]|\d\.\d")
 COLUMNS = (
     "problem and answer, or problem and solution with a box, or prompt and "
     "reward_model.ground_truth (DARE)"
@@ -121,15 +117,15 @@ def score(completion, example):
 
 
 def is_copy(completion, example):
-    """Whether the final answer is a formula of the question as it stands there, and not the gold
-    one: nothing that training may pay."""
-    answer = extract(completion, example) or ""
-    piece, question = (rewritten(text, LAYOUT) for text in (answer, example["question"]))
-    return (
-        re.search(r"[-+*/^!\\]|\d\.\d", piece)  # a formula, no number or name
-        and re.search(rf"(?<!\d){re.escape(piece)}(?!\d)", question)
-        and not hendrycks(answer, example["gold"])
-    )
+    """Whether the final answer is a formula of the question in other dress, and not the gold one:
+    nothing that training may pay. See _is_copy in evals/math_grader.py."""
+    answer, gold = extract(completion, example) or "", example["gold"]
+    if not OPERATION.search(answer) or hendrycks(answer, gold):
+        return False
+    question = re.sub(r"(?<!\\)\bmod\b", r"\\mod", example["question"])
+    parts = [*re.split(r"\$", question), *re.split(APART, question)]
+    formulas = {side.strip() for part in parts for side in (part, *part.split("="))}
+    return ask("copy", answer, gold, [*filter(OPERATION.search, sorted(formulas))]) is not False
 
 
 def answer(example, draw=0):

@@ -17,7 +17,7 @@ import re
 import resource
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -38,6 +38,10 @@ UNSEEN = re.compile(
     r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|trillion|dozen)\b"
     r"|\\(?:text\w*|mbox|math\w\w)\{(\s*(?:squared|cubed)|[^{}]*(?:(?<![\w^])[0-9]|\?|n't\b"
     r"|\b(?:no[rt]?|or|wrong|incorrect|false|maybe|perhaps|plus|minus)\b))[^{}]*\}$"
+)
+# numbers, letters and signs, of which no rearrangement of a formula loses one
+ATOM = re.compile(
+    r"\\(?:[dt]?frac|sqrt|left|right|cdot|times|div)(?![a-z])|(\\[a-z]+|\d+(?:\.\d+)?|[A-Za-z!|-])"
 )
 # one name between bounds, and an interval: 0 < x < 1 is (0, 1)
 RANGE = r"([^<>=]*([<>]|\\[lgn]\w+))? *\\?[^\W\d][\w()]* *(([<>]|\\[lgn]\w+)[^<>=]*)?\n.*[)\]]"
@@ -265,6 +269,31 @@ def _by_math_verify(answer, gold, tolerance):
     return right
 
 
+def _is_copy(answer, gold, formulas):
+    """Whether the answer equals one of the formulas up to what sympy does unasked: it reorders,
+    calculates and collects terms, but neither factors nor expands. Where that alone gives the gold
+    answer, all atoms of the formula must be in the answer, as they are not in the gold one. Of an
+    equation the last side counts, unless the formula is one."""
+    from math_verify import LatexExtractionConfig, parse
+
+    def value(text):
+        [found, *_] = [*parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None), text]
+        return getattr(found, "doit", lambda: found)()
+
+    plain = lambda text: rewritten(text, [*READ, *COUNTED])
+    atoms = lambda text: Counter(filter(None, ATOM.findall(text)))
+    answer, gold, *formulas = map(plain, (answer, gold, *formulas))
+    for formula in formulas:
+        ours, own = answer if "=" in formula else answer.rpartition("=")[2], atoms(formula)
+        is_whole = own <= atoms(ours) and not own <= atoms(gold)
+        if is_whole or any(map(str.isalpha, own)):  # not 3^{10000} for nothing
+            with suppress(Exception):
+                found = value(formula)
+                if found == value(ours) and (is_whole or found != value(gold)):
+                    return True
+    return False
+
+
 def _first_program(texts):
     """Number of the first text that Python's parser accepts, len(texts) if there is none."""
     import ast
@@ -284,7 +313,7 @@ def _is_zero(formula):
     return simplify(parse_expr(formula.replace("^", "**"), transformations="implicit")) == 0
 
 
-JUDGES = {"math": _by_math_verify, "python": _first_program, "zero": _is_zero}
+JUDGES = {"math": _by_math_verify, "python": _first_program, "copy": _is_copy, "zero": _is_zero}
 
 
 def serve(kind):
