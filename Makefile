@@ -25,7 +25,8 @@ test-gpu: venv
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@echo "Installing requirements.txt into $(VENV), about two minutes:"
+	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
 	touch $@
 
 venv: $(VENV)/installed

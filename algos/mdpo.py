@@ -51,7 +51,7 @@ TINY = {  # what every method takes on the tiny models
 from typing import Literal
 
 from distributed.groups import all_reduce
-from rollout.traces import predictions_of
+from rollout.traces import Completion, predictions_of
 
 
 @dataclass
@@ -111,7 +111,8 @@ def step_rewards(trace, problems, examples):
     predictions, texts = predictions_of(trace.records["tokens"]), []
     for ids in predictions.flatten(0, 1).tolist():
         end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
-        texts.append(decode(ids[:end], skip_special_tokens=True))
+        text = decode(ids[:end], skip_special_tokens=True)
+        texts.append(Completion(text, end, eos.isdisjoint(ids)))
     S = predictions.shape[1]
     parts = problems.grade(texts, [example for example in examples for _ in range(S)])
     values = [sum(part.values()) for part in parts]

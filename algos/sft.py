@@ -21,6 +21,7 @@ torchrun --nproc-per-node 8 algos/sft.py --model sdar-8b  # GSM8K, LoRA, eight G
 import os
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
 import torch
@@ -42,8 +43,10 @@ from run import HeldOut, Run, RunFlags
 @dataclass
 class Args(RunFlags):
     data: str = ""
-    """messages or prompt/response rows (file, folder, hub id); or the task's gold answers (preset,
-    file)"""
+    """messages, conversations, prompt/response or instruction/input/output rows (file, folder, hub
+    id); or the task's gold answers (preset, file)"""
+    turns: Literal["last", "all"] = "last"
+    """answers of a dialogue to train on; block models see all of them in one row"""
     max_length: int = 2048
     """tokens of prompt + answer + end tokens, in whole blocks; longer rows are dropped"""
     batch_size: int = 64
@@ -90,9 +93,10 @@ class Batch:
     input_ids: torch.Tensor  # [B, T]
     valid_mask: torch.Tensor  # [B, T] bool
     answer_mask: torch.Tensor  # [B, T] bool: may be masked and is scored
+    hidden_mask: torch.Tensor  # [B, T] bool: behind an answer in its block, always masked
     document_ids: torch.Tensor  # [B, T] index of the document in the step: keys its draws; -1: none
     position_ids: torch.Tensor  # [B, T] position in the document
-    answer_length: torch.Tensor  # [B, T] answer tokens of the document, 1 on padding
+    answer_length: torch.Tensor  # [B, T] tokens of the document's one answer, 1 on padding
     mask_token_id: int
     seed: int
     step: int
@@ -143,7 +147,7 @@ def sample_masks(batch, args, objective):
     if objective.mean == "answers":
         weights = weights / batch.answer_length
     counts = {"answers": batch.num_answers, "tokens": batch.num_tokens, "masked": num_masked}
-    return masked, weights.float(), counts[objective.mean]
+    return masked | batch.hidden_mask, weights.float(), counts[objective.mean]
 
 
 def sft_loss(logps, weights, divisor):
@@ -233,22 +237,30 @@ def lay_out(documents, args, world_size):
 
 
 def make_batch(examples, args, model, step, rank, world_size, device):
-    """examples: [(prompt ids, answer ids)] of the step, equal on all ranks -> Batch of this rank"""
+    """examples: [(prompt ids, answer ids)] of the step, equal on all ranks -> Batch of this rank
+
+    In an answer of several turns, ~id is a token between them.
+    """
     documents = add_tails(examples, args, model, step)
 
     def cells(i, prompt, answer):
-        """token, valid, answer, document, position, answer length of each token"""
+        """token, valid, answer, hidden, document, position, answer length of each token"""
+        answered = False  # in this block
         for j, token in enumerate(prompt + answer):
-            yield token, 1, j >= len(prompt), i, j, max(len(answer), 1)
+            scored = j >= len(prompt) and token >= 0
+            answered = scored or (answered and j % model.block_length > 0)
+            hidden = answered and not scored
+            yield max(token, ~token), 1, scored, hidden, i, j, max(len(answer), 1)
 
     rows = lay_out(documents, args, world_size)[rank::world_size]
     rows = [[cell for document in row for cell in cells(*document)] for row in rows]
-    T, padding = max(map(len, rows)), (0, 0, 0, -1, 0, 1)
+    T, padding = max(map(len, rows)), (0, 0, 0, 0, -1, 0, 1)
     table = torch.tensor([row + [padding] * (T - len(row)) for row in rows], device=device)
-    input_ids, valid, answer, *keys = table.movedim(2, 0).contiguous()
-    num_tokens = sum(len(answer) for _, _, answer in documents)
+    input_ids, *columns = table.movedim(2, 0).contiguous()
+    masks, keys = map(torch.Tensor.bool, columns[:3]), columns[3:]
+    num_tokens = sum(token >= 0 for _, _, answer in documents for token in answer)
     facts = model.mask_token_id, args.seed, step, len(documents), num_tokens
-    return Batch(input_ids, valid.bool(), answer.bool(), *keys, *facts)
+    return Batch(input_ids, *masks, *keys, *facts)
 
 
 def micro_loss(model, batch, masked, weights, divisor, rows, args):
@@ -288,8 +300,10 @@ def load_rows(held_out, model, args):
         )
     if args.cart_p and not (model.objective.has_cart and 0 < args.cart_p < 1):
         raise SystemExit(f"--cart-p {args.cart_p}: a number between 0 and 1, for Dream alone")
-    rows = training_rows(held_out.task, args.data)
-    return held_out.encode(rows, model, held_out.prompts()).at_least(args.batch_size)
+    rows = training_rows(held_out.task, args.data, args.turns)
+    # other models would see later turns
+    joins = args.turns == "all" and model.objective.tail == "block"
+    return held_out.encode(rows, model, held_out.prompts(), joins).at_least(args.batch_size)
 
 
 def main(args):

@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 from data.rows import is_own, open_rows, split_name, splits_of
 from data.sft import answer_of
-from data.tokens import Dropped, answered
+from data.tokens import Dropped, answers_of
 
 PAIRS = 2  # most pairs of a prompt from samples of an evaluation
 COLUMNS = (
@@ -80,8 +80,8 @@ def gold_pairs(task, split, preset, score_all):
 
 def preference(row):
     """A row of a file -> {"prompt": messages, "chosen": text, "rejected": text}, or Dropped."""
-    sides = answered(row, "chosen"), answered(row, "rejected")
-    if None in sides:
+    sides = [*answers_of(row, "chosen"), *answers_of(row, "rejected")]
+    if len(sides) < 2:
         return Dropped(f"cannot be read, needed are {COLUMNS}", row)
     (prompt, chosen), (other, rejected) = sides
     if prompt != other:

@@ -13,6 +13,9 @@ import torch
 from distributed.disk import from_first_rank, progress
 from models.checkpoint import prompt_text
 
+# names of a role, ShareGPT's too; a template may leave out a turn of another role without a word
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant"}
 CHUNK = 1024  # rows per tokenizer call: keeps all cores busy, and little text in memory
 
 
@@ -26,6 +29,7 @@ class Dropped(NamedTuple):
 class TokenRows:
     """rows[i] -> tuple of lists of ids, one per part: prompt, answer; or prompt, chosen, rejected.
 
+    An answer may hold several turns; a token between them, which is not scored, is ~id.
     rows: the same as arrays; Python ints would take ten times the memory. dropped: lines, one for
     each reason.
     """
@@ -58,22 +62,30 @@ class TokenRows:
         return self
 
 
-def encode(rows, tokenizer, model, max_length, asked=()):
+def encode(rows, tokenizer, model, max_length, asked=(), joins=False):
     """Tokenise rows on rank 0. -> TokenRows on every rank. Collective; other ranks read no row.
 
     model: with eos_token_ids, the first of which closes an answer, and mask_token_id. asked: the
-    prompts that the run is scored on; rows that ask the same are left out. A SystemExit raised by
-    `rows` ends all ranks.
+    prompts that the run is scored on; rows that ask the same are left out. joins: a row whose
+    prompt begins with the row before it continues that one, unless its answer begins in the block
+    where that ended. A SystemExit raised by `rows` ends all ranks.
     """
     asked = set(map(question, asked))
 
     def tokenise():
         kept, dropped, source = [], {}, progress(rows, "tokenising")
+        turn = [-1]  # prompt and answer of the row before; none yet
         for number, row in enumerate(encode_rows(source, tokenizer, model, max_length, asked), 1):
             if isinstance(row, Dropped):
                 dropped.setdefault(row.reason, [0, number, row.detail])[0] += 1
             else:
-                kept.append([array("i", part) for part in row])
+                (prompt, answer, *_), n = row, len(turn)
+                starts_block = joins and n + -n % model.block_length <= len(prompt)
+                if starts_block and prompt[:n] == turn:
+                    kept[-1][1].extend([~token for token in prompt[n:]] + answer)
+                else:
+                    kept.append([array("i", part) for part in row])
+                turn = prompt + answer
         lines = [
             f"{count:,} {reason}; the first: row {number}, {str(detail)[:200]}"
             for reason, (count, number, detail) in dropped.items()
@@ -136,18 +148,37 @@ def question(messages):
     return " ".join(messages[-1]["content"].split()).casefold()
 
 
-def answered(row, column):
-    """The prompt and the answer in a column of a row. -> messages, text; None if it has none.
+def answers_of(row, column, every=False):
+    """-> [(messages before it, text)]: the answer in a column of a row; every: those of all turns
+    of the assistant but a first message. [] if there is none or a message cannot be read.
 
     The column is text that answers `prompt`, text or messages; or messages that end with the
     answer: turns before it are the prompt, which may hold more than that column.
     """
-    prompt, answer = row.get("prompt"), row.get(column)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    messages = answer if answer and len(answer) > 1 else [*(prompt or ()), *(answer or ())]
-    is_turn = lambda turn: all(isinstance(turn.get(key), str) for key in ("role", "content"))
-    if len(messages) > 1 and all(map(is_turn, messages)) and messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1]["content"]
+    try:
+        messages = messages_of(row.get(column))
+        if len(messages) < 2:
+            messages = messages_of(row.get("prompt"), "user") + messages
+    except (AttributeError, KeyError, TypeError):  # other values, keys, roles
+        return []
+    if not all(isinstance(turn["content"], str) for turn in messages):
+        return []
+    return [
+        (messages[:k], messages[k]["content"])
+        for k in range(1 if every else max(len(messages) - 1, 1), len(messages))
+        if messages[k]["role"] == "assistant"
+    ]
+
+
+def messages_of(cell, role="assistant"):
+    """Text of that role, or messages, also with ShareGPT's names -> messages"""
+    if isinstance(cell, str):
+        cell = [{"role": role, "content": cell}]
+    return [
+        turn
+        | {
+            "role": ROLES[turn.get("from") or turn["role"]],
+            "content": turn.get("value", turn.get("content")),
+        }
+        for turn in cell or ()
+    ]

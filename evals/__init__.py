@@ -3,6 +3,7 @@ training."""
 
 import math
 import re
+from collections import Counter
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -15,10 +16,12 @@ from evals.math_grader import MAX_LENGTH, MAX_TEXT, boxes
 from evals.own import SECONDS, guarded, load_file
 from evals.sandbox import in_threads
 from models import is_tiny, prompt_ids
+from rollout.traces import Completion
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
-TRIAL = "```python\npass\n```"
+TRIAL = Completion("```python\npass\n```", 1, False)
+KEPT = 32  # answers to held-out problems that a run keeps for its report
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 OTHER_BOX = re.compile(r"(?:(?<![\\\w])boxed|\\fbox)\s*\{")
@@ -123,22 +126,42 @@ def score_all(task, completions, examples):
 
 
 def mean_score(engine, task, tokenizer, problems, name, **settings):
-    """Mean exact score of one completion per problem; the ranks of a run share the problems. ->
-    {name/task: float}
+    """Score one completion per problem; the ranks of a run share the problems. -> {name/task: mean
+    exact score, and as of `standard_error` error/name, problems/name}, this rank's first KEPT
+    completions as of Trace.describe
 
     problems: from load_problems; settings: for engine.generate.
     """
     share = math.ceil(len(problems) / dist.get_world_size())
     first = dist.get_rank() * share
-    score = torch.zeros((), dtype=torch.float64, device=engine.device)
+    scores, kept = torch.zeros(len(problems), dtype=torch.float64, device=engine.device), []
     if mine := problems[first : first + share]:
         examples, prompts = zip(*mine, strict=True)
         trace = engine.generate(list(prompts), sample_offset=first, **settings)
         if engine.held is None:  # otherwise the next rollout makes room before the next update
             engine.release()
-        score += sum(score_all(task, trace.texts(tokenizer), examples))
-    dist.all_reduce(score)
-    return {f"{name}/{task.NAME}": score.item() / len(problems)}
+        found = score_all(task, trace.texts(tokenizer), examples)
+        scores[first : first + share] = scores.new_tensor(found)
+        places = range(len(mine))[:KEPT]
+        kept = [trace.describe(i, tokenizer, found[i], examples[i]) for i in places]
+    dist.all_reduce(scores)
+    error, distinct = standard_error(task, [one for one, _ in problems], scores.tolist())
+    mean = {f"{name}/{task.NAME}": scores.mean().item()}
+    return mean | {f"error/{name}": error, f"problems/{name}": distinct}, kept
+
+
+def standard_error(task, examples, scores):
+    """-> standard error of the mean score, number of distinct problems. Several answers to one
+    problem are not independent: their deviations from the mean are summed before they are squared.
+
+    Problems with the same prompt are one, or with the same `asks` of the task: countdown asks for a
+    target with the same numbers in every order.
+    """
+    sums, mean = Counter(), sum(scores) / len(scores)
+    asks = getattr(task, "asks", task.prompt)
+    for example, score in zip(examples, scores, strict=True):
+        sums[repr(asks(example))] += score - mean
+    return math.hypot(*sums.values()) / len(scores), len(sums)
 
 
 def tagged_answer(completion):

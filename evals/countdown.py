@@ -106,6 +106,11 @@ def prompt(example):
     return user(text.format(numbers=numbers, target=target))
 
 
+def asks(example):
+    """What is asked, whatever the order of the numbers."""
+    return sorted(example["numbers"]), example["target"]
+
+
 def extract(completion, example):
     r"""The expression of a completion, not checked; None where there is none.
 

@@ -3,9 +3,10 @@ network. Training and evaluation write it; this writes it anew.
 
     python evals/report.py RUN        directory of a run, or of a task of an evaluation
 
-It shows the curves, the settings, and completions with the denoising step and the probability of
-each token. The page is the template report.html beside this file, with the records in it as JSON.
-Its script makes text of them, never HTML.
+It begins with the scores before and after, and with what is wrong. Then come the settings, the
+curves, and completions with the denoising step and the probability of each token. The page is the
+template report.html beside this file, with the records in it as JSON. Its script makes text of
+them, never HTML.
 """
 
 import json
@@ -19,20 +20,25 @@ from data.rows import complete_lines, read_json, read_lines
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_ROWS, MAX_SAMPLES = 300, 100  # of metrics.jsonl and samples.jsonl, evenly spaced
 
-# title; left axis: keys that match; right axis: key
-PANELS = [
-    ("Score on problems not trained on", "(eval|test)/.*", ""),
-    ("Reward in training", "reward/mean", "reward/std"),
-    ("Loss", "loss/total", ""),
-    ("Chosen answers preferred", "reward/accuracy", "reward/margin"),
-    ("Likelihood of the completions", "policy/elbo", ""),
-    ("Change of the policy", "policy/ratio", "policy/clip_frac"),
-    ("Mismatch of the scored tokens", "mismatch/(surprisal|entropy)", ""),
-    ("Length of the answers", "completion/length", "completion/truncated_frac"),
-    ("Gradient", "optim/grad_norm", "optim/lr"),
-    ("Speed", "speed/tokens_per_s", ""),
-    ("Seconds per step", "time/.*", ""),
-]
+# title: keys that match. The page opens the first six of PANELS that are there and not flat.
+PANELS = {
+    "Score on held-out problems": "(eval|test)/.*",
+    "Mean reward in training": "reward/mean",
+    "Chosen answers preferred": "reward/accuracy",
+    "Different completions of a prompt": "completion/distinct_frac",
+    "Mismatch of the scored tokens": "mismatch/(surprisal|entropy)",
+    "Tokens of a completion": "completion/length",
+    "Gradient norm": "optim/grad_norm",
+    "Loss": "loss/total",
+    "Groups with equal rewards": "reward/zero_std_frac",
+    "Completions cut off": "completion/truncated_frac",
+    "Likelihood of the completions": "policy/elbo",
+    "Change of the policy": "policy/(ratio|clip_frac)",
+    "Margin of chosen answers": "reward/margin",
+    "Tokens per second": "speed/tokens_per_s",
+    "Seconds of a step": "time/.*",
+    "Learning rate": "optim/lr",
+}
 
 
 def is_score(key):
@@ -47,14 +53,16 @@ def read_rows(run_dir):
 def write_report(folder):
     """Write folder/report.html.
 
-    folder: of a run (config.json, metrics.jsonl, samples.jsonl) or of a task of an evaluation
-    (samples.jsonl, result.json). What is missing is left out of the page.
+    folder: of a run (config.json, metrics.jsonl, samples.jsonl, heldout.jsonl) or of a task of an
+    evaluation (samples.jsonl, result.json). What is missing is left out of the page.
     """
     rows, path = read_rows(folder), folder / "samples.jsonl"
     every = math.ceil(len(rows) / MAX_ROWS)
     page = {
         "title": folder.resolve().name,
         "panels": PANELS,
+        "seconds": sum(row.get("time/step") or 0 for row in rows),
+        "heldout": [*map(shown, complete_lines(folder / "heldout.jsonl"))],
         "metrics": [row for i, row in enumerate(rows) if i % every == 0 or any(map(is_score, row))],
     }
     # the tasks of evals/run.py share the config.json of the folder above

@@ -1,13 +1,13 @@
 """The numbers of an evaluation: result.json of each task, and a table of them all."""
 
-import math
-
 import pandas as pd
+
+from evals import standard_error
 
 NUMBERS = "index repeat score truncated tokens forwards seconds".split()  # of a row
 # of the table
 COLUMNS = (
-    "task n repeats accuracy stderr macro_accuracy answered truncated tokens_per_forward "
+    "task n repeats accuracy stderr distinct macro_accuracy answered truncated tokens_per_forward "
     "tokens_per_s failed"
 ).split()
 
@@ -24,20 +24,19 @@ def table(results, skipped):
 def summary(evaluation, rows):
     """-> what result.json has of the rows of a task.
 
-    stderr: that of the problems' own means, because several answers to one problem are not
-    independent; sqrt(p(1 - p) / n) for one answer each. tokens_per_s: of one rank, without scoring.
+    distinct, stderr: see `standard_error`. tokens_per_s: of one rank, without scoring.
     """
     examples, settings = evaluation.examples, evaluation.settings
     numbers = pd.DataFrame(rows, columns=NUMBERS, dtype=float)
     score = lambda groups: numbers.groupby(groups)["score"].mean()
-    problems, means = score("index"), numbers.mean()
-    result = {"task": evaluation.task.NAME, "n": len(problems), "accuracy": means["score"]}
-    result["stderr"] = problems.std(ddof=0) / math.sqrt(len(problems))
+    means, asked = numbers.mean(), [examples[row["index"]] for row in rows]
+    result = {"task": evaluation.task.NAME, "n": numbers["index"].nunique()}
+    error, distinct = standard_error(evaluation.task, asked, numbers["score"].tolist())
+    result |= {"distinct": distinct, "accuracy": means["score"], "stderr": error}
     if settings["repeats"] > 1:
         result |= {"repeats": settings["repeats"], "accuracies": score("repeat").tolist()}
     if "subject" in examples[0]:  # subjects count alike, however many questions they have
-        subjects = [examples[row["index"]]["subject"] for row in rows]
-        result["macro_accuracy"] = score(subjects).mean()
+        result["macro_accuracy"] = score([example["subject"] for example in asked]).mean()
     result["answered"] = sum(row["answer"] is not None for row in rows) / len(rows)
     known = {
         "truncated": means["truncated"],

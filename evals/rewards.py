@@ -268,7 +268,8 @@ def load_reward(name, task, instead=None):
     "" -> the score of the task, as "score", 0.0 for copies of the question.
 
     The function judges a whole rollout: programs and mathematical answers in processes of their
-    own, on all cores of this rank, and equal completions of one example once. It ends in SystemExit
+    own, on all cores of this rank, and equal completions of one example once. A completion is a
+    text, or a Completion, which a function may ask for its tokens. It ends in SystemExit
     if a reward is not finite, has other components than the first, or one of METRICS. instead: see
     evals/own.py; it counts as the first component. load_reward
     ends in SystemExit if there is no such reward or file, or if it reads the examples of another
@@ -301,9 +302,12 @@ def load_reward(name, task, instead=None):
         return {part: float(paid[part]) for part in parts}
 
     def rewards(completions, examples):
-        keys = [(text, id(example)) for text, example in zip(completions, examples, strict=True)]
+        keys = [
+            (text, id(example), *getattr(text, "__dict__", {}).values())
+            for text, example in zip(completions, examples, strict=True)
+        ]
         once = dict(zip(keys, examples, strict=True))
-        texts = [text for text, _ in once]
+        texts = [text for text, *_ in once]
         if function:
             paid = in_threads(function, texts, once.values())
         else:

@@ -21,7 +21,7 @@ from distributed.disk import write_atomically
 from evals import score_all
 from evals.own import Failed
 from models import prompt_ids
-from rollout.traces import gold
+from rollout.traces import Completion, gold
 
 DETAILED = 100  # rows with the denoising step of each token: as many as report.html shows
 
@@ -79,7 +79,7 @@ def scored(task, rows, examples, reward=None):
     the exception. SystemExit (the sandbox itself does not work: SandboxError) says nothing about
     completions and is raised.
     """
-    texts = [row["completion"] for row in rows]
+    texts = [Completion(*map(row.get, ("completion", "tokens", "truncated"))) for row in rows]
     asked = [examples[row["index"]] for row in rows]
     try:
         found = {"score": score_all(task, texts, asked)}

@@ -8,7 +8,7 @@ from models.tensors import frozen_dtype
 from rollout.autoregressive import autoregressive_engine
 from rollout.block import BlockEngine
 from rollout.masked import MaskedEngine
-from rollout.probe import probe
+from rollout.probe import probe, warn
 from rollout.sampling import keyed_uniform
 from rollout.traces import Trace, gathered, rollout_metrics
 

@@ -13,9 +13,18 @@ SAMPLES = 8  # of one prompt, at temperature 100 and at the run's own
 GREEDY_BLOCKS = 8
 # lowest and highest value without a warning, and the warning
 GOOD = {
-    "probe/distinct_frac": (0.25, 1, "only {:.0%} of its samples are distinct"),
-    "probe/logp_gap_mean": (0, 0.05, "it differs from the learner by {:.1e} nats a token"),
-    "probe/greedy_agreement": (0.9, 1, "only {:.0%} of its greedy tokens are the learner's"),
+    "completion/distinct_frac": (
+        0.25,
+        1,
+        "only {:.0%} of completions of a prompt are distinct",
+    ),
+    "probe/logp_gap_mean": (0, 0.05, "sampler and learner differ by {:.1e} nats a token"),
+    "problems/test": (
+        100,
+        1e9,
+        "only {:.0f} distinct held-out problems: 10 points are noise",
+    ),
+    "probe/greedy_agreement": (0.9, 1, "only {:.0%} of greedy tokens are also the learner's"),
 }
 
 
@@ -81,17 +90,17 @@ def probe(engine, model, prompt_ids, *, temperature=1.0, **settings):
     metrics = {"probe/distinct_frac": len(different) / SAMPLES}
     if trace.logps is None:
         agreement = greedy_agreement(engine, model, prompt_ids, **settings)
-        return warned(metrics | {"probe/greedy_agreement": agreement})
+        return metrics | {"probe/greedy_agreement": agreement}
     revealed = trace.step_map >= 0
     gap = (replay_logps(model, trace) - trace.logps.float())[revealed].abs()
-    return warned(
-        metrics | {"probe/logp_gap_mean": gap.mean().item(), "probe/logp_gap_max": gap.max().item()}
-    )
+    gaps = {"probe/logp_gap_mean": gap.mean().item(), "probe/logp_gap_max": gap.max().item()}
+    return metrics | gaps
 
 
-def warned(metrics):
-    """-> the metrics, after a line on stderr for each that is not good"""
+def warn(metrics):
+    """A line on stderr for each of the metrics that is not good. One prompt tells nothing about
+    the policy: distinct are the completions of a rollout, not those of the probe.
+    """
     for name, (low, high, words) in GOOD.items():
         if not low <= metrics.get(name, low) <= high and is_first_rank():
-            print(f"warning: the sampler: {words.format(metrics[name])}", file=sys.stderr)
-    return metrics
+            print(f"warning: {words.format(metrics[name])}", file=sys.stderr)

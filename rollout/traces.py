@@ -11,6 +11,15 @@ from distributed.sequence import gather_objects
 from rollout.schedules import block_quotas
 
 
+class Completion(str):
+    """A completion as text. tokens: how many it has, with the EOS; truncated: it has no EOS"""
+
+    def __new__(cls, text, tokens=None, truncated=None):
+        self = super().__new__(cls, text)
+        self.tokens, self.truncated = tokens, truncated
+        return self
+
+
 @dataclass
 class Trace:
     """N completions (num_samples of each prompt, contiguous) of width L. Ids, never text, go from
@@ -119,8 +128,10 @@ class Trace:
         return tokenizer.decode(self.completion(i), skip_special_tokens=True)
 
     def texts(self, tokenizer):
-        """All completions as text."""
-        return tokenizer.batch_decode(self.completions(), skip_special_tokens=True)
+        """All as Completion."""
+        ids = self.completions()
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [*map(Completion, texts, map(len, ids), self.truncated.tolist())]
 
     def describe(self, i, tokenizer, reward, example):
         """Completion i, its reward, and the gold answer of its example for samples.jsonl. -> dict

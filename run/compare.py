@@ -3,10 +3,11 @@
     python run/compare.py runs/bgpo-*         runs whose flags differ only in the seed are a group
     python run/compare.py runs/sft-* --metric loss/total
 
-Values are the last ones of the runs. A difference is that to the first group: where both groups
-have two or more seeds in common, the mean difference between runs of one seed, with its standard
-error; otherwise (pairs 0) the difference of the means, with Welch's standard error. Curves are
-means over the seeds that have reached a step.
+A score is the last one of a run; of what is logged at every step the mean over the last 20 steps
+counts. A difference is that to the first group: where both groups have two or more seeds in common,
+the mean difference between runs of one seed, with its standard error; otherwise (pairs 0) the
+difference of the means, with Welch's standard error. Curves are means over the seeds that have
+reached a step and over the 20 steps before it, of scores over the seeds alone; dots: single steps.
 """
 
 import sys
@@ -20,17 +21,25 @@ from data.rows import read_json
 from evals.report import is_score, read_rows
 
 # flags that do not change what a run learns
-FREE = "seed out resume track save_every keep_saves".split()
+FREE = """seed out resume track save_every keep_saves plan dead_steps micro_batch_size attention
+compile activation_checkpointing sync_every_backward sequence_parallel""".split()
 UNITS = ["rollouts", "tokens", "seconds"]
 TRAINED = "time/update", "speed/tokens_per_s"  # keys of every training step
+LINES = 6  # of a panel
+# of the methods, in every figure
+COLOURS = """cj_grpo:#0072B2 justgrpo:#D55E00 tpg:#009E73 mdpo:#E69F00 dtreerpo:#CC79A7
+tracerl:#000000 bgpo:#7B2CBF espo:#C1121F spg:#12908E ebpo:#56B4E9 d1:#6B4226 coupled_grpo:#8A8D00
+wd1:#D100D1 sft:#5B5B5B vrpo:#3D5A1E"""
+COLOURS = dict(pair.split(":") for pair in COLOURS.split())
 
 
 def read_runs(folders):
     """folders: directories of runs -> a frame of the rows of metrics.jsonl and UNITS, with the
     index group, seed, row
 
-    A group is called by the flags in which the runs differ, and by a number where the checksums of
-    their files do. Prints which directories are left out.
+    A group is named by its script and the first flags that tell it from others of that script;
+    code: checksums of the script's files. Prints all that differ, and which directories are left
+    out.
     SystemExit if none is left, or if two runs of a group have the same seed.
     """
     runs, told = [], []
@@ -39,17 +48,22 @@ def read_runs(folders):
         rows = pd.DataFrame(read_rows(folder), dtype=float)
         if {*TRAINED} <= {*rows}:
             runs.append(with_units(rows))
-            told.append({"script": config["script"], "code": config.get("code")} | config["args"])
+            script = {"script": Path(config["script"]).stem, "code": config.get("code")}
+            told.append(script | config["args"])
         else:
             print(f"left out, as metrics.jsonl has no whole training step: {folder}")
     if not runs:
         raise SystemExit("no run to compare")
     # a terminal obeys escape sequences
-    told = pd.DataFrame(told, dtype=object).map(lambda value: repr(str(value))[1:-1])
-    told["code"] = told.groupby("script")["code"].transform(lambda code: code.factorize()[0] + 1)
-    flags = told.drop(columns=FREE, errors="ignore")
-    flags = flags.loc[:, flags.nunique() > 1].to_dict("records")
-    names = [", ".join(f"{flag} {own[flag]}" for flag in own) or "all" for own in flags]
+    told = pd.DataFrame(told, dtype=object).map(lambda value: repr(str(value))[1:-1] or "none")
+    differ = told.drop(columns=FREE, errors="ignore").loc[:, lambda flags: flags.nunique() > 1]
+    print("the groups differ in", ", ".join(differ))
+    names = told["script"]
+    for flag, values in differ.items():
+        apart = values.groupby(names).transform("nunique") > 1
+        names += (f", {flag} " + values).where(apart, "")
+    short = names.str.replace("[^ ]*/", "", regex=True)  # without folders
+    names = short if short.nunique() == names.nunique() else names
     keys = pd.MultiIndex.from_arrays([names, told["seed"]])
     for group, seed in keys[keys.duplicated()]:
         raise SystemExit(f"two runs of seed {seed} in the group {group!r}; leave one out")
@@ -67,41 +81,59 @@ def with_units(rows):
     return rows.assign(rollouts=rows["step"], tokens=tokens, seconds=seconds)
 
 
+def smoothed(runs, metric):
+    """-> the rows that have a metric, with its "mean" over the last 20 steps, of a score itself"""
+    steps = 1 if is_score(metric) else 20
+    means = runs.groupby(["group", "seed"])[metric].transform(lambda x: x.rolling(steps, 1).mean())
+    return runs.assign(mean=means).dropna(subset=metric)
+
+
 def table(runs, metric):
     """-> frame, a row for each group: the last value of a metric and its difference to the first
-    group, with standard errors, and what the runs cost; NaN where there is none. A value of step 0
-    is no result.
+    group, as texts with standard errors, and what the runs cost. A value of step 0 is no result.
     """
-    trained = runs[runs["step"] > 0].dropna(subset=metric)
-    last = trained.groupby(["group", "seed"], sort=False).last()
-    values = last[metric].unstack("group", sort=False)  # [seed, group]
+    last = smoothed(runs[runs["step"] > 0], metric).groupby(["group", "seed"]).last()
+    values = last["mean"].unstack("group")  # [seed, group]
     values = values.reindex(columns=runs.index.unique("group"))  # a group without values too
     paired = values.sub(values.iloc[:, 0], axis=0)
     mean, error, pairs = values.mean(), values.sem(), paired.count()
     is_paired, welch = pairs > 1, np.hypot(error, error.iloc[0])
+    difference = paired.mean().where(is_paired, mean - mean.iloc[0])
     columns = {
         "runs": values.count(),
-        metric: mean,
-        "±": error,
-        "difference": paired.mean().where(is_paired, mean - mean.iloc[0]),
-        "± ": paired.sem().where(is_paired, welch),
+        metric: with_errors(mean, error),
+        "difference": with_errors(difference, paired.sem().where(is_paired, welch)),
         "pairs": pairs.where(is_paired, 0),
     }
-    return pd.DataFrame(columns).join(last[UNITS].groupby("group").mean().round())
+    return pd.DataFrame(columns).join(last[UNITS].groupby("group").mean())
+
+
+def with_errors(values, errors):
+    """-> texts; one seed has no error"""
+    texts = values.map("{:.4g}".format) + errors.map(" ± {:.2g}".format)
+    return texts.str.replace("± nan", "(one seed)").replace("nan (one seed)", "none")
 
 
 def draw(runs, metric, path):
-    """Curves of a metric over UNITS."""
+    """Curves of a metric over UNITS, named at their ends; dots are single steps. The LINES lowest
+    share the first panels.
+    """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     rcParams["text.parse_math"] = False  # a flag may hold dollars
-    figure = Figure((12, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(UNITS), sharey=True)
-    for name, rows in runs.dropna(subset=metric).groupby("group", sort=False):
-        means = rows.groupby("step").mean()
-        for axes, unit in zip(panels, UNITS, strict=True):
-            means.plot(unit, metric, ax=axes, style=".-", label=name, ylabel=metric)
+    means = smoothed(runs, metric).groupby(["group", "step"]).mean()
+    ends = means["mean"].groupby("group").last().sort_values()
+    columns, gap, height = -(-len(ends) // LINES), 0.06 * np.ptp(means[metric]), 0
+    figure = Figure((9 * columns, 10), layout="constrained")
+    panels = figure.subplots(len(UNITS), columns, sharey=True, squeeze=False)
+    for place, (name, end) in enumerate(ends.items()):
+        curve, color = means.loc[name], COLOURS.get(name, f"C{place}")
+        height = max(height + gap, end) if place % LINES else end
+        for axes, unit in zip(panels[:, place // LINES], UNITS, strict=True):
+            curve.plot(unit, "mean", ax=axes, color=color, legend=False)
+            axes.text(curve[unit].iloc[-1], height, f" {name}", color=color, va="center")
+            curve.plot.scatter(unit, metric, s=1, ax=axes, color=color)
     figure.savefig(path)
 
 
@@ -119,7 +151,8 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
     if not {*metrics} <= {*known}:
         raise SystemExit(f"no {metrics[0]}; --metric may be {', '.join(known)}")
     for name in metrics:
-        print(table(rows, name).to_string(float_format="{:.4g}".format), end="\n\n")
+        print(table(rows, name).to_string(float_format="{:,.0f}".format, na_rep=""))
+        print("scores: last; others: mean of the last 20 steps; ±: standard error over seeds\n")
     draw(rows, metrics[0], out)
     print(f"curves: {Path(out).resolve()}")
 

@@ -3,7 +3,7 @@
 from data.stream import check_items
 from distributed.disk import from_first_rank
 from distributed.groups import close_distributed
-from rollout import sync_engine
+from rollout import sync_engine, warn
 from run.log import RunLog, Stop, Stopwatch, machine_metrics
 from run.saves import Saves, newest_step
 
@@ -21,9 +21,17 @@ class Run:
         self.saves = Saves(self.log.run_dir, *pair, problems.tokenizer, args, scores, self.start)
         check_items(problems.train, self.log.run_dir / "config.json")
         self.stop, self.args, self.problems = Stop(getattr(args, "dead_steps", 0)), args, problems
-        self.say, self.write = self.log.say, self.log.write
+        self.say = self.log.say
         self.drawn, self.stopped, self.step = "", False, self.start
         problems.keep = self.keep
+
+    def write(self, step, metrics):
+        """Log a row; with a test score also some of the answers. Warn of what a check found."""
+        if "error/test" in metrics:
+            self.log.samples(step, self.problems.answers, "heldout.jsonl")
+        if metrics.keys() & {"error/test", "probe/distinct_frac"}:
+            warn(metrics)
+        self.log.write(step, metrics)
 
     def begin(self, engine, model):
         """Hand the weights to the sampler; a new run has its first scores."""
@@ -82,11 +90,11 @@ class Run:
         name = self.problems.task.NAME
         if engine and not self.stopped:
             self.write(self.args.max_steps, self.problems.score(engine, "test", "test", model))
-        scores = dict(self.log.history(f"test/{name}"))
-        if len(scores) > 1:
-            before, *_, after = scores.values()
-            facts = f"{name} on {len(self.problems.splits['test'])} held-out problems"
-            self.say(f"{facts}: {before:.1%} before, {after:.1%} after")
+        tests = self.log.history(f"test/{name}", "error/test", "problems/test")
+        if tests and tests[-1][0]:
+            values = [f"{test[1]:.1%} (se {test[2]:.1%})" for test in tests]
+            said = " before, ".join(values[:1] + values[1:][-1:])
+            self.say(f"{name}: {said} after on {tests[-1][3]:.0f} distinct held-out problems")
         if self.drawn:
             self.say(self.drawn)
         self.log.end(self.saves.newest, self.stop.status)

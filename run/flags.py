@@ -20,6 +20,7 @@ from models import is_tiny, sampling_facts
 WORDED = {"countdown": "cd3", "sudoku": "sudoku4-tags"}
 # flags that --resume may change; it does not look at --out
 CHANGEABLE = ("max_steps", "track", "resume", "dead_steps", "plan", "reward_errors", "out")
+CHANGEABLE += ("micro_batch_size", "sequence_parallel", "activation_checkpointing")  # other GPUs
 MAX = (1 << 31) - 1  # of numbers: a seed times 2^32 has 63 bits
 EPS = 1e-6  # an open end of a range
 # of a field in the source: a title above it; its name and what it is
@@ -100,6 +101,7 @@ class RunFlags:
     track: bool = False
     """mirror the log to wandb"""
 
+    chosen = {}  # by the command line: flags with other values than the model gets
     # lowest value of a field, or lowest and highest; a script adds those of its own. Others: 0, MAX
     RANGES = {
         "max_steps": 1,
@@ -238,7 +240,8 @@ def command_line(arguments, by_size):
     if unknown:
         raise SystemExit(f"{unknown[0]}: no such flag; try {meant(unknown[0], arguments)}")
     check_numbers(args)
-    now = json.loads(json.dumps(vars(args)))
+    of_model, now = json.loads(json.dumps([vars(arguments()) | first, vars(args)]))
+    arguments.chosen = {name: now[name] for name in now if now[name] != of_model[name]}
     for name in had.keys() - CHANGEABLE:
         if now[name] != had[name]:
             flag = name.replace("_", "-")
@@ -248,7 +251,8 @@ def command_line(arguments, by_size):
 
         pretend(args.plan)
     elif os.environ.get("RANK", "0") == "0":
-        print(f"settings: {sys.argv[0]} {shlex.join(flags_of(vars(args)))}", file=sys.stderr)
+        chosen = flags_of({"model": args.model} | arguments.chosen)
+        print(f"settings: {shlex.join([sys.argv[0], *chosen])}", file=sys.stderr)
     return args
 
 

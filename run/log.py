@@ -1,11 +1,11 @@
 """The record of a run: config.json, metrics.jsonl, metrics.csv, samples.jsonl, curves.png and
-report.html.
+report.html; heldout.jsonl with answers to held-out problems.
 
     log = RunLog(__file__, args, task)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
     log.end(weights)
 
-The two .jsonl files are the state of the log: table, figure and page are made from them.
+The .jsonl files are the state of the log: table, figure and page are made from them.
 """
 
 import atexit
@@ -39,6 +39,7 @@ from distributed.disk import (
 )
 from distributed.groups import all_reduce
 from evals.report import PANELS, is_score, read_rows, write_report
+from run.flags import flags_of
 
 # What the line of a step shows of a row, behind its scores (docs/metrics.md).
 SHOWN = {
@@ -115,10 +116,10 @@ class RunLog:
             self.plot()
             self.next_plot = time.perf_counter() + 60
 
-    def samples(self, step, rows):
-        """Append rows (dicts: prompt, completion, reward, step map ...) to samples.jsonl."""
+    def samples(self, step, rows, name="samples.jsonl"):
+        """Append rows (dicts: prompt, completion, reward, step map ...) to a file."""
         if self.is_writer:
-            self.append("samples.jsonl", [{"step": step} | row for row in rows])
+            self.append(name, [{"step": step} | row for row in rows])
 
     def append(self, name, rows):
         path = self.run_dir / name
@@ -126,10 +127,13 @@ class RunLog:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def history(self, key):
-        """[(step, value)] of one key so far, on every rank. Collective."""
+    def history(self, *keys):
+        """[(step, value, ...)] of the rows so far that have the first key, on every rank.
+        Collective.
+        """
         rows = from_first_rank(lambda: read_rows(self.run_dir))
-        return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        found = [row for row in rows if row.get(keys[0]) is not None]
+        return [(row["step"], *map(row.get, keys)) for row in found]
 
     def say(self, text):
         if self.is_writer:
@@ -279,7 +283,9 @@ def describe_run(script, args):
     return {
         "script": Path(script).stem,
         "args": vars(args),
+        "chosen": args.chosen,
         "command": shlex.join(sys.orig_argv),
+        "complete": shlex.join([script, *flags_of(vars(args))]),
         "git": describe_git(),
         "code": [zlib.crc32(file.read_bytes()) for file in files if file.is_file()],
         "torch": torch.__version__,
@@ -326,12 +332,12 @@ def draw_curves(table, run_dir):
 
     rcParams["text.parse_math"] = False  # a name may hold dollars
     table, place = table.round({"loss/total": 6}), count(1)
-    figure = Figure((20, 12), layout="constrained")
+    figure = Figure((20, 16), layout="constrained")
     figure.suptitle(f"{run_dir.resolve().name}\nmoving averages of 5 % of the steps")
-    for title, left, right in PANELS:
-        curves = table.filter(regex=f"^({left}|{right})$").dropna(how="all")
+    for title, keys in PANELS.items():
+        curves = table.filter(regex=f"^({keys})$").dropna(how="all")
         if curves.size:
-            axes = figure.add_subplot(3, 4, next(place), title=title)
+            axes = figure.add_subplot(4, 4, next(place), title=title)
             mean = curves.rolling(len(curves) // 20 + 1, center=True, min_periods=1).mean()
-            mean.plot(ax=axes, style=".-", ms=4, secondary_y=[right])
+            mean.plot(ax=axes, style=".-", ms=4)
     figure.savefig(run_dir / "curves.png", bbox_inches="tight")

@@ -22,6 +22,7 @@ class HeldOut:
     """Problems that no training sees.
 
     splits {split: [(example, prompt ids)]}; facts: a line on them; sampling: how they are answered;
+    answers: the last that were scored, some of them, for the report;
     train: what a script trains on, `stream` the order of it; keep: Run.keep, where there is a run
     """
 
@@ -60,9 +61,9 @@ class HeldOut:
         """-> those that the run is scored on; rows that ask the same are not trained on"""
         return [self.task.prompt(one) for problems in self.splits.values() for one, _ in problems]
 
-    def encode(self, rows, model, asked=()):
-        """-> TokenRows of rows of text, without those that ask one of the prompts `asked`"""
-        return encode(rows, self.tokenizer, model, self.max_length, asked)
+    def encode(self, rows, model, *how):
+        """-> TokenRows of rows of text. how: `asked`, `joins` of data.tokens.encode"""
+        return encode(rows, self.tokenizer, model, self.max_length, *how)
 
     def pairs(self, data, limit):
         """-> preference pairs to train on, {split: at most `limit` held-out ones}"""
@@ -81,13 +82,15 @@ class HeldOut:
         return engine
 
     def score(self, engine, split, name, model=None):
-        """-> {name/task: mean exact score}, {} with --eval-limit 0. Collective. model: whose
-        weights the sampler gets first; None: it has them"""
+        """-> metrics of `mean_score`, {} with --eval-limit 0. Collective. model: whose weights the
+        sampler gets first; None: it has them"""
         if not (problems := self.splits.get(split)):
             return {}
         if model:
             sync_engine(engine, model)
-        return mean_score(engine, self.task, self.tokenizer, problems, name, **self.sampling)
+        how = self.task, self.tokenizer, problems, name
+        metrics, self.answers = mean_score(engine, *how, **self.sampling)
+        return metrics
 
 
 class Problems(HeldOut):

@@ -21,7 +21,7 @@ from run.flags import CHANGEABLE
 
 # Frozen parameters (the base under adapters) come from the model that the run started from.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-FACTS = "facts.json"  # of a state: number of ranks, sizes of its files, flags and versions
+FACTS = "facts.json"  # of a state: sizes of its files; flags, versions, number of ranks
 
 
 class Saves:
@@ -101,8 +101,7 @@ class Saves:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise OSError(f"{cause!r:.300} (rank {rank})") from error
             if is_first_rank():
-                ranks, files = dist.get_world_size(), sizes(folder)
-                facts = {"world_size": ranks, "sizes": files, "about": about(self.args)}
+                facts = {"sizes": sizes(folder), "about": about(self.args)}
                 (folder / FACTS).write_text(json.dumps(facts) + "\n")
         self.saved = step
         self.prune(self.resume)
@@ -150,7 +149,8 @@ def facts_of(state):
 
 def about(args):
     """-> {name: value} of what a resumed run should have as it was, as JSON has it"""
-    return json.loads(json.dumps(vars(args) | {"torch": torch.__version__}))
+    others = {"torch": torch.__version__, "ranks": dist.get_world_size()}
+    return json.loads(json.dumps(vars(args) | others))
 
 
 def newest_step(run_dir, args):
@@ -158,7 +158,7 @@ def newest_step(run_dir, args):
     not as it was at the save: config.json can be edited. What was saved after it is deleted. 0 for
     a new run, "". Call it on the first rank.
 
-    SystemExit if there is none, if it is of another number of ranks, or if a process works there.
+    SystemExit if there is none, or if a process works there.
     """
     if not run_dir:
         return 0
@@ -166,10 +166,6 @@ def newest_step(run_dir, args):
     folders = [Path(run_dir) / name for name in ("resume", "checkpoints")]
     for step, state in reversed(saves_in(folders[0])):
         if facts := facts_of(state):
-            if (saved := facts["world_size"]) != (now := dist.get_world_size()):
-                raise SystemExit(
-                    f"--resume: {state} was saved by {saved} ranks, this run has {now}"
-                )
             now = about(args)
             for name, had in facts.get("about", {}).items():
                 if name not in CHANGEABLE and now.get(name) != had:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+# Ranks are forked: libraries must start no threads, which would not be there in a child.
+os.environ |= {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 import pytest
 import torch
 import torch.distributed as dist

@@ -43,7 +43,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1176, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1193, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(670, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "ebpo": Method(644, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
@@ -54,7 +54,7 @@ METHODS = {
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
-        2020,
+        2090,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(

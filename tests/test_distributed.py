@@ -1,5 +1,6 @@
 """FSDP2 on gloo: two ranks and two nodes equal one rank; the known traps: stale root, sync."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,18 +151,25 @@ def test_held_out_problems_are_dealt_out_with_their_own_numbers(run_ranks, world
         def generate(self, prompts, sample_offset, **settings):
             assert settings == {"temperature": 0.5} and 0 < len(prompts) <= -(-5 // world_size)
             numbers = [(sample_offset + i, *ids) for i, ids in enumerate(prompts)]
-            return SimpleNamespace(texts=lambda tokenizer: numbers)
+            describe = lambda i, *facts: numbers[i]
+            return SimpleNamespace(texts=lambda tokenizer: numbers, describe=describe)
 
-    task = SimpleNamespace(NAME="t", score=lambda numbers, i: 2.0**-i * (numbers == (i, i)))
+    task = SimpleNamespace(NAME="t")
+    task.score = lambda numbers, of: 2.0 ** -of["i"] * (numbers == (of["i"], of["i"]))
+    task.prompt = lambda of: max(of["i"], 1)
 
     def body(rank, ranks):
-        problems = [(i, [i]) for i in range(5)]
+        problems = [({"i": i}, [i]) for i in range(5)]  # the first two ask the same
         engine, freed = Answers(), []
         engine.release = lambda: freed.append(1)
         for held in 0, None:  # None: nothing else makes room before the next update
             engine.held = held
-            found = mean_score(engine, task, None, problems, "test", temperature=0.5)
-            assert found == {"test/t": 31 / 16 / 5}
+            found, kept = mean_score(engine, task, None, problems, "test", temperature=0.5)
+            error = math.hypot(0.725, 0.1375, 0.2625, 0.325) / 5
+            assert found == pytest.approx(
+                {"test/t": 31 / 16 / 5, "error/test": error, "problems/test": 4}
+            )
+            assert rank or kept[0] == (0, 0)
         assert len(freed) == (rank * -(-5 // ranks) < 5)
 
     run_ranks(world_size, body)

@@ -31,6 +31,7 @@ from evals import (
 )
 from evals.math_grader import number
 from evals.rewards import REWARDS, load_reward
+from evals.samples import scored
 from evals.sandbox import in_threads
 from models import load_tokenizer
 
@@ -412,6 +413,8 @@ def score(completion, example):
     return float(extract(completion, example) == example["word"])
 def number(completion, example):
     return len(completion)
+def brief(completion, example):
+    return -completion.tokens * completion.truncated
 def uneven(completion, example):
     return {"same": 1.0, "length": 0.5} if completion else {"empty": 1.0}
 """
@@ -427,12 +430,16 @@ def test_files_of_a_user(tmp_path):
     assert load_reward("", task)(["one", "two"], [example] * 2) == [{"score": 1.0}, {"score": 0.0}]
     [parts] = load_reward(f"{path}:number", task)(["four"], [example])
     assert parts == {"reward": 4} and type(parts["reward"]) is float
+    row = {"index": 0, "completion": "a", "truncated": True}  # of equal texts
+    rows = [row | {"tokens": tokens} for tokens in (2, 3)]
+    scored(task, rows, [example], load_reward(f"{path}:brief", task))
+    assert [row["reward"]["reward"] for row in rows] == [-2, -3]
     said = one_line(load_reward(f"{path}:uneven", task), ["one", ""], [example] * 2)
     assert "is paid {'empty': 1.0}: not a finite number for each of ['same', 'length']" in said
-    scored = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
-    assert score_all(scored(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
+    given = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
+    assert score_all(given(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]
     for scores, said in ((1.5,), "not [1.5]"), ((None,), "not [None]"), ((), "not []"):
-        assert said in one_line(score_all, scored(*scores), ["a"], [{}])
+        assert said in one_line(score_all, given(*scores), ["a"], [{}])
     path.write_text(TASK.replace('[{"role": "user", "content": example["word"]}]', "7"))
     where = "train", "", load_tokenizer("tiny-sdar"), 99
     assert "gives 7, not a list of" in one_line(load_problems, load_task(str(path)), *where)

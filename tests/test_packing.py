@@ -1,5 +1,7 @@
 """Objectives of algos/sft.py against enumeration and official code; packed documents alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracles import EOS, RELEASED, gradient, relative, tiny_model, updated
@@ -77,6 +79,23 @@ def test_tails_belong_to_the_answer():
     lengths = [batch_of(examples, args, model, step).valid_mask.sum(1) for step in (0, 0, 1)]
     assert [{*x.tolist()} for x in lengths[0].view(-1, 3).T] == [{*range(4, 10)}, {7, 8, 9}, {9}]
     assert torch.equal(*lengths[:2]) and not torch.equal(*lengths[1:])
+
+
+def test_an_answer_does_not_see_what_is_behind_it():
+    """With all answers masked, the loss of two turns in a row is that of each alone, without the
+    tail of the first.
+    """
+    model, args = tiny_model(), args_of()
+    one, other = ([1, 2, 0], [3, EOS]), ([1, 2, 0, 3, EOS, 2, 4, 0, 3, 1], [2, EOS])
+
+    def loss(tail, *examples):
+        batch = batch_of(examples, args, model)
+        masked, weights, _ = sft.sample_masks(batch, args, replace(model.objective, t_min=1))
+        weights[0, tail:] = 0
+        return sft.micro_loss(model, batch, masked, weights, 1, slice(2), args).item()
+
+    joined = one[0], one[1] + [~token for token in other[0][5:]] + other[1]
+    assert loss(99, joined) == pytest.approx(loss(5, one, other), rel=1e-10)
 
 
 def test_noise_is_stratified_over_the_step_and_keyed_by_the_example():

@@ -7,7 +7,7 @@ from test_models import exits_with_one_line
 from test_samplers import SIZES, M, model_of, prompts_of, shared
 
 from models import export_weights
-from rollout import make_engine, probe
+from rollout import make_engine, probe, warn
 from rollout.engine import REMASKING
 from rollout.probe import greedy_agreement, replay_logps
 from rollout.sampling import keyed_uniform, sample_categorical
@@ -97,3 +97,10 @@ def test_replay_gives_the_engines_log_probabilities(
         assert gap()[revealed].max() > 1e-3
     if steps > 1 and remasking == "rcr":
         assert (trace.records["tokens"] == M).any()  # tokens were masked again
+
+
+def test_warnings(capsys):
+    """Not of the probe's own prompt, which may be an easy one."""
+    warn({"probe/distinct_frac": 1 / 8, "completion/distinct_frac": 0.3, "problems/test": 100})
+    warn({"completion/distinct_frac": 0.2, "problems/test": 99})
+    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["20%", "99"]

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from golden_runs import rows_of
+from golden_runs import parsed, rows_of
 from matplotlib.figure import Figure
 
 from distributed.disk import write_atomically
@@ -49,10 +49,10 @@ def test_files_of_a_run(new_log, tmp_path, capsys):
     log, other = new_log(), new_log()
     assert log.run_dir != other.run_dir
     config = json.loads((log.run_dir / "config.json").read_text())
-    keys = "script args command git code torch python device world_size started"
+    keys = "script args chosen command complete git code torch python device world_size started"
     assert list(config) == keys.split() and config["script"] == "test_runlog"
     want = vars(ARGS) | {"out": str(tmp_path), "lora_targets": ["q_proj"]}
-    assert config["args"] == want and config["world_size"] == 1
+    assert config["args"] == want and config["world_size"] == 1 and not config["chosen"]
     assert config["code"] == [zlib.crc32(Path(__file__).read_bytes())] * 2
     log.write(0, {"policy/elbo": -5.5, "loss/total": 1e-9, **SCORE})
     odd = {"loss/total": math.nan, "optim/lr": -math.inf, "reward/mean": torch.tensor(0.5)}
@@ -77,6 +77,16 @@ def test_files_of_a_run(new_log, tmp_path, capsys):
     assert keys[:4] == ["step", "policy/elbo", "loss/total", "eval/countdown"]
     assert first[:4] == ["0", "-5.5", "1e-09", "0.41"] and second[:3] == ["12", "", ""]
     log.close()  # a second one changes nothing
+
+
+def test_the_first_line_tells_what_differs_from_the_values_of_the_model(tmp_path, capsys):
+    words = "--mc-num 4 --betas 0.9 0.99 --learning-rate 1e-3 --out"
+    args = parsed("bgpo", *words.split(), tmp_path)
+    first = f"settings: algos/bgpo.py --model tiny-sdar --out {tmp_path} --learning-rate 0.001\n"
+    assert capsys.readouterr().err == first
+    config = runlog.describe_run("algos/bgpo.py", args)
+    assert config["chosen"].keys() == {"out", "learning_rate"}
+    assert config["complete"].startswith("algos/bgpo.py --model tiny-sdar --task countdown ")
 
 
 @pytest.mark.parametrize("file", ["samples.jsonl", "metrics.jsonl", "metrics.csv", ".x.tmp"])
@@ -107,8 +117,8 @@ def test_a_score_redraws_the_figure_at_most_once_a_minute(new_log, monkeypatch, 
     assert len(drawn) == 2
     log.close(1)
     assert capsys.readouterr().err == f"run directory: {log.run_dir}\n"
-    titles = ["Score on problems not trained on", "Reward in training", "Loss",
-              "Change of the policy", "Length of the answers", "Seconds per step"]  # fmt: skip
+    titles = ["Score on held-out problems", "Mean reward in training", "Tokens of a completion",
+              "Loss", "Change of the policy", "Seconds of a step"]  # fmt: skip
     assert drawn == [titles] * 3 and (log.run_dir / "report.html").exists()
 
 

@@ -14,7 +14,7 @@ from golden_runs import rows_of
 from test_evals import one_line, row_of, write
 
 from distributed import disk
-from evals import countdown, decoding, run, samples, sandbox
+from evals import countdown, decoding, run, samples, sandbox, standard_error
 from models.config import architecture
 from rollout import make_engine
 from rollout.engine import Engine
@@ -69,6 +69,7 @@ def calls(monkeypatch):
 
 def test_completions_are_scored_end_to_end(tmp_path, cli):
     """Also the rows of an earlier result, with a reward."""
+    assert standard_error(countdown, countdown.load("test", limit=512), [1.0] * 512) == (0, 113)
     out, problems = tmp_path / "out", countdown.load("test", limit=8)
     texts = [countdown.answer(example) for example in problems[:6]] + ["", ""]
     result = cli("--completions", completions(tmp_path / "c.jsonl", texts), "--out", out)

@@ -137,8 +137,11 @@ def test_the_commands_of_a_user(warm, tmp_path):
     config = json.loads((directory / "config.json").read_text())
     assert config["args"]["mc_num"] == 2 and config["world_size"] == 2
     assert rows_of(directory, "samples")[0].keys() >= {"prompt", "completion", "reward", "step_map"}
-    # the score, a completion over its denoising steps, the time and the weights
-    end = rf"before.*\nprompt   <.*\ntokens .*\nstep .*\n\d+ s; report: {directory}/report.html; "
+    assert [row["step"] for row in rows_of(directory, "heldout")] == [0] * 4 + [2] * 4
+    assert "warning: only 8 distinct held-out problems" in said.stderr
+    # the scores, a completion over its denoising steps, the time and the weights
+    end = r"%\) before, .*% \(se .*\) after on 8 distinct held-out problems"
+    end += rf"\nprompt   <.*\ntokens .*\nstep .*\n\d+ s; report: {directory}/report.html; "
     assert re.search(f"{end}weights: .*step-000002\n$", said.stdout)
     for path in filter(lambda path: not path.is_symlink(), tmp_path.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pandas
 import pytest
+from oracles import changed
 from tokenizers import AddedToken
 
-from data.sft import conversation, training_rows
+from data.sft import training_rows, turns_of
 from data.stream import ShuffledStream, check_items
 from data.tokens import TokenRows, encode
 from evals import load_task
@@ -24,11 +25,11 @@ HF = os.environ.get("CLEANDLLM_HF")
 
 
 def row(prompt, response):
-    return conversation({"prompt": prompt, "response": response})
+    return {"prompt": turns(prompt), "response": response}
 
 
-def ids(rows, max_length=100, tokenizer=None, model=TINY, asked=()):
-    return encode(rows, tokenizer or byte_tokenizer(), model, max_length, asked)
+def ids(rows, max_length=100, tokenizer=None, model=TINY, asked=(), joins=False):
+    return encode(rows, tokenizer or byte_tokenizer(), model, max_length, asked, joins)
 
 
 def turns(*texts):
@@ -50,7 +51,7 @@ def test_every_layout_gives_prompt_and_answer_closed_once(tmp_path, columns):
     """A mask token in an answer would have probability 0: what looks like one stays text."""
     path = tmp_path / "rows.parquet"
     pandas.DataFrame([columns]).to_parquet(path)
-    rows = ids(training_rows(COUNTDOWN, str(path)))
+    rows = ids(training_rows(COUNTDOWN, str(path), "all"))
     assert list(rows) == [([258, *b"1+1", 259], [*b"2<|MASK|>", EOS])]
 
 
@@ -98,8 +99,9 @@ FAMILIES = {
 @pytest.mark.skipif(not HF, reason="CLEANDLLM_HF is not set")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(name):
-    """But for SDAR's empty think block, the newline after a turn, LLaDA's header of a next turn.
-    A family whose vocabulary is not at hand: one token per byte with its template."""
+    """But for SDAR's empty think block, the newline after a turn, LLaDA's header of a next turn. A
+    dialogue's turns can share a row. A family whose vocabulary is not at hand: one token per byte
+    with its template."""
     (turn_end, surplus), tokenizer = FAMILIES[name], byte_tokenizer()
     config = json.loads((Path(HF) / name / "tokenizer_config.json").read_text())
     if (Path(HF) / name / "vocab.json").exists():
@@ -109,9 +111,12 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
         tokenizer.bos_token, tokenizer.chat_template = config["bos_token"], config["chat_template"]
     mask = tokenizer.convert_tokens_to_ids("<|MASK|>")  # Dream: <|mask|>, then none
     end = tokenizer.convert_tokens_to_ids(turn_end)
-    model = SimpleNamespace(eos_token_ids=[end], mask_token_id=mask)
+    model = SimpleNamespace(eos_token_ids=[end], mask_token_id=mask, block_length=4)
     dialogues = [turns("1 + 1?\n", "<b>2</b> so\n\nit is 2."), turns("Hi", "é", "So?", "No: 3 < 4")]
-    rows = ids([conversation({"messages": each}) for each in dialogues], 5000, tokenizer, model)
+    rows = [each for one in dialogues for each in turns_of({"messages": one}, "all")]
+    assert len(ids(rows, 5000, tokenizer, model, joins=True)) == 2
+    dialogues.insert(1, dialogues[1][:2])
+    rows = ids(rows, 5000, tokenizer, model)
     for dialogue, (prompt, answer) in zip(dialogues, rows, strict=True):
         whole = re.sub(surplus, "", tokenizer.apply_chat_template(dialogue, tokenize=False))
         assert prompt + answer == tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -119,6 +124,16 @@ def test_prompt_and_answer_are_the_rendering_of_the_dialogue_in_every_family(nam
         assert answer.index(end) == len(answer) - 1
     ((_, answer),) = ids([row("Hi", "a <|MASK|>")], 5000, tokenizer, model)
     assert mask is None or mask not in answer
+
+
+@pytest.mark.parametrize("block, rows", GOLDEN["turns"])
+def test_turns_of_a_dialogue(block, rows):
+    """Not a first message, an empty answer, what nobody answers. One row in blocks (~id is not
+    scored), unless answers meet in a block.
+    """
+    got = turns_of(GOLDEN["dialogue"], "all")
+    got = ids(got, model=changed(TINY, block_length=block), joins=block)
+    assert [*map(list, got)] == rows
 
 
 # --- streams, ranks ------------------------------------------------------------------------------
