@@ -55,15 +55,15 @@ PROMPTS = {
 BOX = r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"
 # two boxes with no more than a comma, "and" or "or" between them
 SEVERAL = (
-    BOX + r"(?=[\s$*)\\]*(?:[,;]|and|or|\\text))(?:[\s$*,;]|\\[()]|and\b|or\b"
-    r"|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
+    BOX + r"(?=(?:[\s$*]|\\(?:[()\[\]]|q?quad\b))*(?:[,;&]|and|or|\\text))"
+    r"(?:[\s$*,;&]|\\(?:[()\[\]]|q?quad\b)|and\b|or\b|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
 )
 # between the formulas of a question: words, $, relations and the ends of sentences and cells
 APART = (
     r"\\[()\[\]\\]|[$&?;:<>]|[,.](?!\d)|\\(?:[lg]eq?|text\w*|quad|begin|end)(?![a-z])"
-    r"|(?<!\\)\b[A-Za-z]{2,}\*?\}?"
+    r"|(?<!\\)\b(?!mod\b)[A-Za-z]{2,}\*?\}?"
 )
-OPERATION = re.compile(r"[-+*/^!\\√]|\d\.\d")
+OPERATION = re.compile(r"[-+*/^!\\√]|\d\.\d|mod")
 COLUMNS = (
     "problem and answer, or problem and solution with a box, or prompt and "
     "reward_model.ground_truth (DARE)"
@@ -119,13 +119,10 @@ def score(completion, example):
 def is_copy(completion, example):
     """Whether the final answer is a formula of the question in other dress, and not the gold one:
     nothing that training may pay. See _is_copy in evals/math_grader.py."""
-    answer, gold = extract(completion, example) or "", example["gold"]
-    if not OPERATION.search(answer) or hendrycks(answer, gold):
-        return False
-    question = re.sub(r"(?<!\\)\bmod\b", r"\\mod", example["question"])
-    parts = [*re.split(r"\$", question), *re.split(APART, question)]
-    formulas = {side.strip() for part in parts for side in (part, *part.split("="))}
-    return ask("copy", answer, gold, [*filter(OPERATION.search, sorted(formulas))]) is not False
+    answer, parts = extract(completion, example) or "", re.split(APART, example["question"])
+    sides = [side for part in parts for side in (part, *part.split("="))]
+    formulas = [*filter(OPERATION.search, sides)]
+    return OPERATION.search(answer) and ask("copy", answer, example["gold"], formulas) is True
 
 
 def answer(example, draw=0):

@@ -35,7 +35,7 @@ UNCLOSED = re.compile(rf"((?:\\\$|(?!\\boxed)[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]"
 # what Math-Verify 0.9 does not see: the base of 52_8, words of size, and what a last \text says
 # that is no unit
 UNSEEN = re.compile(
-    r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|trillion|dozen)\b"
+    r"^(-?[0-9]+) *(?:\\approx|≈)|[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|trillion|dozen)\b"
     r"|\\(?:text\w*|mbox|math\w\w)\{(\s*(?:squared|cubed)|[^{}]*(?:(?<![\w^])[0-9]|\?|n't\b"
     r"|\b(?:no[rt]?|or|wrong|incorrect|false|maybe|perhaps|plus|minus)\b))[^{}]*\}$"
 )
@@ -81,15 +81,22 @@ READ = rules(r"""
 ≤(.) => \\le \1
 ≥(.) => \\ge \1
 ≠(.) => \\ne \1
+(\.\d*?)(\d{1,3}?)\2\2+ *(?:\\[lc]?dots(?![a-z])|…|\.{3}) => \1\\overline{\2}
+(?<=\d)\.\\(?:overline|bar|dot) *\{?9\}? => \\frac{9}{9}
 (\.\d*)\\(?:overline|bar|dot) *(?:\{(\d+)\}|(\d)) => \1\2\3\2\3\2\3\2\3\2\3\2\3\2\3
 (?<=\d)\\? +(\d+)/(\d+) => \\frac{\1}{\2}
 (?<=\d)(?:\\,| )+(?=\d{3}(?!\d)) =>
 (?<=\d)(?<![_^c]\d)(?<!c \d)(?:\\[;: ]|\\q?quad|[ ~])+(?=\d) => ,
 \\text\{ *(-?[\d.,]*\d)([A-Za-z ]*)\} => \1\\text{\2}
-(?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
+\bsq\. *(?=[a-z]+$) => sq 
+(?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|(?<= )m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
+^(?=[<>]|\\[lg]e?q?(?![a-z])) => x 
+^\\?\w *(?:<|\\lt) *([^<>=]+?) *(?:\\text\{ *or *\}|\\lor|\bor\b) *\\?\w *(?:>|\\gt) *([^<>=]+)$ => (-\\infty,\1)\\cup(\2,\\infty)
+^\\?\w *\\leq? *([^<>=]+?) *(?:\\text\{ *or *\}|\\lor|\bor\b) *\\?\w *\\geq? *([^<>=]+)$ => (-\\infty,\1]\\cup[\2,\\infty)
 \\[lc]?dots(?![a-z])|…|\.{3} => \\text{dots}
 """)  # noqa: E501
 COUNTED = r"""
+(?<=\d) +mod +(?=\d) => \\mod 
 \{,\} => ,
 \\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
 [ .$\\]+$ =>
@@ -274,23 +281,17 @@ def _is_copy(answer, gold, formulas):
     calculates and collects terms, but neither factors nor expands. Where that alone gives the gold
     answer, all atoms of the formula must be in the answer, as they are not in the gold one. Of an
     equation the last side counts, unless the formula is one."""
-    from math_verify import LatexExtractionConfig, parse
+    from math_verify import parse
 
-    def value(text):
-        [found, *_] = [*parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None), text]
-        return getattr(found, "doit", lambda: found)()
-
-    plain = lambda text: rewritten(text, [*READ, *COUNTED])
+    value = lambda text: parse(f"${text}$", parsing_timeout=None)[0].doit()
     atoms = lambda text: Counter(filter(None, ATOM.findall(text)))
-    answer, gold, *formulas = map(plain, (answer, gold, *formulas))
+    answer, gold, *formulas = (rewritten(text, READ + COUNTED) for text in (answer, gold, *formulas))
     for formula in formulas:
-        ours, own = answer if "=" in formula else answer.rpartition("=")[2], atoms(formula)
-        is_whole = own <= atoms(ours) and not own <= atoms(gold)
-        if is_whole or any(map(str.isalpha, own)):  # not 3^{10000} for nothing
-            with suppress(Exception):
-                found = value(formula)
-                if found == value(ours) and (is_whole or found != value(gold)):
-                    return True
+        ours = answer if "=" in formula else answer.rpartition("=")[2]
+        is_whole = atoms(formula) <= atoms(ours) and not atoms(formula) <= atoms(gold)
+        with suppress(Exception):  # what sympy cannot read is no copy
+            if value(formula) == value(ours) and (is_whole or value(ours) != value(gold)):
+                return True
     return False
 
 
