@@ -33,7 +33,7 @@ from evals.examples import (
     worked,
 )
 from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
-from evals.math_grader import ask, hendrycks, last_box, math_verify
+from evals.math_grader import ask, last_box, math_verify
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
@@ -56,7 +56,8 @@ BOX = r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"
 # two boxes with no more than a comma, "and" or "or" between them
 SEVERAL = (
     BOX + r"(?=(?:[\s$*]|\\(?:[()\[\]]|q?quad\b))*(?:[,;&]|and|or|\\text))"
-    r"(?:[\s$*,;&]|\\(?:[()\[\]]|q?quad\b)|and\b|or\b|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
+    r"(?:[\s$*,;&]|\\(?:[()\[\]]|q?quad\b)|and\b|or\b|\\text\{,? *(?:and|or) *\}"
+    r"|[a-z]\s*=)*(-?)" + BOX
 )
 # between the formulas of a question: words, $, relations and the ends of sentences and cells
 APART = (

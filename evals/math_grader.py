@@ -32,10 +32,11 @@ MEMORY = 4 * 2**30  # bytes of address space of a process
 BRACES = re.compile(r"\\[{}]|(?:((?<![\w)}\]-])-|)\$?(\\boxed\s*))?([{}])")
 # up to the next box: what has one inside is no answer
 UNCLOSED = re.compile(rf"((?:\\\$|(?!\\boxed)[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
-# what Math-Verify 0.9 does not see: the base of 52_8, words of size, and what a last \text says
-# that is no unit
+# what Math-Verify 0.9 does not see: the 6 of 5 \approx 6, the base of 52_8, words of size, and what
+# a last \text says that is no unit
 UNSEEN = re.compile(
-    r"^(-?[0-9]+) *(?:\\approx|≈)|[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|trillion|dozen)\b"
+    r"^(-?[0-9]+) *(?:\\approx|≈)|[0-9]\s*_\s*\{?\s*([0-9]+)"
+    r"|\b(hundred|thousand|million|billion|trillion|dozen)\b"
     r"|\\(?:text\w*|mbox|math\w\w)\{(\s*(?:squared|cubed)|[^{}]*(?:(?<![\w^])[0-9]|\?|n't\b"
     r"|\b(?:no[rt]?|or|wrong|incorrect|false|maybe|perhaps|plus|minus)\b))[^{}]*\}$"
 )
@@ -88,15 +89,15 @@ READ = rules(r"""
 (?<=\d)(?:\\,| )+(?=\d{3}(?!\d)) =>
 (?<=\d)(?<![_^c]\d)(?<!c \d)(?:\\[;: ]|\\q?quad|[ ~])+(?=\d) => ,
 \\text\{ *(-?[\d.,]*\d)([A-Za-z ]*)\} => \1\\text{\2}
-\bsq\. *(?=[a-z]+$) => sq 
+\bsq\.(?= *[a-z]+$) => sq
 (?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|(?<= )m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
-^(?=[<>]|\\[lg]e?q?(?![a-z])) => x 
+^(?=[<>]|\\[lg]e?q?(?![a-z])) => x
 ^\\?\w *(?:<|\\lt) *([^<>=]+?) *(?:\\text\{ *or *\}|\\lor|\bor\b) *\\?\w *(?:>|\\gt) *([^<>=]+)$ => (-\\infty,\1)\\cup(\2,\\infty)
 ^\\?\w *\\leq? *([^<>=]+?) *(?:\\text\{ *or *\}|\\lor|\bor\b) *\\?\w *\\geq? *([^<>=]+)$ => (-\\infty,\1]\\cup[\2,\\infty)
 \\[lc]?dots(?![a-z])|…|\.{3} => \\text{dots}
 """)  # noqa: E501
 COUNTED = r"""
-(?<=\d) +mod +(?=\d) => \\mod 
+(?<=\d) +mod(?= +\d) => \\mod
 \{,\} => ,
 \\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
 [ .$\\]+$ =>
@@ -285,7 +286,8 @@ def _is_copy(answer, gold, formulas):
 
     value = lambda text: parse(f"${text}$", parsing_timeout=None)[0].doit()
     atoms = lambda text: Counter(filter(None, ATOM.findall(text)))
-    answer, gold, *formulas = (rewritten(text, READ + COUNTED) for text in (answer, gold, *formulas))
+    texts = answer, gold, *formulas
+    answer, gold, *formulas = (rewritten(text, READ + COUNTED) for text in texts)
     for formula in formulas:
         ours = answer if "=" in formula else answer.rpartition("=")[2]
         is_whole = atoms(formula) <= atoms(ours) and not atoms(formula) <= atoms(gold)

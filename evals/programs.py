@@ -9,12 +9,13 @@ from evals.sandbox import MAX_CODE, run
 # the only run of three or more backquotes on its line, what stands before it, and behind it
 FENCE = re.compile(r"^((?:(?!```)[^\n])*)`{3,}([^\n`]*)$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
-# a statement that is not indented and what it defines: imported names, also under `try:`, a function
-# or class with its decorators, or a constant: in capitals, or one that calls nothing. Decorators
-# alone match too, so that a long row of them is read once
+# a statement that is not indented and what it defines: imported names, also under `try:`, a
+# function or class with its decorators, or a constant: in capitals, or one whose value is written
+# out. Decorators alone match too, so that a long row of them is read once
 DEFINITION = re.compile(
     r"^(?:@.*\n)*(?:(?:try:\s+)?(?:from [\w.]+ )?import (.*(?:\n(?:[ \t)]|except\b|else:).*)*)"
-    r"|(?:(?:async )?(?:def|class) |(?=[A-Z_\d]+ =|\w+(?:: [^=\n]+)? = (?:lambda\b|(?!.*\w\())))"
+    r"|(?:(?:async )?(?:def|class) |(?=[A-Z_\d]+ =|\w+(?:: [^=\n]+)? = (?:lambda\b"
+    r"|(?:[^A-Za-z_\n'\"#]|'[^'\n]*'|\"[^\"\n]*\"|\b(?:None|True|False)\b)*(?:#.*)?$)))"
     r"(\w+).*(?:\n(?:[ \t)\]}].*)?)*|)",
     re.MULTILINE,
 )
