@@ -120,7 +120,8 @@ def score(completion, example):
 def is_copy(completion, example):
     """Whether the final answer is a formula of the question in other dress, and not the gold one:
     nothing that training may pay. See _is_copy in evals/math_grader.py."""
-    answer, parts = extract(completion, example) or "", re.split(APART, example["question"])
+    answer, question = extract(completion, example) or "", example["question"]
+    parts = [*question.split("$"), *re.split(APART, question)]
     sides = [side for part in parts for side in (part, *part.split("="))]
     formulas = [*filter(OPERATION.search, sides)]
     return OPERATION.search(answer) and ask("copy", answer, example["gold"], formulas) is True

@@ -282,12 +282,13 @@ def _is_copy(answer, gold, formulas):
     calculates and collects terms, but neither factors nor expands. Where that alone gives the gold
     answer, all atoms of the formula must be in the answer, as they are not in the gold one. Of an
     equation the last side counts, unless the formula is one."""
-    from math_verify import parse
+    from math_verify import LatexExtractionConfig, parse
 
-    value = lambda text: parse(f"${text}$", parsing_timeout=None)[0].doit()
+    read = partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+    value = lambda text: read(f"${text}$")[0].doit()
     atoms = lambda text: Counter(filter(None, ATOM.findall(text)))
     texts = answer, gold, *formulas
-    answer, gold, *formulas = (rewritten(text, READ + COUNTED) for text in texts)
+    answer, gold, *formulas = (rewritten(text, COUNTED + READ) for text in texts)
     for formula in formulas:
         ours = answer if "=" in formula else answer.rpartition("=")[2]
         is_whole = atoms(formula) <= atoms(ours) and not atoms(formula) <= atoms(gold)
