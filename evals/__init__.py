@@ -48,8 +48,10 @@ def load_task(name, instead=None):
     SystemExit lists the tasks if it is unknown, or says what the file lacks.
     """
     if name.endswith(".py"):
-        task = load_file(name, ["load", "prompt", "extract", "score"])
-        task.score = guarded(name, task.score, SECONDS, instead)
+        task = load_file(name, needed := ["load", "prompt", "extract", "score"])
+        for part in vars(task).keys() & {*needed, "score_batch", "answer"}:
+            limits = (SECONDS, instead) if part == "score" else ()
+            setattr(task, part, guarded(name, getattr(task, part), *limits))
     else:
         files = Path(__file__).parent.glob("*.py")
         is_task = lambda file: f'main("{file.stem}")' in file.read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ from evals.examples import (
     worked,
 )
 from evals.gsm8k import EVALUATION, INSTRUCTION, TAGS
-from evals.math_grader import hendrycks, last_box, math_verify, rewritten, rules
+from evals.math_grader import ask, last_box, math_verify
 
 HUB, FULL = "HuggingFaceH4/MATH-500", "EleutherAI/hendrycks_math"
 # names that `load` takes besides files and hub ids: all of FULL's test rows; HUB's rows with d1's
@@ -55,19 +55,16 @@ PROMPTS = {
 BOX = r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"
 # two boxes with no more than a comma, "and" or "or" between them
 SEVERAL = (
-    BOX + r"(?=[\s$*)\\]*(?:[,;]|and|or|\\text))(?:[\s$*,;]|\\[()]|and\b|or\b"
-    r"|\\text\{,? *(?:and|or) *\}|[a-z]\s*=)*(-?)" + BOX
+    BOX + r"(?=(?:[\s$*]|\\(?:[()\[\]]|q?quad\b))*(?:[,;&]|and|or|\\text))"
+    r"(?:[\s$*,;&]|\\(?:[()\[\]]|q?quad\b)|and\b|or\b|\\text\{,? *(?:and|or) *\}"
+    r"|[a-z]\s*=)*(-?)" + BOX
 )
-# what makes no other formula of one: units, + 0, 1(...), brackets, spaces, and a name for it
-LAYOUT = rules(r"""
-(?<=.)\\(?:text\w*|mbox|mathrm)\{[^{}]*\}$|[.,;:]+$ =>
-[+-] *0(?![\d.])|(?<![\d.])(?:0 *\+|1 *(?:(?=\()|\*|\\cdot(?![a-z])|\\times)) =>
-\\(?:left|right|displaystyle|[!,;: ])|[\s{}()\[\]$] =>
-\\[dt]frac => \\frac
-\\cdot(?![a-z])|\\times|× => *
-^(.*)=\1$ => \1
-^[^=+*/^-]*=(?=[^=]*$) =>
-""")
+# between the formulas of a question: words, $, relations and the ends of sentences and cells
+APART = (
+    r"\\[()\[\]\\]|[$&?;:<>]|[,.](?!\d)|\\(?:[lg]eq?|text\w*|quad|begin|end)(?![a-z])"
+    r"|(?<!\\)\b(?!mod\b)[A-Za-z]{2,}\*?\}?"
+)
+OPERATION = re.compile(r"[-+*/^!\\√]|\d\.\d|mod")
 COLUMNS = (
     "problem and answer, or problem and solution with a box, or prompt and "
     "reward_model.ground_truth (DARE)"
@@ -121,15 +118,13 @@ def score(completion, example):
 
 
 def is_copy(completion, example):
-    """Whether the final answer is a formula of the question as it stands there, and not the gold
-    one: nothing that training may pay."""
-    answer = extract(completion, example) or ""
-    piece, question = (rewritten(text, LAYOUT) for text in (answer, example["question"]))
-    return (
-        re.search(r"[-+*/^!\\]|\d\.\d", piece)  # a formula, no number or name
-        and re.search(rf"(?<!\d){re.escape(piece)}(?!\d)", question)
-        and not hendrycks(answer, example["gold"])
-    )
+    """Whether the final answer is a formula of the question in other dress, and not the gold one:
+    nothing that training may pay. See _is_copy in evals/math_grader.py."""
+    answer, question = extract(completion, example) or "", example["question"]
+    parts = [*question.split("$"), *re.split(APART, question)]
+    sides = [side for part in parts for side in (part, *part.split("="))]
+    formulas = [*filter(OPERATION.search, sides)]
+    return OPERATION.search(answer) and ask("copy", answer, example["gold"], formulas) is True
 
 
 def answer(example, draw=0):

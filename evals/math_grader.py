@@ -17,7 +17,7 @@ import re
 import resource
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -32,12 +32,17 @@ MEMORY = 4 * 2**30  # bytes of address space of a process
 BRACES = re.compile(r"\\[{}]|(?:((?<![\w)}\]-])-|)\$?(\\boxed\s*))?([{}])")
 # up to the next box: what has one inside is no answer
 UNCLOSED = re.compile(rf"((?:\\\$|(?!\\boxed)[^\n$<>]){{,{MAX_LENGTH}}})[\n$<>]")
-# what Math-Verify 0.9 does not see: the base of 52_8, words of size, and what a last \text says
-# that is no unit
+# what Math-Verify 0.9 does not see: the 6 of 5 \approx 6, the base of 52_8, words of size, and what
+# a last \text says that is no unit
 UNSEEN = re.compile(
-    r"[0-9]\s*_\s*\{?\s*([0-9]+)|\b(hundred|thousand|million|billion|trillion|dozen)\b"
+    r"^(-?[0-9]+) *(?:\\approx|≈)|[0-9]\s*_\s*\{?\s*([0-9]+)"
+    r"|\b(hundred|thousand|million|billion|trillion|dozen)\b"
     r"|\\(?:text\w*|mbox|math\w\w)\{(\s*(?:squared|cubed)|[^{}]*(?:(?<![\w^])[0-9]|\?|n't\b"
     r"|\b(?:no[rt]?|or|wrong|incorrect|false|maybe|perhaps|plus|minus)\b))[^{}]*\}$"
+)
+# numbers, letters and signs, of which no rearrangement of a formula loses one
+ATOM = re.compile(
+    r"\\(?:[dt]?frac|sqrt|left|right|cdot|times|div)(?![a-z])|(\\[a-z]+|\d+(?:\.\d+)?|[A-Za-z!|-])"
 )
 # one name between bounds, and an interval: 0 < x < 1 is (0, 1)
 RANGE = r"([^<>=]*([<>]|\\[lgn]\w+))? *\\?[^\W\d][\w()]* *(([<>]|\\[lgn]\w+)[^<>=]*)?\n.*[)\]]"
@@ -77,15 +82,22 @@ READ = rules(r"""
 ≤(.) => \\le \1
 ≥(.) => \\ge \1
 ≠(.) => \\ne \1
+(\.\d*?)(\d{1,3}?)\2\2+ *(?:\\[lc]?dots(?![a-z])|…|\.{3}) => \1\\overline{\2}
+(?<=\d)\.\\(?:overline|bar|dot) *\{?9\}? => \\frac{9}{9}
 (\.\d*)\\(?:overline|bar|dot) *(?:\{(\d+)\}|(\d)) => \1\2\3\2\3\2\3\2\3\2\3\2\3\2\3
 (?<=\d)\\? +(\d+)/(\d+) => \\frac{\1}{\2}
 (?<=\d)(?:\\,| )+(?=\d{3}(?!\d)) =>
 (?<=\d)(?<![_^c]\d)(?<!c \d)(?:\\[;: ]|\\q?quad|[ ~])+(?=\d) => ,
 \\text\{ *(-?[\d.,]*\d)([A-Za-z ]*)\} => \1\\text{\2}
-(?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
+\bsq\.(?= *[a-z]+$) => sq
+(?:(?<=[\d}])|(?<=\\pi)) *((?:square |cubic )?(?:[cdkm]m|(?<= )m|in|ft|yd|mi|feet|inches|miles|yards|units|(?:[cdkm]|centi|milli|kilo)?met(?:er|re)s?))\^\{?[23]\}?$ => \\text{\1}
+^(?=[<>]|\\[lg]e?q?(?![a-z])) => x
+^\\?\w *(?:<|\\lt) *([^<>=]+?) *(?:\\text\{ *or *\}|\\lor|\bor\b) *\\?\w *(?:>|\\gt) *([^<>=]+)$ => (-\\infty,\1)\\cup(\2,\\infty)
+^\\?\w *\\leq? *([^<>=]+?) *(?:\\text\{ *or *\}|\\lor|\bor\b) *\\?\w *\\geq? *([^<>=]+)$ => (-\\infty,\1]\\cup[\2,\\infty)
 \\[lc]?dots(?![a-z])|…|\.{3} => \\text{dots}
 """)  # noqa: E501
 COUNTED = r"""
+(?<=\d) +mod(?= +\d) => \\mod
 \{,\} => ,
 \\[!,]|\^\{?\\circ\}?|°|(?<![\w.])\\?\$(?=-?[\d.]) =>
 [ .$\\]+$ =>
@@ -265,6 +277,27 @@ def _by_math_verify(answer, gold, tolerance):
     return right
 
 
+def _is_copy(answer, gold, formulas):
+    """Whether the answer equals one of the formulas up to what sympy does unasked: it reorders,
+    calculates and collects terms, but neither factors nor expands. Where that alone gives the gold
+    answer, all atoms of the formula must be in the answer, as they are not in the gold one. Of an
+    equation the last side counts, unless the formula is one."""
+    from math_verify import LatexExtractionConfig, parse
+
+    read = partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+    value = lambda text: read(f"${text}$")[0].doit()
+    atoms = lambda text: Counter(filter(None, ATOM.findall(text)))
+    texts = answer, gold, *formulas
+    answer, gold, *formulas = (rewritten(text, COUNTED + READ) for text in texts)
+    for formula in formulas:
+        ours = answer if "=" in formula else answer.rpartition("=")[2]
+        is_whole = atoms(formula) <= atoms(ours) and not atoms(formula) <= atoms(gold)
+        with suppress(Exception):  # what sympy cannot read is no copy
+            if value(formula) == value(ours) and (is_whole or value(ours) != value(gold)):
+                return True
+    return False
+
+
 def _first_program(texts):
     """Number of the first text that Python's parser accepts, len(texts) if there is none."""
     import ast
@@ -284,7 +317,7 @@ def _is_zero(formula):
     return simplify(parse_expr(formula.replace("^", "**"), transformations="implicit")) == 0
 
 
-JUDGES = {"math": _by_math_verify, "python": _first_program, "zero": _is_zero}
+JUDGES = {"math": _by_math_verify, "python": _first_program, "copy": _is_copy, "zero": _is_zero}
 
 
 def serve(kind):

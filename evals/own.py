@@ -44,7 +44,7 @@ def guarded(file, function, seconds=None, instead=None):
         try:
             return future.result(seconds)
         except (Exception, SystemExit) as error:
-            if type(error) is SystemExit and isinstance(error.code, str):
+            if isinstance(error, SystemExit) and isinstance(error.code, str):
                 raise
             place = file
             for frame, line in walk_tb(error.__traceback__):

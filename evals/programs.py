@@ -9,13 +9,17 @@ from evals.sandbox import MAX_CODE, run
 # the only run of three or more backquotes on its line, what stands before it, and behind it
 FENCE = re.compile(r"^((?:(?!```)[^\n])*)`{3,}([^\n`]*)$", re.MULTILINE)
 CODE_LINE = re.compile(r"^(?:async |def |class |import |from |@)", re.MULTILINE)
-# a statement that is not indented and what it defines: imported names, a function or class with its
-# decorators, or a constant. Decorators alone match too, so that a long row of them is read once
+# a statement that is not indented and what it defines: imported names, also under `try:`, a
+# function or class with its decorators, or a constant: in capitals, or one whose value is written
+# out. Decorators alone match too, so that a long row of them is read once
 DEFINITION = re.compile(
-    r"^(?:@.*\n)*(?:(?:from [\w.]+ )?import (.*(?:\n[ \t)].*)*)"
-    r"|(?:(?:async )?(?:def|class) |(?=[A-Z_\d]+ =))(\w+).*(?:\n(?:[ \t)].*)?)*|)",
+    r"^(?:@.*\n)*(?:(?:try:\s+)?(?:from [\w.]+ )?import (.*(?:\n(?:[ \t)]|except\b|else:).*)*)"
+    r"|(?:(?:async )?(?:def|class) |(?=[A-Z_\d]+ =|\w+(?:: [^=\n]+)? = (?:lambda\b"
+    r"|(?:[^A-Za-z_\n'\"#]|'[^'\n]*'|\"[^\"\n]*\"|\b(?:None|True|False)\b)*(?:#.*)?$)))"
+    r"(\w+).*(?:\n(?:[ \t)\]}].*)?)*|)",
     re.MULTILINE,
 )
+QUOTED = re.compile(r"^>(?!>) ?", re.MULTILINE)  # Markdown's; >>> is Python's
 MAX_CUTS = 50  # lines at which `trimmed` looks for the end of the code
 
 
@@ -50,16 +54,16 @@ def code_of(text, names):
     last closed block that does; the last block, closed or not, that does; what the last tag
     <answer> or <code> holds, if it does; the text, if it does; the last closed python block; the
     last block; what the tag holds; the text. A block that defines a name comes with what it uses of
-    earlier ones (`with_helpers`). Leading spaces are kept: they may be the indentation of a body.
+    the others (`with_helpers`). Leading spaces are kept: they may be the indentation of a body.
     Only the last MAX_CODE characters are read.
     """
-    text = text[-MAX_CODE:]
+    text = QUOTED.sub("", text[-MAX_CODE:])
     blocks = [*fenced(text)]
     ranked = sorted(blocks, key=lambda block: block[0])
     if defining := [code for _, code in ranked if defines(code, names)]:
         code = textwrap.dedent(defining[-1])
-        whole = with_helpers(code, text.partition(defining[-1])[0], names)
-        return code if whole == code else first_program([whole, code]) or code
+        others = text.replace(defining[-1], "")
+        return first_program([with_helpers(code, others, names), code]) or code
     begun = re.split("<(?:answer|code)>", text)[-1]
     tagged = re.split("</(?:answer|code)>", begun)[0]
     for part in (tagged, text):
@@ -69,11 +73,11 @@ def code_of(text, names):
     return code if code.strip() else None
 
 
-def with_helpers(code, earlier, names):
-    """The code behind those definitions of earlier blocks that it uses: imports, functions, but
+def with_helpers(code, others, names):
+    """The code behind those definitions of other blocks that it uses: imports, functions, but
     none of `names`, which are its own."""
-    words, parts = {"*", *re.findall(r"\w+", code)}, [code]
-    for found in reversed([*DEFINITION.finditer(earlier)]):
+    words, parts = {"*", *re.findall(r"\w+", code)}.difference(names), [code]
+    for found in reversed([*DEFINITION.finditer(others)]):
         bound = re.findall(r"\w+|\*", found[1] or found[2] or "")
         if not words.isdisjoint(bound) and not defines(found[0], names):
             words.update(re.findall(r"\w+", found[0]))
@@ -84,14 +88,12 @@ def with_helpers(code, earlier, names):
 def trimmed(text):
     """Code without the prose around it: all of the text if it parses; else from the first line that
     looks like code to the last one up to which it parses."""
-    if first_program([text]):
-        return text
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
     lines = code.split("\n")
     ends = [len(lines), *(i for i in range(len(lines) - 1, 0, -1) if lines[i][:1].strip())]
     parts = ("\n".join(lines[:end]) for end in ends[:MAX_CUTS])
-    return first_program(parts) or code
+    return first_program([text, *parts]) or code
 
 
 def first_program(texts):

@@ -33,7 +33,8 @@ def d1_answer(completion, example):
     first opening. None without one."""
     if example["style"] == "compact":
         return completion.strip() or None
-    found = re.findall("<answer>(.*?)</answer>", completion, re.DOTALL)
+    closed = completion[: completion.rfind("</answer>") + 9]  # else quadratic
+    found = re.findall("<answer>(.*?)</answer>", closed, re.DOTALL)
     return found[-1].strip() if found else None
 
 

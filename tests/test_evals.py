@@ -54,13 +54,13 @@ RECALL = {  # of judged completions, at least: of the forms that scorers were tu
 HOSTILE = [
     "", " \n\t", "\x00", "\ud800", "{" * 5000, "}" * 5000, r"\boxed{" * 5000, r"\boxed{}",
     "\\boxed{\\}", r"\boxed{\frac{1}{0}}", r"\boxed{" + "(" * 500 + "}", r"\boxed{(,)}",
-    r"\boxed{" + r"1\pm" * 100 + "}", "<answer>" * 5000, "<answer>" + "(" * 10**5 + "</answer>",
+    r"\boxed{" + r"1\pm" * 100 + "}", "<answer>" + "(" * 10**5 + "</answer>",
     "<answer>" + "[" * 10**5 + "</answer>",
     "[BEGIN]'" + "-" * 50_000 + "1", "```python\n" + "(" * 5000 + "\n```", "x" * 10**5,
     "9" * 10**5, "1 " * 10**4, "answer is " * 10**4, "A\n" * 10**4, "-" * 500 + "1",
     "1" + " " * 10**5, "#### " * 10**4, "$ " * 10**4,
     "<answer>" + "`" * 50_000 + "</answer>", "```python\n" * 10**5, "@\n" * 10**5,
-    *("```" + mark * 10**5 + "`" for mark in " a\t"),
+    "<answer>" * 10**5, *("```" + mark * 10**5 + "`" for mark in " a\t"),
     "```python\ndef add(): a0\n```" + "".join(f"\ndef a{n}(): a{n + 1}" for n in range(30_000)),
 ]  # fmt: skip
 
@@ -163,6 +163,8 @@ def test_hostile_text_scores_zero_quickly(task, monkeypatch):
     module, example, began = load_task(task), of("scores", task)[0]["example"], time.process_time()
     assert set(score_all(module, HOSTILE, [example] * len(HOSTILE))) == {0.0}
     assert all(isinstance(module.extract(text, example) or "", str) for text in HOSTILE)
+    if pay := REWARDS.get(f"{task}_d1"):
+        assert all(pay(text, example | {"style": "tags"}) for text in HOSTILE)
     assert time.process_time() - began < 30
 
 

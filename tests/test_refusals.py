@@ -64,6 +64,12 @@ def extract(completion, example):
 def score(completion, example):
     sys.exit(0)
 """
+# a task with one function that fails
+FAILING = {
+    "load": "def load(*asked, **options): sys.exit(0)",
+    "prompt": "def prompt(example): raise ValueError('no word')",
+    "score_batch": "def score_batch(completions, examples): return 1 / 0",
+}
 # command line (TMP: the folder of `said`) -> words of its last line
 REFUSALS = {
     # names and files
@@ -90,6 +96,10 @@ REFUSALS = {
     "algos/d1.py --task TMP/leaves.py": "leaves.py line 1; SystemExit(0)",
     f"{TASK} --data TMP/rows.jsonl {ALGO}": "rows.jsonl row 1 has no column 'text', only question",
     f"{TASK} --data TMP/text.jsonl {ALGO}": "task.py line 10; SystemExit(0)",
+    **{
+        f"algos/d1.py --task TMP/{name}.py --data TMP/text.jsonl {ALGO}": f"{name}.py line 12; "
+        for name in FAILING
+    },
     "RANK=x algos/d1.py": "unset RANK",
     "RANK=0 algos/sft.py": "WORLD_SIZE expected",
     f"RANK=0 WORLD_SIZE=0 {MASTER} evals/run.py --tasks qa --model x": "size cannot be 0",
@@ -178,6 +188,7 @@ def said(warm, tmp_path_factory):
         "cut.py": "def pay(",
         "leaves.py": "import sys; sys.exit(0)",
         "lacks.py": "import lacking",
+        **{f"{name}.py": f"{SCORE}\n{code}" for name, code in FAILING.items()},
         "pay.py": "pay = lambda completion, example: {'a': 1.0, 'b': float('nan')}",
     }.items():
         (folder / name).write_text(f"{content}\n")
