@@ -107,7 +107,7 @@ def main(
         tensors = ((name, converted(name, value, rows, mask).to(dtype)) for name, value in tensors)
         write_files(folder, config, tensors, shapes, ends, ends[-1], words)
     print(f"{out}: a2d-{kind}, mask token {words.mask_token} {mask}, ends {ends}; now train it:")
-    print(f"torchrun algos/sft.py --model {out} --lora-rank 0 --learning-rate 1e-4 --data ROWS")
+    print(f"torchrun algos/sft.py --model {out} --data ROWS --eval-limit 0 --lora-rank 0")
 
 
 if __name__ == "__main__":

@@ -291,9 +291,10 @@ class Plan:
                 if self.ranks <= ranks < fewest and replace(self, args=args, ranks=ranks).fitting:
                     found.append(" ".join([f"{ranks}", *flags_of(flags)]))
                     fewest = ranks
+        adapters = "a lower --lora-rank" if self.args.lora_rank else "--lora-rank 128"
         return (
             f"such GPUs that fit: {', or '.join(found or ['none up to 8'])}; else try "
-            "--lora-rank 128, --sequence-parallel for long rows, or a smaller model"
+            f"{adapters}, --sequence-parallel for long rows, or a smaller model"
         )
 
 

@@ -164,6 +164,9 @@ def newest_step(run_dir, args):
         return 0
     hold(run_dir)
     folders = [Path(run_dir) / name for name in ("resume", "checkpoints")]
+    (last, path), state = (max(saves_in(folder), default=(0, "")) for folder in folders[::-1])
+    if last == args.max_steps > state[0]:
+        raise SystemExit(f"--resume: the run is finished, its weights are {path}")
     for step, state in reversed(saves_in(folders[0])):
         if facts := facts_of(state):
             now = about(args)
@@ -173,10 +176,7 @@ def newest_step(run_dir, args):
             delete(path for folder in folders for at, path in saves_in(folder) if at > step)
             return step
         print(f"--resume: {state} is damaged; trying the save before it", file=sys.stderr)
-    kept = ""
-    for step, path in saves_in(folders[1])[-1:]:
-        ended = "finished, " * (step == args.max_steps)
-        kept = f": {ended}it kept only weights, {path}"
+    kept = f": it kept only weights, {path}" if last else ""
     raise SystemExit(f"--resume: no undamaged save in {folders[0]} (--save-every){kept}")
 
 

@@ -127,6 +127,14 @@ def _rank_main(rank, world_size, store, target, arguments):
         dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_group_stays():
+    yield
+    if dist.is_initialized():  # forked ranks of later tests would wait for its threads
+        dist.destroy_process_group()
+        pytest.fail("a process group is left")
+
+
 @pytest.fixture
 def one_rank(monkeypatch):
     """Collectives of a single rank, without a process group."""

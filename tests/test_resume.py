@@ -174,7 +174,7 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
         assert listing(tmp_path) == "7 8 | 6 8 | 7" and (tmp_path / "checkpoints/best").is_symlink()
         shutil.rmtree(tmp_path / "resume")
         (tmp_path / ".lock").unlink()
-        with refused("finished, it kept only weights", "step-000008"):
+        with refused("the run is finished, its weights", "step-000008"):
             newest_step(tmp_path, RunFlags(max_steps=8))
         shutil.rmtree(tmp_path / "checkpoints")
         saves_of(tmp_path, scores=[(7, 0.6)])

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from golden_runs import rows_of
 from test_evals import one_line, row_of, write
 
@@ -37,7 +38,9 @@ def cli(monkeypatch, capsys):
         last = capsys.readouterr().out.splitlines()[-1]
         return json.loads(last) if last.startswith("{") else last
 
-    return command
+    yield command
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def timeless(directory, name="samples"):
