@@ -190,7 +190,9 @@ def read_json(path):
     """The object that a JSON file holds. SystemExit if it is damaged or missing."""
     try:
         return json_object(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}") from error
+    except ValueError as error:
         raise SystemExit(f"{path} is damaged: {error}") from error
 
 

@@ -332,10 +332,12 @@ def pretend(gpus):
     global ASKED
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    found = re.fullmatch(f"([1-8])x({'|'.join(GPUS)}|[0-9]+)", gpus)
+    plain = lambda name: re.sub("[ -]", "", name.lower())  # 2 x A100-40, 1xRTX4090
+    spelled = {plain(name): name for name in GPUS}
+    found = re.fullmatch(f"([1-8])x({'|'.join(spelled)}|[0-9]+)", plain(gpus))
     if not found:
         raise SystemExit(f"--plan {gpus}: use 1x24 to 8x24 (GB), or 1x one of {', '.join(GPUS)}")
-    ranks, gpu = found.groups()
+    ranks, gpu = found[1], spelled.get(found[2], found[2])
     ASKED = (GPUS[gpu][2] if gpu in GPUS else 1e9 * int(gpu)), gpu
     groups.own_device = lambda: torch.device("cuda")
     names.FILES[:] = names.SMALL
