@@ -283,6 +283,7 @@ def _is_copy(answer, gold, formulas):
     answer, all atoms of the formula must be in the answer, as they are not in the gold one. Of an
     equation the last side counts, unless the formula is one."""
     from math_verify import LatexExtractionConfig, parse
+    from sympy import false, true
 
     read = partial(parse, extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
     value = lambda text: read(f"${text}$")[0].doit()
@@ -293,8 +294,10 @@ def _is_copy(answer, gold, formulas):
         ours = answer if "=" in formula else answer.rpartition("=")[2]
         is_whole = atoms(formula) <= atoms(ours) and not atoms(formula) <= atoms(gold)
         with suppress(Exception):  # what sympy cannot read is no copy
-            if value(formula) == value(ours) and (is_whole or value(ours) != value(gold)):
-                return True
+            same = value(formula)
+            if same not in (true, false) and same == value(ours):  # false: two other equations
+                if is_whole or same != value(gold):
+                    return True
     return False
 
 
