@@ -116,6 +116,8 @@ def architecture(raw):
         advice = f"supported are {', '.join(MODEL_TYPES)}"
         if kind in AUTOREGRESSIVE:
             advice = "it is autoregressive: python models/from_ar.py converts it"
+        if "script" in raw:
+            advice = "it is that of a run, whose weights are in its checkpoints/"
         raise SystemExit(f"config.json has model_type {kind!r}; {advice}")
     if kind in A2D:
         if type(size := raw.get("block_size")) is not int or size < 0:

@@ -436,7 +436,9 @@ def test_files_of_a_user(tmp_path):
     rows = [row | {"tokens": tokens} for tokens in (2, 3)]
     scored(task, rows, [example], load_reward(f"{path}:brief", task))
     assert [row["reward"]["reward"] for row in rows] == [-2, -3]
-    said = one_line(load_reward(f"{path}:uneven", task), ["one", ""], [example] * 2)
+    pay = load_reward(f"{path}:uneven", task)
+    pay(["trial"], [example])  # completions of one call are judged side by side
+    said = one_line(pay, ["one", ""], [example] * 2)
     assert "is paid {'empty': 1.0}: not a finite number for each of ['same', 'length']" in said
     given = lambda *scores: SimpleNamespace(NAME="t", score_batch=lambda *_: iter(scores))
     assert score_all(given(1 + 1e-9), ["a"], [{}]) == [1 + 1e-9]

@@ -577,6 +577,7 @@ REFUSED = [
     ("sdar", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping.*30.0"),
     ("sdar", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
     ("sdar", {"model_type": "qwen3"}, "qwen3.*models/from_ar.py"),
+    ("sdar", {"model_type": None, "script": "d1"}, "None; .* of a run.* checkpoints/"),
     ("a2d_block", {"block_size": None}, "block_size None; add block_size: 0"),
     ("a2d_block", {"shift": True}, "shift = true.*block_size = 0"),
     ("a2d_block", {"rope_scaling": YARN}, "rope_scaling.*yarn.*llama3"),
