@@ -32,7 +32,7 @@ train() { # NAME SCRIPT FLAG...: a run in $OUT/NAME; $OUT/NAME/final is a link t
     if [ -e "$out/final" ]; then return; fi
     old=$(ls -d "$out"/*/resume 2>/dev/null | tail -1 || true)
     if [ "$old" ]; then set -- --resume "${old%/resume}"; else set -- "$@" --out "$out"; fi
-    show $LAUNCH "$GPUS" "$script" --task gsm8k --lora-rank 0 --save-every 50 --keep-saves 1 "$@"
+    show $LAUNCH "$GPUS" "$script" --task gsm8k --lora-rank 0 --keep-saves 1 "$@"
     ln -sfn "$(cd "$out" && ls -d */checkpoints/step-* | tail -1)" "$out/final"
 }
 
@@ -51,13 +51,13 @@ evaluate samples $ENGINES --model "$MODEL" --data "$TRAIN" --split train --sampl
 
 # 3. Fine-tune all weights on these rows.
 train sft algos/sft.py --model "$OUT/converted" --data "$OUT/rows.jsonl" --eval-data "$TEST" \
-    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 150 \
+    --learning-rate 1e-4 --warmup-steps 10 --lr-schedule cosine --max-steps 150 --save-every 50 \
     --batch-size 256 --pack-length 2048 --max-length 640
 evaluate sft-scores "$GPUS" --model "$OUT/sft/final" --data "$TEST" --gen-length 512
 
 # 4. Reinforce.
 train rl algos/cj_grpo.py --model "$OUT/sft/final" --data "$TRAIN" --eval-data "$TEST" \
-    --learning-rate 3e-6 --beta 0 --num-iterations 1 --max-steps 70 \
+    --learning-rate 3e-6 --beta 0 --num-iterations 1 --max-steps 70 --save-every 35 \
     --prompts-per-step 32 --num-generations 8
 evaluate rl-scores "$GPUS" --model "$OUT/rl/final" --data "$TEST" --gen-length 512
 

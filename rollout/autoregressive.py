@@ -38,7 +38,7 @@ def autoregressive_engine(name_or_dir, backend, device, max_batch_size):
     if is_fast:
         model = SimpleNamespace(lm_head=SimpleNamespace(out_features=config["vocab_size"]))
     else:
-        print("transformers decodes; lmdeploy, on CUDA, is ten times as fast")
+        print("transformers decodes, in whole batches; lmdeploy, on CUDA, refills them")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=frozen_dtype(device))
         model.to(device)
     vars(model).update(

@@ -163,7 +163,10 @@ def test_best_follows_the_score_and_survives_pruning_and_kills(run_ranks, tmp_pa
             "7 8 | 6 8 | 7",
         ]
         saves.after_step(9, {})
+        with refused("the run is finished, its weights", "step-000009"):
+            newest_step(tmp_path, RunFlags(max_steps=9))
         assert listing(tmp_path) == "7 8 9 | 6 8 | 7"
+        (tmp_path / ".lock").unlink()
         assert newest_step(tmp_path, RunFlags()) == 8
         saves_of(tmp_path, scores=[(7, 0.6)])
         assert listing(tmp_path) == "7 8 | 6 8 | 7"
