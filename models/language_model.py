@@ -111,11 +111,12 @@ class LanguageModel(nn.Module):
         by the mask token. score_mask [R, K, L] bool: which of the last L tokens to score; copies
         without any are not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T]
         int64: the document of each token in a packed row; every document is computed as if alone.
-        targets [R, K, T] int64: tokens to score instead of the clean ones. The mask token has
-        probability 0.
-        -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
-        pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
-        values instead, and 0 for entropies.
+        targets [R, K, T] int64: tokens to score instead of the clean ones, or [R, K, T, k]; a
+        number k: the k likeliest. The mask token has probability 0.
+        -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored, or [R, K, L, k];
+        with entropy=True a pair (logps, entropy in nats), of the k likeliest one without gradient
+        (logps, ids). What a token sees: the classes below. A value model gives its values instead,
+        and 0 for entropies.
         """
         valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
         T, L = noisy_ids.shape[2], score_mask.shape[2]
@@ -123,7 +124,7 @@ class LanguageModel(nn.Module):
         ids, position_ids, visibility, token, column = self.noisy_pass(
             input_ids, noisy_ids, scored, valid, document_ids
         )
-        targets = input_ids[:, None] if targets is None else targets
+        targets = input_ids[:, None].expand_as(noisy_ids) if targets is None else targets
         # The head sees scored tokens alone, of --sequence-parallel N those of this rank. Before the
         # forward, because nonzero waits for the GPU.
         row, i = (scored.flatten()[token] & (column % N == rank)).nonzero(as_tuple=True)
@@ -132,11 +133,13 @@ class LanguageModel(nn.Module):
         hidden = self.hidden(own_tokens(ids), own_tokens(position_ids), attend)
         at = row * hidden.shape[1] + column[row, i] // N
         hidden = hidden.flatten(0, 1).index_select(0, at)
+        if torch.is_tensor(targets):
+            targets = targets.flatten(0, 2)[index]
         if self.value_head is None:
             values = linear_logps(
                 hidden,
                 self.lm_head.weight,
-                targets.expand_as(noisy_ids).flatten()[index],
+                targets,
                 temperature=temperature,
                 banned_id=self.mask_token_id,
                 entropy=entropy,
@@ -144,10 +147,12 @@ class LanguageModel(nn.Module):
         else:
             values = self.value_head(hidden.to(at_least_fp32(hidden)))[:, 0]
             values = (values, torch.zeros_like(values)) if entropy else values
-        place = index // T * L + index % T - (T - L)  # in [R, K, L]
-        spread = lambda x: x.new_zeros(score_mask.shape).put(place, x)  # no view: FSDP2 would warn
-        filled = [total(spread(x)) for x in (values if entropy else [values])]
-        return tuple(filled) if entropy else filled[0]
+        place = torch.unravel_index(index // T * L + index % T - (T - L), score_mask.shape)
+        # no view: FSDP2 would warn
+        spread = lambda x: x.new_zeros(*score_mask.shape, *x.shape[1:]).index_put(place, x)
+        is_pair = isinstance(values, tuple)
+        filled = [total(spread(x)) for x in (values if is_pair else [values])]
+        return tuple(filled) if is_pair else filled[0]
 
 
 def all_valid(mask, input_ids):

@@ -15,12 +15,14 @@ def at_least_fp32(x):
 
 
 def chunks(hidden, weight, temperature, banned_id, rows):
-    """Yield (rows, their log softmax [n, V] in at least fp32) of one chunk after the other.
+    """Yield (rows, their log softmax [n, V] in at least fp32) of one chunk after the other, at
+    least once. rows: of a chunk; None: 1024, more where the vocabulary is small
 
     At temperature 1 logits stay in the dtype of the model, as in the samplers: softmax reads them
     in fp32 itself. The banned token has probability 0.
     """
-    for i in range(0, len(hidden), rows):
+    rows = rows or max(1024, 2 * PART // len(weight))
+    for i in range(0, len(hidden) or 1, rows):
         here = slice(i, i + rows)
         logits = hidden[here] @ weight.T
         if temperature != 1:
@@ -30,71 +32,82 @@ def chunks(hidden, weight, temperature, banned_id, rows):
         yield here, logits.log_softmax(-1, dtype=at_least_fp32(logits))
 
 
-def slope(p, targets):
-    """Probabilities p [n, V], overwritten -> d log p_y / d logits = onehot(y) - p"""
-    return p.neg_().scatter_add_(-1, targets[:, None], torch.ones_like(p[:, :1]))
+def slope(p, targets, grad):
+    """Gradient by the logits of the sum of grad log p[y]: grad at y, less p times its sum. p [n,
+    V], overwritten; targets y, grad [n, k]
+    """
+    return p.mul_(-grad.sum(-1, keepdim=True)).scatter_add_(-1, targets, grad)
 
 
 class LinearLogps(torch.autograd.Function):
-    """Each output depends on its own row alone, so its gradient by that row of hidden states is
-    known before the loss is.
-
-    The forward pass keeps this gradient [N, D]; only a trained head computes its logits a second
-    time.
+    """Each row of outputs depends on its own row alone. Where it is one output and the head is
+    frozen, its gradient by that row of hidden states is known before the loss is, and the forward
+    pass keeps it, [N, D]. Others compute their logits a second time.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, entropy, *settings):
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        logps, entropies = (
-            hidden.new_zeros(len(hidden), dtype=at_least_fp32(hidden)) for _ in range(2)
-        )
-        slopes = torch.empty_like(hidden) if need_hidden else None
+        logps = torch.empty_like(targets, dtype=at_least_fp32(hidden))
+        entropies, ctx.settings = logps.new_zeros(len(hidden)), settings
+        knows_slopes = ctx.needs_input_grad[:2] == (True, False) and targets.shape[1] == 1
+        slopes, one = torch.empty_like(hidden), torch.ones_like(logps)
         for rows, log_p in chunks(hidden, weight, *settings):
-            logps[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
+            logps[rows] = log_p.gather(-1, targets[rows])
             p = log_p.exp_()
             if entropy:  # a few rows at a time: p log p needs memory
                 parts = p.split(max(64, PART // p.shape[1]))
                 entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in parts])
-            if need_hidden:
-                slopes[rows] = slope(p, targets[rows]).div_(settings[0]).to(weight.dtype) @ weight
+            if knows_slopes:
+                d_logits = slope(p, targets[rows], one[rows]).div_(settings[0])
+                slopes[rows] = d_logits.to(weight.dtype) @ weight
             del log_p, p  # before the next logits are made
-        ctx.save_for_backward(slopes, *((hidden, weight, targets) if need_weight else ()))
-        ctx.settings = settings
+        ctx.save_for_backward(*([slopes] if knows_slopes else [hidden, weight, targets]))
         ctx.mark_non_differentiable(entropies)
         return logps, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        slopes, grad_hidden, grad_weight = ctx.saved_tensors[0], None, None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = (slopes * grad[:, None]).to(slopes.dtype)
+        hidden, *others = ctx.saved_tensors
+        if not others:
+            return (hidden * grad).to(hidden.dtype), *[None] * 6
+        weight, targets = others
+        by_hidden, by_weight = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
-            hidden, weight, targets = ctx.saved_tensors[1:]
-            grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
-            for rows, log_p in chunks(hidden, weight, *ctx.settings):
-                scaled = (grad[rows, None] / ctx.settings[0]) * hidden[rows]
-                d_logits = slope(log_p.exp_(), targets[rows]).to(weight.dtype)
-                grad_weight += d_logits.T @ scaled.to(weight.dtype)
-                del log_p, d_logits
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 5
+            by_weight = torch.zeros_like(weight, dtype=grad.dtype)
+        for rows, log_p in chunks(hidden, weight, *ctx.settings):
+            d_logits = slope(log_p.exp_(), targets[rows], grad[rows] / ctx.settings[0])
+            d_logits = d_logits.to(weight.dtype)
+            by_hidden[rows] = d_logits @ weight
+            if by_weight is not None:
+                by_weight += d_logits.T @ hidden[rows]
+            del log_p, d_logits
+        return by_hidden, by_weight, *[None] * 5
 
 
 def linear_logps(
     hidden, weight, targets, *, temperature=1.0, banned_id=None, entropy=False, chunk_rows=None
 ):
     """log softmax(hidden @ weight.T / temperature)[targets], `chunk_rows` rows of logits in memory
-    at a time: 1024, more where the vocabulary is small.
+    at a time.
 
-    hidden [N, D] and weight [V, D] of one floating dtype; targets [N] int64 in [0, V), none equal
-    to banned_id. banned_id: a token with probability 0 (the mask token, which no sampler may draw).
-    -> logps [N] (fp32; fp64 for fp64 inputs), and with entropy=True also the entropy [N] of each
-    row in nats, which has no gradient. Those of logps by hidden and weight are exact. Memory is
-    chunk_rows x V, and one more copy of hidden for its gradient, whatever N is. N = 0 keeps the
-    graph, for ranks without scored rows.
+    hidden [N, D] and weight [V, D] of one floating dtype; targets int64 in [0, V), one a row, [N],
+    or k, [N, k]; none equal to banned_id: a token with probability 0 (the mask token, which no
+    sampler may draw).
+    -> logps of the shape of targets (fp32; fp64 for fp64 inputs), and with entropy=True also the
+    entropy [N] of each row in nats, which has no gradient. Those of logps by hidden and weight are
+    exact. Memory is chunk_rows x V, and one more copy of hidden for its gradient, whatever N is.
+    N = 0 keeps the graph, for ranks without scored rows.
+
+    targets a number k: the k likeliest tokens of each row, the first the most -> logps and ids
+    [N, k], without gradient
     """
-    settings = temperature, banned_id, chunk_rows or max(1024, 2 * PART // len(weight))
-    logps, entropies = LinearLogps.apply(hidden, weight, targets, entropy, *settings)
+    settings = temperature, banned_id, chunk_rows
+    if isinstance(targets, int):
+        with torch.no_grad():
+            parts = [log_p.topk(targets) for _, log_p in chunks(hidden, weight, *settings)]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+    columns = targets[:, None] if targets.dim() == 1 else targets
+    logps, entropies = LinearLogps.apply(hidden, weight, columns, entropy, *settings)
+    logps = logps.view_as(targets)
     return (logps, entropies) if entropy else logps

@@ -74,10 +74,11 @@ class Rows:
         assert K <= size or not together  # the plan refuses such a size, if num_draws is right
         parts = next(n for n in range(1, K + 1) if K % n == 0 and K // n <= size)
         rows = self.select(self.valid_mask.sum(1).argsort(stable=True))
-        names = [
-            name for name in ("masked", "weights", "targets") if vars(rows).get(name) is not None
-        ]
-        split = {name: vars(rows)[name].reshape(R * parts, K // parts, -1) for name in names}
+        split = {
+            name: value.reshape(R * parts, K // parts, -1)
+            for name, value in vars(rows).items()
+            if torch.is_tensor(value) and value.dim() == 3
+        }
         rows = rows.select(torch.arange(R).repeat_interleave(parts))
         vars(rows).update(split)
         live = rows.weights.any((1, 2)) & (keep_all | (rows.advantages != 0))

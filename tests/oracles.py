@@ -94,7 +94,8 @@ def changed(thing, **fields):
 def small_args(module, **fields):
     """Args of a script for tiny rollouts; fields that its method does not have are left out."""
     small = {"num_generations": 4, "gen_length": 8, "denoising_steps": 2, "branches": (2, 2)}
-    small |= {"num_iterations": 2, "micro_batch_size": 5, "temperature": 1.0, "mc_num": 2} | fields
+    small |= {"num_iterations": 2, "micro_batch_size": 5, "temperature": 1.0, "mc_num": 2}
+    small |= {"teacher_top_k": 3} | fields
     known = module.Args.__dataclass_fields__
     return module.Args(**{name: value for name, value in small.items() if name in known})
 
@@ -117,7 +118,8 @@ def rollout_batch(module, model, args, prompts=PROMPTS, sample_offset=0):
     if module.RECORDS == "states":  # one for every step
         rewards = rewards[:, None] * torch.arange(1, trace.num_replays + 1)
     batch.advantages, batch.progress = module.compute_advantages(rewards, args), 0.4
-    assert (batch.advantages > 0).any() and (batch.advantages < 0).any()
+    signs = {-1.0, 1.0} if module.__name__ != "algos.opsd" else {1.0}
+    assert signs <= {*batch.advantages.sign().flatten().tolist()}
     return batch
 
 
@@ -245,8 +247,28 @@ def naive_logps(model, rows):
     return torch.stack(found).view(R, K, L)
 
 
+def distillation(model, teacher, rows, args):
+    """d-OPSD's loss from its paper, of rows as the teacher sees them."""
+    loss, prompts = 0.0, rows.batch.num_sequences / args.num_generations
+    for r, k in itertools.product(*map(range, rows.masked.shape[:2])):
+        valid, here = rows.valid_mask[r], rows.weights[r, k] * rows.advantages[r]
+        clean, P = rows.input_ids[r][valid], int(valid[: rows.batch.P].sum())
+        views = (torch.where(m[r, k][valid], MASK, clean) for m in (rows.student, rows.masked))
+        p, q = (
+            row_logps(one, clean, ids) for one, ids in zip((model, teacher), views, strict=True)
+        )
+        places = sorted(here.nonzero()[:, 0].tolist(), key=lambda i: -q[P + i].max())  # noqa: B023
+        for i in places[: int(rows.revealed[r, k])]:
+            top = q[P + i].topk(args.teacher_top_k).indices
+            a, b = (x[P + i, top] - x[P + i, top].logsumexp(0) for x in (p, q))
+            loss += here[i] * (a.exp() * (a - b)).clamp(max=args.kl_clip).sum() / prompts
+    return loss
+
+
 def full_graph_loss(module, model, rows, args):
     """An online method's loss written a second time, from its paper, on one graph of all rows."""
+    if module.__name__ == "algos.opsd":
+        return distillation(model, rows.ref, rows, args)
     lp, w, c = naive_logps(model, rows), rows.weights, rows.completion_mask.double()
     old, name, tokens = rows.old, module.__name__.split(".")[-1], rows.batch.num_tokens
     sequences, A = rows.batch.num_sequences, rows.advantages.view(-1, *[1] * (old.dim() - 1))

@@ -55,6 +55,7 @@ METHODS = {
         1281, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "opsd": Method(870, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"kl_clip": 1.0}}),
     "sft": Method(
         2090,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
@@ -73,6 +74,7 @@ ONLINE = [script for script in METHODS if script not in OFFLINE]
 EXCEPTIONS = {
     ("dtreerpo", "rollout"): "Its rollouts are trees: sample_trees.",
     ("stabledrl", "learner"): "An update begins with the weights of whole groups: group_weights.",
+    ("opsd", "learner"): "The reference says what is scored (teach): not one token, but k.",
 }
 SHARED = re.compile(r"(^ *# >>> shared: (\w+)\n)(.*?)(^ *# <<< shared: \2$)", re.M | re.S)
 

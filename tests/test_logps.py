@@ -17,14 +17,15 @@ def naive(hidden, weight, targets, temperature=1.0, banned_id=None):
     if banned_id is not None:
         logits = logits.masked_fill(torch.arange(len(weight)) == banned_id, -1e30)
     log_p = logits.log_softmax(-1)
-    return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
+    logps = log_p.gather(1, targets.view(len(hidden), -1)).view_as(targets)
+    return logps, -(log_p.exp() * log_p).sum(-1)
 
 
-def problem(N, D, V, dtype=torch.float64, banned_id=None, seed=0):
+def problem(N, D, V, dtype=torch.float64, banned_id=None, seed=0, k=()):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    targets = torch.randint(0, V, (N,), generator=generator)
+    targets = torch.randint(0, V, (N, *k), generator=generator)
     if banned_id is not None:
         targets[targets == banned_id] = (banned_id + 1) % V
     return hidden, weight, targets
@@ -33,19 +34,20 @@ def problem(N, D, V, dtype=torch.float64, banned_id=None, seed=0):
 def value_and_grads(function, hidden, weight, targets, seed=1, **options):
     logps, entropies = function(hidden, weight, targets, **options)
     generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(len(targets), generator=generator, dtype=torch.float64).to(logps.dtype)
+    a = torch.randn(targets.shape, generator=generator, dtype=torch.float64).to(logps.dtype)
     return logps, entropies, *torch.autograd.grad((a * logps).sum(), (hidden, weight))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (23, 8, 31), (64, 17, 101)])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1024])
 @pytest.mark.parametrize("banned_id", [None, 1])
-def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows, banned_id):
+@pytest.mark.parametrize("k", [(), (3,)])
+def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows, banned_id, k):
     """'log softmax(hidden @ weight.T / temperature)[targets]', 'the entropy', 'Gradients ... are
-    exact': fp64, to 1e-12.
+    exact': fp64, to 1e-12. The likeliest tokens, with theirs.
     """
     for temperature in (0.3, 1.0, 1.7):
-        inputs = problem(*shape, banned_id=banned_id)
+        inputs = problem(*shape, banned_id=banned_id, k=k)
         options = dict(temperature=temperature, banned_id=banned_id)
         want = value_and_grads(naive, *inputs, **options)
         got = value_and_grads(linear_logps, *inputs, entropy=True, chunk_rows=chunk_rows, **options)
@@ -57,6 +59,11 @@ def test_linear_logps_is_the_log_softmax_with_exact_gradients(shape, chunk_rows,
         torch.testing.assert_close(logps.sum(), got[0].sum())
         slopes = torch.autograd.grad(naive(*inputs, **options)[0].sum(), hidden)
         torch.testing.assert_close(torch.autograd.grad(logps.sum(), hidden), slopes)
+        n = min(shape[2] - 1, 20)  # not the banned one
+        logps, ids = linear_logps(hidden, weight, n, chunk_rows=chunk_rows, **options)
+        torch.testing.assert_close(logps, naive(hidden, weight, ids, **options)[0])
+        others = naive(hidden, weight, torch.arange(shape[2]).expand(len(ids), -1), **options)[0]
+        torch.testing.assert_close(logps, others.sort(descending=True)[0][:, :n])
 
 
 def test_mismatch_of_draws_is_none():
@@ -101,5 +108,7 @@ def test_linear_logps_never_holds_more_than_a_chunk_of_logits():
     tensor.
     """
     with LargestTensor() as largest:
-        value_and_grads(linear_logps, *problem(100, 2, 120), entropy=True, chunk_rows=8)
+        for k in (), (3,):
+            value_and_grads(linear_logps, *problem(100, 2, 120, k=k), entropy=True, chunk_rows=8)
+        linear_logps(*problem(100, 2, 120)[:2], 3, chunk_rows=8)
     assert largest.numel == 8 * 120

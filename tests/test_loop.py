@@ -59,6 +59,7 @@ def test_an_update_is_that_of_the_full_graph(script, family, monkeypatch):
         "kl_to_old": 0.3,
         "row_mean": True,
         "lambda_max": 2.0,
+        "kl_clip": 0.02,
     }
     module, model, args, batch = rolled(script, family, minibatches=False, **chosen)
     args.beta = 0.3 * has_kl(module)
@@ -68,10 +69,11 @@ def test_an_update_is_that_of_the_full_graph(script, family, monkeypatch):
         batch.token_advantages = torch.randn(batch.completion_mask.shape, generator=generator)
     rows = module.sample_masks(batch, 0, args)
     (R, K, _), draws = rows.masked.shape, args.num_draws(batch.trace.num_replays)
-    # what the plan counts; the rows of d-TreeRPO are segments
-    assert R * K <= len(batch.input_ids) * draws or script == "dtreerpo"
+    # what the plan counts; the rows of d-TreeRPO are segments, of d-OPSD few train
+    assert R * K <= len(batch.input_ids) * draws or script in ("dtreerpo", "opsd")
     before, reference = models = tiny_model(family, shift=0.02), tiny_model(family, 1)
-    old, ref = (estimates_of(module, one, rows, args) for one in models)
+    is_taught = script == "opsd"  # the reference says what is scored
+    old, ref = models if is_taught else (estimates_of(module, one, rows, args) for one in models)
 
     def check(old, *sizes):
         loss, seen = full_graph_loss(module, model, changed(rows, old=old, ref=ref), args), []
@@ -85,8 +87,9 @@ def test_an_update_is_that_of_the_full_graph(script, family, monkeypatch):
             assert relative(got, want) < 1e-6
 
     check(old, *(size for size in (1, 6, 50) if size >= K or not module.DRAWS_TOGETHER))
-    args.num_iterations = 1  # the old values are the current ones
-    check(estimates_of(module, model, rows, args), 50)
+    if not is_taught:
+        args.num_iterations = 1  # the old values are the current ones
+        check(estimates_of(module, model, rows, args), 50)
 
 
 def draws_of(rows):
@@ -127,9 +130,11 @@ def test_rows_are_prepared_before_the_first_update(script):
     for iteration, rows in enumerate(prepared):
         everything = module.sample_masks(batch, iteration, args)
         everything = everything or module.sample_masks(batch, 0, args)
-        assert draws_of(rows) == draws_of(everything.select(everything.advantages != 0))
+        if script != "opsd":  # its teacher chooses what is scored
+            assert draws_of(rows) == draws_of(everything.select(everything.advantages != 0))
+            assert rows.ref is None
         assert (rows.valid_mask.sum(1).diff() >= 0).all() and rows.masked.shape[1] <= 5
-        assert rows.ref is None and (rows.old is not None) == module.USES_OLD
+        assert (rows.old is not None) == module.USES_OLD
     dead = changed(batch, advantages=torch.zeros_like(batch.advantages))
     (rows, *_) = module.prepare_rows(model, None, dead, args)
     assert len(rows.masked) == 1

@@ -41,6 +41,7 @@ from algos import (
     gdpo,
     justgrpo,
     mdpo,
+    opsd,
     spg,
     stabledrl,
     tpg,
@@ -283,6 +284,7 @@ def test_stabledrl_is_spg_with_weights():
 OTHERS = {  # rewards of the table below that are not 1, 0, 0, 0
     mdpo: [[1, 0, 1], [0, 1, 1], [0, 0, 0]],  # of three steps
     dtreerpo: [3, 2, 1, 0, 0, 0],
+    opsd: [0.5, 1, 2, 0],
 }
 ADVANTAGES = [  # script, flags, advantages of the first and of the others, by hand
     (d1, {}, 0.75, -0.25),
@@ -290,6 +292,8 @@ ADVANTAGES = [  # script, flags, advantages of the first and of the others, by h
     (gdpo, {}, 0.75, -0.25),
     (stabledrl, {}, 0.75, -0.25),
     (tpg, {}, 0.75, -0.25),
+    (opsd, {}, 0.0, 1.0, 0.0, 0.0),
+    (opsd, {"min_reward": 0.5}, 1.0, 0.0),
     (coupled_grpo, {}, 0.75, -0.25),
     (coupled_grpo, {"baseline": "loo"}, 1.0, -0.333333),
     (espo, {}, 1.0, -0.333333),
@@ -325,6 +329,8 @@ def test_advantages(module, flags, first, other, more):
         positive = replace(args, positive_only=True)
         assert torch.equal(module.compute_advantages(rewards, positive), got.clamp(min=0))
     for G, value in itertools.product((2, 6, 10), (0.1, 0.3, 0.7, 1 / 3, 2.1)):
+        if module is opsd:  # it compares nothing
+            break
         equal = torch.full((60, *rewards.shape[1:]), value)
         assert not module.compute_advantages(equal, replace(args, num_generations=G)).any()
 
@@ -350,6 +356,49 @@ def test_a_tiny_llada_equals_the_released_code(row):
     metrics, grads = updated(module, tilted(), rows, args)
     assert metrics["loss/total"] == pytest.approx(row["loss"], abs=1e-5)
     assert grads.norm().item() == pytest.approx(row["norm"], rel=1e-5)
+
+
+STATES = [  # 1: masked, 2: shown to the teacher; loss, norm of the gradient
+    (("000000101111112112", "000000000010112111"), 0.06942357, 42.084553),
+    (("000000111111211121", "000000000011121112"), -0.02800084, 52.244923),
+]
+
+
+@pytest.mark.parametrize("states, loss, norm", STATES)
+def test_opsd_equals_the_released_code(states, loss, norm):
+    """compute_loss of xingzhejun/d-OPSD 1b55cf3 with k 20, clip 0.05, in blocks of 4."""
+    codes = torch.tensor([[[int(c) for c in state] for state in states]])
+    batch = made_batch(TEXT[1:], torch.ones(1, 12).bool(), mask=257)
+    work = torch.zeros(1, 2, 12)
+    work[0, 0, :4] = work[0, 1, 4:8] = 0.5
+    rows, args = (
+        opsd.Rows(batch, codes == 1, work * (codes[..., 6:] == 1)),
+        opsd.Args(num_generations=1),
+    )
+    args.micro_batch_size, rows.student, rows.targets = 64, codes > 0, args.teacher_top_k
+    rows.revealed = torch.full((1, 2, 1), 2)
+    metrics, grads = updated(opsd, tilted(), opsd.teach(tilted(0.3), rows, args), args)
+    assert metrics["loss/total"] == pytest.approx(loss, abs=1e-6)
+    assert grads.norm().item() == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_what_opsds_teacher_sees(family):
+    """With share 1 all that is ahead: later blocks of a bidirectional model; in the last block, and
+    in each of a block model, what later steps reveal there.
+    """
+    model, args = tiny_model(family), small_args(opsd, teacher_share=1.0, num_iterations=1)
+    batch = rollout_batch(opsd, model, args)
+    rows, trace = opsd.sample_masks(batch, 0, args), batch.trace
+    shown = (rows.student & ~rows.masked)[..., batch.P :]
+    for r, k in (rows.weights > 0).any(2).nonzero().tolist():
+        replay, block = trace.replay_map[r], trace.blocks[r]
+        at = set(block[(replay == k) & batch.completion_mask[r]].tolist())
+        here, later = torch.tensor([int(b) in at for b in block]), (block > max(at)) & (replay > k)
+        want = later if family == "llada" and later.any() else here & (replay > k)
+        assert torch.equal(shown[r, k] & (want | here), want)
+        scored = rows.weights[r, k] > 0
+        assert torch.equal(scored, here & rows.masked[r, k, batch.P :])
 
 
 def test_mdpo_grades_every_prediction():
