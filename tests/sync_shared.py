@@ -55,7 +55,9 @@ METHODS = {
         1281, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
-    "opsd": Method(870, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"kl_clip": 1.0}}),
+    "opsd": Method(
+        870, {"llada": LORA | TWO | {"block_length": 4}, "sdar": TWO | {"learning_rate": 1e-5}}
+    ),
     "sft": Method(
         2090,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
