@@ -135,9 +135,8 @@ def teach(teacher, rows, args):
     micros = rows.micro_batches(args.micro_batch_size)
     found = zip(*(draw_logps(teacher, micro) for micro, *_ in micros), strict=True)
     logps, ids = (torch.cat(parts)[: len(rows.masked)] for parts in found)
-    sure = logps[..., 0].where(rows.weights > 0, -torch.inf)
-    rank = sure.argsort(2, descending=True).argsort(2)
-    rows.weights *= rank < rows.revealed
+    surprisal = (-logps[..., 0]).where(rows.weights > 0, torch.inf)
+    rows.weights *= surprisal.argsort(2).argsort(2) < rows.revealed
     rows.targets = torch.nn.functional.pad(ids, (0, 0, rows.batch.P, 0))
     rows.ref, rows.masked = estimate_logps(logps, rows, args), rows.student
     return rows
@@ -155,7 +154,7 @@ def compute_advantages(rewards, args):
 
 
 def policy_loss(estimates, old, ref, rows, args):
-    """Reverse KL, its terms clipped from above, mean over prompts of the mean over states.
+    """Reverse KL, its terms clipped from above, mean over prompts of the mean over masks.
 
     estimates, ref [R, K, L, k] -> loss, metrics
     """
@@ -222,9 +221,9 @@ def draw_logps(model, rows):
 
 def prepare_rows(model, ref, batch, args):
     """Rows of every inner iteration, with what the teacher chose, before the first update."""
+    iterations = range(args.num_iterations)
     with adapters_off(ref or model) as teacher:
-        masks = [sample_masks(batch, i, args) for i in range(args.num_iterations)]
-        return [teach(teacher, rows, args) for rows in masks]
+        return [teach(teacher, sample_masks(batch, i, args), args) for i in iterations]
 
 
 def update(model, optimizer, rows, step, args):

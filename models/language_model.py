@@ -149,10 +149,8 @@ class LanguageModel(nn.Module):
             values = (values, torch.zeros_like(values)) if entropy else values
         place = torch.unravel_index(index // T * L + index % T - (T - L), score_mask.shape)
         # no view: FSDP2 would warn
-        spread = lambda x: x.new_zeros(*score_mask.shape, *x.shape[1:]).index_put(place, x)
-        is_pair = isinstance(values, tuple)
-        filled = [total(spread(x)) for x in (values if is_pair else [values])]
-        return tuple(filled) if is_pair else filled[0]
+        fill = lambda x: total(x.new_zeros(*score_mask.shape, *x.shape[1:]).index_put(place, x))
+        return tuple(map(fill, values)) if isinstance(values, tuple) else fill(values)
 
 
 def all_valid(mask, input_ids):

@@ -58,7 +58,7 @@ class LinearLogps(torch.autograd.Function):
                 parts = p.split(max(64, PART // p.shape[1]))
                 entropies[rows] = torch.cat([torch.special.entr(x).sum(-1) for x in parts])
             if knows_slopes:
-                d_logits = slope(p, targets[rows], one[rows]).div_(settings[0])
+                d_logits = slope(p, targets[rows], one[rows] / settings[0])
                 slopes[rows] = d_logits.to(weight.dtype) @ weight
             del log_p, p  # before the next logits are made
         ctx.save_for_backward(*([slopes] if knows_slopes else [hidden, weight, targets]))
