@@ -34,7 +34,6 @@ from distributed.groups import StepMetrics, rank_share, setup_distributed
 from distributed.sequence import data_rank
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import add_lora, load_weights, meta_model, router_metrics, set_speed
-from models.logps import linear_certainty
 from models.tensors import frozen_dtype
 from rollout.rows import Rows, choose_in_blocks
 from run import HeldOut, Run, RunFlags
@@ -157,7 +156,7 @@ def update(model, optimizer, rows, step, args):
         reduce_gradients(model, is_last, args.sync_every_backward)
         noisy_ids = torch.where(micro.masked, model.mask_token_id, micro.input_ids[:, None])
         where = micro.weights > 0, micro.valid_mask, TEMPERATURE
-        values = model.logps(micro.input_ids, noisy_ids, *where, score=linear_certainty)
+        values = model.logps(micro.input_ids, noisy_ids, *where, certainty=True)
         loss, metrics = certainty_loss(*values, micro, args)
         (loss * counts * dist.get_world_size()).backward()  # FSDP averages over ranks
         sums.add(loss, metrics, counts)
@@ -167,9 +166,9 @@ def update(model, optimizer, rows, step, args):
 def load_rows(held_out, args):
     """-> TokenRows of right_answers"""
     if not os.path.exists(args.data):
-        draw = f"python evals/run.py --model {args.model} --tasks {args.task} --split train"
+        flags = f"--model {args.model} --tasks {args.task} --split train --out runs/own"
         raise SystemExit(
-            f"--data {args.data!r}: no samples there; {draw} --out runs/own draws some"
+            f"--data {args.data!r} has no samples; python evals/run.py {flags} draws some"
         )
     rows = right_answers(args.data, held_out.tokenizer, held_out.prompts())
     return rows.at_least(args.batch_size)

@@ -68,14 +68,11 @@ def right_answers(path, tokenizer, asked):
 def batch_of(rows, index, seed, model, device):
     """Rows of right_answers, with their numbers in the step -> Batch, of which all that the rollout
     revealed may be scored"""
-    prompts, *columns = zip(*rows, strict=True)
-    lengths, index = torch.tensor([[*map(len, columns[0])], index], device=device)
-    canvas, reveals = (
-        pad_sequence([*map(torch.tensor, column)], True, value).to(device)
-        for column, value in zip(columns, (model.pad_token_id, -1), strict=True)
-    )
-    facts = lengths, reveals, None, index, None, {"seed": seed}
-    batch = Batch(Trace(prompts, canvas, reveals >= 0, *facts), model)
+    table = [torch.tensor(row[1:], device=device).T for row in rows]
+    lengths, index = torch.tensor([[*map(len, table)], index], device=device)
+    canvas, reveals = pad_sequence(table, True, -1).unbind(2)
+    facts = canvas.clamp(min=0), reveals >= 0, lengths, reveals, None, index, None, {"seed": seed}
+    batch = Batch(Trace([row[0] for row in rows], *facts), model)
     batch.advantages = lengths  # 0 of none, so that none is left out
     return batch
 

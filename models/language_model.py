@@ -18,7 +18,7 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
-from models.logps import at_least_fp32, linear_logps
+from models.logps import at_least_fp32, linear_certainty, linear_logps
 
 
 class LanguageModel(nn.Module):
@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
-        document_ids=None, targets=None, score=linear_logps,
+        document_ids=None, targets=None, certainty=False,
     ):  # fmt: skip
         """Log-probabilities of the clean tokens of R rows, given K noisy copies of each.
 
@@ -112,10 +112,10 @@ class LanguageModel(nn.Module):
         without any are not computed. valid_mask [R, T] bool: False on padding. document_ids [R, T]
         int64: the document of each token in a packed row; every document is computed as if alone.
         targets [R, K, T] int64: tokens to score instead of the clean ones. The mask token has
-        probability 0. score: a method's own function with the arguments of linear_logps.
+        probability 0.
         -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
-        pair (logps, entropy in nats); of another `score` as many as it gives. What a token sees:
-        the classes below. A value model gives its values instead, and 0 for entropies.
+        pair (logps, entropy in nats); with certainty=True what `linear_certainty` gives. What a
+        token sees: the classes below. A value model gives its values instead, and 0 for entropies.
         """
         valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
         T, L = noisy_ids.shape[2], score_mask.shape[2]
@@ -133,6 +133,7 @@ class LanguageModel(nn.Module):
         at = row * hidden.shape[1] + column[row, i] // N
         hidden = hidden.flatten(0, 1).index_select(0, at)
         if self.value_head is None:
+            score = linear_certainty if certainty else linear_logps
             values = score(
                 hidden,
                 self.lm_head.weight,

@@ -118,6 +118,6 @@ def linear_certainty(hidden, weight, targets, *, temperature, banned_id, entropy
         logps = -F.cross_entropy(logits, targets, reduction="none")
         return logps, -(log_q.exp() * log_q).sum(-1), right
 
-    parts = zip(hidden.split(rows), targets.split(rows), strict=True)
-    parts = [checkpoint(certainty, *part, use_reentrant=False) for part in parts]
+    chunked = zip(hidden.split(rows), targets.split(rows), strict=True)
+    parts = [checkpoint(certainty, *chunk, use_reentrant=False) for chunk in chunked]
     return tuple(map(torch.cat, zip(*parts, strict=True)))

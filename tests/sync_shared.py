@@ -22,6 +22,7 @@ MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 
 EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
+OWN = {"data": str(ROOT / "tests/golden/own.jsonl")}
 VALUES = {"value_model": True, "value_learning_rate": 5e-6, "denoising_steps": 3, "gamma": 0.9}
 
 
@@ -66,8 +67,11 @@ METHODS = {
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
         },
     ),
+    "distill": Method(
+        1114, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+    ),
 }
-OFFLINE = ("sft", "vrpo")
+OFFLINE = ("sft", "vrpo", "distill")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
 EXCEPTIONS = {
