@@ -354,6 +354,7 @@ KILLED = {
     "tracerl with a value model": ("tracerl", RUN + " --value-model", 1, 0),
     "sft on two nodes": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 4, 1),
     "vrpo": pytest.param("vrpo", OFFLINE + " --mc-num 2", 1, 0, marks=full),
+    "distill": ("distill", OFFLINE + " --data tests/golden/own.jsonl", 1, 2),
 }
 
 
