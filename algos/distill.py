@@ -1,4 +1,4 @@
-"""Distillation to fewer steps, on the model's own right answers: dParallel, d3LLM.
+"""Distillation (dParallel 2509.26488, d3LLM 2601.07568): fewer steps, from own right answers.
 
 copies = an answer with masks, and with the complement of these masks
 loss   = mean over answers of sum over copies of CE + entropy_weight H
@@ -6,10 +6,10 @@ CE     = mean over masked tokens of -log p
 H      = mean of the entropy of softmax(logits / 0.5), over masked tokens that are the most
          probable already: a sampler reveals all tokens that it is sure of in one step
 
---masks                       masked                                          H of
-random  dParallel 2509.26488  each token with probability 1/2                 both copies
-steps   d3LLM 2601.07568      tokens that the model's own rollout revealed    the first one
-                              last, a share of them that grows in training
+--masks            masked in the first copy                            H of
+random  dParallel  each token with probability 1/2                     both copies
+steps   d3LLM      tokens that the model's own rollout revealed last;  the first one
+                   their share grows in training
 
 A bidirectional model has these masks in one block of the answer, and all behind it is masked; a
 block model has them in each of its blocks, which see the clean blocks before them.
@@ -65,13 +65,13 @@ class Args(RunFlags):
     """gradient norm clip (both: 1)"""
     lora_alpha: int = 128
     """adapters are scaled by lora_alpha / lora_rank (dParallel: 128 / 128; d3LLM: 256 / 256)"""
-    RANGES = {"batch_size": 1, "mask_ratio": (0, 1), "blocks": 1}
+    RANGES = {"batch_size": 1, "blocks": 1}
 
 
 BY_SIZE = {  # what differs on the tiny models
     "tiny": {
         "task": "countdown", "lora_rank": 0, "learning_rate": 3e-4, "batch_size": 128,
-        "warmup_steps": 5, "eval_every": 0, "eval_limit": 512,
+        "warmup_steps": 5, "eval_limit": 512,
     },
 }  # fmt: skip
 TEMPERATURE = 0.5  # of H (both)
@@ -79,12 +79,12 @@ MOST = 1 << 20  # forwards of a rollout
 
 
 def sample_masks(batch, progress, is_block, args):
-    """progress: share of the run that is over -> Rows, R = B, K = 2: both copies"""
+    """progress: share of the run that is over -> Rows for an update, K = 2: both copies"""
     low, size = (
         first + (last - first) * progress for first, last in (args.mask_ratio, args.blocks)
     )
-    noise, level = (batch.uniform(0, key)[:, batch.P :] for key in ("order", "level"))
-    c, level = batch.completion_mask, level[:, :1]
+    c, noise = batch.completion_mask, batch.uniform(0, "order")[:, batch.P :]
+    level = batch.uniform(0, "level")[:, batch.P, None]
     block = picked = batch.block_ids
     if not is_block:  # one block is in work; the fraction of the level is as uniform as the level
         block = (c.cumsum(1) - 1) // int(size)
@@ -97,7 +97,8 @@ def sample_masks(batch, progress, is_block, args):
         share = low + (args.mask_ratio[1] - low) * (level % 1)
         masked, *_ = choose_in_blocks(work, block, share, order)
     scored = torch.stack([masked, work & ~masked], 1)
-    return Rows(batch, F.pad(scored | hidden[:, None], (batch.P, 0)), scored)
+    rows = Rows(batch, F.pad(scored | hidden[:, None], (batch.P, 0)), scored)
+    return rows.for_update(args.micro_batch_size, True, True)
 
 
 def certainty_loss(logps, entropies, right, rows, args):
@@ -197,11 +198,10 @@ def main(args):
             answers = [held_out.stream[step * args.batch_size + i] for i in mine]
             batch = batch_of(answers, mine, (args.seed << 32) + step, model, device)
             rows = sample_masks(batch, step / args.max_steps, is_block, args)
-            rows = rows.for_update(args.micro_batch_size, True, True)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, rows, step, args)
-        metrics |= routing | run.validate(engine, model)
-        run.end_step(metrics)
+        metrics["speed/tokens_per_s"] = batch.num_tokens / clock["time/update"]
+        run.end_step(metrics | routing | run.validate(engine, model))
     run.end(engine, model)
 
 

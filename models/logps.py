@@ -114,10 +114,9 @@ def linear_certainty(hidden, weight, targets, *, temperature, banned_id, entropy
         logits = (hidden @ weight.T).to(at_least_fp32(hidden))
         logits[:, banned_id] = -1e30
         log_q = (logits / temperature).log_softmax(-1)
-        right = (logits.argmax(-1) == targets).to(logits)
-        logps = -F.cross_entropy(logits, targets, reduction="none")
-        return logps, -(log_q.exp() * log_q).sum(-1), right
+        nats = F.cross_entropy(logits, targets, reduction="none")
+        return torch.stack([-nats, -(log_q.exp() * log_q).sum(-1), logits.argmax(-1) == targets])
 
     chunked = zip(hidden.split(rows), targets.split(rows), strict=True)
     parts = [checkpoint(certainty, *chunk, use_reentrant=False) for chunk in chunked]
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+    return torch.cat(parts, 1).unbind()

@@ -68,7 +68,7 @@ METHODS = {
         },
     ),
     "distill": Method(
-        1114, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+        1110, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
     ),
 }
 OFFLINE = ("sft", "vrpo", "distill")

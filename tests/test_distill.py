@@ -53,7 +53,7 @@ def rolled(model, masks, progress=0.4, gen_length=8):
             PROMPTS, trace.completion_ids.tolist(), trace.replay_map.tolist(), ends, strict=True
         )
     ]
-    args = distill.Args(masks=masks, batch_size=3, blocks=BLOCKS[masks])
+    args = distill.Args(masks=masks, batch_size=3, micro_batch_size=2, blocks=BLOCKS[masks])
     batch = batch_of(answers, range(3), 7, model, "cpu")
     is_block = model.attention == "block-causal"
     return args, distill.sample_masks(batch, progress, is_block, args)
@@ -96,7 +96,7 @@ def test_the_law_of_the_masks(masks, progress, block):
     batch.advantages = torch.ones(n)
     steps = torch.tensor([3, 5, 1, 0, 4, 2, 7, 6, 11, 8, 9, 10, -1, -1]).expand(n, -1)
     batch.trace.step_map = steps
-    args = distill.Args(masks=masks, blocks=BLOCKS[masks], batch_size=n)
+    args = distill.Args(masks=masks, blocks=BLOCKS[masks], micro_batch_size=2)
     rows = distill.sample_masks(batch, progress, False, args)
     block = block if masks == "steps" else 4
     work = rows.weights.sum(1)  # both copies
