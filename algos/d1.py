@@ -61,8 +61,6 @@ class Args(RolloutFlags):
     """KL coefficient (official train.yaml: 0.04)"""
     p_mask_prompt: float = 0.15
     """probability of masking a prompt token (official train.yaml: 0.15)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
 
 
 # What differs on the tiny models, and on others where all weights train (rates of ours).
@@ -101,8 +99,7 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -250,6 +247,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)

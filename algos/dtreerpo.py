@@ -373,6 +373,8 @@ def main(args):
         batch.advantages = compute_advantages(rewards, args)  # [B, depth]
         batch.progress = min(step / (args.schedule_steps or args.max_steps), 1.0)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)

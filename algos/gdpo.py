@@ -71,8 +71,6 @@ class Args(RolloutFlags):
     """clip range of the ratio per token (Block-R1, train.yaml: 0.5)"""
     mc_num: int = 3
     """times of the quadrature, one mask for each (paper's tables: 3; Block-R1: 2)"""
-    positive_only: bool = False
-    """negative advantages become 0 (ours: docs/curves.md)"""
     beta = 0.0  # no KL: not a flag
 
     def num_draws(self, replays):
@@ -114,8 +112,7 @@ def compute_advantages(rewards, args):
     """Reward minus group mean, not divided by the std. [B] -> [B]"""
     groups = rewards.view(-1, args.num_generations)
     groups = groups - groups[:, :1]  # equal rewards give exactly 0
-    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-    return advantages.clamp(min=0) if args.positive_only else advantages
+    return (groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def policy_loss(estimates, old, ref, rows, args):
@@ -259,6 +256,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)

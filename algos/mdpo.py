@@ -321,6 +321,8 @@ def main(args):
         best = all_reduce({"best": graded.amax(1).sum()})["best"]
         metrics["reward/best_step"] = best / batch.num_sequences
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)

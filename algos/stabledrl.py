@@ -302,6 +302,8 @@ def main(args):
         # <<< shared: rollout
         batch.advantages = compute_advantages(rewards, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)

@@ -205,6 +205,8 @@ def update_values(model, optimizer, batch, step, args):
     steps = batch.block_ids * args.gen_length + batch.trace.reveal_map // args.shrink
     steps = steps.where(batch.completion_mask, -1)
     batch.token_advantages = gae(batch.advantages, values, steps, args.gamma, args.lam)
+    if args.positive_only:
+        batch.token_advantages.clamp_(min=0)
     returns = gae(batch.advantages, 0 * values, steps, args.gamma, 1)
     rate = replace(args, learning_rate=args.value_learning_rate)
     for rows in prepare_rows(model, None, batch, rate):
@@ -346,6 +348,8 @@ def main(args):
             with clock("value"):
                 metrics |= update_values(*critic, batch, step, args)
         # >>> shared: learn
+        if args.positive_only:
+            batch.advantages.clamp_(min=0)
         with clock("update"), router_metrics(model) as routing:
             for rows in prepare_rows(model, ref, batch, args):
                 learned = update(model, optimizer, rows, step, args)

@@ -23,6 +23,7 @@ EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
 VALUES = {"value_model": True, "value_learning_rate": 5e-6, "denoising_steps": 3, "gamma": 0.9}
+VALUES |= {"positive_only": True}
 
 
 class Method(NamedTuple):
@@ -32,12 +33,12 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "d1": Method(524, {"dream": LORA | TWO}),
-    "coupled_grpo": Method(694, {"sdar": MOVES}),
-    "spg": Method(923, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
+    "d1": Method(503, {"dream": LORA | TWO}),
+    "coupled_grpo": Method(673, {"sdar": MOVES}),
+    "spg": Method(902, {"llada-moe": {"num_iterations": 1, "block_length": 4}}),
     "stabledrl": Method(1044, {"llada": TWO | {"block_length": 4}}),
     "bgpo": Method(
-        586,
+        565,
         {
             "llada2": LORA | {"mc_num": 2, "lora_merged_rollout": True},
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
@@ -45,14 +46,14 @@ METHODS = {
     ),
     "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
     "mdpo": Method(1193, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
-    "espo": Method(691, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
-    "gdpo": Method(584, {"sdar": TWO | {"mc_num": 2}}),
-    "ebpo": Method(665, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
+    "espo": Method(670, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
+    "gdpo": Method(563, {"sdar": TWO | {"mc_num": 2}}),
+    "ebpo": Method(644, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
     "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1281, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1296, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
