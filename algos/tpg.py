@@ -46,8 +46,6 @@ TINY = {  # what every method takes on the tiny models
     "prompts_per_step": 16, "warmup_steps": 5, "eval_every": 25, "eval_limit": 512,
 }  # fmt: skip
 # <<< shared: imports
-# isort: split
-import math
 
 
 @dataclass
@@ -71,11 +69,10 @@ class Args(RolloutFlags):
     beta: float = 0.0
     """KL coefficient"""
     train_steps: int = 8
-    """denoising steps scored, n, chosen at random; all if a sequence has fewer"""
-    RANGES = {"train_steps": 1}
+    """denoising steps scored, n, chosen at random in every update, without bias; 0: all"""
 
     def num_draws(self, replays):
-        return min(self.train_steps, replays)
+        return min(self.train_steps or replays, replays)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -96,24 +93,17 @@ def sample_masks(batch, iteration, args):
 
     The draws after an EOS in the terminal block count: they decided what was revealed before it.
     Where the order does not depend on the draws, those not revealed are noise and are left out.
-    -> Rows, R = B n / K; K divides n and fits a micro-batch. targets [R, K, T]: the draws
+    -> Rows, R = B, K = n. targets [R, K, T]: the draws
     """
     draws, replay = batch.trace.records["tokens"], batch.trace.replay_map[:, None]
-    (B, S, _), made = draws.shape, (draws >= 0).any(2)  # [B, S]
-    n = args.num_draws(S)
-    u = torch.stack([batch.uniform(iteration, step)[:, batch.P] for step in range(S)], 1)
-    chosen = (u + ~made).argsort(1)[:, :n, None]  # those made come first
-    draws = draws.take_along_dim(chosen, 1)  # [B, n, L]
-    scored = draws >= 0
+    S, scored, pad = draws.shape[1], draws >= 0, torch.nn.functional.pad
+    step = torch.arange(S, device=draws.device)[:, None]
     if args.remasking == "random":
-        scored &= replay == chosen
-    weights = scored * (made.sum(1).clamp(min=n) / n)[:, None, None]
-    K = math.gcd(n, args.micro_batch_size)
-    rows_of = lambda x: torch.nn.functional.pad(x, (batch.P, 0)).view(B * n // K, K, -1)
-    masked = rows_of((replay >= chosen) | (replay < 0))
-    index = torch.arange(B, device=draws.device).repeat_interleave(n // K)
-    rows = Rows(batch, masked, rows_of(weights)[..., batch.P :], index)
-    rows.targets, rows.temperature = rows_of(draws.long().clamp(min=0)), args.temperature
+        scored &= replay == step
+    rows = Rows(batch, pad((replay >= step) | (replay < 0), (batch.P, 0)), scored)
+    rows.targets, rows.temperature = pad(draws.clamp(min=0), (batch.P, 0)), args.temperature
+    rows = rows.subsample(args.num_draws(S), iteration)
+    rows.targets = rows.targets.long()
     return rows
 
 

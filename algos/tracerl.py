@@ -78,6 +78,8 @@ class Args(RolloutFlags):
     """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
     shrink: int = 1
     """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
+    train_steps: int = 0
+    """rounds scored, chosen at random in every update, without bias (ours); 0: all"""
     row_mean: bool = False
     """divide a row by its own tokens (official rl_llada.py), not by --gen-length (rl_sdar.py)"""
     accuracy_range: tuple[float, float] = (0.2, 0.8)
@@ -94,7 +96,8 @@ class Args(RolloutFlags):
     RANGES = {"shrink": 1}
 
     def num_draws(self, replays):
-        return -(-replays // self.shrink)  # rounded up
+        rounds = -(-replays // self.shrink)  # rounded up
+        return min(self.train_steps or rounds, rounds)
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.
@@ -116,15 +119,16 @@ DRAWS_TOGETHER = False  # the loss is a sum over the K draws of a row
 def sample_masks(batch, iteration, args):
     """Draw k is the state before round k, of all blocks at once, and scores what round k revealed.
 
-    Nothing is random. Completions of groups that are left out and of other updates have weight 0.
-    -> Rows, R = B, K rounds; each token up to the EOS is scored in one draw of one update
+    Completions of groups that are left out and of other updates have weight 0. -> Rows, R = B, K
+    rounds; with all of them each token up to the EOS is scored in one draw of one update
     """
     G = args.num_generations
     mine = batch.advantages.view(-1, G).any(1).repeat_interleave(G)  # a group as a whole, [B]
     if args.minibatches:
         mine &= batch.trace.sample_index % args.num_iterations == iteration
     rounds = (batch.trace.reveal_map // args.shrink)[:, None]  # [B, 1, L], -1: never revealed
-    k = torch.arange(args.num_draws(batch.trace.num_replays), device=rounds.device)[:, None]
+    num_replays = batch.trace.num_replays
+    k = torch.arange(-(-num_replays // args.shrink), device=rounds.device)[:, None]
     scored = (rounds == k) & (batch.completion_mask & mine[:, None])[:, None]
     size = scored.sum(2, keepdim=True).clamp(min=1) if args.row_mean else args.gen_length
     masked = torch.nn.functional.pad((rounds >= k) | (rounds < 0), (batch.P, 0))
@@ -133,7 +137,7 @@ def sample_masks(batch, iteration, args):
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
-    return rows
+    return rows.subsample(args.num_draws(num_replays), iteration)
 
 
 def estimate_logps(logps, rows, args):
@@ -199,7 +203,8 @@ def update_values(model, optimizer, batch, step, args):
 
     -> metrics of the last update
     """
-    (rows,) = prepare_rows(model, None, batch, replace(args, num_iterations=1))  # of all updates
+    whole = replace(args, num_iterations=1, train_steps=0)  # every token needs its value
+    (rows,) = prepare_rows(model, None, batch, whole)
     values = frozen_estimates(model, rows, args).sum(1)
     values = values.new_zeros(batch.completion_mask.shape).index_add(0, rows.sequence, values)
     steps = batch.block_ids * args.gen_length + batch.trace.reveal_map // args.shrink

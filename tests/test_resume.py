@@ -351,7 +351,7 @@ KILLED = {
     "coupled_grpo": ("coupled_grpo", RUN + MOVES, 1, 2),
     "espo": pytest.param("espo", RUN + MOVES, 1, 0, marks=full),
     "dtreerpo": pytest.param("dtreerpo", RUN + " --branches 2 2 --lambda-max 1", 1, 0, marks=full),
-    "tracerl with a value model": ("tracerl", RUN + " --value-model", 1, 0),
+    "tracerl with a value model": ("tracerl", RUN + " --value-model --train-steps 1", 1, 0),
     "sft on two nodes": ("sft", OFFLINE + " --max-length 64 --pack-length 64", 4, 1),
     "vrpo": pytest.param("vrpo", OFFLINE + " --mc-num 2", 1, 0, marks=full),
 }
