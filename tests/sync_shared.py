@@ -44,7 +44,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1193, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1205, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(691, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(584, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(665, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
@@ -52,7 +52,7 @@ METHODS = {
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
     "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1281, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1289, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
