@@ -20,7 +20,7 @@ from rollout.traces import Completion
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
-TRIAL = Completion("```python\npass\n```", 1, False)
+TRIAL = Completion("```python\npass\n```", 1, False, 1)
 KEPT = 32  # answers to held-out problems that a run keeps for its report
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)

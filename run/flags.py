@@ -148,7 +148,8 @@ class RolloutFlags(RunFlags):
 
     # rollouts and rewards
     reward: str = ""
-    """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    """name in evals/rewards.py, or path.py:function; empty: the task's exact score; a+b:
+    several, each normalised in its group by itself, as score+tokens_per_forward"""
     reward_errors: float | None = None
     """reward of a completion for which a file of yours fails; None: the run saves and ends"""
     positive_only: bool = False

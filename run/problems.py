@@ -10,10 +10,10 @@ from data.tokens import encode
 from distributed.groups import all_reduce, rank_share
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
-from evals.rewards import load_reward
+from evals.rewards import load_reward, reward_names, sum_of_parts
 from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
-from rollout.engine import SamplingSettings
+from rollout.engine import ADAPTIVE, SamplingSettings
 from rollout.rows import Batch
 from run.plan import fit
 
@@ -103,6 +103,10 @@ class Problems(HeldOut):
     def __init__(self, args, model, records, together, uses_old):
         """records: what the sampler must keep; together, uses_old: see run/plan.py"""
         self.mine = rank_share(args.prompts_per_step, "--prompts-per-step")
+        counts_forwards = args.remasking in ADAPTIVE and args.rollout_backend != "lmdeploy"
+        if "tokens_per_forward" in reward_names(args.reward) and not counts_forwards:
+            needed = "--remasking low_confidence_dynamic, and a --rollout-backend of ours"
+            raise SystemExit(f"--reward tokens_per_forward needs {needed}: others have one rate")
         super().__init__(args, args.max_prompt_length, args.data)
         self.args, self.records, self.train = args, records, self.splits["train"]
         self.grade([TRIAL], [self.train[0][0]])
@@ -154,7 +158,9 @@ class Problems(HeldOut):
     def reward(self, trace, step, model):
         """Grade the rollout of a step. Collective.
 
-        -> Batch of all ranks that share rows, with rewards [B] and examples; these rewards; metrics
+        -> Batch of all ranks that share rows, with rewards [B] and examples; what the advantages
+        are made of: these rewards, or of --reward a+b (where they are those of a) `sum_of_parts`;
+        metrics
         """
         G = trace.settings["num_samples"]
         examples = [example for example, _ in self.chosen(step) for _ in range(G)]
@@ -164,6 +170,10 @@ class Problems(HeldOut):
         trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
+        if len(reward_names(self.args.reward)) > 1:
+            values = rewards.new_tensor([[*paid.values()] for paid in parts])
+            batch.rewards = values[:, 0]
+            rewards = sum_of_parts(values.view(-1, G, values.shape[1])).flatten()
         metrics = rollout_metrics(trace, rewards, parts, G)
         if self.args.reward_errors is not None:
             metrics["reward/error_frac"] = failed["failed"] / failed["all"]

@@ -45,7 +45,7 @@ METHODS = {
         },
     ),
     "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1193, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "mdpo": Method(1205, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(670, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(563, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(644, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
@@ -53,15 +53,15 @@ METHODS = {
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1296, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1304, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
-        2090,
+        2083,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(
-        2280,
+        2205,
         {
             "llada": LORA | {"mc_num": 2, "micro_batch_size": 8, "share_masks": False},
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
