@@ -22,6 +22,8 @@ MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 
 EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
+FAST = TRACES | {"nll_weight": 0.1, "remasking": "low_confidence_dynamic", "denoising_steps": 4}
+FAST |= {"reward": f"{ROOT}/tests/golden_runs.py:coin+tokens_per_forward"}
 VALUES = {"value_model": True, "value_learning_rate": 5e-6, "denoising_steps": 3, "gamma": 0.9}
 
 
@@ -52,7 +54,12 @@ METHODS = {
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
     "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1289, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1394,
+        {
+            "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
+            "sdar": TRACES | VALUES,
+            "llada2": FAST,
+        },
     ),
     "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
