@@ -76,6 +76,8 @@ class Args(RolloutFlags):
     """clip range (official rl_sdar.yaml: 0.2)"""
     kl_to_old: float = 0.01
     """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
+    nll_weight: float = 0.0
+    """of -log p of right completions, a mean over their tokens (LightningRL, 2603.13319: 0.1)"""
     shrink: int = 1
     """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
     train_steps: int = 0
@@ -137,6 +139,9 @@ def sample_masks(batch, iteration, args):
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
+    if args.nll_weight:
+        right = (batch.rewards >= 1).float()
+        rows.right = right / (all_reduce({"": rows.weights.sum((1, 2)) @ right})[""] or 1)  # [B]
     return rows.subsample(args.num_draws(num_replays), iteration)
 
 
@@ -173,8 +178,12 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = old - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.kl_to_old * kl, {
+    nll = torch.zeros_like(kl)
+    if args.nll_weight:
+        nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
+    return policy + args.kl_to_old * kl + args.nll_weight * nll, {
         "loss/policy": policy,
+        "loss/nll": nll,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),

@@ -22,6 +22,8 @@ MOVES = TWO | {"max_steps": 3, "ref_sync_steps": 3, "baseline": "loo", "top_p": 
 EOSER = {"eos_policy": "eoser", "schedule": "ascending"}
 TREES = TWO | {"branches": (2, 2), "lambda_max": 1.0}
 TRACES = TWO | {"accuracy_range": (0.0, 9.0)}
+FAST = TRACES | {"nll_weight": 0.1, "remasking": "low_confidence_dynamic", "denoising_steps": 4}
+FAST |= {"reward": f"{ROOT}/tests/golden_runs.py:coin+tokens_per_forward"}
 VALUES = {"value_model": True, "value_learning_rate": 5e-6, "denoising_steps": 3, "gamma": 0.9}
 VALUES |= {"positive_only": True, "train_steps": 2}
 
@@ -44,18 +46,23 @@ METHODS = {
             "sdar-moe": TWO | {"mc_num": 3, "lr_schedule": "cosine"},
         },
     ),
-    "cj_grpo": Method(697, {"llada": LORA | TWO | EOSER}),
-    "mdpo": Method(1205, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
+    "cj_grpo": Method(729, {"llada": LORA | TWO | EOSER}),
+    "mdpo": Method(1216, {"llada": TWO | {"train_steps": 3, "remasking": "rcr"}}, BIDIRECTIONAL),
     "espo": Method(670, {"llada": TWO | {"ref_sync_steps": 1, "epsilon": 4e-4}}),
     "gdpo": Method(563, {"sdar": TWO | {"mc_num": 2}}),
     "ebpo": Method(644, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
-    "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
+    "justgrpo": Method(644, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
     "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
-        1304, {"dream": TRACES | LORA | {"shrink": 2, "row_mean": True}, "sdar": TRACES | VALUES}
+        1451,
+        {
+            "dream": TRACES | LORA | {"shrink": 2, "row_mean": True},
+            "sdar": TRACES | VALUES,
+            "llada2": FAST,
+        },
     ),
-    "tpg": Method(730, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
+    "tpg": Method(589, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
         2083,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},

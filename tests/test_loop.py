@@ -58,6 +58,7 @@ def test_an_update_is_that_of_the_full_graph(script, family, monkeypatch):
         "clip_ratio": 1.02,
         "mc_num": 3,
         "kl_to_old": 0.3,
+        "nll_weight": 0.7,
         "row_mean": True,
         "lambda_max": 2.0,
     }
