@@ -332,11 +332,9 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        if args.evaluates(step + 1):
-            with clock("eval"):
-                metrics |= held_out.score(engine, "validation", "eval", model)
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        metrics |= run.validate(engine, model)
         run.end_step(metrics)
     run.end(engine, model)
 

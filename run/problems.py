@@ -92,6 +92,10 @@ class HeldOut:
         metrics, self.answers = mean_score(engine, *how, **self.sampling)
         return metrics
 
+    def validate(self, engine, model):
+        """-> the score on the validation split. Collective."""
+        return self.score(engine, "validation", "eval", model)
+
 
 class Problems(HeldOut):
     """The problems of a script with rollouts, shared by its ranks.

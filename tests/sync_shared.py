@@ -74,8 +74,11 @@ METHODS = {
             "sdar": {"mc_num": 2, "masks_per_timestep": 2, "micro_batch_size": 8},
         },
     ),
+    "distill": Method(
+        1114, {"llada": LORA | OWN | {"blocks": (4, 8)}, "sdar": OWN | {"masks": "random"}}
+    ),
 }
-OFFLINE = ("sft", "vrpo")
+OFFLINE = ("sft", "vrpo", "distill")
 ONLINE = [script for script in METHODS if script not in OFFLINE]
 # (script, block): one sentence why this block differs from that of the other scripts
 EXCEPTIONS = {
