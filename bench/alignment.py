@@ -20,10 +20,13 @@ from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.stream import ShuffledStream
 from models.checkpoint import checkpoint_config
 from models.config import architecture

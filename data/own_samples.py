@@ -13,6 +13,9 @@ import sys
 from json import dumps
 
 sys.path.insert(0, __file__.rpartition("/data/")[0])
+import distributed.start  # noqa: F401
+
+# isort: split
 from data.rows import read_rows
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
-HEAD_START = 5  # seconds
+HEAD_START = 10  # seconds, for the first rank
 
 
 def hook(kind, *error):

@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 from data.rows import complete_lines, read_json, read_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
