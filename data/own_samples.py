@@ -17,6 +17,7 @@ import distributed.start  # noqa: F401
 
 # isort: split
 from data.rows import read_rows
+from distributed.disk import writing
 
 
 def main(samples: list[str], out: str, wrong: float = 1.0):
@@ -37,7 +38,7 @@ def main(samples: list[str], out: str, wrong: float = 1.0):
     others = sorted(is_right.keys() - right)
     random.Random(0).shuffle(others)
     others = others[: round(wrong * len(right))]
-    with open(out, "w") as file:
+    with writing(out), open(out, "w") as file:
         file.writelines(right + others)
     print(f"{out}: {len(right):,} right answers and {len(others):,} wrong ones")
 

@@ -112,6 +112,8 @@ class Args(SamplerFlags):
         args = tyro.cli(cls, args=words, default=cls(tasks=task))
         if args.resume:
             saved = read_json(Path(args.resume) / "config.json")
+            if "tasks" not in saved:
+                raise SystemExit(f"--resume {args.resume} is no evaluation")
             args = tyro.cli(cls, args=words, default=cls(**saved))
         return args
 

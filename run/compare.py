@@ -146,7 +146,7 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
     Args:
         runs: directories of runs
         metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
-        out: file of the curves
+        out: file of the curves, in the current directory
     """
     rows = read_runs(runs)
     known = sorted(rows[rows["step"] > 0].dropna(axis=1, how="all"))

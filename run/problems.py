@@ -78,7 +78,8 @@ class HeldOut:
         if args.eval_limit:
             request = None, self.sampling  # refused here if the sampler cannot serve them
             engine = make_engine(args.model, "auto", device, None, at_once, request)
-            self.facts += f"\nevaluations: {engine.validate(**self.sampling)}"
+            how = engine.validate(**self.sampling)
+            self.facts += f"\nscored on {self.task.NAME} (--task), not with --eval-limit 0: {how}"
         return engine
 
     def score(self, engine, split, name, model=None):
