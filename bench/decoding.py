@@ -14,6 +14,9 @@ from statistics import fmean, pstdev
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 from bench.rollout import speed
 from bench.timing import report
 from distributed.groups import own_device

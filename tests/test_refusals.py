@@ -88,11 +88,11 @@ REFUSALS = {
     "algos/d1.py --reward evals/qa.py:pay": "evals/qa.py: needs a function pay",
     f"algos/d1.py {ROWS} --reward gsm8k_d1 {ALGO}": "gsm8k_d1 pays for a layout",
     "algos/d1.py --task gsm8k --reward countdown_d1": "does not fit gsm8k",
-    "algos/d1.py --eval-data none.jsonl": "--data none.jsonl: no such file that ends",
+    "algos/d1.py --eval-data none.jsonl": "none.jsonl: no such file that ends",
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "README.md: no such file that ends in .jsonl, .csv",
-    "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
+    "algos/vrpo.py --data docs": "docs/train.jsonl: no such file",
     "algos/bgpo.py --resume TMP": "config.json: No such file",
     # files of a user
     **{f"algos/d1.py --reward TMP/{reward} {ALGO}": said for reward, said in OWN.items()},
