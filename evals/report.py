@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import complete_lines, read_json, read_lines
+from data.rows import complete_lines, read_lines
+from distributed.disk import read_json
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_ROWS, MAX_SAMPLES = 300, 100  # of metrics.jsonl and samples.jsonl, evenly spaced

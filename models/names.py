@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from distributed.disk import read_json
 from models.config import AUTOREGRESSIVE, architecture
-from models.tensors import build_model, json_if_there, read_json
+from models.tensors import build_model, json_if_there
 from models.tiny import HERE, TINY_CONFIGS
 
 # `architecture`, or "tiny" -> {name for --model: hub id, or directory in the repository}. Other hub

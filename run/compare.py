@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.rows import read_json
+from distributed.disk import read_json
 from evals.report import is_score, read_rows
 
 # flags that do not change what a run learns
