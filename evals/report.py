@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import distributed.start  # noqa: F401
 
 # isort: split
-from data.rows import complete_lines, read_json, read_lines
-from distributed.disk import writing
+from data.rows import complete_lines, read_lines
+from distributed.disk import read_json, writing
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MAX_ROWS, MAX_SAMPLES = 300, 100  # of metrics.jsonl and samples.jsonl, evenly spaced

@@ -40,13 +40,14 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from data.rows import read_json, whole_path
+from data.rows import whole_path
 from distributed.disk import (
     from_first_rank,
     hold,
     is_first_rank,
     new_directory,
     progress,
+    read_json,
     write_atomically,
 )
 from distributed.groups import join_ranks, own_device, setup_distributed

@@ -16,7 +16,7 @@ import distributed.start  # noqa: F401
 # isort: split
 import torch
 
-from distributed.disk import whole_directory
+from distributed.disk import read_json, whole_directory
 from models import load_tokenizer
 from models.checkpoint import write_files
 from models.config import AUTOREGRESSIVE, stored_dtype
@@ -25,7 +25,6 @@ from models.tensors import (
     build_model,
     fitting_weights,
     json_if_there,
-    read_json,
     tensor_shapes,
 )
 

@@ -20,7 +20,7 @@ import distributed.start  # noqa: F401
 import numpy as np
 import pandas as pd
 
-from data.rows import read_json
+from distributed.disk import read_json
 from evals.report import is_score, read_rows
 
 # flags that do not change what a run learns
