@@ -15,11 +15,15 @@ from array import array
 from json import dumps
 
 sys.path.insert(0, __file__.rpartition("/data/")[0])
+import distributed.start  # noqa: F401
+
+# isort: split
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from data.rows import read_rows
 from data.tokens import TokenRows, question
+from distributed.disk import writing
 from models import prompt_ids
 from rollout.rows import Batch
 from rollout.traces import Trace
@@ -43,7 +47,7 @@ def main(samples: list[str], out: str, wrong: float = 1.0):
     others = sorted(is_right.keys() - right)
     random.Random(0).shuffle(others)
     others = others[: round(wrong * len(right))]
-    with open(out, "w") as file:
+    with writing(out), open(out, "w") as file:
         file.writelines(right + others)
     print(f"{out}: {len(right):,} right answers and {len(others):,} wrong ones")
 

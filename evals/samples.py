@@ -84,7 +84,8 @@ def scored(task, rows, examples, reward=None):
     the exception. SystemExit (the sandbox itself does not work: SandboxError) says nothing about
     completions and is raised.
     """
-    texts = [Completion(*map(row.get, ("completion", "tokens", "truncated"))) for row in rows]
+    known = "completion", "tokens", "truncated", "forwards"
+    texts = [Completion(*map(row.get, known)) for row in rows]
     asked = [examples[row["index"]] for row in rows]
     try:
         found = {"score": score_all(task, texts, asked)}
