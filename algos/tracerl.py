@@ -24,11 +24,13 @@ import sys
 from copy import deepcopy
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from distributed.groups import StepMetrics, setup_distributed
 from distributed.sharding import reduce_gradients, register_forwards, sharding
 from models import adapters_off, add_lora, load_weights, meta_model, router_metrics, set_speed
@@ -76,6 +78,8 @@ class Args(RolloutFlags):
     """clip range (official rl_sdar.yaml: 0.2)"""
     kl_to_old: float = 0.01
     """coefficient of the KL to the policy before the rollout's updates (official beta: 0.01)"""
+    nll_weight: float = 0.0
+    """of -log p of right completions, a mean over their tokens (LightningRL, 2603.13319: 0.1)"""
     shrink: int = 1
     """denoising steps that a row merges (official rl_sdar.yaml: 1; rl_llada.yaml: 8)"""
     train_steps: int = 0
@@ -137,6 +141,9 @@ def sample_masks(batch, iteration, args):
     rows.sequence = torch.arange(len(mine), device=mine.device)
     # draws with a scored token, over all ranks: the rows of the paper
     rows.total = max(all_reduce({"rows": scored.any(2).sum()})["rows"], 1)
+    if args.nll_weight:
+        right = (batch.rewards >= 1).float()
+        rows.right = right / (all_reduce({"": rows.weights.sum((1, 2)) @ right})[""] or 1)  # [B]
     return rows.subsample(args.num_draws(num_replays), iteration)
 
 
@@ -173,8 +180,12 @@ def policy_loss(estimates, old, ref, rows, args):
     policy = (-torch.minimum(ratio * A, clipped * A) * c).sum()
     log_ratio = old - estimates
     kl = ((log_ratio.expm1() - log_ratio) * c).sum()  # k3
-    return policy + args.kl_to_old * kl, {
+    nll = torch.zeros_like(kl)
+    if args.nll_weight:
+        nll = -(estimates * rows.weights * rows.right[:, None, None]).sum()
+    return policy + args.kl_to_old * kl + args.nll_weight * nll, {
         "loss/policy": policy,
+        "loss/nll": nll,
         "loss/kl": kl,
         "policy/ratio": (ratio * c).sum(),
         "policy/clip_frac": ((clipped * A < ratio * A) * c).sum(),
@@ -368,4 +379,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

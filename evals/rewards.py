@@ -277,7 +277,8 @@ MOST = 1e18  # of a reward: fp32 holds its square
 
 def reward_names(name):
     """--reward a+b -> [a, b]; a path may have a + as well"""
-    return [name] if os.path.isfile(name.rpartition(":")[0]) else name.split("+")
+    file, _, function = name.rpartition(":")
+    return [name] if os.path.isfile(file) and "+" not in function else name.split("+")
 
 
 def sum_of_parts(values):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from data.rows import read_json, whole_path
+from data.rows import whole_path
+from distributed.disk import read_json
 from models import is_tiny, sampling_facts
 
 # tasks whose own problems have prompts without words, for the tiny models -> the preset with words

@@ -58,6 +58,7 @@ def test_an_update_is_that_of_the_full_graph(script, family, monkeypatch):
         "clip_ratio": 1.02,
         "mc_num": 3,
         "kl_to_old": 0.3,
+        "nll_weight": 0.7,
         "row_mean": True,
         "lambda_max": 2.0,
     }
@@ -224,7 +225,7 @@ def test_an_update_is_the_step_of_adamw_on_the_clipped_gradient(run_ranks, modul
                 p.grad = torch.full_like(p, math.nan)
         elif rank + 1 == ranks:
             mine.advantages *= math.nan
-        with pytest.raises(SystemExit, match=f"not finite at step 3: .* on rank {rank}, "):
+        with pytest.raises(SystemExit, match=r"not finite at step 3: loss \["):
             module.update(model, optimizer, mine, 2, args)
         assert norm > 0.05 and metrics["optim/lr"] == 0.5e-2
         assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
