@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.rows import read_json, read_lines
+from data.rows import read_lines
 from distributed.disk import (
     from_first_rank,
     hold,
     is_first_rank,
     new_directory,
+    read_json,
     write_atomically,
     writing,
 )

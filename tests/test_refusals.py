@@ -92,7 +92,7 @@ REFUSALS = {
     f"algos/bgpo.py --reward TMP/pay.py:pay {ALGO}": "{'a': 1.0, 'b': nan}: not a finite number",
     f"algos/bgpo.py --task mbpp --data TMP/t.jsonl --max-prompt-length 9999 {ALGO}": "sandbox",
     "algos/sft.py --data README.md": "README.md: no such file that ends in .jsonl, .csv",
-    "algos/vrpo.py --data docs": "--data docs/train.jsonl: no such file",
+    "algos/vrpo.py --data docs": "docs/train.jsonl: no such file",
     "algos/bgpo.py --resume TMP": "config.json cannot be read",
     # files of a user
     **{f"algos/d1.py --reward TMP/{reward} {ALGO}": said for reward, said in OWN.items()},
