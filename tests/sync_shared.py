@@ -52,7 +52,7 @@ METHODS = {
     "ebpo": Method(665, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(401, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(731, {"llada": LORA | TWO | {"denoising_steps": 4, "positions": 3}}),
-    "dtreerpo": Method(1382, {"llada": LORA | TREES, "sdar": TREES}),
+    "dtreerpo": Method(1390, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1394,
         {

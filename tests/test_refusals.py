@@ -122,6 +122,7 @@ REFUSALS = {
     "algos/coupled_grpo.py --t-range 0.0 0.8": "--t-range 0.0 0.8 must be from 1e-06 to 0.999999",
     "algos/ebpo.py --epsilon 1": "--epsilon 1.0 must be from 0 to 0.999",
     "algos/dtreerpo.py --branches 8 1": "--branches 8 1 must be from 2",
+    "algos/dtreerpo.py --refill 1": "--refill 1 must be from 0 to 0",
     "algos/vrpo.py --sft-coef nan": "--sft-coef nan must be from 0",
     "algos/sft.py --max-grad-norm 0": "--max-grad-norm 0.0 must be from ",
     "algos/sft.py --learning-rate inf": "--learning-rate inf must be from 0",
