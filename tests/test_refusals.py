@@ -147,6 +147,7 @@ REFUSALS = {
     "algos/sft.py --pack-length 63 --max-length 64": "is shorter than an example may be",
     "algos/sft.py --pack-length 65 --max-length 65": "--max-length gives 68",
     "algos/sft.py --cart-p 0.1": "--cart-p 0.1: a number between 0 and 1, for Dream alone",
+    "algos/sft.py --edit-rate 0.1": "--edit-rate 0.1: for LLaDA2 alone, whose sampler edits",
     "algos/sft.py --batch-size 2 --block-length 8 --eval-limit 2": "blocks of 4",
     "algos/sft.py --batch-size 100000": "fewer than --batch-size 100000",
     "algos/sft.py --max-length 4 --eval-limit 0": "--data holds 0 rows to train on",
