@@ -1,8 +1,9 @@
-"""Files and directories that appear only when complete, work that rank 0 does for all ranks, and
-progress bars.
+"""Files and directories that appear only when complete, JSON, work that rank 0 does for all ranks,
+and progress bars.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -60,6 +61,30 @@ def write_atomically(path, text):
         temporary.replace(path)
 
 
+def one_line(error):
+    """What an error says, on one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def json_object(raw):
+    """JSON as bytes -> its object. ValueError says what is wrong with it."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a JSON object is needed, not {type(found).__name__}")
+    return found
+
+
+def read_json(path):
+    """The object that a JSON file holds. SystemExit if it is missing or damaged."""
+    try:
+        return json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be read, copy it again: {error}") from error
+
+
 def hold(directory):
     """Keep other processes out of a run directory until this one ends, however it ends. SystemExit
     if one works there.
@@ -84,10 +109,11 @@ def lock(file, directory, kind):
 
 
 def new_directory(path):
-    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path; raises OSError."""
+    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path"""
     for number in count(1):
         directory = Path(path if number == 1 else f"{path}-{number}")
-        with suppress(FileExistsError):  # mkdir itself is the test: two runs never share a name
+        # mkdir itself is the test: two runs never share a name
+        with writing(path), suppress(FileExistsError):
             directory.mkdir(parents=True)
             return directory
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from distributed.disk import is_first_rank, whole_directory
+from distributed.disk import is_first_rank, read_json, whole_directory
 from models.names import pinned
 from models.tensors import (
     full_tensor,
     local_rows,
     open_tensors,
-    read_json,
     tensor_parts,
 )
 

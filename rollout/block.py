@@ -19,9 +19,8 @@ max_post_steps of these extra forwards may edit.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from models.attention import block_causal, make_attend
+from models.attention import attention, block_causal, make_attend
 from rollout.engine import RULES, Engine
 
 
@@ -52,8 +51,7 @@ class CachedBlock:
             for kept, new in zip(self.cache[layer], (k, v), strict=True):
                 kept[:, :, here] = new
             keys, values = (kept[:, :, :end] for kept in self.cache[layer])
-            gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=gqa)
+            return attention(q, keys, values, visible)
 
         return self.model.hidden(self.tokens[:, here], self.positions[:, here], attend)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
+from models.attention import attention
 from rollout.engine import ADAPTIVE, ENTROPIES, RULES, Engine
 from rollout.schedules import block_quotas
 
@@ -66,8 +66,7 @@ class CurrentBlock:
             if keys is not k:  # a later forward, of a window
                 keys[:, :, columns], values[:, :, columns] = k, v
             k, v = keys, values
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, enable_gqa=gqa)
+        return attention(q, k, v, self.bias)
 
 
 class MaskedEngine(Engine):

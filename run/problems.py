@@ -7,7 +7,7 @@ import torch
 from data.preferences import held_out_pairs, pairs_of
 from data.stream import ShuffledStream
 from data.tokens import encode
-from distributed.groups import all_reduce, rank_share
+from distributed.groups import all_reduce, gather, rank_share
 from evals import TRIAL, load_splits, load_task, mean_score, score_all
 from evals.own import FAILED
 from evals.rewards import load_reward, reward_names, sum_of_parts
@@ -79,7 +79,8 @@ class HeldOut:
         if args.eval_limit:
             request = None, self.sampling  # refused here if the sampler cannot serve them
             engine = make_engine(args.model, "auto", device, None, at_once, request)
-            self.facts += f"\nevaluations: {engine.validate(**self.sampling)}"
+            how = engine.validate(**self.sampling)
+            self.facts += f"\nscored on {self.task.NAME} (--task), not with --eval-limit 0: {how}"
         return engine
 
     def score(self, engine, split, name, model=None):
@@ -92,6 +93,10 @@ class HeldOut:
         how = self.task, self.tokenizer, problems, name
         metrics, self.answers = mean_score(engine, *how, **self.sampling)
         return metrics
+
+    def validate(self, engine, model):
+        """-> the score on the validation split. Collective."""
+        return self.score(engine, "validation", "eval", model)
 
 
 class Problems(HeldOut):
@@ -152,9 +157,9 @@ class Problems(HeldOut):
         try:
             paid = self.pay(completions, examples)
         except SystemExit as caught:
-            error = caught
-        if all_reduce({"failed": bool(error)})["failed"]:
-            raise SystemExit(f"{error or 'a reward failed on another rank'}{self.keep()}")
+            error = str(caught)
+        if errors := [*filter(None, gather(error))]:
+            raise SystemExit(f"{errors[0]}{self.keep()}")
         return paid
 
     def graded(self, trace, step):

@@ -80,8 +80,6 @@ def commands(text):
 def test_commands_parse(page):
     """Of pages and scripts. With the script's own parser; models, tasks and rewards are known."""
     for program, words in commands(page.read_text()):
-        if program == "bench/train.py":
-            program, words = f"algos/{words[0]}.py", words[1:]
         program = program.replace("mine", "d1")
         assert (ROOT / program).is_file()
         if program.split("/")[0] == "tests" or program == "evals/report.py":

@@ -263,7 +263,7 @@ def test_hub_rows(line, hub):
     assert len(module.load("test", f"{name}@v1.0")) == 2
     hub({})
     message = one_line(module.load, "test")
-    assert message.startswith(f"--data {name}: no file, and the hub says: no {config} {split} in")
+    assert message.startswith(f"{name}: no file, and the hub says: no {config} {split} in")
 
 
 def test_held_out_rows_are_fixed(hub):

@@ -233,7 +233,7 @@ OTHER = {  # what is wrong -> (what to do to the adapter, words of the message)
     ),
     "its own base": (
         lambda d: edit(CONFIG, base_model_name_or_path=str(d))(d),
-        ["config.json is missing"],
+        ["config.json cannot be read"],
     ),
 }
 
