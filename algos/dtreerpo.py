@@ -95,7 +95,8 @@ class Args(RolloutFlags):
         "low_confidence_static", "low_confidence_dynamic", "random", "entropy", "sequential"
     ] = "low_confidence_static"
     """which masked tokens a step reveals; entropy, sequential: whatever tokens are drawn"""
-    RANGES = {"branches": 2, "gamma": (1e-6, 100)}
+    # the rollouts of --refill are no trees
+    RANGES = {"branches": 2, "gamma": (1e-6, 100), "refill": (0, 0)}
 
 
 # What differs on the tiny models, with all weights, and on real bidirectional models.

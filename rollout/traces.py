@@ -6,6 +6,7 @@ from itertools import repeat
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from distributed.groups import all_reduce
 from distributed.sequence import gather_objects
@@ -125,6 +126,11 @@ class Trace:
             if self.settings["records"] == "events":  # they also tell what was masked again
                 new = self.records["tokens"][:, replay].long()
             state = torch.where(new >= 0, new, state)
+
+    def select(self, rows):
+        """-> the Trace of these rows, a list of numbers"""
+        taken = tree_map_only(torch.Tensor, lambda x: x[rows], vars(self))
+        return Trace(**taken | {"prompt_ids": [self.prompt_ids[i] for i in rows]})
 
     def text(self, i, tokenizer):
         """Completion i as text, without special tokens: what is graded."""

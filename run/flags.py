@@ -159,6 +159,9 @@ class RolloutFlags(RunFlags):
     """tokens; problems with longer prompts are dropped and counted"""
     prompts_per_step: int = 8
     """prompts per rollout, over all ranks"""
+    refill: int = 0
+    """at most so many more rollouts in a step, whose groups take the places of those without
+    different rewards (DAPO, DiPO)"""
     remasking: Literal["low_confidence_static", "low_confidence_dynamic", "random"] = (
         "low_confidence_static"
     )

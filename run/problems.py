@@ -15,6 +15,7 @@ from models import add_lora, load_tokenizer
 from rollout import gathered, make_engine, probe, rollout_metrics, sync_engine
 from rollout.engine import ADAPTIVE, SamplingSettings
 from rollout.rows import Batch
+from rollout.traces import concatenate
 from run.plan import fit
 
 
@@ -131,6 +132,7 @@ class Problems(HeldOut):
         if args.lora_rank and not args.lora_merged_rollout:
             add_lora(engine.model, *args.lora, engine.dtype)
         self.facts += f"; rollouts: {engine.validate(self.records, **self.rollout)}"
+        self.engine = engine
         return engine
 
     def chosen(self, step):
@@ -160,6 +162,12 @@ class Problems(HeldOut):
             raise SystemExit(f"{errors[0]}{self.keep()}")
         return paid
 
+    def graded(self, trace, step):
+        """-> [(what a completion is paid, its example)] of a rollout. Collective."""
+        G = trace.settings["num_samples"]
+        examples = [example for example, _ in self.chosen(step) for _ in range(G)]
+        return [*zip(self.grade(trace.texts(self.tokenizer), examples), examples, strict=True)]
+
     def reward(self, trace, step, model):
         """Grade the rollout of a step. Collective.
 
@@ -167,12 +175,23 @@ class Problems(HeldOut):
         are made of: these rewards, or of --reward a+b (where they are those of a) `sum_of_parts`;
         metrics
         """
-        G = trace.settings["num_samples"]
-        examples = [example for example, _ in self.chosen(step) for _ in range(G)]
+        G, N, pad = trace.settings["num_samples"], len(trace.prompt_ids), model.pad_token_id
         FAILED.clear()
-        parts = self.grade(trace.texts(self.tokenizer), examples)
+        graded = self.graded(trace, step)
+        for extra in range(1, self.args.refill + 1):
+            totals = torch.tensor([sum(parts.values()) for parts, _ in graded]).view(-1, G)
+            is_dead = (totals == totals[:, :1]).all(1)
+            if not all_reduce({"dead": is_dead.sum()})["dead"]:
+                break
+            later = step + (extra << 24)  # where no step gets to
+            fresh = self.engine.generate(**self.request(later, G))
+            self.engine.make_room()
+            graded += self.graded(fresh, later)
+            rows = (torch.arange(N) + N * is_dead.repeat_interleave(G)).tolist()
+            trace, graded = concatenate([trace, fresh], pad).select(rows), [graded[i] for i in rows]
+        parts, examples = map(list, zip(*graded, strict=True))
         failed = all_reduce({"failed": len(FAILED), "all": len(parts)})
-        trace, rewards, parts, examples = gathered(trace, parts, examples, model.pad_token_id)
+        trace, rewards, parts, examples = gathered(trace, parts, examples, pad)
         batch = Batch(trace, model)
         batch.rewards, batch.examples = rewards, examples
         if len(reward_names(self.args.reward)) > 1:

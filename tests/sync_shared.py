@@ -54,7 +54,7 @@ METHODS = {
     "ebpo": Method(643, {"sdar": TWO | {"mc_num": 3}}, BLOCK),
     "wd1": Method(400, {"llada": LORA | TWO | {"psi": 0.5}}),
     "justgrpo": Method(643, {"llada": LORA | TWO | {"denoising_steps": 4, "train_steps": 3}}),
-    "dtreerpo": Method(1381, {"llada": LORA | TREES, "sdar": TREES}),
+    "dtreerpo": Method(1389, {"llada": LORA | TREES, "sdar": TREES}),
     "tracerl": Method(
         1450,
         {
@@ -65,7 +65,7 @@ METHODS = {
     ),
     "tpg": Method(588, {"sdar": TWO | {"denoising_steps": 4, "train_steps": 3, "beta": 0.1}}),
     "sft": Method(
-        2058,
+        2169,
         {"dream": LORA | {"cart_p": 0.2}, "sdar": {"pack_length": 128, "max_length": 100}},
     ),
     "vrpo": Method(

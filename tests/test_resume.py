@@ -350,7 +350,7 @@ full = pytest.mark.full
 MOVES = " --ref-sync-steps 4"  # after the updates of two steps, just after a save
 KILLED = {
     # script, flags, ranks; ranks of another resumed run, if any
-    "coupled_grpo": ("coupled_grpo", RUN + MOVES, 1, 2),
+    "coupled_grpo": ("coupled_grpo", RUN + MOVES + " --refill 1", 1, 2),
     "espo": pytest.param("espo", RUN + MOVES, 1, 0, marks=full),
     "dtreerpo": pytest.param("dtreerpo", RUN + " --branches 2 2 --lambda-max 1", 1, 0, marks=full),
     "tracerl with a value model": ("tracerl", RUN + " --value-model --train-steps 1", 1, 0),
