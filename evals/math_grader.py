@@ -132,8 +132,8 @@ def boxes(text, unclosed=False):
 def last_box(text):
     """Stripped content of the last complete box that is not empty, in the last MAX_TEXT characters;
     None if there is none. Unclosed boxes do not count."""
-    found = [box.strip() for box in boxes(text[-MAX_TEXT:])]
-    return next(filter(None, reversed(found)), None)
+    found = filter(None, map(str.strip, boxes(text[-MAX_TEXT:])))
+    return [None, *found][-1]
 
 
 def math_verify(answer, gold, tolerance=0.0):
@@ -146,7 +146,7 @@ def math_verify(answer, gold, tolerance=0.0):
     if answer == gold:
         return True
     ours, theirs = number(answer), number(gold)
-    if ours is not None and theirs is not None:
+    if None not in (ours, theirs):
         gap = abs(ours - theirs)
         if gap <= 1.01 * tolerance:
             return True
