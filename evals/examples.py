@@ -95,10 +95,10 @@ def chat_row(row):
 
 def planning_row(row, question, answer):
     """The columns `question` and `answer` of a row, or what DARE or Dream have in their place."""
-    if chat := chat_row(row):  # DARE
-        return row["extra_info"][question], chat[1]
-    names = ("input", "output") if "input" in row and "output" in row else (question, answer)
-    return [row[name] for name in names]
+    if isinstance(row.get("reward_model"), dict):  # DARE
+        return row["extra_info"][question], row["reward_model"]["ground_truth"]
+    dream = "input" in row and "output" in row
+    return (row["input"], row["output"]) if dream else (row[question], row[answer])
 
 
 def one_split(task, split, known):

@@ -89,9 +89,8 @@ def trimmed(text):
     looks like code to the last one up to which it parses."""
     start = CODE_LINE.search(text)
     code = text[start.start() :] if start else text
-    lines = code.split("\n")
-    ends = [len(lines), *(i for i in range(len(lines) - 1, 0, -1) if lines[i][:1].strip())]
-    parts = ("\n".join(lines[:end]) for end in ends[:MAX_CUTS])
+    ends = [*(line.start() for line in re.finditer(r"\n(?=\S)", code)), len(code)]
+    parts = (code[:end] for end in reversed(ends[-MAX_CUTS:]))
     return first_program([text, *parts]) or code
 
 
