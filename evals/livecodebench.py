@@ -14,9 +14,7 @@ runner calls it as a function with a fake stdin. There is no train split. LLaDA2
 """
 
 if __name__ == "__main__":
-    from command import main
-
-    main("livecodebench")
+    import command  # noqa: F401
 
 import base64
 import json
