@@ -79,8 +79,7 @@ def whole_path(text):
 
 
 def is_hub_id(path):
-    is_file = Path(path).exists() or Path(path).suffix in READERS
-    return "/" in path and path[0] not in "/." and not is_file
+    return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
 
 
 def at_revision(path):

@@ -7,7 +7,6 @@ import sys
 import time
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
-HEAD_START = 10  # seconds, for the first rank
 
 
 def hook(kind, *error):
@@ -28,7 +27,7 @@ def start(main, arguments, *given):
     except BaseException as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(HEAD_START)
+            time.sleep(10)  # a head start for the first rank
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             facts = {"py_callstack": str(error), "timestamp": int(time.time())}
             with open(report, "w") as file:

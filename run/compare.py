@@ -124,7 +124,8 @@ def draw(runs, metric, path):
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    rcParams["text.parse_math"] = False  # a flag may hold dollars
+    # a flag may hold dollars; a name stands where the frame would
+    rcParams["text.parse_math"] = rcParams["axes.spines.right"] = False
     means = smoothed(runs, metric).groupby(["group", "step"]).mean()
     ends = means["mean"].groupby("group").last().sort_values()
     columns, gap, height = -(-len(ends) // LINES), 0.06 * np.ptp(means[metric]), 0

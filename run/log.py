@@ -79,7 +79,8 @@ class RunLog:
         self.is_writer, self.max_steps, self.wandb_run = is_first_rank(), args.max_steps, None
         self.started = self.next_plot = time.perf_counter()
         name = f"{Path(script).stem}-{Path(args.model).name}-{task}-s{args.seed}"
-        made = lambda: make_run_dir(args.out, name)
+        name += f"-{datetime.now():%m%d-%H%M%S}"
+        made = lambda: new_directory(Path(args.out) / name)
         self.run_dir = Path(args.resume) if args.resume else from_first_rank(made)
         if not self.is_writer:
             return
@@ -201,7 +202,10 @@ def follow(run_dir, config):
     ours = {"WANDB_PROJECT": "cleandllm", "WANDB_NAME": run_dir.name, "WANDB_DIR": run_dir}
     known = kept.read_text() if kept.exists() else None
     how = {name[6:].lower(): ours[name] for name in ours if name not in os.environ}
-    run = wandb.init(config=config, id=known, resume="allow", **how)
+    try:
+        run = wandb.init(config=config, id=known, resume="allow", **how)
+    except wandb.Error as error:
+        raise SystemExit(f"--track: {error} (or set WANDB_MODE=offline)") from error
     # wandb's own counter would drop the steps that a killed run repeats
     run.define_metric("*", step_metric="step")
     kept.write_text(run.id)
@@ -274,11 +278,6 @@ def machine_metrics():
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     return {"memory/peak_gb": peak / 1e9}
-
-
-def make_run_dir(out, name):
-    """Create out/name-<MMDD-HHMMSS>, with -2, -3 ... if that exists."""
-    return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
 
 
 def describe_run(script, args):

@@ -170,4 +170,4 @@ def test_benchmarks_import_names_that_exist():
             for _, module, names in imports_of(tree):
                 if module.split(".")[0] in ROOMS:
                     for name in names:
-                        exec(f"import {module}" if name == module else f"from {module} import {name}")
+                        exec(f"from {module} import {name}" if name != module else f"import {name}")
