@@ -142,15 +142,13 @@ class FastBlockEngine(BlockEngine):
     def release(self):
         self.slots = self.graphs = None
 
-    def _generate(self, prompt_ids, owner, sample_index, settings, stop_at_eos, canvas):
-        rows = prompt_ids, owner, sample_index, settings, stop_at_eos, canvas
+    def _generate(self, prompt_ids, owner, sample_index, settings, canvas):
         if settings["steps"] != ALL:  # a part of a rollout
-            return super()._generate(*rows)
+            return super()._generate(prompt_ids, owner, sample_index, settings, canvas)
         N, R = len(owner), number_of_slots(min(len(owner), self.max_batch_size))
         slots = self._open(N, R, max(map(len, prompt_ids)), settings)
         slots.fill(self.model, prompt_ids, owner, sample_index, settings)
-        rule = settings | {"stop_at_eos": stop_at_eos}
-        self._decode(slots, R, prompt_ids, owner.tolist(), rule)
+        self._decode(slots, R, prompt_ids, owner.tolist(), settings)
         state = State(*slots.state[:, :N].clone())
         canvas = slots.canvas[0, :N], slots.canvas[2, :N], slots.logps[:N]
         history = [values[:, :N] for values in slots.history] if settings["records"] else None

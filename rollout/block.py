@@ -21,22 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from models.attention import attention, block_causal, make_attend
-from rollout.engine import RULES, Engine
+from rollout.engine import RULES, CurrentBlock, Engine
 
 
 @dataclass
-class CachedBlock:
-    """One block in each of R rows that are denoised together, and its forward."""
+class CachedBlock(CurrentBlock):
+    """Its positions are below 0 on padding."""
 
-    model: object
     cache: list  # keys and values [R, K, S, h] of each layer
-    tokens: torch.Tensor  # [R, S] int64
-    positions: torch.Tensor  # [R, S] int64, below 0 on padding
-    sample_index: torch.Tensor  # [R] int64
-    prompt_length: torch.Tensor  # [R, 1] int64, columns before the completion
-    first: int  # first column of the block
-    quota: list  # tokens to reveal at each step
-    first_step: int  # number of steps in earlier blocks
 
     def forward(self, first, width, window):
         """Forward the block, `width` columns from `first` on. Each layer writes the block's keys
@@ -90,5 +82,5 @@ class BlockEngine(Engine):
         tokens, positions, offset, index = samples
         prompt_length = start - offset[:, start, None]
         return CachedBlock(
-            self.model, cache, tokens, positions, index, prompt_length, start, quota, first_step
+            self.model, tokens, positions, index, prompt_length, start, quota, first_step, cache
         )
