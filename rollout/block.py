@@ -67,16 +67,22 @@ class BlockEngine(Engine):
         cache = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
         if prefilled:
             valid = torch.arange(prefilled, device=self.device) >= pads[:, None]
-            position_ids, block_ids = self.model.grid(valid)
-            attend_prompt = make_attend(block_causal(block_ids, valid))
-
-            def attend(layer, q, k, v):
-                for kept, new in zip(cache[layer], (k, v), strict=True):
-                    kept[:, :, :prefilled] = new[owner]
-                return attend_prompt(layer, q, k, v)
-
-            self.model.hidden(prompts, position_ids, attend)
+            self._write_prompts(prompts, valid, cache, slice(None), owner)
         return cache
+
+    def _write_prompts(self, prompts, valid, cache, rows, owner):
+        """Forward prompts [U, P], whole blocks, valid [U, P] without padding, and write keys and
+        values of prompts[owner[i]] into row rows[i] of the cache.
+        """
+        position_ids, block_ids = self.model.grid(valid)
+        attend_prompt = make_attend(block_causal(block_ids, valid))
+
+        def attend(layer, q, k, v):
+            for kept, new in zip(cache[layer], (k, v), strict=True):
+                kept[rows, :, : prompts.shape[1]] = new[owner]
+            return attend_prompt(layer, q, k, v)
+
+        self.model.hidden(prompts, position_ids, attend)
 
     def _block(self, cache, samples, start, quota, first_step, settings):
         tokens, positions, offset, index = samples
