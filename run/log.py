@@ -3,7 +3,7 @@ report.html; heldout.jsonl with answers to held-out problems.
 
     log = RunLog(__file__, args, task)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
-    log.end(weights)
+    log.close()
 
 The .jsonl files are the state of the log: table, figure and page are made from them.
 """
@@ -152,12 +152,6 @@ class RunLog:
             write_report(self.run_dir)
         if self.wandb_run:
             self.wandb_run.save(self.run_dir / "report.html", self.run_dir, "now")
-
-    def end(self, weights, status=0):
-        """Say how long the run took and where its report and weights (a path) are, and close."""
-        seconds, report = time.perf_counter() - self.started, self.run_dir / "report.html"
-        self.say(f"{seconds:.0f} s; report: {report}; weights: {weights}")
-        self.close(status)
 
     def close(self, status=0):
         """Draw the last plot, end the wandb run. status: of the process; unless it is 0, where the
