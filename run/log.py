@@ -258,10 +258,8 @@ class Stopwatch(dict):
 def machine_metrics():
     """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU"""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    return {"memory/peak_gb": peak / 1e9}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory/peak_gb": (torch.cuda.max_memory_allocated() or resident) / 1e9}
 
 
 def make_run_dir(out, name):
