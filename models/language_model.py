@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.attention_backend = "auto"  # a key of models.attention.BACKENDS
         self.mask_token_id = config.mask_token_id
-        # a size of blocks of the attention comes before one for sampling alone
+        # blocks of the attention, else those of sampling alone
         self.block_length = getattr(config, "block_size", 0) or config.block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False

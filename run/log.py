@@ -290,10 +290,9 @@ def describe_run(script, args):
 
 def describe_git():
     """-> commit, with -dirty behind it if files differ from it; "" outside a repository"""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*"
-    here = Path(__file__).resolve().parent
-    found = subprocess.run(command, cwd=here, shell=True, capture_output=True, text=True)
-    return found.stdout.strip()
+    here = shlex.quote(str(Path(__file__).resolve().parent))
+    command = f"git -C {here} describe --always --dirty --abbrev=40 --exclude=* 2>/dev/null"
+    return subprocess.getoutput(command)
 
 
 def describe_device():
