@@ -23,11 +23,13 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads give up their core
+sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
+from distributed.start import start  # before torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.realpath(f"{__file__}/../.."))
 from data.sft import training_rows
 from distributed.groups import StepMetrics, all_reduce, rank_share, setup_distributed
 from distributed.sequence import data_rank
@@ -332,14 +334,12 @@ def main(args):
             noise = sample_masks(batch, args, model.objective)
         with clock("update"), router_metrics(model) as routing:
             metrics = update(model, optimizer, batch, noise, step, args)
-        if args.evaluates(step + 1):
-            with clock("eval"):
-                metrics |= held_out.score(engine, "validation", "eval", model)
         tokens = all_reduce({"tokens": (batch.document_ids >= 0).sum()})["tokens"]
         metrics |= {"speed/tokens_per_s": tokens / clock["time/update"]} | routing
+        metrics |= run.validate(engine, model)
         run.end_step(metrics)
     run.end(engine, model)
 
 
 if __name__ == "__main__":
-    main(Args.parse(BY_SIZE))
+    start(main, Args, BY_SIZE)

@@ -18,9 +18,12 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.timing import report, timed
 from distributed.groups import own_device
 from models import load_model, meta_model

@@ -39,10 +39,10 @@ def open_rows(path, split, presets, config=None):
             yield from datasets.load_dataset(**at_revision(path), name=config, split=split)
         except Exception as error:  # no such id or split, no network, bad files, a script
             said = f"no file, and the hub says: {one_line(error)} (--data FILE reads a copy)"
-            raise SystemExit(f"--data {path}: {said}") from error
+            raise SystemExit(f"{path}: {said}") from error
     else:
         known = f"; presets: {', '.join(presets)}" if presets else ""
-        raise SystemExit(f"--data {path}: no such file that ends in {', '.join(READERS)}{known}")
+        raise SystemExit(f"{path}: no such file that ends in {', '.join(READERS)}{known}")
 
 
 def read_rows(path, split, presets, limit=None, config=None):
@@ -79,7 +79,8 @@ def whole_path(text):
 
 
 def is_hub_id(path):
-    return "/" in path and not Path(path).exists() and Path(path).suffix not in READERS
+    is_file = Path(path).exists() or Path(path).suffix in READERS
+    return "/" in path and path[0] not in "/." and not is_file
 
 
 def at_revision(path):

@@ -102,10 +102,11 @@ def hold(directory):
 
 
 def new_directory(path):
-    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path; raises OSError."""
+    """Make directory `path`, or path-2, path-3, ... if it exists. -> Path"""
     for number in count(1):
         directory = Path(path if number == 1 else f"{path}-{number}")
-        with suppress(FileExistsError):  # mkdir itself is the test: two runs never share a name
+        # mkdir itself is the test: two runs never share a name
+        with writing(path), suppress(FileExistsError):
             directory.mkdir(parents=True)
             return directory
 

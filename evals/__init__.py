@@ -20,7 +20,7 @@ from rollout.traces import Completion
 
 # scored once at the start of a command, so that a sandbox that does not work stops it before any
 # work is done
-TRIAL = Completion("```python\npass\n```", 1, False)
+TRIAL = Completion("```python\npass\n```", 1, False, 1)
 KEPT = 32  # answers to held-out problems that a run keeps for its report
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -70,7 +70,7 @@ def load_examples(task, split, data, limit=None, divided=False):
     if divided:
         examples = [one for one in examples if split_of(task.prompt(one)) == split][:limit]
     if not examples:
-        raise SystemExit(f"--data {data}: no problems in it for {split}")
+        raise SystemExit(f"{data or task.NAME}: no problems in it for {split}")
     return examples
 
 
@@ -84,7 +84,7 @@ def load_problems(task, split, data, tokenizer, max_prompt_length, limit=None, d
     examples = load_examples(task, split, data, limit, divided)
     if examples[0].get("style") == "compact" and not is_tiny(tokenizer.name_or_path):
         raise SystemExit(
-            f"--data {data or 'default'}: prompts without words, for tiny models; "
+            f"{data or 'default'}: prompts without words, for tiny models; "
             "for others countdown has cd3, sudoku sudoku4-tags"
         )
     if not isinstance(prompt := task.prompt(examples[0]), list | tuple):

@@ -10,9 +10,12 @@ comes out writes no sense before it is trained: algos/sft.py.
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from distributed.disk import read_json, whole_directory
 from models import load_tokenizer
 from models.checkpoint import write_files

@@ -19,7 +19,7 @@ from models.attention import (
 )
 from models.experts import Router
 from models.layers import RMSNorm, embedding_table
-from models.logps import at_least_fp32, linear_logps
+from models.logps import at_least_fp32, linear_certainty, linear_logps
 
 
 class LanguageModel(nn.Module):
@@ -117,7 +117,7 @@ class LanguageModel(nn.Module):
 
     def logps(
         self, input_ids, noisy_ids, score_mask, valid_mask=None, temperature=1.0, entropy=False,
-        document_ids=None, targets=None,
+        document_ids=None, targets=None, certainty=False,
     ):  # fmt: skip
         """Log-probabilities of the clean tokens of R rows, given K noisy copies of each.
 
@@ -128,8 +128,8 @@ class LanguageModel(nn.Module):
         targets [R, K, T] int64: tokens to score instead of the clean ones. The mask token has
         probability 0.
         -> [R, K, L] fp32 log softmax(logits / temperature), 0 where not scored; with entropy=True a
-        pair (logps, entropy in nats). What a token sees: the classes below. A value model gives its
-        values instead, and 0 for entropies.
+        pair (logps, entropy in nats); with certainty=True what `linear_certainty` gives. What a
+        token sees: the classes below. A value model gives its values instead, and 0 for entropies.
         """
         valid, (rank, N) = all_valid(valid_mask, input_ids), sequence_rank()
         T, L = noisy_ids.shape[2], score_mask.shape[2]
@@ -147,7 +147,8 @@ class LanguageModel(nn.Module):
         at = row * hidden.shape[1] + column[row, i] // N
         hidden = hidden.flatten(0, 1).index_select(0, at)
         if self.value_head is None:
-            values = linear_logps(
+            score = linear_certainty if certainty else linear_logps
+            values = score(
                 hidden,
                 self.lm_head.weight,
                 targets.expand_as(noisy_ids).flatten()[index],
@@ -160,8 +161,9 @@ class LanguageModel(nn.Module):
             values = (values, torch.zeros_like(values)) if entropy else values
         place = index // T * L + index % T - (T - L)  # in [R, K, L]
         spread = lambda x: x.new_zeros(score_mask.shape).put(place, x)  # no view: FSDP2 would warn
-        filled = [total(spread(x)) for x in (values if entropy else [values])]
-        return tuple(filled) if entropy else filled[0]
+        if isinstance(values, tuple):
+            return tuple(total(spread(x)) for x in values)
+        return total(spread(values))
 
 
 def all_valid(mask, input_ids):

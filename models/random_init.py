@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 from distributed.groups import own_device
 from models import load_tokenizer, save_model
 from models.checkpoint import set_special_tokens

@@ -1,6 +1,7 @@
 """What a rollout returns: tokens, and the order in which they were revealed."""
 
 from dataclasses import dataclass, fields
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,13 @@ from rollout.schedules import block_quotas
 
 
 class Completion(str):
-    """A completion as text. tokens: how many it has, with the EOS; truncated: it has no EOS"""
+    """A completion as text. tokens: how many it has, with the EOS; truncated: it has no EOS;
+    forwards: of the sampler for it, None where it does not tell
+    """
 
-    def __new__(cls, text, tokens=None, truncated=None):
+    def __new__(cls, text, tokens=None, truncated=None, forwards=None):
         self = super().__new__(cls, text)
-        self.tokens, self.truncated = tokens, truncated
+        self.tokens, self.truncated, self.forwards = tokens, truncated, forwards
         return self
 
 
@@ -129,9 +132,11 @@ class Trace:
 
     def texts(self, tokenizer):
         """All as Completion."""
-        ids = self.completions()
+        ids, forwards = self.completions(), repeat(None)
+        if self.num_forwards is not None:
+            forwards = self.num_forwards.tolist()
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [*map(Completion, texts, map(len, ids), self.truncated.tolist())]
+        return [*map(Completion, texts, map(len, ids), self.truncated.tolist(), forwards)]
 
     def describe(self, i, tokenizer, reward, example):
         """Completion i, its reward, and the gold answer of its example for samples.jsonl. -> dict

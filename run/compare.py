@@ -13,10 +13,13 @@ reached a step and over the 20 steps before it, of scores over the seeds alone; 
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import distributed.start  # noqa: F401
+
+# isort: split
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from distributed.disk import read_json
 from evals.report import is_score, read_rows
 
@@ -138,7 +141,7 @@ def main(runs: tuple[str, ...], /, metric: str = "", out: str = "compare.png"):
     Args:
         runs: directories of runs
         metric: key of metrics.jsonl; empty: held-out scores, else the mean reward
-        out: file of the curves
+        out: file of the curves, in the current directory
     """
     rows = read_runs(runs)
     known = sorted(rows[rows["step"] > 0].dropna(axis=1, how="all"))

@@ -149,9 +149,12 @@ class RolloutFlags(RunFlags):
 
     # rollouts and rewards
     reward: str = ""
-    """name in evals/rewards.py, or path.py:function; empty: the task's exact score"""
+    """name in evals/rewards.py, or path.py:function; empty: the task's exact score; a+b:
+    several, each normalised in its group by itself, as score+tokens_per_forward"""
     reward_errors: float | None = None
     """reward of a completion for which a file of yours fails; None: the run saves and ends"""
+    positive_only: bool = False
+    """negative advantages become 0 (ours: docs/curves.md)"""
     max_prompt_length: int = 1024
     """tokens; problems with longer prompts are dropped and counted"""
     prompts_per_step: int = 8

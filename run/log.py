@@ -34,6 +34,7 @@ from distributed.disk import (
     hold,
     is_first_rank,
     new_directory,
+    read_json,
     write_atomically,
     writing,
 )
@@ -69,7 +70,8 @@ class RunLog:
     def __init__(self, script, args, task, step=0):
         """script: its file. args: flags of a run. task: its name.
 
-        With --resume rows of steps after `step` are dropped from the files, config.json stays.
+        With --resume rows of steps after `step` are dropped from the files, and config.json gets
+        the flags that changed, and the command.
         SystemExit if the run is beyond --max-steps already.
         """
         if step > args.max_steps:
@@ -81,13 +83,17 @@ class RunLog:
         self.run_dir = Path(args.resume) if args.resume else from_first_rank(made)
         if not self.is_writer:
             return
+        path, config = self.run_dir / "config.json", describe_run(script, args)
         if args.resume:
             for file in ("metrics.jsonl", "samples.jsonl")[: 1 + hasattr(args, "reward")]:
                 truncate_rows(self.run_dir / file, step)
+            now, config = config, read_json(path)
+            config["args"] = now["args"]
+            config.setdefault("chosen", {}).update(now["chosen"])
+            config.setdefault("resumed", {})[str(step)] = now["command"]
         else:
             hold(self.run_dir)
-            config_text = json.dumps(describe_run(script, args), indent=2) + "\n"
-            write_atomically(self.run_dir / "config.json", config_text)
+        write_atomically(path, json.dumps(config, indent=2) + "\n")
         if args.track:
             self.wandb_run = follow(self.run_dir, vars(args))
         # A run that stops with an error leaves its table and figure too. Registered behind wandb's
@@ -264,8 +270,7 @@ def machine_metrics():
 
 def make_run_dir(out, name):
     """Create out/name-<MMDD-HHMMSS>, with -2, -3 ... if that exists."""
-    with writing(out):
-        return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
+    return new_directory(Path(out) / f"{name}-{datetime.now():%m%d-%H%M%S}")
 
 
 def describe_run(script, args):

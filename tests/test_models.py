@@ -781,7 +781,7 @@ def test_a_model_that_cannot_be_converted_is_refused(autoregressive, tmp_path, c
 
 
 def test_the_command_writes_a_model_with_random_weights(tmp_path):
-    random_init.main(str(tmp_path / "one"), "tiny-llada", device="cpu")
+    random_init.main(str(tmp_path / "one"), "tiny-llada")
     want = random_model(TINY_CONFIGS["tiny-llada"])
     assert_same_weights(load_model(tmp_path / "one"), want)
     assert load_tokenizer(tmp_path / "one").mask_token_id == MASK

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = json.loads((GOLDEN / "runs.json").read_text())
 # experts, LoRA, a reference that moves, and the scripts that count over ranks themselves
 TWO_RANKS = "d1-dream bgpo-sdar-moe coupled_grpo-sdar dtreerpo-llada mdpo-llada tracerl-sdar "
-TWO_RANKS += "sft-sdar vrpo-llada stabledrl-llada"
+TWO_RANKS += "tracerl-llada2 sft-sdar vrpo-llada stabledrl-llada distill-llada"
 # of these the parameters of a pass are gathered at once, as on a GPU, and not block by block
 AT_ONCE = "d1-dream bgpo-sdar-moe coupled_grpo-sdar tracerl-sdar vrpo-llada"
 
