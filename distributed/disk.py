@@ -87,24 +87,17 @@ def read_json(path):
 
 def hold(directory):
     """Keep other processes out of a run directory until this one ends, however it ends. SystemExit
-    if one works there.
+    if one works there; a line on stderr where the file system has no locks.
     """
     with writing(directory):  # the descriptor stays open: closing it would free the lock
         descriptor = os.open(Path(directory) / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    lock(descriptor, directory, "process")
-
-
-def lock(file, directory, kind):
-    """Lock an open file of a directory. SystemExit if another `kind` of program has done so; a line
-    on stderr where the file system has no locks.
-    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        problem = f"another {kind} works there; wait for its end, or take a new --out"
+        problem = "another process works there; wait for its end, or take a new --out"
         raise SystemExit(f"{directory}: {problem}") from error
     except OSError as error:
-        said = f"{directory}: no lock ({error.strerror}): start no second {kind} there"
+        said = f"{directory}: no lock ({error.strerror}): start no second process there"
         print(said, file=sys.stderr)
 
 

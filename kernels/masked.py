@@ -24,7 +24,7 @@ from kernels import speed_up_draws
 from kernels.decode import cached_attention
 from kernels.graphs import Graphs, can_record
 from models.attention import fast_attention
-from rollout.masked import CurrentBlock, MaskedEngine
+from rollout.masked import MaskedBlock, MaskedEngine
 
 GRAPH_TOKENS = 4096  # larger forwards keep the GPU busy while the host launches them
 WIDTHS = 32
@@ -51,8 +51,8 @@ class Memory:
 
 
 @dataclass
-class FixedBlock(CurrentBlock):
-    """A CurrentBlock whose tensors have fixed addresses. bias None: there is no padding."""
+class FixedBlock(MaskedBlock):
+    """A MaskedBlock whose tensors have fixed addresses. bias None: there is no padding."""
 
     memory: Memory
 

@@ -18,28 +18,42 @@ from models.attention import (
     positions,
 )
 from models.experts import Router
+from models.layers import RMSNorm, embedding_table
 from models.logps import at_least_fp32, linear_certainty, linear_logps
 
 
 class LanguageModel(nn.Module):
-    """What all families have in common. A family sets `model`, `lm_head` (its layers, its head),
-    `turn_end` and `objective`; `embedding` and `final_norm` name two modules.
+    """What all families have in common. A family sets `turn_end` and `objective`, and has
+    `block(layer)` -> the layer of that number; `embedding` and `final_norm` name two modules.
     """
 
-    embedding, final_norm = "model.embed_tokens", "model.norm"
+    embedding, final_norm, norm = "model.embed_tokens", "model.norm", RMSNorm
     eos_token_id = None  # where no official file states it
     rope_dtype = None  # of rotary tables; None: that of the hidden states
 
-    def __init__(self, config, block_length):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.attention_backend = "auto"  # a key of models.attention.BACKENDS
-        self.mask_token_id, self.block_length = config.mask_token_id, block_length
+        self.mask_token_id = config.mask_token_id
+        # blocks of the attention, else those of sampling alone
+        self.block_length = getattr(config, "block_size", 0) or config.block_length
         self.eos_token_ids, self.pad_token_id = [], 0  # meta_model sets them from the checkpoint
         self.activation_checkpointing = False
         self.groups, self.gathers_once = [], False  # see distributed/sharding.py
         self.lora_config = self.value_head = None  # see models/lora.py, models/value.py
         self.sources = None, ()  # directory of the weights, directories of adapters on them
+        self.build(config)
+
+    def build(self, config):
+        """Make `model` (embedding, layers, final norm) and `lm_head`, with Hugging Face's names."""
+        self.model, table = nn.Module(), embedding_table(config.vocab_size, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = table.weight
+        self.model.add_module(self.embedding.removeprefix("model."), table)
+        self.model.layers = nn.ModuleList(map(self.block, range(config.num_hidden_layers)))
+        self.model.norm = self.norm(config.hidden_size, config.rms_norm_eps)
 
     @property
     def layers(self):

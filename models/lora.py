@@ -157,8 +157,8 @@ def merge_adapter(model, directory):
     with open_tensors(Path(directory) / "adapter_model.safetensors") as file:
         found = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
     parts, layers = tensor_parts(model), {name.partition(".lora_")[0] for name in found}
-    if not layers or not all(map(torch.is_floating_point, found.values())):
-        raise SystemExit(f"{directory} holds no floating-point adapters")
+    if not layers:
+        raise SystemExit(f"{directory} holds no adapters")
     for layer in layers:
         value, index = parts.get(f"{layer}.weight", (None, None))
         a, b = (found.get(f"{layer}.lora_{part}.weight") for part in "AB")

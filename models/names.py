@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distributed.disk import read_json
+from distributed.disk import one_line, read_json
 from models.config import AUTOREGRESSIVE, architecture
 from models.tensors import build_model, json_if_there
 from models.tiny import HERE, TINY_CONFIGS
@@ -149,10 +149,8 @@ def resolve(name_or_dir, patterns=FILES):
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no network, a gated repository
-        reason = " ".join(str(error).split())[:200]
-        hint = "give --model a directory that holds it"
-        problem = f"{source} is no directory here and cannot be downloaded ({reason})"
-        raise SystemExit(f"{problem}: {hint}") from error
+        problem = f"{source} is no directory here and cannot be downloaded ({one_line(error)})"
+        raise SystemExit(f"{problem}: give --model a directory that holds it") from error
 
 
 def source_of(name_or_dir):

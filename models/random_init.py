@@ -21,7 +21,7 @@ from models.tiny import random_model
 
 
 def main(out: str, config: str = "tiny-sdar", tokenizer: str = ""):
-    """Write a checkpoint with random weights.
+    """Write a checkpoint with random weights, drawn on a GPU if there is one.
 
     Args:
         out: directory to write

@@ -127,8 +127,6 @@ def json_if_there(path):
 
 def open_tensors(path):
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise OSError("it is no file")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         problem = "it is truncated or missing; download or copy it again"

@@ -29,11 +29,6 @@ compile activation_checkpointing sync_every_backward sequence_parallel""".split(
 UNITS = ["rollouts", "tokens", "seconds"]
 TRAINED = "time/update", "speed/tokens_per_s"  # keys of every training step
 LINES = 6  # of a panel
-# of the methods, in every figure
-COLOURS = """cj_grpo:#0072B2 justgrpo:#D55E00 tpg:#009E73 mdpo:#E69F00 dtreerpo:#CC79A7
-tracerl:#000000 bgpo:#7B2CBF espo:#C1121F spg:#12908E ebpo:#56B4E9 d1:#6B4226 coupled_grpo:#8A8D00
-wd1:#D100D1 sft:#5B5B5B vrpo:#3D5A1E"""
-COLOURS = dict(pair.split(":") for pair in COLOURS.split())
 
 
 def read_runs(folders):
@@ -132,7 +127,7 @@ def draw(runs, metric, path):
     figure = Figure((9 * columns, 10), layout="constrained")
     panels = figure.subplots(len(UNITS), columns, sharey=True, squeeze=False)
     for place, (name, end) in enumerate(ends.items()):
-        curve, color = means.loc[name], COLOURS.get(name, f"C{place}")
+        curve, color = means.loc[name], f"C{place}"
         height = max(height + gap, end) if place % LINES else end
         for axes, unit in zip(panels[:, place // LINES], UNITS, strict=True):
             curve.plot(unit, "mean", ax=axes, color=color, legend=False)

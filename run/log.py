@@ -3,7 +3,7 @@ report.html; heldout.jsonl with answers to held-out problems.
 
     log = RunLog(__file__, args, task)
     log.write(step, {"reward/mean": 0.3, "loss/total": loss})
-    log.end(weights)
+    log.close()
 
 The .jsonl files are the state of the log: table, figure and page are made from them.
 """
@@ -160,12 +160,6 @@ class RunLog:
         if self.wandb_run:
             self.wandb_run.save(self.run_dir / "report.html", self.run_dir, "now")
 
-    def end(self, weights, status=0):
-        """Say how long the run took and where its report and weights (a path) are, and close."""
-        seconds, report = time.perf_counter() - self.started, self.run_dir / "report.html"
-        self.say(f"{seconds:.0f} s; report: {report}; weights: {weights}")
-        self.close(status)
-
     def close(self, status=0):
         """Draw the last plot, end the wandb run. status: of the process; unless it is 0, where the
         record of the run is goes to stderr.
@@ -274,10 +268,8 @@ class Stopwatch(dict):
 def machine_metrics():
     """Most memory that this process has held, in 10^9 bytes: allocated on GPU, resident on CPU"""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    return {"memory/peak_gb": peak / 1e9}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory/peak_gb": (torch.cuda.max_memory_allocated() or resident) / 1e9}
 
 
 def describe_run(script, args):
@@ -302,10 +294,9 @@ def describe_run(script, args):
 
 def describe_git():
     """-> commit, with -dirty behind it if files differ from it; "" outside a repository"""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*"
-    here = Path(__file__).resolve().parent
-    found = subprocess.run(command, cwd=here, shell=True, capture_output=True, text=True)
-    return found.stdout.strip()
+    here = shlex.quote(str(Path(__file__).resolve().parent))
+    command = f"git -C {here} describe --always --dirty --abbrev=40 --exclude=* 2>/dev/null"
+    return subprocess.getoutput(command)
 
 
 def describe_device():

@@ -438,7 +438,6 @@ DAMAGES = {
     "shape": (tensors(lambda t: t.update({NORM: torch.zeros(1)})), NORM + r".*\(1,\).*\(32,\)"),
     "integers": (tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*I8"),
     "cut off": (cut_off, "safetensors.*truncated"),
-    "pipe": (lambda d: [(d / WEIGHTS).unlink(), os.mkfifo(d / WEIGHTS)], "safetensors .*no file"),
     "end ids": (edit("generation_config.json", eos_token_id=[]), "no config file states eos"),
     "mask id": (edit(mask_token_id=7), r"mask_token_id 7 is no special.*'<\|MASK\|>': 257"),
     "no end": (
